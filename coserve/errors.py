@@ -1,0 +1,46 @@
+"""Everything that coserve raises on purpose.
+
+CoserveError
+├── GraphError          a graph or an operator rule is inconsistent: a bug in a model family or a PEFT method
+├── BudgetError         a budget that nothing can meet
+├── ModelError          a model that cannot be used
+│   ├── UnknownModelError       no such preset, directory or hub id
+│   ├── UnsupportedModelError   a family or a configuration that coserve does not run
+│   └── WeightsError            weights that are missing, extra, misshapen, damaged or of the wrong type
+└── AdapterError        an adapter that cannot be used with this model
+
+Every message is one line that says what is wrong and what would be right. Broken invariants inside coserve are plain
+``assert`` statements: no input should ever reach them.
+"""
+
+
+class CoserveError(Exception):
+    """Base of every error that coserve raises on purpose; the message is fit to show to a user."""
+
+
+class GraphError(CoserveError):
+    """A graph or an operator rule is inconsistent."""
+
+
+class BudgetError(CoserveError):
+    """A budget (bytes, rows, seconds) that no choice can meet."""
+
+
+class ModelError(CoserveError):
+    """A model that cannot be used."""
+
+
+class UnknownModelError(ModelError):
+    """No preset, directory or hub id of this name."""
+
+
+class UnsupportedModelError(ModelError):
+    """A model family, or a setting in its configuration, that coserve does not run."""
+
+
+class WeightsError(ModelError):
+    """Weights that are missing, extra, misshapen, damaged or of the wrong type."""
+
+
+class AdapterError(CoserveError):
+    """An adapter that cannot be used with this model."""
