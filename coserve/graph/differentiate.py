@@ -1,0 +1,93 @@
+"""Reverse-mode differentiation of a graph, and the pruning of what nobody asked for (FlexLLM section 5.2, algorithm
+1).
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from coserve.errors import GraphError
+from coserve.graph.ir import Graph, Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientNode:
+    """The reverse of one node: the input slots whose gradients it gives.
+
+    `substitutes` pairs slots with tensors read in place of the slot's own (packed signs).
+    """
+
+    node: Node
+    wanted: tuple[str, ...]
+    substitutes: tuple[tuple[str, str], ...] = ()
+
+    def reads(self, wanted: Collection[str] | None = None) -> dict[str, str]:
+        """Slot -> forward tensor that the VJP reads, for these gradients (default: all that are wanted)."""
+        rule = self.node.operator
+        slots = rule.reads(self.wanted if wanted is None else wanted, self.node.tensor)
+        return {slot: dict(self.substitutes).get(slot, self.node.tensor[slot]) for slot in slots}
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """Tensors whose gradients it contributes to."""
+        return tuple(self.node.input[slot] for slot in self.wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardGraph:
+    """A graph and the reverse of its nodes, in the order in which they can run."""
+
+    graph: Graph
+    nodes: tuple[GradientNode, ...]
+
+    @cached_property
+    def gradient_node(self) -> dict[str, GradientNode]:
+        """By the name of the forward node."""
+        return {gradient.node.name: gradient for gradient in self.nodes}
+
+    @cached_property
+    def activations(self) -> tuple[str, ...]:
+        """The row tensors that the VJPs read: what a forward pass would have to save."""
+        names = {name for gradient in self.nodes for name in gradient.reads().values()}
+        return tuple(name for name, spec in self.graph.spec.items() if name in names and spec.kind == "row")
+
+    def is_leaf(self, tensor: str) -> bool:
+        """Whether a gradient ends here, in a weight or a parameter: nothing else in the backward pass waits for it."""
+        return self.graph.spec[tensor].kind in ("weight", "parameter")
+
+
+def differentiate(graph: Graph, of: Collection[str] | None = None) -> BackwardGraph:
+    """The whole backward graph: the gradients of `of` (default: all outputs) with respect to everything that has one.
+
+    Raises GraphError where an operator on the way has no rule.
+    """
+    reached = set(graph.outputs if of is None else of)
+    nodes = []
+    for node in reversed(graph.nodes):
+        if not reached.intersection(node.output.values()):
+            continue
+        rule = node.operator
+        if missing := [slot for slot in node.input if slot not in rule.needs]:
+            raise GraphError(f"operator {rule.name} has no gradient rule for {', '.join(missing)}")
+        wanted = tuple(slot for slot in node.input if rule.needs[slot] is not None)
+        reached.update(node.input[slot] for slot in wanted)
+        nodes.append(GradientNode(node=node, wanted=wanted))
+    return BackwardGraph(graph=graph, nodes=tuple(nodes))
+
+
+def prune(backward: BackwardGraph, keep: Collection[str]) -> BackwardGraph:
+    """Drop every gradient that does not lead to one of `keep` (adapter parameters, chosen weights, the block's input).
+
+    A gradient is needed if it is asked for, or if the reverse of the node that made the tensor is still alive.
+    Forward order decides that in one sweep, since it meets a tensor's producer before its readers.
+    """
+    if unknown := [name for name in keep if name not in backward.graph.spec]:
+        raise GraphError(f"asked for gradients of {', '.join(unknown)}, which the graph does not have")
+    alive: set[str] = set(keep)
+    kept = []
+    for gradient in reversed(backward.nodes):
+        wanted = tuple(slot for slot in gradient.wanted if gradient.node.input[slot] in alive)
+        if wanted:
+            alive.update(gradient.node.output.values())
+            kept.append(replace(gradient, wanted=wanted))
+    return replace(backward, nodes=tuple(reversed(kept)))

@@ -1,0 +1,124 @@
+"""Runs graphs and programs on tensors. It knows no operator: it looks up, calls, and lets go of what nobody reads any
+more.
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from coserve.graph.ir import Graph, Node
+from coserve.graph.program import Program
+
+Values = Mapping[str, Tensor]
+
+
+def run_node(node: Node, values: Values, context: Any) -> dict[str, Tensor]:
+    """Run one node; returns its outputs by tensor name."""
+    inputs = {slot: values[name] for slot, name in node.inputs}
+    results = node.operator.forward(inputs, node.attribute, context)
+    return {name: results[slot] for slot, name in node.outputs}
+
+
+def run_graph(
+    graph: Graph,
+    values: MutableMapping[str, Tensor],
+    weights: Values,
+    context: Any = None,
+    after: Callable[[Node, MutableMapping[str, Tensor]], None] | None = None,
+) -> None:
+    """Run every node, in place on `values`, which holds the inputs and, at the end, the outputs.
+
+    weights: backbone weights (and parameters, where the graph has any) by name. after: called behind each node, to let
+    bypasses add to its output and to save tensors, before anything is let go.
+    """
+    for node in graph.nodes:
+        inputs = {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
+        results = node.operator.forward(inputs, node.attribute, context)
+        for slot, name in node.outputs:
+            values[name] = results[slot]
+        if after is not None:
+            after(node, values)
+        for name in (*node.input.values(), *node.output.values()):
+            if graph.last_use.get(name) == node.name:
+                values.pop(name, None)
+
+
+class BackwardRun:
+    """One program run backward over one window of rows; it can stop between any two instructions and go on later.
+
+    Args:
+        values: by tensor name, the window's rows of the saved tensors and constants, and the whole weights and
+        parameters.
+        gradients: gradients of the graph's outputs, by name, for the window's rows.
+        accumulators: for each weight or parameter asked for, the float32 tensor that its gradient is added to.
+        context: handed to the operators (attention).
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        values: Values,
+        gradients: Values,
+        accumulators: Values,
+        context: Any = None,
+    ) -> None:
+        self._program, self._context, self._accumulators = program, context, accumulators
+        self._values: dict[str, Tensor] = {}
+        self._given = values
+        self._gradients = dict(gradients)
+        self._next = 0
+
+    @property
+    def done(self) -> bool:
+        return self._next == len(self._program.backward)
+
+    @property
+    def num_instructions_left(self) -> int:
+        return len(self._program.backward) - self._next
+
+    def advance(self, max_instructions: int | None = None) -> bool:
+        """Run the next instructions (default: all that are left). Returns whether the run is done."""
+        left = (
+            self.num_instructions_left
+            if max_instructions is None
+            else min(max_instructions, self.num_instructions_left)
+        )
+        for _ in range(left):
+            self._step()
+        return self.done
+
+    def gradient(self, tensor: str) -> Tensor:
+        """The finished gradient of a row tensor that was asked for."""
+        assert self.done
+        return self._gradients[tensor]
+
+    def _step(self) -> None:
+        step = self._program.backward[self._next]
+        node, rule = step.node, step.node.operator
+        inputs = {slot: self._values[name] if name in self._values else self._given[name] for slot, name in step.reads}
+        if step.kind == "recompute":
+            results = rule.forward(inputs, node.attribute, self._context)
+            self._values.update({name: results[slot] for slot, name in node.outputs})
+        else:
+            gradients = {slot: self._gradients[name] for slot, name in node.outputs if name in self._gradients}
+            results = rule.vjp(step.wanted, inputs, gradients, node.attribute, self._context)
+            for slot, value in results.items():
+                if slot in node.output:
+                    self._values[node.output[slot]] = value
+                else:
+                    self._accumulate(node.input[slot], value)
+        for name in step.frees:
+            self._values.pop(name, None)
+        for name in step.frees_gradients:
+            self._gradients.pop(name, None)
+        self._next += 1
+
+    def _accumulate(self, tensor: str, gradient: Tensor) -> None:
+        if tensor in self._accumulators:
+            self._accumulators[tensor].add_(gradient)
+        elif tensor in self._gradients:
+            self._gradients[tensor] = self._gradients[tensor] + gradient
+        else:
+            self._gradients[tensor] = gradient

@@ -1,0 +1,209 @@
+"""The graph: named tensors, and nodes that apply an operator to them, in an order that can be run.
+
+A tensor is one of four kinds. "row": an activation, `shape` per row, differentiable. "constant": given from outside
+for any row (tokens, positions, rotary tables), `shape` per row, no gradient. "weight": of the frozen backbone, whole
+shape. "parameter": of an adapter, whole shape. Graphs are immutable and hashable, so equal blocks share one compiled
+program.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import torch
+
+from coserve.errors import GraphError
+from coserve.graph.operators import operator
+from coserve.graph.operators.base import Operator
+
+Kind = Literal["row", "constant", "weight", "parameter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """A tensor's name, shape and type; `dtype` None is the compute dtype of the model, whatever it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    dtype: torch.dtype | None = None
+
+    @property
+    def per_row(self) -> bool:
+        """Whether there is one of it for every row."""
+        return self.kind in ("row", "constant")
+
+    def num_bytes(self, compute_dtype: torch.dtype) -> int:
+        """Bytes per row (kinds "row" and "constant") or in all."""
+        return prod(self.shape) * (self.dtype or compute_dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One application of an operator; `inputs` and `outputs` pair the operator's slots with tensor names."""
+
+    name: str
+    op: str
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+    @cached_property
+    def operator(self) -> Operator:
+        return operator(self.op)
+
+    @cached_property
+    def input(self) -> dict[str, str]:
+        """Slot -> tensor name."""
+        return dict(self.inputs)
+
+    @cached_property
+    def output(self) -> dict[str, str]:
+        """Slot -> tensor name."""
+        return dict(self.outputs)
+
+    @cached_property
+    def tensor(self) -> dict[str, str]:
+        """Slot -> tensor name, of inputs and outputs together."""
+        return self.input | self.output
+
+    @cached_property
+    def attribute(self) -> dict[str, Any]:
+        return dict(self.attributes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Nodes in execution order over declared tensors. Checked at birth: names are unique, inputs exist before they
+    are read.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.spec) != len(self.tensors) or len({node.name for node in self.nodes}) != len(self.nodes):
+            raise GraphError("a graph names two tensors or two nodes alike")
+        made = {name for node in self.nodes for name in node.output.values()}
+        known = {name for name in self.spec if name not in made}
+        for node in self.nodes:
+            if missing := [name for name in node.input.values() if name not in known]:
+                raise GraphError(f"node {node.name} reads {', '.join(missing)} before anything made it")
+            known.update(node.output.values())
+        if unknown := [name for name in self.outputs if name not in known]:
+            raise GraphError(f"the graph returns {', '.join(unknown)}, which nothing makes")
+
+    @cached_property
+    def spec(self) -> dict[str, TensorSpec]:
+        """Every tensor by name."""
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def node(self) -> dict[str, Node]:
+        """Every node by name."""
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def producer(self) -> dict[str, Node]:
+        """Tensor name -> the node that makes it; graph inputs are absent."""
+        return {name: node for node in self.nodes for name in node.output.values()}
+
+    @cached_property
+    def carried(self) -> tuple[str, ...]:
+        """Row tensors that some operator reads beyond the window it runs on (K and V): later windows need them kept."""
+        names = (node.input[slot] for node in self.nodes for slot in node.operator.whole)
+        return tuple(dict.fromkeys(names))
+
+    @cached_property
+    def last_use(self) -> dict[str, str]:
+        """Row tensor -> name of the last node that reads it (or makes it): a forward pass lets it go there. Outputs
+        are absent.
+        """
+        last = {name: node.name for node in self.nodes for name in (*node.output.values(), *node.input.values())}
+        return {name: node for name, node in last.items() if name not in self.outputs and self.spec[name].kind == "row"}
+
+    def with_kind(self, kind: Kind) -> tuple[TensorSpec, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.kind == kind)
+
+    def slot_specs(self, node: Node) -> dict[str, TensorSpec]:
+        """The tensors of a node by slot."""
+        return {slot: self.spec[name] for slot, name in node.tensor.items()}
+
+
+class GraphBuilder:
+    """Writes a graph down, one node at a time; a node with one output names that tensor after itself."""
+
+    def __init__(self, *tensors: TensorSpec, nodes: Iterable[Node] = ()) -> None:
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._nodes = list(nodes)
+
+    def rows(self, name: str, *shape: int) -> str:
+        """Declare an input with gradients, of this shape per row."""
+        return self._declare(TensorSpec(name=name, shape=shape, kind="row"))
+
+    def constant(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str:
+        """Declare an input without gradients, of this shape per row."""
+        return self._declare(TensorSpec(name=name, shape=shape, kind="constant", dtype=dtype))
+
+    def weight(self, name: str, *shape: int) -> str:
+        """Declare a frozen weight of this whole shape."""
+        return self._declare(TensorSpec(name=name, shape=shape, kind="weight"))
+
+    def parameter(self, name: str, *shape: int) -> str:
+        """Declare an adapter parameter of this whole shape."""
+        return self._declare(TensorSpec(name=name, shape=shape, kind="parameter"))
+
+    def _declare(self, tensor: TensorSpec) -> str:
+        if tensor.name in self._tensors:
+            raise GraphError(f"tensor {tensor.name} is declared twice")
+        self._tensors[tensor.name] = tensor
+        return tensor.name
+
+    def apply(self, op: str, name: str, inputs: Mapping[str, str | None], **attributes: Any) -> str:
+        """Add a node; inputs pairs slots with tensor names (None: the optional slot stays empty). Returns the first
+        output's name.
+        """
+        rule = operator(op)
+        given = {slot: tensor for slot, tensor in inputs.items() if tensor is not None}
+        unknown, missing = set(given) - set(rule.inputs), set(rule.inputs) - set(given) - rule.optional
+        if unknown or missing:
+            raise GraphError(f"{op} takes {', '.join(rule.inputs)}; node {name} was given {', '.join(given)}")
+        specs = {slot: self._tensors[tensor] for slot, tensor in given.items()}
+        shapes = rule.infer({slot: spec.shape for slot, spec in specs.items()}, attributes)
+        outputs = {}
+        for slot, (shape, dtype) in shapes.items():
+            tensor = name if slot == rule.outputs[0] else f"{name}.{slot}"
+            outputs[slot] = self._declare(TensorSpec(name=tensor, shape=shape, kind="row", dtype=dtype))
+        self._nodes.append(
+            Node(
+                name=name,
+                op=op,
+                inputs=tuple(given.items()),
+                outputs=tuple(outputs.items()),
+                attributes=tuple(sorted(attributes.items())),
+            )
+        )
+        return outputs[rule.outputs[0]]
+
+    def linear(self, name: str, x: str, out_features: int, *, bias: bool = False) -> str:
+        """Y = x W^T (+ b), with weights `name.weight` [out, in] and `name.bias` [out]."""
+        weight = self.weight(f"{name}.weight", out_features, self._tensors[x].shape[-1])
+        offset = self.weight(f"{name}.bias", out_features) if bias else None
+        return self.apply("linear", name, {"x": x, "weight": weight, "bias": offset})
+
+    def build(self, *outputs: str) -> Graph:
+        """The finished graph."""
+        return Graph(tensors=tuple(self._tensors.values()), nodes=tuple(self._nodes), outputs=outputs)
+
+
+def renamed(node: Node, names: Mapping[str, str], *, prefix: str = "") -> Node:
+    """The node with its tensors renamed by the mapping (others stay) and its own name prefixed."""
+    return replace(
+        node,
+        name=prefix + node.name,
+        inputs=tuple((slot, names.get(tensor, tensor)) for slot, tensor in node.inputs),
+        outputs=tuple((slot, names.get(tensor, tensor)) for slot, tensor in node.outputs),
+    )

@@ -1,0 +1,117 @@
+"""Activation functions, and the signs of a tensor as bits."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coserve.graph.operators.base import Attributes, RowWise, Shape, Shapes, Values
+from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
+
+
+class Silu(RowWise):
+    """y = x * sigmoid(x)."""
+
+    name = "silu"
+    inputs = ("x",)
+    needs = {"x": ("x",)}
+    restores = ("y",)
+    flops_per_element = 4
+
+    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+        return {"y": torch.nn.functional.silu(values["x"])}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> dict[str, Tensor]:
+        result = {"x": torch.ops.aten.silu_backward(gradients["y"], values["x"])}
+        return result | self.forward(values, attributes, context) if "y" in wanted else result
+
+
+class Gelu(RowWise):
+    """y = x * Phi(x), exact or by tanh (attribute `approximate`: "none" or "tanh"). Source: arXiv 1606.08415."""
+
+    name = "gelu"
+    inputs = ("x",)
+    needs = {"x": ("x",)}
+    restores = ("y",)
+    flops_per_element = 8
+
+    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+        return {"y": torch.nn.functional.gelu(values["x"], approximate=attributes["approximate"])}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> dict[str, Tensor]:
+        grad = torch.ops.aten.gelu_backward(gradients["y"], values["x"], approximate=attributes["approximate"])
+        result = {"x": grad}
+        return result | self.forward(values, attributes, context) if "y" in wanted else result
+
+
+class Relu(RowWise):
+    """y = max(x, 0). The gradient needs only where y > 0, so packed signs of y do as well (FlexLLM section 5.2)."""
+
+    name = "relu"
+    inputs = ("x",)
+    needs = {"x": ("y",)}
+    sign_suffices = ("y",)
+
+    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+        return {"y": torch.relu(values["x"])}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> dict[str, Tensor]:
+        y, dy = values["y"], gradients["y"]
+        positive = unpack_signs(y, dy.shape[1]) if y.dtype == torch.uint8 else y > 0
+        return {"x": dy * positive}
+
+
+class SiluMul(RowWise):
+    """y = silu(gate) * up, the gated unit of Llama's MLP (arXiv 2002.05202), as one operator.
+
+    One operator and not two, because then two tensors of the MLP's width are enough for the whole backward pass: its
+    VJP rebuilds silu(gate) on the way to both gradients, and has y for one multiplication more.
+    """
+
+    name = "silu_mul"
+    inputs = ("gate", "up")
+    needs = {"gate": ("gate", "up"), "up": ("gate",)}
+    restores = ("y",)
+    flops_per_element = 5
+
+    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+        return {"y": torch.nn.functional.silu(values["gate"]) * values["up"]}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> dict[str, Tensor]:
+        dy, gate = gradients["y"], values["gate"]
+        activated, result = torch.nn.functional.silu(gate), {}
+        if "gate" in wanted:
+            result["gate"] = torch.ops.aten.silu_backward(dy * values["up"], gate)
+        if "up" in wanted:
+            result["up"] = dy * activated
+        if "y" in wanted:
+            result["y"] = activated * values["up"]
+        return result
+
+
+class SignBits(RowWise):
+    """bits of x > 0, eight to a byte; x [n, width] -> uint8 [n, ceil(width / 8)]."""
+
+    name = "sign_bits"
+    inputs = ("x",)
+    needs = {"x": None}
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {"y": ((packed_width(shapes["x"][0]),), torch.uint8)}
+
+    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+        return {"y": pack_signs(values["x"])}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> dict[str, Tensor]:
+        raise AssertionError("sign_bits has no gradient")

@@ -1,0 +1,118 @@
+"""Causal self-attention: the one operator that looks at whom a row belongs to."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coserve.graph.operators.base import Attributes, Operator, Shape, Shapes, Values
+from coserve.kernels.attention import AttentionKernel
+
+if TYPE_CHECKING:
+    from coserve.graph.ir import TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive rows of one sequence, and all the keys that they may look at, their own last."""
+
+    rows: slice
+    keys: Tensor  # [m, Hkv * D]
+    values: Tensor  # [m, Hkv * D]
+    key_grads: Tensor | None = None  # float32 [m, Hkv * D], added to in the backward pass
+    value_grads: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionContext:
+    """What attention needs beyond its rows. K and V of the rows must stand in the segments' tensors before it runs.
+
+    `key_grads` and `value_grads` are the accumulators' rows of the window that runs backward: float32 [n, Hkv * D].
+    Windows run from the last to the first, so once a window's own attention has been reversed, they are complete
+    (FlexLLM section 6.1, figure 8).
+    """
+
+    kernel: AttentionKernel
+    segments: tuple[Segment, ...] = field(default=())
+    key_grads: Tensor | None = None
+    value_grads: Tensor | None = None
+
+
+class Attention(Operator):
+    """y = softmax(q k^T * scale, masked) v; q [n, Hq * D], k and v [n, Hkv * D] plus the earlier rows that the
+    context holds.
+
+    Attributes: num_heads (Hq), num_key_value_heads (Hkv), scale, sliding_window (number of keys, or None). Outputs: y
+    [n, Hq * D], lse float32 [n, Hq].
+    """
+
+    name = "attention"
+    inputs = ("q", "k", "v")
+    outputs = ("y", "lse")
+    needs = dict.fromkeys(inputs, ("q", "k", "v", "y", "lse"))
+    whole = ("k", "v")
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {"y": (shapes["q"], None), "lse": ((attributes["num_heads"],), torch.float32)}
+
+    def forward(self, values: Values, attributes: Attributes, context: AttentionContext) -> dict[str, Tensor]:
+        q = values["q"]
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[0], attributes["num_heads"], dtype=torch.float32, device=q.device)
+        for segment in context.segments:
+            y, norm = context.kernel.forward(
+                _heads(q[segment.rows], attributes["num_heads"]),
+                _heads(segment.keys, attributes["num_key_value_heads"]),
+                _heads(segment.values, attributes["num_key_value_heads"]),
+                scale=attributes["scale"],
+                sliding_window=attributes["sliding_window"],
+            )
+            out[segment.rows] = y.flatten(1)
+            lse[segment.rows] = norm
+        return {"y": out, "lse": lse}
+
+    def vjp(
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: AttentionContext,
+    ) -> dict[str, Tensor]:
+        q, dy = values["q"], gradients["y"]
+        assert context.key_grads is not None and context.value_grads is not None
+        dq = torch.empty_like(q)
+        for segment in context.segments:
+            assert segment.key_grads is not None and segment.value_grads is not None
+            rows, num_heads, num_key_heads = segment.rows, attributes["num_heads"], attributes["num_key_value_heads"]
+            grads = context.kernel.backward(
+                _heads(dy[rows], num_heads),
+                _heads(q[rows], num_heads),
+                _heads(segment.keys, num_key_heads),
+                _heads(segment.values, num_key_heads),
+                _heads(values["y"][rows], num_heads),
+                values["lse"][rows],
+                scale=attributes["scale"],
+                sliding_window=attributes["sliding_window"],
+            )
+            dq[rows] = grads[0].flatten(1)
+            segment.key_grads.add_(grads[1].flatten(1))
+            segment.value_grads.add_(grads[2].flatten(1))
+        result = {"q": dq, "k": context.key_grads.to(q.dtype), "v": context.value_grads.to(q.dtype)}
+        return {slot: result[slot] for slot in wanted}
+
+    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
+        return 4 * prod(specs["q"].shape) * min(keys, attributes["sliding_window"] or keys)
+
+    def vjp_flops_per_row(
+        self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float
+    ) -> float:
+        # Five matrix products where the forward pass has two: scores again, dP, dQ, dK and dV.
+        return 2.5 * self.flops_per_row(specs, attributes, keys)
+
+
+def _heads(x: Tensor, num_heads: int) -> Tensor:
+    return x.view(x.shape[0], num_heads, -1)

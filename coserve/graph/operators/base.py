@@ -1,0 +1,142 @@
+"""What an operator is: forward, vector-Jacobian product (VJP), what the VJP needs, and cost, written once."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from coserve.errors import GraphError
+
+if TYPE_CHECKING:
+    from coserve.graph.ir import TensorSpec
+
+Values = Mapping[str, Tensor]
+Attributes = Mapping[str, Any]
+Shape = tuple[int, ...]
+Shapes = dict[str, tuple[Shape, torch.dtype | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Arithmetic and memory traffic of one execution."""
+
+    flops: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(flops=self.flops + other.flops, bytes=self.bytes + other.bytes)
+
+
+class Operator(ABC):
+    """One entry of the operator table.
+
+    Slots are the operator's own names for its inputs and outputs. `needs` has a key for every input slot: the slots
+    (of inputs and outputs) that its gradient reads, or None where there is no gradient. An operator is row-wise
+    unless it names slots in `whole`.
+
+    forward(values, attributes, context): values by input slot -> values by output slot. The results are new tensors.
+    vjp(wanted, values, gradients, attributes, context): `gradients` by output slot -> gradients by wanted input slot.
+        `values` holds what `needs` lists for the wanted slots. An output slot listed in `restores` may be wanted too:
+        then the forward value is handed back, which costs next to nothing because the VJP has everything for it at
+        hand.
+    """
+
+    name: ClassVar[str]
+    inputs: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]] = ("y",)
+    optional: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[Mapping[str, tuple[str, ...] | None]]
+    # Input slots read beyond the rows that the operator runs on; the context supplies them.
+    whole: ClassVar[tuple[str, ...]] = ()
+    # Output slots that the VJP can hand back once it holds all row inputs.
+    restores: ClassVar[tuple[str, ...]] = ()
+    # Slots for which the VJP accepts packed signs (kernels.bits) in place of the values.
+    sign_suffices: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        """Output slot -> (shape per row, dtype or None for the compute dtype), from the input shapes."""
+
+    @abstractmethod
+    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
+        """Forward FLOPs of one row; `keys` is the mean number of keys that a row attends to."""
+
+    def vjp_flops_per_row(
+        self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float
+    ) -> float:
+        """Backward FLOPs of one row; by default the forward's for every wanted gradient."""
+        return len(wanted) * self.flops_per_row(specs, attributes, keys)
+
+    def cost(
+        self,
+        specs: Mapping[str, "TensorSpec"],
+        attributes: Attributes,
+        *,
+        rows: int,
+        keys: float,
+        compute_dtype: torch.dtype,
+    ) -> Cost:
+        """Cost of one forward execution on `rows` rows: every tensor it touches is read or written once."""
+        flops = round(rows * self.flops_per_row(specs, attributes, keys))
+        return Cost(flops=flops, bytes=_traffic(specs.values(), rows, compute_dtype))
+
+    def vjp_cost(
+        self,
+        wanted: Collection[str],
+        specs: Mapping[str, "TensorSpec"],
+        attributes: Attributes,
+        *,
+        rows: int,
+        keys: float,
+        compute_dtype: torch.dtype,
+    ) -> Cost:
+        """Cost of one VJP on `rows` rows: reads what it needs and the output gradients, writes the wanted gradients."""
+        read = self.reads(wanted, specs)
+        touched = [specs[slot] for slot in (*read, *self.outputs, *wanted) if slot in specs]
+        flops = round(rows * self.vjp_flops_per_row(wanted, specs, attributes, keys))
+        return Cost(flops=flops, bytes=_traffic(touched, rows, compute_dtype))
+
+    def reads(self, wanted: Collection[str], given: Collection[str] | Mapping[str, Any]) -> tuple[str, ...]:
+        """The slots that the VJP reads for these gradients, of those that the node has.
+
+        Raises GraphError for a slot without a rule, or one whose rule says that there is no gradient.
+        """
+        found: dict[str, None] = {}
+        for slot in wanted:
+            if slot not in self.needs:
+                raise GraphError(f"operator {self.name} has no gradient rule for {slot}")
+            rule = self.needs[slot]
+            if rule is None:
+                raise GraphError(f"operator {self.name} has no gradient with respect to {slot}")
+            found.update(dict.fromkeys(need for need in rule if need in given))
+        return tuple(found)
+
+
+class RowWise(Operator):
+    """Base of elementwise operators: the output has the shape of the first input, and a row costs a few FLOPs per
+    element.
+    """
+
+    flops_per_element: ClassVar[int] = 1
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {self.outputs[0]: (shapes[self.inputs[0]], None)}
+
+    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
+        return self.flops_per_element * prod(specs[self.inputs[0]].shape)
+
+
+def _traffic(specs: Collection["TensorSpec"], rows: int, compute_dtype: torch.dtype) -> int:
+    return sum(spec.num_bytes(compute_dtype) * (rows if spec.per_row else 1) for spec in specs)

@@ -1,0 +1,77 @@
+"""Matrix product with a weight, and table look-up."""
+
+from collections.abc import Collection, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coserve.graph.operators.base import Attributes, Operator, Shape, Shapes, Values
+
+if TYPE_CHECKING:
+    from coserve.graph.ir import TensorSpec
+
+
+class Linear(Operator):
+    """y = x W^T + b; x [n, in], weight [out, in], bias [out]."""
+
+    name = "linear"
+    inputs = ("x", "weight", "bias")
+    optional = frozenset({"bias"})
+    needs = {"x": ("weight",), "weight": ("x",), "bias": ()}
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {"y": ((shapes["weight"][0],), None)}
+
+    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+        return {"y": torch.nn.functional.linear(values["x"], values["weight"], values.get("bias"))}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> dict[str, Tensor]:
+        dy, result = gradients["y"], {}
+        if "x" in wanted:
+            result["x"] = dy @ values["weight"]
+        if "weight" in wanted:
+            result["weight"] = dy.T @ values["x"]
+        if "bias" in wanted:
+            result["bias"] = dy.float().sum(0)
+        return result
+
+    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
+        return 2 * prod(specs["weight"].shape)
+
+    def vjp_flops_per_row(
+        self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float
+    ) -> float:
+        return sum(2 * prod(specs["weight"].shape) if slot != "bias" else specs["bias"].shape[0] for slot in wanted)
+
+
+class Embedding(Operator):
+    """y = weight[ids + offset]; ids int64 [n], weight [entries, width]. A negative id gives a row of zeros (a virtual
+    token).
+    """
+
+    name = "embedding"
+    inputs = ("ids", "weight")
+    needs = {"ids": None, "weight": ("ids",)}
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {"y": ((shapes["weight"][1],), None)}
+
+    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+        ids = values["ids"]
+        rows = torch.nn.functional.embedding(ids.clamp(min=0) + attributes["offset"], values["weight"])
+        return {"y": rows.masked_fill_((ids < 0)[:, None], 0)}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> dict[str, Tensor]:
+        ids, dy = values["ids"], gradients["y"]
+        entries = (ids.clamp(min=0) + attributes["offset"])[ids >= 0]
+        gradient = dy.new_zeros(values["weight"].shape, dtype=torch.float32)
+        return {"weight": gradient.index_add_(0, entries, dy[ids >= 0].float())}
+
+    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
+        return 0.0

@@ -1,0 +1,206 @@
+"""Programs: what a block does forward and backward, written down as data that can be printed, counted and stopped
+anywhere.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from coserve.graph.compress import compress
+from coserve.graph.differentiate import BackwardGraph, GradientNode, differentiate, prune
+from coserve.graph.ir import Graph, Node
+from coserve.graph.operators.base import Cost
+from coserve.graph.rematerialize import Retention, rematerialize, save_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One step of a backward pass: run a node again, or reverse it for the `wanted` gradients (and restored
+    outputs).
+    """
+
+    kind: Literal["recompute", "reverse"]
+    node: Node
+    wanted: tuple[str, ...] = ()
+    reads: tuple[tuple[str, str], ...] = ()  # slot -> forward tensor
+    frees: tuple[str, ...] = ()  # forward tensors that no later instruction reads
+    frees_gradients: tuple[str, ...] = ()  # gradients that no later instruction reads
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Tensors whose gradients it contributes to."""
+        return tuple(self.node.input[slot] for slot in self.wanted if slot in self.node.input)
+
+    @property
+    def restores(self) -> tuple[str, ...]:
+        """Forward tensors that it hands back."""
+        return tuple(self.node.output[slot] for slot in self.wanted if slot in self.node.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A graph's forward nodes, the tensors to save, and the backward instructions for the gradients that were asked
+    for.
+    """
+
+    graph: Graph
+    asked: tuple[str, ...]
+    retention: Retention
+    backward: tuple[Instruction, ...]
+
+    @cached_property
+    def saved(self) -> tuple[str, ...]:
+        """Row tensors to keep from the forward pass, in the order of the graph."""
+        return tuple(name for name in self.graph.spec if name in self.retention.saved)
+
+    @cached_property
+    def packed_signs(self) -> Mapping[str, Node]:
+        """Saved tensors that are made only to be saved (packed signs), by name: whoever saves makes them."""
+        return {name: node for name in self.saved if (node := self.graph.producer.get(name)) and node.op == "sign_bits"}
+
+    def saved_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
+        """Bytes of saved tensors per row."""
+        return sum(self.graph.spec[name].num_bytes(compute_dtype) for name in self.saved)
+
+    def forward_cost(self, *, rows: int, keys: float, compute_dtype: torch.dtype) -> Cost:
+        """Cost of the forward nodes on `rows` rows that attend to `keys` keys on average."""
+        return sum((_forward(self.graph, node, rows, keys, compute_dtype) for node in self.graph.nodes), Cost())
+
+    def backward_cost(self, *, rows: int, keys: float, compute_dtype: torch.dtype) -> Cost:
+        """Cost of the backward instructions, recomputation included."""
+        total = Cost()
+        for step in self.backward:
+            if step.kind == "recompute":
+                total += _forward(self.graph, step.node, rows, keys, compute_dtype)
+            else:
+                total += step.node.operator.vjp_cost(
+                    [slot for slot in step.wanted if slot in step.node.input],
+                    self.graph.slot_specs(step.node),
+                    step.node.attribute,
+                    rows=rows,
+                    keys=keys,
+                    compute_dtype=compute_dtype,
+                )
+        return total
+
+
+def _forward(graph: Graph, node: Node, rows: int, keys: float, compute_dtype: torch.dtype) -> Cost:
+    specs = graph.slot_specs(node)
+    return node.operator.cost(specs, node.attribute, rows=rows, keys=keys, compute_dtype=compute_dtype)
+
+
+def compile_program(
+    graph: Graph,
+    asked: Collection[str],
+    *,
+    compute_dtype: torch.dtype,
+    keys: float,
+    of: Collection[str] | None = None,
+    budget_bytes_per_token: int | None = None,
+) -> Program:
+    """From a graph (bypasses attached) to its program.
+
+    Args:
+        asked: tensors whose gradients are wanted: adapter parameters, chosen weights, the block's input.
+        keys: mean number of keys that a row attends to; only weighs attention against the rest when something is
+        recomputed.
+        of: outputs to differentiate (default: all).
+        budget_bytes_per_token: most bytes of saved tensors per row; None saves whatever the backward pass reads.
+
+    Raises:
+        GraphError: a rule is missing. BudgetError: the budget is below what any choice needs.
+    """
+    backward = compress(prune(differentiate(graph, of), asked))
+    if budget_bytes_per_token is None:
+        retention = save_all(backward, compute_dtype=compute_dtype, keys=keys)
+    else:
+        retention = rematerialize(backward, budget_bytes_per_token, compute_dtype=compute_dtype, keys=keys)
+    return link(backward, retention, asked)
+
+
+def link(backward: BackwardGraph, retention: Retention, asked: Collection[str]) -> Program:
+    """The program of a backward graph under one choice of what to keep."""
+    steps = _Scheduler(backward, retention).schedule()
+    return Program(
+        graph=backward.graph, asked=tuple(asked), retention=retention, backward=_with_frees(steps, frozenset(asked))
+    )
+
+
+class _Scheduler:
+    """Orders the reverse of every node, recomputation just before its first reader, and what waits for restored
+    tensors after that.
+    """
+
+    def __init__(self, backward: BackwardGraph, retention: Retention) -> None:
+        self._backward, self._graph, self._retention = backward, backward.graph, retention
+        self._available = {spec.name for spec in self._graph.tensors if spec.kind != "row"} | retention.saved
+        self._steps: list[Instruction] = []
+
+    def schedule(self) -> list[Instruction]:
+        waiting: list[GradientNode] = []
+        for gradient in self._backward.nodes:
+            now = tuple(slot for slot in gradient.wanted if self._can_read(gradient, slot))
+            later = tuple(slot for slot in gradient.wanted if slot not in now)
+            if later:
+                waiting.append(replace(gradient, wanted=later))
+            if now:
+                self._reverse(replace(gradient, wanted=now))
+            while ready := [late for late in waiting if all(self._can_read(late, slot) for slot in late.wanted)]:
+                waiting.remove(ready[0])
+                self._reverse(ready[0])
+        assert not waiting, (
+            f"gradients of {[late.node.name for late in waiting]} wait for tensors that nothing provides"
+        )
+        return self._steps
+
+    def _can_read(self, gradient: GradientNode, slot: str) -> bool:
+        return all(self._can_provide(name) for name in gradient.reads([slot]).values())
+
+    def _can_provide(self, tensor: str) -> bool:
+        if tensor in self._available:
+            return True
+        if tensor not in self._retention.recomputed:
+            return False
+        return all(self._can_provide(name) for name in self._graph.producer[tensor].input.values())
+
+    def _provide(self, tensor: str) -> None:
+        if tensor in self._available:
+            return
+        node = self._graph.producer[tensor]
+        for name in node.input.values():
+            self._provide(name)
+        self._available.update(node.output.values())
+        self._steps.append(Instruction(kind="recompute", node=node, reads=node.inputs))
+
+    def _reverse(self, gradient: GradientNode) -> None:
+        reads, node = gradient.reads(), gradient.node
+        for name in reads.values():
+            self._provide(name)
+        restored: tuple[str, ...] = ()
+        if {name for name in node.input.values() if self._graph.spec[name].kind == "row"} <= set(reads.values()):
+            awaited = self._retention.restored - self._available
+            restored = tuple(slot for slot, name in node.outputs if name in awaited)
+            self._available.update(node.output[slot] for slot in restored)
+        if restored:  # the output may depend on weights that the gradients do not (a bias)
+            reads |= {slot: name for slot, name in node.inputs if self._graph.spec[name].kind != "row"}
+        step = Instruction(kind="reverse", node=node, wanted=gradient.wanted + restored, reads=tuple(reads.items()))
+        self._steps.append(step)
+
+
+def _with_frees(steps: list[Instruction], asked: Collection[str]) -> tuple[Instruction, ...]:
+    """Note with each instruction what nobody reads after it."""
+    tensors: set[str] = set()
+    gradients: set[str] = set(asked)
+    finished = []
+    for step in reversed(steps):
+        read = [name for _, name in step.reads]
+        made = step.node.output.values()
+        frees = tuple(dict.fromkeys(name for name in (*read, *made) if name not in tensors))
+        tensors.update(frees)
+        taken = tuple(name for name in made if step.kind == "reverse" and name not in gradients)
+        gradients.update(taken)
+        finished.append(replace(step, frees=frees, frees_gradients=taken))
+    return tuple(reversed(finished))

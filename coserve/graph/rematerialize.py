@@ -1,0 +1,203 @@
+"""What to keep of the forward pass: everything that the backward pass reads, or less of it for a few FLOPs more.
+
+FlexLLM (section 5.2, algorithm 1, step 2) drops a tensor when its inputs are kept and its operator is cheap. Here the
+choice is
+exact: for every number of bytes, the set of tensors that costs the fewest FLOPs to compute again. A tensor that the
+backward pass reads is in one of three states.
+
+saved       kept by the forward pass.
+restored    handed back by the VJP of the operator that made it, for readers that can wait for that: gradients of
+weights and
+            parameters, which nothing waits for. It costs no FLOPs that the VJP does not spend anyway.
+recomputed  computed again from its operator's inputs, which are then needed themselves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from coserve.errors import BudgetError
+from coserve.graph.differentiate import BackwardGraph
+from coserve.graph.ir import Graph, Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """One choice, with what it costs. Tensors are named as in the graph."""
+
+    saved: frozenset[str]
+    restored: frozenset[str]
+    recomputed: frozenset[str]
+    bytes_per_token: int
+    extra_flops_fraction: float  # of the forward and backward pass with nothing recomputed
+
+
+# A need: a tensor, and whether all of its readers can wait until its producer has been reversed.
+_Needs = frozenset[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """A choice under way: what has been decided for the tensors behind some node."""
+
+    num_bytes: int
+    flops: float
+    saved: frozenset[str] = frozenset()
+    restored: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
+
+
+def save_all(backward: BackwardGraph, *, compute_dtype: torch.dtype, keys: float) -> Retention:
+    """Nothing is computed twice: pruning (and restoring) alone. keys: mean number of keys that a row attends to."""
+    return _search(backward, compute_dtype=compute_dtype, keys=keys, recompute=False)[0]
+
+
+def frontier(backward: BackwardGraph, *, compute_dtype: torch.dtype, keys: float) -> tuple[Retention, ...]:
+    """Every choice that no other beats in both bytes and FLOPs, from the most bytes (nothing recomputed) to the
+    fewest.
+    """
+    return _search(backward, compute_dtype=compute_dtype, keys=keys, recompute=True)
+
+
+def rematerialize(
+    backward: BackwardGraph, budget_bytes_per_token: int, *, compute_dtype: torch.dtype, keys: float
+) -> Retention:
+    """The choice with the fewest extra FLOPs that keeps at most this many bytes per token; BudgetError if none does."""
+    choices = frontier(backward, compute_dtype=compute_dtype, keys=keys)
+    for choice in choices:
+        if choice.bytes_per_token <= budget_bytes_per_token:
+            return choice
+    least = choices[-1].bytes_per_token
+    raise BudgetError(f"a block keeps at least {least} bytes per token; {budget_bytes_per_token} is not enough")
+
+
+def _search(
+    backward: BackwardGraph, *, compute_dtype: torch.dtype, keys: float, recompute: bool
+) -> tuple[Retention, ...]:
+    """Dynamic programming from the last node to the first over the set of tensors that are still needed.
+
+    A graph of a transformer block is narrow, so there are few such sets; dominated choices are dropped for each.
+    """
+    graph = backward.graph
+    partials: dict[_Needs, list[_Partial]] = {_first_needs(backward): [_Partial(0, 0.0)]}
+    for node in reversed(graph.nodes):
+        after: dict[_Needs, list[_Partial]] = {}
+        for needs, choices in partials.items():
+            for rest, step in _decisions(backward, node, needs, compute_dtype, keys, recompute):
+                extended = (
+                    _Partial(
+                        choice.num_bytes + step.num_bytes,
+                        choice.flops + step.flops,
+                        choice.saved | step.saved,
+                        choice.restored | step.restored,
+                        choice.recomputed | step.recomputed,
+                    )
+                    for choice in choices
+                )
+                after.setdefault(rest, []).extend(extended)
+        partials = {needs: _undominated(choices) for needs, choices in after.items()}
+    total = _total_flops(backward, keys)
+    finished = []
+    for needs, choices in partials.items():
+        inputs = frozenset(tensor for tensor, _ in needs)
+        num_bytes = sum(graph.spec[tensor].num_bytes(compute_dtype) for tensor in inputs)
+        finished += [
+            _Partial(
+                choice.num_bytes + num_bytes, choice.flops, choice.saved | inputs, choice.restored, choice.recomputed
+            )
+            for choice in choices
+        ]
+    return tuple(
+        Retention(
+            saved=choice.saved,
+            restored=choice.restored,
+            recomputed=choice.recomputed,
+            bytes_per_token=choice.num_bytes,
+            extra_flops_fraction=choice.flops / total if total else 0.0,
+        )
+        for choice in sorted(_undominated(finished), key=lambda choice: choice.flops)
+    )
+
+
+def _first_needs(backward: BackwardGraph) -> _Needs:
+    """What the VJPs read, and what later windows of the forward pass read."""
+    graph = backward.graph
+    needed = {(name, False) for name in graph.carried}
+    for gradient in backward.nodes:
+        for slot in gradient.wanted:
+            can_wait = backward.is_leaf(gradient.node.input[slot])
+            needed |= {(name, can_wait) for name in gradient.reads([slot]).values() if graph.spec[name].kind == "row"}
+    return _merged(needed)
+
+
+def _merged(needs: set[tuple[str, bool]]) -> _Needs:
+    """One entry per tensor: it can wait only if all its readers can."""
+    return frozenset((name, wait) for name, wait in needs if not wait or (name, False) not in needs)
+
+
+def _decisions(
+    backward: BackwardGraph, node: Node, needs: _Needs, compute_dtype: torch.dtype, keys: float, recompute: bool
+) -> Iterator[tuple[_Needs, _Partial]]:
+    """The ways to provide a node's needed outputs, each with what is needed then and what it adds to the cost."""
+    graph = backward.graph
+    outputs = [(name, wait) for name, wait in needs if name in node.output.values()]
+    if not outputs:
+        yield needs, _Partial(0, 0.0)
+        return
+    rest = set(needs) - set(outputs)
+    options = [
+        ["saved"]
+        + ["restored"] * (wait and can_restore(backward, name))
+        + ["recomputed"] * (recompute and name not in graph.carried)
+        for name, wait in outputs
+    ]
+    for ways in product(*options):
+        chosen = {way: frozenset(n for (n, _), w in zip(outputs, ways, strict=True) if w == way) for way in set(ways)}
+        again, inputs, flops = chosen.get("recomputed", frozenset()), set(), 0.0
+        if again:
+            can_wait = all(wait for name, wait in outputs if name in again)
+            inputs = {(name, can_wait) for name in node.input.values() if graph.spec[name].kind == "row"}
+            flops = node.operator.flops_per_row(graph.slot_specs(node), node.attribute, keys)
+        saved = chosen.get("saved", frozenset())
+        num_bytes = sum(graph.spec[name].num_bytes(compute_dtype) for name in saved)
+        step = _Partial(num_bytes, flops, saved, chosen.get("restored", frozenset()), again)
+        yield _merged(rest | inputs), step
+
+
+def can_restore(backward: BackwardGraph, tensor: str) -> bool:
+    """Whether the VJP of the tensor's producer runs, holds all of that operator's row inputs, and can hand the tensor
+    back.
+    """
+    node = backward.graph.producer[tensor]
+    gradient = backward.gradient_node.get(node.name)
+    if gradient is None or not any(node.output[slot] == tensor for slot in node.operator.restores):
+        return False
+    inputs = {name for name in node.input.values() if backward.graph.spec[name].kind == "row"}
+    return inputs <= set(gradient.reads().values())
+
+
+def _undominated(choices: list[_Partial]) -> list[_Partial]:
+    """Those that no other beats in bytes and FLOPs."""
+    best: list[_Partial] = []
+    for choice in sorted(choices, key=lambda choice: (choice.flops, choice.num_bytes)):
+        if not best or choice.num_bytes < best[-1].num_bytes:
+            best.append(choice)
+    return best
+
+
+def forward_flops_per_row(graph: Graph, keys: float) -> float:
+    """FLOPs of one row through a graph."""
+    return sum(node.operator.flops_per_row(graph.slot_specs(node), node.attribute, keys) for node in graph.nodes)
+
+
+def _total_flops(backward: BackwardGraph, keys: float) -> float:
+    graph = backward.graph
+    reverse = sum(
+        gradient.node.operator.vjp_flops_per_row(
+            gradient.wanted, graph.slot_specs(gradient.node), gradient.node.attribute, keys
+        )
+        for gradient in backward.nodes
+    )
+    return forward_flops_per_row(graph, keys) + reverse
