@@ -1,0 +1,78 @@
+"""The backbone: one frozen copy of a model's weights on one device, with everything that is fixed once it is loaded."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.errors import ModelError
+from coserve.kernels.attention import AttentionKernel, attention_kernel
+from coserve.models.base import Architecture
+from coserve.models.families import build_architecture
+from coserve.models.rope import RotaryTable
+from coserve.models.source import ModelSource, find_model
+from coserve.models.weights import Weights, load_weights, random_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """Read-only after birth; requests and jobs share it."""
+
+    name: str
+    architecture: Architecture
+    weights: Weights
+    rotary: RotaryTable | None
+    dtype: torch.dtype
+    device: torch.device
+    attention: AttentionKernel
+
+    def constants(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """What the graphs may read for these rows: tokens and positions int64 [n], cos and sin [n, head_dim]."""
+        constants = {"tokens": tokens, "positions": positions}
+        if self.rotary is not None:
+            constants["cos"], constants["sin"] = self.rotary.angles(positions, self.dtype)
+        return constants
+
+
+def load_backbone(model: str, *, dtype: str = "auto", device: str | torch.device = "cpu", seed: int = 0) -> Backbone:
+    """Load a model by name (see `find_model`).
+
+    Args:
+        dtype: "float32", "bfloat16", "float16", or "auto" for the one in the model's configuration.
+        seed: of the random weights of a `dummy:` model.
+    """
+    return build_backbone(find_model(model), dtype=dtype, device=torch.device(device), seed=seed)
+
+
+def build_backbone(source: ModelSource, *, dtype: str, device: torch.device, seed: int = 0) -> Backbone:
+    """Load the weights of a model that has been found."""
+    architecture = build_architecture(source.config)
+    compute_dtype = resolve_dtype(source, dtype)
+    if source.directory is None:
+        weights = random_weights(architecture, dtype=compute_dtype, device=device, seed=seed)
+    else:
+        weights = load_weights(architecture, source.directory, dtype=compute_dtype, device=device)
+    rotary = architecture.rotary_table()
+    return Backbone(
+        name=source.name,
+        architecture=architecture,
+        weights=weights,
+        rotary=rotary.to(device) if rotary else None,
+        dtype=compute_dtype,
+        device=device,
+        attention=attention_kernel(device),
+    )
+
+
+def resolve_dtype(source: ModelSource, dtype: str) -> torch.dtype:
+    """The compute dtype for a choice of "auto" or a name; a configuration that names none, or a wider one, means
+    float32.
+    """
+    if dtype == "auto":
+        named = str(getattr(source.config, "dtype", None)).removeprefix("torch.")
+        return DTYPES.get(named, torch.float32)
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]

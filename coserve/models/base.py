@@ -1,0 +1,131 @@
+"""What a model family is: three graphs (embedding, block, head), the names of its weights, and its rotary table."""
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+
+from coserve.errors import UnsupportedModelError
+from coserve.graph.ir import Graph, GraphBuilder
+from coserve.models.rope import RotaryTable
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# A model runs as "embed", then the blocks 0 to num_layers - 1, then "head".
+Part = int | Literal["embed", "head"]
+
+
+class Architecture(ABC):
+    """A family, built for one configuration.
+
+    Subclasses give the graphs. A node is named after the module that it stands for, so that `prefix(part) + node
+    name` is the module's name in transformers, `… + ".weight"` the weight's name in a checkpoint, and PEFT's target
+    patterns match as they are. Row inputs and outputs are called "x"; constants that a graph may declare are "tokens"
+    and "positions" (int64), "cos" and "sin", "targets" and "row_keys".
+    """
+
+    model_types: ClassVar[tuple[str, ...]]
+
+    def __init__(self, config: "PretrainedConfig") -> None:
+        self.config = config
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+        self.num_heads: int = config.num_attention_heads
+        self.num_key_value_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // self.num_heads
+        self.tied: bool = bool(config.tie_word_embeddings)
+
+    # -- what a family gives --------------------------------------------------
+
+    embedding_name: ClassVar[str] = "model.embed_tokens"
+    block_prefix: ClassVar[str] = "model.layers"
+
+    @abstractmethod
+    def embed(self) -> Graph:
+        """Graph from "tokens" (and "positions") to the first block's rows [hidden_size]."""
+
+    @abstractmethod
+    def block(self, layer: int) -> Graph:
+        """Graph of one block, from "x" [hidden_size] to its output [hidden_size]."""
+
+    @abstractmethod
+    def head(self) -> Graph:
+        """Graph from "x" [hidden_size] to logits [vocab_size]."""
+
+    def rotary_table(self) -> RotaryTable | None:
+        """The angles behind the constants "cos" and "sin", if the graphs use them."""
+        return None
+
+    # -- what follows from that -----------------------------------------------
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts in forward order."""
+        return ("embed", *range(self.num_layers), "head")
+
+    @cached_property
+    def graphs(self) -> dict[Part, Graph]:
+        """The graph of every part; blocks that are alike share one object."""
+        shared: dict[Graph, Graph] = {}
+        graphs: dict[Part, Graph] = {"embed": self.embed(), "head": self.head()}
+        for layer in range(self.num_layers):
+            graph = self.block(layer)
+            graphs[layer] = shared.setdefault(graph, graph)
+        return graphs
+
+    def prefix(self, part: Part) -> str:
+        """What stands before a node's or weight's name in a checkpoint."""
+        return f"{self.block_prefix}.{part}." if isinstance(part, int) else ""
+
+    @cached_property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight of a checkpoint, by full name; a tied head has none of its own."""
+        shapes = {
+            self.prefix(part) + tensor.name: tensor.shape
+            for part in self.parts
+            for tensor in self.graphs[part].with_kind("weight")
+        }
+        if self.tied:
+            shapes.pop("lm_head.weight")
+        return shapes
+
+    @cached_property
+    def linear_sites(self) -> dict[str, tuple[Part, str]]:
+        """Full module name -> (part, node) of every linear layer: where adapters can sit."""
+        return {
+            self.prefix(part) + node.name: (part, node.name)
+            for part in self.parts
+            for node in self.graphs[part].nodes
+            if node.op == "linear"
+        }
+
+    # -- shared by families ---------------------------------------------------
+
+    def _attention(self, b: GraphBuilder, q: str, k: str, v: str, sliding_window: int | None = None) -> str:
+        return b.apply(
+            "attention",
+            "attention",
+            {"q": q, "k": k, "v": v},
+            num_heads=self.num_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            scale=self.head_dim**-0.5,
+            sliding_window=sliding_window,
+        )
+
+    def _require(self, setting: str, *allowed: object) -> None:
+        """Refuse a configuration whose `setting` is present and not one of `allowed`."""
+        value = getattr(self.config, setting, allowed[0])
+        if value not in allowed:
+            options = " or ".join(str(option) for option in allowed)
+            raise UnsupportedModelError(
+                f"{self.config.model_type} with {setting}={value!r} is not supported; {setting} must be {options}"
+            )
+
+
+def tokens_input(b: GraphBuilder) -> str:
+    """Declare the constant "tokens": int64, one per row."""
+    return b.constant("tokens", dtype=torch.int64)

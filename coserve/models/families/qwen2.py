@@ -1,0 +1,13 @@
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and sliding windows on the layers that say so."""
+
+from coserve.models.families.rotary_decoder import RotaryDecoder
+
+
+class Qwen2(RotaryDecoder):
+    model_types = ("qwen2",)
+    qkv_bias = True
+
+    def sliding_window(self, layer: int) -> int | None:
+        slides = self.config.layer_types[layer] == "sliding_attention"
+        window: int | None = self.config.sliding_window if slides else None
+        return window

@@ -1,0 +1,93 @@
+"""Where a model comes from: a directory, a hub id, or a shape without weights (`dummy:…`)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coserve.errors import ModelError, UnknownModelError, UnsupportedModelError
+from coserve.models.families import require_family
+from coserve.models.presets import PRESETS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_DUMMY = "dummy:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model that has been found: its name as given, its configuration, and its weights' directory (None: random
+    weights).
+    """
+
+    name: str
+    config: "PretrainedConfig"
+    directory: Path | None
+
+
+def find_model(name: str, *, with_weights: bool = True) -> ModelSource:
+    """Find a model and read its configuration.
+
+    Args:
+        name: a directory in Hugging Face's layout, a hub id ("org/name"), "dummy:<preset>", or "dummy:<path to a
+        config.json>".
+        with_weights: whether a hub model's weights are fetched too, or only its configuration.
+
+    Raises:
+        UnknownModelError: nothing is there. UnsupportedModelError: the family is not one of ours, or the weights are
+        quantised.
+    """
+    if name.startswith(_DUMMY):
+        return ModelSource(name=name, config=_dummy_config(name.removeprefix(_DUMMY)), directory=None)
+    directory = Path(name)
+    if not directory.is_dir():
+        if directory.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise UnknownModelError(f"{name} is not a directory; give one that holds config.json and *.safetensors")
+        directory = _fetch(name, with_weights)
+    return ModelSource(name=name, config=_read_config(directory / "config.json"), directory=directory)
+
+
+def _dummy_config(name: str) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    if name in PRESETS:
+        return AutoConfig.for_model(**PRESETS[name])
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UnknownModelError(f"no preset or config.json {name!r}; presets: {', '.join(PRESETS)}")
+    return _read_config(path)
+
+
+def _read_config(path: Path) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    if not path.is_file():
+        raise UnknownModelError(f"{path.parent} has no config.json; give a directory in Hugging Face's layout")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(raw).__name__}")
+    require_family(raw.get("model_type"))
+    if raw.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"{path} describes quantised weights; give the model in float32, float16 or bfloat16"
+        )
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # transformers validates with many error types; all of them mean a bad file
+        raise ModelError(f"{path} is not a usable configuration: {' '.join(str(error).split())}") from error
+
+
+def _fetch(name: str, with_weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "tokenizer*", "*.jinja"] + ["*.safetensors"] * with_weights
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # network, authorisation, no such repository: the hub client's message says which
+        reason = " ".join(str(error).split())[:300]
+        raise UnknownModelError(f"{name!r} is neither a directory nor a model that the hub gives: {reason}") from error
