@@ -1,0 +1,171 @@
+"""What a PEFT method is, and an adapter: one method's parameters on one backbone.
+
+A method is a config class with four answers: at which modules it sits, the bypass network there, the initial value of
+each parameter, and its form in PEFT's directory. How the methods of the papers answer (x: the site's input, y: the
+site's output before the sum):
+
+LoRA               bypass(x) = B (A x) alpha / r at linear layers. `adapters/lora.py`.
+IA3                y * l = y + y * (l - 1): reads "output"; one `mul` with parameter l - 1 [out], which starts at zero.
+bottleneck         y + W_up gelu(W_down y): reads "output" of o_proj and down_proj; `linear`, `gelu`, `linear`; W_up
+starts at zero.
+prompt tuning      virtual tokens are rows with negative ids, whose embedding is zero: bypass at the embedding node,
+an `embedding` from a
+                   constant of virtual ids into the parameter table [virtual tokens, hidden].
+prefix tuning      the same rows, with a bypass at k_proj and v_proj of every block that reads "output" and gives
+P[virtual id] - y
+                   there and zero elsewhere: keys and values that are parameters, whatever the rows hold.
+selective masks    (diff pruning) bypass(x) = (M * D) x: `linear` with a parameter D [out, in] whose update the
+optimizer masks.
+full weights       no bypass: the backbone's own weights are named in `compile_program(asked=...)`; every operator has
+their gradients.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from coserve.graph.bypass import AttachedGraph, Bypass, attach
+from coserve.graph.ir import TensorSpec
+from coserve.models.backbone import Backbone
+from coserve.models.base import Architecture, Part
+from coserve.models.forward import BoundNetwork, Bypasses
+
+
+class AdapterConfig(ABC):
+    """A PEFT method with its settings. Immutable; ValueError at birth for settings that no model could take."""
+
+    peft_type: ClassVar[str]
+
+    @abstractmethod
+    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+        """Full module name -> (part, node) of every place it sits at; AdapterError if there is none.
+
+        every_target: whether each of several targets must match something, or just one of them.
+        """
+
+    @abstractmethod
+    def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
+        """The network at a module whose node takes rows of `inputs` features and gives rows of `outputs`.
+
+        training: with what only training does (dropout). The parameters are the same either way.
+        """
+
+    @abstractmethod
+    def initial(self, parameter: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """The float32 value that a parameter (by its name in the bypass) starts from, on the generator's device."""
+
+    @abstractmethod
+    def to_peft(self) -> dict[str, Any]:
+        """The fields of PEFT's adapter_config.json that say what this config says."""
+
+    @classmethod
+    @abstractmethod
+    def from_peft(cls, fields: Mapping[str, Any]) -> Self:
+        """The inverse of `to_peft`; AdapterError, naming the field, for anything that would change the numbers and is
+        not supported.
+        """
+
+
+class Adapter:
+    """The parameters of one method on one backbone: float32 masters, and a compute copy in the backbone's dtype.
+
+    Where the backbone is float32 the masters are the compute copy. Parameters are named as in PEFT, without its prefix:
+    `model.layers.0.self_attn.q_proj.lora_A.weight`.
+    """
+
+    def __init__(self, backbone: Backbone, config: AdapterConfig, *, seed: int = 0, every_target: bool = True) -> None:
+        """A fresh adapter; AdapterError if it fits nowhere on this model.
+
+        seed: of the initial values, which do not depend on the device. every_target: see `AdapterConfig.sites`.
+        """
+        self.backbone = backbone
+        self.config = config
+        self.sites = config.sites(backbone.architecture, every_target=every_target)
+        generator = torch.Generator().manual_seed(seed)
+        self.masters: dict[str, Tensor] = {}
+        self._compute: dict[Part, dict[str, Tensor]] = {}
+        for module, (part, _) in self.sites.items():
+            prefix = backbone.architecture.prefix(part)
+            for tensor in self._bypass(module, training=False).graph.with_kind("parameter"):
+                value = config.initial(tensor.name, tensor.shape, generator).to(backbone.device)
+                self.masters[f"{module}.{tensor.name}"] = value
+                compute = self._compute.setdefault(part, {})
+                compute[f"{module}.{tensor.name}".removeprefix(prefix)] = value.to(backbone.dtype)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.masters.values())
+
+    @cached_property
+    def parameter_parts(self) -> dict[str, tuple[Part, str]]:
+        """Full parameter name -> (part, name in the part's graph)."""
+        prefix = self.backbone.architecture.prefix
+        return {prefix(part) + name: (part, name) for part, tensors in self._compute.items() for name in tensors}
+
+    def parameters(self, part: Part) -> Mapping[str, Tensor]:
+        """The compute copies of one part, by their name in its graph."""
+        return self._compute.get(part, {})
+
+    def attached(self, part: Part) -> AttachedGraph:
+        """The part's graph with this adapter's networks, as training differentiates it."""
+        return self._attached[True][part]
+
+    def bypasses(self, *, training: bool = False) -> Bypasses:
+        """What forward spans of this adapter's rows carry."""
+        return self._bypasses[training]
+
+    def publish(self) -> None:
+        """Bring the compute copies up to the masters, after an optimizer step or a load."""
+        for name, (part, local) in self.parameter_parts.items():
+            copy, master = self._compute[part][local], self.masters[name]
+            if copy.data_ptr() != master.data_ptr():
+                copy.copy_(master)
+
+    @cached_property
+    def _attached(self) -> dict[bool, dict[Part, AttachedGraph]]:
+        graphs = self.backbone.architecture.graphs
+        shared: dict[AttachedKey, AttachedGraph] = {}
+        result: dict[bool, dict[Part, AttachedGraph]] = {}
+        for training in (True, False):
+            result[training] = {}
+            for part, graph in graphs.items():
+                bypasses = {
+                    node: self._bypass(module, training=training)
+                    for module, (place, node) in self.sites.items()
+                    if place == part
+                }
+                key = (graph, tuple(bypasses.items()))
+                if key not in shared:
+                    shared[key] = attach(graph, bypasses)
+                result[training][part] = shared[key]
+        return result
+
+    @cached_property
+    def _bypasses(self) -> dict[bool, Bypasses]:
+        return {
+            training: {
+                part: {
+                    site: BoundNetwork(network=network, parameters=self.parameters(part))
+                    for site, network in attached.networks.items()
+                }
+                for part, attached in parts.items()
+                if attached.networks
+            }
+            for training, parts in self._attached.items()
+        }
+
+    def _bypass(self, module: str, *, training: bool) -> Bypass:
+        part, node = self.sites[module]
+        graph = self.backbone.architecture.graphs[part]
+        specs: dict[str, TensorSpec] = graph.slot_specs(graph.node[node])
+        inputs, outputs = (
+            specs[slots[0]].shape[-1] for slots in (graph.node[node].inputs[0], graph.node[node].outputs[0])
+        )
+        return self.config.bypass(module, inputs, outputs, training=training)
+
+
+AttachedKey = tuple[Any, tuple[tuple[str, Bypass], ...]]

@@ -1,0 +1,174 @@
+"""LoRA: bypass(x) = B (A dropout(x)) * scaling. Source: arXiv 2106.09685; rank-stabilised scaling: arXiv 2312.03732."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any, Self
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.base import AdapterConfig
+from coserve.adapters.targets import Targets, by_pattern, check_pattern
+from coserve.errors import AdapterError
+from coserve.graph.bypass import Bypass
+from coserve.graph.ir import GraphBuilder
+from coserve.models.base import Architecture, Part
+
+# Fields of PEFT's config that say nothing about the numbers of a trained adapter.
+_HARMLESS = frozenset(
+    (
+        *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "megatron_config", "megatron_core", "eva_config", "runtime_config", "qalora_group_size"),
+        "ensure_weight_tying",
+    )
+)
+_READ = frozenset(
+    (
+        *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    )
+)
+# Initial values that leave the backbone's weights alone; the others (PiSSA, OLoRA, LoftQ, …) come with changed weights.
+_PLAIN_INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(AdapterConfig):
+    """LoRA with PEFT's settings, under PEFT's meaning.
+
+    r: rank. alpha: numerator of the scaling alpha / r. use_rslora: alpha / sqrt(r) instead. dropout: probability of
+    dropping a feature of the bypass's input in training. target_modules, exclude_modules, layers_to_transform,
+    layers_pattern: see `Targets`.
+    rank_pattern, alpha_pattern: r and alpha for modules whose name ends with a match of the pattern.
+    """
+
+    peft_type = "LORA"
+
+    r: int = 8
+    alpha: float = 8
+    dropout: float = 0.0
+    use_rslora: bool = False
+    target_modules: str | tuple[str, ...] = ("q_proj", "v_proj")
+    exclude_modules: str | tuple[str, ...] = ()
+    layers_to_transform: int | tuple[int, ...] | None = None
+    layers_pattern: str | tuple[str, ...] | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for setting in ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"):
+            if isinstance(value := getattr(self, setting), list | set):
+                object.__setattr__(self, setting, tuple(value))
+        for setting, rank in {"r": self.r, **self.rank_pattern}.items():
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+                raise ValueError(f"LoRA's rank {setting} must be a whole number of at least 1, not {rank!r}")
+        for setting, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
+            if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0:
+                raise ValueError(f"LoRA's {setting} must be a number above 0, not {alpha!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LoRA's dropout must be at least 0 and below 1, not {self.dropout!r}")
+        for setting in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, setting):
+                check_pattern(setting, pattern)
+        self._targets  # noqa: B018 (checks itself)
+
+    @property
+    def _targets(self) -> Targets:
+        return Targets(
+            modules=self.target_modules,
+            exclude=self.exclude_modules,
+            layers=self.layers_to_transform,
+            layers_pattern=self.layers_pattern,
+        )
+
+    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+        return self._targets.sites(architecture, every_target=every_target)
+
+    def rank(self, module: str) -> int:
+        """The rank at a module."""
+        return by_pattern(self.rank_pattern, module, self.r)
+
+    def scaling(self, module: str) -> float:
+        """The factor on B A at a module."""
+        rank = self.rank(module)
+        return by_pattern(self.alpha_pattern, module, self.alpha) / (sqrt(rank) if self.use_rslora else rank)
+
+    def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
+        b, rank = GraphBuilder(), self.rank(module)
+        x = source = b.rows("x", inputs)
+        if training and self.dropout:
+            keys = b.constant("row_keys", dtype=torch.int64)
+            salt = crc32(module.rsplit(".", 1)[-1].encode())
+            x = b.apply("dropout", "dropout", {"x": source, "row_keys": keys}, p=self.dropout, salt=salt)
+        x = b.apply("linear", "lora_A", {"x": x, "weight": b.parameter("lora_A.weight", rank, inputs)})
+        x = b.apply("scale", "scaled", {"x": x}, factor=self.scaling(module))
+        return Bypass(
+            graph=b.build(b.apply("linear", "lora_B", {"x": x, "weight": b.parameter("lora_B.weight", outputs, rank)}))
+        )
+
+    def initial(self, parameter: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """A is uniform within 1 / sqrt(inputs) (PEFT's Kaiming initialisation with a = sqrt 5), B is zero: the bypass
+        starts at zero.
+        """
+        value = torch.zeros(shape)
+        if parameter == "lora_A.weight":
+            value.uniform_(-1, 1, generator=generator).div_(sqrt(shape[1]))
+        return value
+
+    def to_peft(self) -> dict[str, Any]:
+        def plain(value: Any) -> Any:
+            return list(value) if isinstance(value, tuple) else value
+
+        return {
+            "peft_type": self.peft_type,
+            "task_type": "CAUSAL_LM",
+            "inference_mode": True,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "use_rslora": self.use_rslora,
+            "target_modules": plain(self.target_modules),
+            "exclude_modules": plain(self.exclude_modules) or None,
+            "layers_to_transform": plain(self.layers_to_transform),
+            "layers_pattern": plain(self.layers_pattern),
+            "rank_pattern": dict(self.rank_pattern),
+            "alpha_pattern": dict(self.alpha_pattern),
+        }
+
+    @classmethod
+    def from_peft(cls, fields: Mapping[str, Any]) -> Self:
+        unsupported = [
+            name
+            for name, value in fields.items()
+            if value not in (None, False, {}, [], "none") and name not in _HARMLESS | _READ
+        ]
+        if fields.get("init_lora_weights", True) not in _PLAIN_INITIAL_VALUES:
+            unsupported.append("init_lora_weights")
+        if unsupported:
+            used = ", ".join(f"{name}={fields[name]!r}" for name in unsupported)
+            raise AdapterError(
+                f"the adapter uses {used}, which is not supported; "
+                "supported is LoRA on linear layers with r, alpha, rsLoRA, dropout and patterns"
+            )
+
+        try:
+            return cls(
+                r=fields["r"],
+                alpha=fields["lora_alpha"],
+                dropout=fields.get("lora_dropout") or 0.0,
+                use_rslora=bool(fields.get("use_rslora")),
+                target_modules=fields["target_modules"],
+                exclude_modules=fields.get("exclude_modules") or (),
+                layers_to_transform=fields.get("layers_to_transform"),
+                layers_pattern=fields.get("layers_pattern") or None,
+                rank_pattern=fields.get("rank_pattern") or {},
+                alpha_pattern=fields.get("alpha_pattern") or {},
+            )
+        except KeyError as error:
+            raise AdapterError(f"the adapter's config lacks {error.args[0]!r}") from None
+        except (TypeError, ValueError) as error:
+            raise AdapterError(f"the adapter's config is not valid: {error}") from None

@@ -1,0 +1,97 @@
+"""Adapters in PEFT's directory format (adapter_config.json, adapter_model.safetensors), both ways exact."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coserve.adapters.base import Adapter, AdapterConfig
+from coserve.adapters.lora import LoraConfig
+from coserve.errors import AdapterError
+from coserve.models.backbone import Backbone
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_METHODS: dict[str, type[AdapterConfig]] = {method.peft_type: method for method in (LoraConfig,)}
+
+
+def save_adapter(adapter: Adapter, directory: str | Path) -> None:
+    """Write the float32 masters and the config; files are replaced whole, never half-written."""
+    from safetensors.torch import save
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = {**adapter.config.to_peft(), "base_model_name_or_path": adapter.backbone.name}
+    tensors = {_PREFIX + name: tensor.contiguous().cpu() for name, tensor in adapter.masters.items()}
+    _replace(directory / _WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    _replace(directory / _CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
+
+
+def load_adapter(backbone: Backbone, directory: str | Path) -> Adapter:
+    """Read an adapter for this backbone.
+
+    Raises:
+        AdapterError: files are missing or damaged, the method or a setting is not supported, or the adapter was made
+        for another model.
+    """
+    directory = Path(directory)
+    config = _read_config(directory / _CONFIG)
+    adapter = Adapter(backbone, config, every_target=False)
+    tensors = _read_weights(directory / _WEIGHTS)
+    expected = {_PREFIX + name: master for name, master in adapter.masters.items()}
+    if missing := [name for name in expected if name not in tensors]:
+        raise AdapterError(f"{directory} lacks {_first(missing)}; it was made for another model or with other targets")
+    if unknown := [name for name in tensors if name not in expected]:
+        raise AdapterError(f"{directory} holds {_first(unknown)}, which {backbone.name} has no place for")
+    for name, master in expected.items():
+        if tensors[name].shape != master.shape:
+            raise AdapterError(
+                f"{directory}: {name} has shape {list(tensors[name].shape)}, {backbone.name} needs "
+                f"{list(master.shape)}; it was made for another model"
+            )
+        if not tensors[name].is_floating_point():
+            raise AdapterError(f"{directory}: {name} is {tensors[name].dtype}; adapters must be of a float type")
+        master.copy_(tensors[name])
+    adapter.publish()
+    return adapter
+
+
+def _read_config(path: Path) -> AdapterConfig:
+    if not path.is_file():
+        raise AdapterError(f"{path.parent} has no {_CONFIG}; give a directory written by PEFT's save_pretrained")
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise AdapterError(f"{path} is not valid JSON: {error}") from None
+    method: Any = fields.get("peft_type") if isinstance(fields, Mapping) else None
+    if method not in _METHODS:
+        raise AdapterError(f"{path}: peft_type {method!r} is not supported; supported: {', '.join(_METHODS)}")
+    return _METHODS[method].from_peft(fields)
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise AdapterError(f"{path.parent} has no {_WEIGHTS}; save the adapter with safetensors")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise AdapterError(f"{path} is damaged or cut short ({error}); fetch it again") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    part = path.with_suffix(path.suffix + ".part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _first(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
