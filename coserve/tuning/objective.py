@@ -1,0 +1,96 @@
+"""The next-token loss and its gradient, in chunks of trained rows: the logits of a whole window never exist at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.graph.execute import BackwardRun, run_graph
+from coserve.graph.program import Program
+from coserve.tuning.pack import UNTRAINED
+
+# Float32 logits of a chunk, of which the loss and its gradient hold a few copies.
+_MAX_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(kw_only=True)
+class LossSums:
+    """Sums over trained rows; add up those of windows, packs and jobs before dividing."""
+
+    loss: float = 0.0
+    num_correct: int = 0
+    num_trained: int = 0
+
+    def add(self, other: "LossSums") -> None:
+        self.loss += other.loss
+        self.num_correct += other.num_correct
+        self.num_trained += other.num_trained
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.num_trained
+
+    @property
+    def token_accuracy(self) -> float:
+        """Share of trained rows whose most likely token is the target."""
+        return self.num_correct / self.num_trained
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Rows whose float32 logits stay within the bound above."""
+    return max(1, _MAX_CHUNK_BYTES // (4 * vocab_size))
+
+
+def loss_and_gradient(
+    program: Program,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    weights: Mapping[str, Tensor],
+    accumulators: Mapping[str, Tensor],
+    max_rows: int,
+) -> tuple[LossSums, Tensor]:
+    """Loss sums of a window, and the gradient of its summed loss.
+
+    Args:
+        program: of the head with the loss.
+        hidden: the last block's rows [n, hidden_size].
+        targets: int64 [n]; rows with UNTRAINED do not pass the head, and their gradient is zero.
+        weights: the head's weights and parameters by name.
+        accumulators: for each parameter of the head that is trained, the tensor its gradient is added to.
+        max_rows: rows of a chunk.
+
+    Returns:
+        The sums, and the gradient with respect to hidden [n, hidden_size].
+    """
+    sums, gradient = LossSums(), torch.zeros_like(hidden)
+    trained = (targets != UNTRAINED).nonzero()[:, 0]
+    for rows in torch.split(trained, max_rows) if trained.numel() else ():
+        constants = {"targets": targets[rows]}
+        values = {"x": hidden[rows], **constants}
+        kept = {name: values[name] for name in program.saved if name in values}
+
+        def keep(node: object, current: Mapping[str, Tensor], kept: dict[str, Tensor] = kept) -> None:
+            kept.update({name: current[name] for name in program.saved if name in current})
+
+        run_graph(program.graph, values, weights, after=keep)
+        sums.add(
+            LossSums(
+                loss=float(values["loss"].double().sum()),
+                num_correct=int(values["loss.correct"].sum()),
+                num_trained=rows.shape[0],
+            )
+        )
+        if not program.asked:
+            continue
+        run = BackwardRun(
+            program,
+            values={**weights, **constants, **kept},
+            gradients={"loss": torch.ones_like(values["loss"])},
+            accumulators=accumulators,
+        )
+        run.advance()
+        if "x" in program.asked:
+            gradient[rows] = run.gradient("x")
+    return sums, gradient

@@ -1,0 +1,79 @@
+"""A pack: several training sequences laid end to end, each attending only within itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+UNTRAINED = -100  # the target of a row that has none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """tokens, targets, positions int64 [n]; bounds: where sequences start, and the end: (0, …, n).
+
+    The target of a row is the token after it, where that token is trained on, and UNTRAINED elsewhere. Positions
+    count from 0 in every sequence.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shapes = {tuple(tensor.shape) for tensor in (self.tokens, self.targets, self.positions)}
+        if (
+            shapes != {(self.bounds[-1],)}
+            or self.bounds[0] != 0
+            or any(end <= start for start, end in pairwise(self.bounds))
+        ):
+            raise ValueError(f"a pack of {self.bounds} needs as many tokens, targets and positions, not {shapes}")
+
+    @property
+    def num_rows(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def num_trained(self) -> int:
+        """Rows that have a target."""
+        return int((self.targets != UNTRAINED).sum())
+
+    @property
+    def mean_keys(self) -> float:
+        """Mean number of keys that a row attends to."""
+        return sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(self.bounds)) / self.num_rows
+
+    def sequences_within(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Of every sequence that has rows in [start, end): its first row, and its first and last-plus-one row in
+        there.
+        """
+        return [
+            (first, max(first, start), min(last, end))
+            for first, last in pairwise(self.bounds)
+            if first < end and last > start
+        ]
+
+
+def make_pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) -> Pack:
+    """Lay (tokens, which of them are trained on; None: all) end to end."""
+    tokens: list[int] = []
+    targets: list[int] = []
+    positions: list[int] = []
+    bounds = [0]
+    for ids, trained in sequences:
+        mask = [True] * len(ids) if trained is None else list(trained)
+        if len(mask) != len(ids):
+            raise ValueError(f"a sequence of {len(ids)} tokens came with {len(mask)} marks of which are trained on")
+        tokens += ids
+        targets += [token if mark else UNTRAINED for token, mark in zip(ids[1:], mask[1:], strict=True)] + [UNTRAINED]
+        positions += range(len(ids))
+        bounds.append(len(tokens))
+    return Pack(
+        tokens=torch.tensor(tokens),
+        targets=torch.tensor(targets),
+        positions=torch.tensor(positions),
+        bounds=tuple(bounds),
+    )

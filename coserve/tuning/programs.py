@@ -1,0 +1,73 @@
+"""The programs of an adapter's training: one per part of the model, from the lowest part that has parameters up to
+the loss.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from coserve.adapters.base import Adapter
+from coserve.graph.ir import Graph, GraphBuilder
+from coserve.graph.program import Program, compile_program
+from coserve.models.base import Part
+
+_compile = lru_cache(maxsize=256)(compile_program)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPrograms:
+    """Immutable. `parts`: those with a backward pass, in its order: blocks from the last down, then the embedding if
+    it is trained.
+    """
+
+    program: dict[Part, Program]
+    loss: Program
+    parts: tuple[Part, ...]
+
+    def saved_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
+        """Bytes that all blocks together keep of one row between forward and backward."""
+        return sum(program.saved_bytes_per_token(compute_dtype) for program in self.program.values())
+
+
+def training_programs(
+    adapter: Adapter, *, budget_bytes_per_token: int | None = None, keys: float = 512.0
+) -> TrainingPrograms:
+    """Compile the parts of an adapter's model; equal blocks share one program.
+
+    Args:
+        budget_bytes_per_token: most bytes that a block keeps of one row (see `compile_program`).
+        keys: mean number of keys that a row attends to, for choosing what to recompute.
+
+    Raises:
+        BudgetError: no block can do with so little.
+    """
+    backbone = adapter.backbone
+    architecture, parts = backbone.architecture, backbone.architecture.parts
+    lowest = min((parts.index(part) for part, _ in adapter.sites.values()), default=len(parts))
+    programs: dict[Part, Program] = {}
+    for index, part in enumerate(parts[:-1]):
+        graph = adapter.attached(part).graph
+        asked = tuple(adapter.parameters(part)) + (("x",) if index > lowest else ())
+        programs[part] = _compile(
+            graph,
+            asked if index >= lowest else (),
+            compute_dtype=backbone.dtype,
+            keys=keys,
+            budget_bytes_per_token=budget_bytes_per_token if isinstance(part, int) and index >= lowest else None,
+        )
+    asked = tuple(adapter.parameters("head")) + (("x",) if lowest < len(parts) - 1 else ())
+    loss = _compile(
+        with_loss(adapter.attached("head").graph), asked, compute_dtype=backbone.dtype, keys=keys, of=("loss",)
+    )
+    reversed_parts = tuple(part for index, part in reversed(list(enumerate(parts[:-1]))) if index >= lowest)
+    assert architecture.num_layers == len([part for part in programs if isinstance(part, int)])
+    return TrainingPrograms(program=programs, loss=loss, parts=reversed_parts)
+
+
+def with_loss(head: Graph) -> Graph:
+    """The head's graph with the next-token loss of each row behind its logits: outputs "loss" and "loss.correct"."""
+    b = GraphBuilder(*head.tensors, nodes=head.nodes)
+    targets = b.constant("targets", dtype=torch.int64)
+    loss = b.apply("cross_entropy", "loss", {"logits": head.outputs[0], "targets": targets})
+    return b.build(loss, f"{loss}.correct")

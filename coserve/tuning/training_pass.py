@@ -1,0 +1,259 @@
+"""One pack's way through the model: forward in windows of any size, then backward in tasklets, each one block × one
+window.
+
+FlexLLM section 6.1, algorithm 2, with the suspension of LLMStation section 5.1. Forward windows run from the first
+row to the last, each through all blocks, in whatever batch they share with others. Backward tasklets run from the
+last block to the first, and in a block from the last window to the first; the windows of a block need not be those of
+another, nor those of the forward pass. A pass can rest between any two windows or tasklets, and within a tasklet
+between any two instructions; what it has summed up is its own until it is done, so that it can be dropped at any time
+without a trace.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.base import Adapter
+from coserve.graph.execute import BackwardRun
+from coserve.graph.operators.attention import AttentionContext, Segment
+from coserve.kernels.dropout import keys_of_part, row_keys
+from coserve.models.base import Part
+from coserve.models.forward import Keep, Span, forward
+from coserve.tuning.objective import LossSums, chunk_rows, loss_and_gradient
+from coserve.tuning.pack import Pack
+from coserve.tuning.programs import TrainingPrograms
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+class TrainingPass:
+    """The state of a pack between its first forward window and its last backward tasklet.
+
+    After the last tasklet, `gradients` holds the gradient of the pack's summed loss for every master parameter of the
+    adapter (float32, by full name), and `sums` the loss, accuracy and number of trained rows. Dividing by the trained
+    rows of the whole optimizer step gives the mean.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        programs: TrainingPrograms,
+        pack: Pack,
+        *,
+        dropout_seed: int = 0,
+        first_row: int = 0,
+        allocate: Allocate | None = None,
+    ) -> None:
+        """Take the memory of the whole pass.
+
+        Args:
+            dropout_seed, first_row: of the dropout masks; first_row is the pack's first row among all that the job
+            ever trains on.
+            allocate: (shape, dtype) -> an uninitialised tensor on the backbone's device.
+        """
+        backbone = adapter.backbone
+        self.backbone, self.adapter, self.programs, self.pack = backbone, adapter, programs, pack
+        self.sums = LossSums()
+        self.gradients = {name: torch.zeros_like(master) for name, master in adapter.masters.items()}
+        self.num_forward_rows = 0
+        self._allocate = allocate or _allocator(backbone.device)
+        self._saved = {part: self._saved_tensors(part) for part in backbone.architecture.parts[:-1]}
+        self._gradient = self._allocate((pack.num_rows, backbone.architecture.hidden_size), backbone.dtype)
+        self._row_keys = row_keys(dropout_seed, torch.arange(first_row, first_row + pack.num_rows)).to(backbone.device)
+        self._tokens, self._positions, self._targets = (
+            tensor.to(backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
+        )
+        self._waiting = list(programs.parts)
+        self._tasklet: Tasklet | None = None
+        self._num_backward_rows = pack.num_rows
+        self._key_grads: tuple[Tensor, Tensor] | None = None
+
+    # -- forward ----------------------------------------------------------------
+
+    @property
+    def forward_done(self) -> bool:
+        return self.num_forward_rows == self.pack.num_rows
+
+    def next_window(self, max_rows: int) -> Span:
+        """The next window of at most this many rows, as a span of a forward batch; `finish_window` must follow the
+        batch.
+        """
+        start = self.num_forward_rows
+        end = min(start + max_rows, self.pack.num_rows)
+        assert start < end, "the forward pass is done, or the window is empty"
+        return _Window(self, start, end)
+
+    def finish_window(self, hidden: Tensor) -> None:
+        """Take the blocks' output for the window's rows [n, hidden_size]: loss, and its gradient for the backward
+        pass.
+        """
+        start, end = self.num_forward_rows, self.num_forward_rows + hidden.shape[0]
+        sums, gradient = loss_and_gradient(
+            self.programs.loss,
+            hidden,
+            self._targets[start:end],
+            weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
+            accumulators=self._accumulators("head"),
+            max_rows=chunk_rows(self.backbone.architecture.vocab_size),
+        )
+        self.sums.add(sums)
+        self._gradient[start:end] = gradient
+        self.num_forward_rows = end
+
+    # -- backward ---------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        return self.forward_done and not self._waiting
+
+    def next_tasklet(self, max_rows: int) -> "Tasklet":
+        """The next tasklet, of at most this many rows; the one before it must be done."""
+        assert self.forward_done and self._waiting, "there is nothing to run backward"
+        assert self._tasklet is None or self._tasklet.done, "the tasklet before this one is not done"
+        end = self._num_backward_rows
+        if isinstance(self._waiting[0], int) and end == self.pack.num_rows:
+            self._start_block(self._waiting[0])
+        self._tasklet = Tasklet(self, self._waiting[0], max(0, end - max_rows), end)
+        return self._tasklet
+
+    def _start_block(self, layer: int) -> None:
+        """Clear the accumulators of dK and dV; one pair serves all blocks in turn."""
+        if self._key_grads is None:
+            specs = (self.programs.program[layer].graph.spec[name] for name in self._carried(layer))
+            keys, values = (self._allocate((self.pack.num_rows, *spec.shape), torch.float32) for spec in specs)
+            self._key_grads = keys, values
+        for accumulator in self._key_grads:
+            accumulator.zero_()
+
+    def _finish_tasklet(self, part: Part, start: int, end: int, gradient: Tensor | None) -> None:
+        """Store the gradient for the part below; after a part's first row, let its saved tensors go."""
+        if gradient is not None:
+            self._gradient[start:end] = gradient
+        self._num_backward_rows = start
+        if start == 0:
+            self._waiting.pop(0)
+            self._saved.pop(part)
+            self._num_backward_rows = self.pack.num_rows
+            if not self._waiting:
+                self._saved.clear()
+
+    # -- memory -----------------------------------------------------------------
+
+    @property
+    def num_saved_bytes(self) -> int:
+        """Bytes of the saved tensors that are held now."""
+        return sum(tensor.nbytes for tensors in self._saved.values() for tensor in tensors.values())
+
+    @property
+    def num_workspace_bytes(self) -> int:
+        """Bytes of the gradient between blocks and of the accumulators of dK and dV, held now."""
+        return self._gradient.nbytes + sum(accumulator.nbytes for accumulator in self._key_grads or ())
+
+    def _saved_tensors(self, part: Part) -> dict[str, Tensor]:
+        program, rows = self.programs.program[part], self.pack.num_rows
+        specs = (program.graph.spec[name] for name in program.saved)
+        return {spec.name: self._allocate((rows, *spec.shape), spec.dtype or self.backbone.dtype) for spec in specs}
+
+    def _carried(self, layer: int) -> tuple[str, ...]:
+        return self.programs.program[layer].graph.carried
+
+    def _accumulators(self, part: Part) -> dict[str, Tensor]:
+        prefix = self.backbone.architecture.prefix(part)
+        return {name: self.gradients[prefix + name] for name in self.adapter.parameters(part)}
+
+    def _segments(self, layer: int, start: int, end: int) -> Sequence[Segment]:
+        """Who attends to what among rows [start, end), with the accumulators if there are any."""
+        keys, values = (self._saved[layer][name] for name in self._carried(layer))
+        key_grads, value_grads = self._key_grads or (None, None)
+        return [
+            Segment(
+                rows=slice(first - start, last - start),
+                keys=keys[begin:last],
+                values=values[begin:last],
+                key_grads=None if key_grads is None else key_grads[begin:last],
+                value_grads=None if value_grads is None else value_grads[begin:last],
+            )
+            for begin, first, last in self.pack.sequences_within(start, end)
+        ]
+
+
+class Tasklet:
+    """One part of the model backward over rows [start, end) of a pack; runs in one go or in pieces."""
+
+    def __init__(self, training: TrainingPass, part: Part, start: int, end: int) -> None:
+        self.part, self.num_rows = part, end - start
+        self._pass, self._start, self._end = training, start, end
+        backbone, rows = training.backbone, slice(start, end)
+        program = training.programs.program[part]
+        constants = backbone.constants(training._tokens[rows], training._positions[rows])
+        constants["row_keys"] = keys_of_part(training._row_keys[rows], backbone.architecture.parts.index(part))
+        saved: Mapping[str, Tensor] = {name: tensor[rows] for name, tensor in training._saved[part].items()}
+        context = AttentionContext(kernel=backbone.attention)
+        if isinstance(part, int) and training._key_grads is not None:
+            keys, values = training._key_grads
+            context = AttentionContext(
+                kernel=backbone.attention,
+                segments=tuple(training._segments(part, start, end)),
+                key_grads=keys[rows],
+                value_grads=values[rows],
+            )
+        self._run = BackwardRun(
+            program,
+            values={**constants, **backbone.weights[part], **training.adapter.parameters(part), **saved},
+            gradients={program.graph.outputs[0]: training._gradient[rows]},
+            accumulators=training._accumulators(part),
+            context=context,
+        )
+        self._gives_input = "x" in program.asked
+
+    @property
+    def done(self) -> bool:
+        return self._run.done
+
+    @property
+    def num_instructions_left(self) -> int:
+        return self._run.num_instructions_left
+
+    def run(self, max_instructions: int | None = None) -> bool:
+        """Run the next instructions (default: all). Returns whether the tasklet is done."""
+        assert not self.done, "the tasklet is done"
+        if self._run.advance(max_instructions):
+            gradient = self._run.gradient("x") if self._gives_input else None
+            self._pass._finish_tasklet(self.part, self._start, self._end, gradient)
+        return self.done
+
+
+class _Window(Span):
+    """A forward window: saves its program's set, and attends within the pack's sequences."""
+
+    def __init__(self, training: TrainingPass, start: int, end: int) -> None:
+        rows = slice(start, end)
+        self.tokens, self.positions = training._tokens[rows], training._positions[rows]
+        self.row_keys = training._row_keys[rows]
+        self.bypasses = training.adapter.bypasses(training=True)
+        self._pass, self._rows = training, rows
+
+    def keep(self, part: Part) -> Keep:
+        if part not in self._pass._saved:
+            return Keep()
+        saved = {name: tensor[self._rows] for name, tensor in self._pass._saved[part].items()}
+        return Keep(rows=saved, packed_signs=self._pass.programs.program[part].packed_signs)
+
+    def segments(self, layer: int) -> Sequence[Segment]:
+        return self._pass._segments(layer, self._rows.start, self._rows.stop)
+
+
+def _allocator(device: torch.device) -> Allocate:
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return allocate
+
+
+def run_alone(training: TrainingPass, *, forward_rows: int, backward_rows: int) -> None:
+    """Run a pass to its end with no other rows beside it, in windows of at most these sizes."""
+    while not training.forward_done:
+        training.finish_window(forward(training.backbone, [training.next_window(forward_rows)]))
+    while not training.done:
+        training.next_tasklet(backward_rows).run()
