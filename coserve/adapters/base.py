@@ -91,7 +91,10 @@ class Adapter:
         for module, (part, _) in self.sites.items():
             prefix = backbone.architecture.prefix(part)
             for tensor in self._bypass(module, training=False).graph.with_kind("parameter"):
-                value = config.initial(tensor.name, tensor.shape, generator).to(backbone.device)
+                if backbone.device.type == "meta":
+                    value = torch.empty(tensor.shape, device="meta")
+                else:
+                    value = config.initial(tensor.name, tensor.shape, generator).to(backbone.device)
                 self.masters[f"{module}.{tensor.name}"] = value
                 compute = self._compute.setdefault(part, {})
                 compute[f"{module}.{tensor.name}".removeprefix(prefix)] = value.to(backbone.dtype)

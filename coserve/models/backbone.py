@@ -11,7 +11,7 @@ from coserve.models.base import Architecture
 from coserve.models.families import build_architecture
 from coserve.models.rope import RotaryTable
 from coserve.models.source import ModelSource, find_model
-from coserve.models.weights import Weights, load_weights, random_weights
+from coserve.models.weights import Weights, absent_weights, load_weights, random_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,10 +47,12 @@ def load_backbone(model: str, *, dtype: str = "auto", device: str | torch.device
 
 
 def build_backbone(source: ModelSource, *, dtype: str, device: torch.device, seed: int = 0) -> Backbone:
-    """Load the weights of a model that has been found."""
+    """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size."""
     architecture = build_architecture(source.config)
     compute_dtype = resolve_dtype(source, dtype)
-    if source.directory is None:
+    if device.type == "meta":
+        weights = absent_weights(architecture, dtype=compute_dtype)
+    elif source.directory is None:
         weights = random_weights(architecture, dtype=compute_dtype, device=device, seed=seed)
     else:
         weights = load_weights(architecture, source.directory, dtype=compute_dtype, device=device)

@@ -70,6 +70,12 @@ def random_weights(architecture: Architecture, *, dtype: torch.dtype, device: to
     return by_part(architecture, weights)
 
 
+def absent_weights(architecture: Architecture, *, dtype: torch.dtype) -> Weights:
+    """Weights of the right shapes on the meta device: nothing is read and nothing is held."""
+    shapes = architecture.weight_shapes
+    return by_part(architecture, {name: torch.empty(shapes[name], dtype=dtype, device="meta") for name in shapes})
+
+
 def by_part(architecture: Architecture, weights: dict[str, Tensor]) -> Weights:
     """Weights by full name -> by part and the name in its graph; a tied head shares the embedding's tensor."""
     if architecture.tied:

@@ -8,8 +8,11 @@ from functools import lru_cache
 import torch
 
 from coserve.adapters.base import Adapter
+from coserve.graph.compress import compress
+from coserve.graph.differentiate import differentiate, prune
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.graph.program import Program, compile_program
+from coserve.graph.rematerialize import Retention, frontier
 from coserve.models.base import Part
 
 _compile = lru_cache(maxsize=256)(compile_program)
@@ -63,6 +66,13 @@ def training_programs(
     reversed_parts = tuple(part for index, part in reversed(list(enumerate(parts[:-1]))) if index >= lowest)
     assert architecture.num_layers == len([part for part in programs if isinstance(part, int)])
     return TrainingPrograms(program=programs, loss=loss, parts=reversed_parts)
+
+
+def frontier_of_block(adapter: Adapter, layer: int, *, keys: float) -> tuple[Retention, ...]:
+    """What a trained block can keep, from everything to the least, when its input's gradient is wanted too."""
+    asked = (*adapter.parameters(layer), "x")
+    backward = compress(prune(differentiate(adapter.attached(layer).graph), asked))
+    return frontier(backward, compute_dtype=adapter.backbone.dtype, keys=keys)
 
 
 def with_loss(head: Graph) -> Graph:

@@ -18,6 +18,7 @@ from coserve.adapters.base import Adapter
 from coserve.graph.execute import BackwardRun
 from coserve.graph.operators.attention import AttentionContext, Segment
 from coserve.kernels.dropout import keys_of_part, row_keys
+from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.forward import Keep, Span, forward
 from coserve.tuning.objective import LossSums, chunk_rows, loss_and_gradient
@@ -242,6 +243,16 @@ class _Window(Span):
 
     def segments(self, layer: int) -> Sequence[Segment]:
         return self._pass._segments(layer, self._rows.start, self._rows.stop)
+
+
+def workspace_bytes(programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> int:
+    """Bytes that a pass of this many rows takes beside its saved tensors: the gradient between blocks, and dK and dV
+    of one block.
+    """
+    graph = backbone.architecture.graphs[0]
+    accumulators = sum(graph.spec[name].shape[0] for name in graph.carried) * torch.float32.itemsize
+    blocks = any(isinstance(part, int) for part in programs.parts)
+    return num_rows * (backbone.architecture.hidden_size * backbone.dtype.itemsize + accumulators * blocks)
 
 
 def _allocator(device: torch.device) -> Allocate:

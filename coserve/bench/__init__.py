@@ -1,0 +1,1 @@
+"""What coserve is compared with."""

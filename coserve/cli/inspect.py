@@ -1,0 +1,316 @@
+"""`coserve inspect`: what a block computes, what training an adapter keeps of it, and what it could do without."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coserve.errors import AdapterError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from coserve.adapters.base import Adapter
+    from coserve.adapters.lora import LoraConfig
+    from coserve.graph.program import Program
+    from coserve.graph.rematerialize import Retention
+    from coserve.models.source import ModelSource
+    from coserve.tuning.programs import TrainingPrograms
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A directory, a hub id, or dummy:<preset or path to a config.json>.")],
+    adapter: Annotated[str, typer.Option(help="PEFT method: lora.")] = "lora",
+    r: Annotated[int, typer.Option(help="LoRA's rank.")] = 16,
+    alpha: Annotated[float, typer.Option(help="LoRA's alpha; the bypass is scaled by alpha / r.")] = 32,
+    targets: Annotated[
+        str, typer.Option(help="Modules it sits at: names with commas between, all-linear, or a regular expression.")
+    ] = "q_proj,v_proj",
+    dropout: Annotated[float, typer.Option(help="LoRA's dropout in training.")] = 0.0,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of the training sequence.")] = 1024,
+    budget: Annotated[
+        int | None, typer.Option(min=0, help="Most bytes that a block keeps of one token; the rest is recomputed.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the model's own.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of tables.")] = False,
+) -> None:
+    """Show a block of MODEL as the program that trains an adapter, and the memory that this takes.
+
+    No weights are read: the shape is enough. Each tensor of the forward pass is [b]saved[/b] for the backward pass,
+    [b]restored[/b] by the backward pass on its way at no cost, [b]recomputed[/b], or [b]dropped[/b] because no
+    gradient that is asked for needs it.
+    """
+    report = _examine(model, _lora(adapter, r, alpha, targets, dropout), seq=seq, budget=budget, dtype=dtype)
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        _show(report)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """Everything that is shown, as data; bytes unless a name says otherwise."""
+
+    model: str
+    family: str
+    dtype: str
+    adapter: dict[str, Any]
+    seq: int
+    num_layers: int
+    layer: int  # the block that is shown: the last that is trained
+    saved_bytes_per_token: int
+    conventional_bytes_per_token: float | None  # None: PEFT is not installed
+    extra_flops_fraction: float
+    frontier: list[dict[str, Any]]
+    memory_bytes: dict[str, int]
+    conventional_memory_bytes: dict[str, int] | None
+    forward: list[dict[str, Any]]
+    backward: list[dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def _lora(adapter: str, r: int, alpha: float, targets: str, dropout: float) -> "LoraConfig":
+    from coserve.adapters.lora import LoraConfig
+    from coserve.adapters.targets import ALL_LINEAR
+
+    if adapter != "lora":
+        raise AdapterError(f"adapter {adapter!r} is not supported; supported: lora")
+    names = re.fullmatch(r"[\w.,]+", targets) and targets != ALL_LINEAR
+    try:
+        return LoraConfig(
+            r=r,
+            alpha=alpha,
+            dropout=dropout,
+            target_modules=tuple(name for name in targets.split(",") if name) if names else targets,
+        )
+    except ValueError as error:
+        raise AdapterError(str(error)) from None
+
+
+def _examine(model: str, lora: "LoraConfig", *, seq: int, budget: int | None, dtype: str) -> _Report:
+    import torch
+
+    from coserve.adapters.base import Adapter
+    from coserve.models.backbone import build_backbone
+    from coserve.models.source import find_model
+    from coserve.tuning.programs import frontier_of_block, training_programs
+
+    source = find_model(model, with_weights=False)
+    backbone = build_backbone(source, dtype=dtype, device=torch.device("meta"))
+    adapter, keys = Adapter(backbone, lora), (seq + 1) / 2
+    programs = training_programs(adapter, budget_bytes_per_token=budget, keys=keys)
+    layer = max((part for part in programs.parts if isinstance(part, int)), default=0)
+    program = programs.program[layer]
+    conventional = _conventional_block(source, lora, seq, backbone.dtype)
+    memory = _memory(adapter, programs, seq)
+    return _Report(
+        model=model,
+        family=source.config.model_type,
+        dtype=str(backbone.dtype).removeprefix("torch."),
+        adapter={"type": "lora", **{name: value for name, value in lora.to_peft().items() if name != "peft_type"}},
+        seq=seq,
+        num_layers=backbone.architecture.num_layers,
+        layer=layer,
+        saved_bytes_per_token=program.saved_bytes_per_token(backbone.dtype),
+        conventional_bytes_per_token=None if conventional is None else conventional / seq,
+        extra_flops_fraction=program.retention.extra_flops_fraction,
+        frontier=[_point(choice) for choice in frontier_of_block(adapter, layer, keys=keys)],
+        memory_bytes=memory,
+        conventional_memory_bytes=_conventional_memory(memory, conventional, seq, backbone.architecture.num_layers),
+        forward=_forward_rows(program, backbone.dtype),
+        backward=_backward_rows(program),
+    )
+
+
+def _conventional_block(source: "ModelSource", lora: "LoraConfig", seq: int, dtype: Any) -> int | None:
+    from coserve.bench.conventional import conventional_saved_bytes
+
+    return conventional_saved_bytes(source.config, lora, rows=seq, dtype=dtype)
+
+
+def _point(choice: "Retention") -> dict[str, Any]:
+    return {"bytes_per_token": choice.bytes_per_token, "extra_flops_fraction": choice.extra_flops_fraction}
+
+
+def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[str, int]:
+    from coserve.tuning.training_pass import workspace_bytes
+
+    backbone = adapter.backbone
+    weights = {id(tensor): tensor for tensors in backbone.weights.values() for tensor in tensors.values()}
+    masters = 4 * adapter.num_parameters
+    copies = 0 if backbone.dtype.itemsize == 4 else backbone.dtype.itemsize * adapter.num_parameters
+    per_token = programs.saved_bytes_per_token(backbone.dtype)
+    return {
+        "weights": sum(tensor.nbytes for tensor in weights.values()),
+        "adapter": masters + copies,
+        "gradients": masters,
+        "optimizer": 2 * masters,
+        "activations_per_token": per_token,
+        "activations": per_token * seq,
+        "workspace": workspace_bytes(programs, backbone, seq),
+    }
+
+
+def _conventional_memory(
+    ours: dict[str, int], block_bytes: int | None, seq: int, num_layers: int
+) -> dict[str, int] | None:
+    if block_bytes is None:
+        return None
+    return {
+        "weights": ours["weights"],
+        "adapter": ours["gradients"],
+        "gradients": ours["gradients"],
+        "optimizer": ours["optimizer"],
+        "activations_per_token": block_bytes * num_layers // seq,
+        "activations": block_bytes * num_layers,
+    }
+
+
+def _forward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
+    """The graph's row tensors: who makes them, from what, and what becomes of them."""
+    graph, keep = program.graph, program.retention
+    rows = []
+    for spec in graph.with_kind("row"):
+        node = graph.producer.get(spec.name)
+        state = next(
+            (word for word in ("saved", "restored", "recomputed") if spec.name in getattr(keep, word)), "dropped"
+        )
+        rows.append(
+            {
+                "tensor": spec.name,
+                "operator": node.op if node else "input",
+                "inputs": [name for name in node.input.values() if graph.spec[name].per_row] if node else [],
+                "shape": list(spec.shape),
+                "bytes": spec.num_bytes(dtype),
+                "state": state,
+            }
+        )
+    order = {name: index for index, node in enumerate(graph.nodes) for name in node.output.values()}
+    return sorted(rows, key=lambda row: order.get(row["tensor"], -1))
+
+
+def _backward_rows(program: "Program") -> list[dict[str, Any]]:
+    spec = program.graph.spec
+    return [
+        {
+            "instruction": step.kind,
+            "operator": step.node.op,
+            "node": step.node.name,
+            "reads": [name for _, name in step.reads if spec[name].per_row],
+            "gradients": list(step.gradients),
+            "restores": list(step.restores),
+        }
+        for step in program.backward
+    ]
+
+
+# -- tables -------------------------------------------------------------------
+
+_STYLES = {"saved": "bold green", "restored": "cyan", "recomputed": "yellow", "dropped": "dim"}
+
+
+def _show(report: _Report) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # tables in a file or a pipe keep their columns
+    targets = report.adapter["target_modules"]
+    console.print(
+        f"[b]{report.model}[/b]  {report.family}, {report.num_layers} blocks, {report.dtype}; LoRA r="
+        f"{report.adapter['r']} on {targets if isinstance(targets, str) else ', '.join(targets)}; "
+        f"{report.seq} tokens\n"
+    )
+    console.print(_forward_table(report))
+    console.print(_backward_table(report))
+    console.print(_memory_table(report))
+    console.print(_frontier_table(report))
+
+
+def _table(title: str, *columns: str) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def _forward_table(report: _Report) -> "Table":
+    table = _table(f"Forward, block {report.layer}", "operator", "tensor", "from", ">per row", ">bytes per row", "kept")
+    for row in report.forward:
+        style = _STYLES[row["state"]]
+        shape = "×".join(str(size) for size in row["shape"])
+        table.add_row(
+            row["operator"],
+            row["tensor"],
+            ", ".join(row["inputs"]),
+            shape,
+            f"{row['bytes']:,}",
+            f"[{style}]{row['state']}[/{style}]",
+        )
+    table.add_section()
+    table.add_row("", "saved in all", "", "", f"{report.saved_bytes_per_token:,}", _share(report))
+    return table
+
+
+def _share(report: _Report) -> str:
+    if report.conventional_bytes_per_token is None:
+        return ""
+    conventional = report.conventional_bytes_per_token
+    return f"{report.saved_bytes_per_token / conventional:.1%} of what autograd keeps ({conventional:,.0f})"
+
+
+def _backward_table(report: _Report) -> "Table":
+    table = _table(f"Backward, block {report.layer}", ">", "instruction", "reads", "gradients of", "restores")
+    for index, row in enumerate(report.backward):
+        table.add_row(
+            str(index),
+            f"{row['instruction']} {row['node']}",
+            ", ".join(row["reads"]),
+            ", ".join(row["gradients"]),
+            ", ".join(row["restores"]),
+        )
+    return table
+
+
+def _memory_table(report: _Report) -> "Table":
+    table = _table(f"Memory to train on {report.seq} tokens", "", ">coserve", ">transformers + PEFT")
+    for name, num_bytes in report.memory_bytes.items():
+        other = (report.conventional_memory_bytes or {}).get(name)
+        missing = "" if report.conventional_memory_bytes else "PEFT not installed"
+        table.add_row(name.replace("_", " "), _size(num_bytes), missing if other is None else _size(other))
+    return table
+
+
+def _frontier_table(report: _Report) -> "Table":
+    table = _table(
+        "Frontier of one block: keep less, compute more", ">bytes per token", ">of autograd's", ">extra FLOPs", ""
+    )
+    most, last = report.frontier[0]["bytes_per_token"], None
+    for point in report.frontier:
+        num_bytes = point["bytes_per_token"]
+        chosen = num_bytes == report.saved_bytes_per_token
+        if last is not None and num_bytes > 0.97 * last and not chosen and point is not report.frontier[-1]:
+            continue
+        last = num_bytes
+        share = report.conventional_bytes_per_token
+        table.add_row(
+            f"{num_bytes:,}",
+            f"{num_bytes / share:.1%}" if share else "",
+            f"{point['extra_flops_fraction']:.1%}",
+            "█" * max(1, round(40 * num_bytes / most)) + ("  ← shown above" if chosen else "") if most else "",
+        )
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:,.1f} {units[0]}"
