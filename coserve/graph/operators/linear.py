@@ -55,7 +55,7 @@ class Embedding(Operator):
 
     name = "embedding"
     inputs = ("ids", "weight")
-    needs = {"ids": None, "weight": ("ids",)}
+    needs = {"ids": None, "weight": ("ids", "weight")}
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][1],), None)}

@@ -23,7 +23,7 @@ class RmsNorm(RowWise):
 
     name = "rms_norm"
     inputs = ("x", "weight")
-    needs = {"x": ("x", "weight"), "weight": ("x",)}
+    needs = {"x": ("x", "weight"), "weight": ("x", "weight")}
     restores = ("y",)
     flops_per_element = 4
 

@@ -1,0 +1,196 @@
+"""Small builders that the tests share: random models of every family, as transformers has them and as coserve loads
+them."""
+
+import copy
+import math
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from coserve.adapters import Adapter, LoraConfig, load_adapter
+from coserve.models import Backbone, load_backbone
+from coserve.tuning import make_pack
+
+VOCAB = 97
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+_OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "dropout": 0.0,
+}
+
+
+def _rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_SHAPE},
+    "llama-biases-tied": {
+        "model_type": "llama",
+        **_SHAPE,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 16,
+    },
+    "llama-3.1-rope": {
+        "model_type": "llama",
+        **_SHAPE,
+        **_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
+    },
+    "llama-linear-rope": {"model_type": "llama", **_SHAPE, **_rope("linear", factor=2.0)},
+    "llama-yarn-rope": {
+        "model_type": "llama",
+        **_SHAPE,
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=32),
+    },
+    "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": None},
+    "mistral-sliding": {"model_type": "mistral", **_SHAPE, "sliding_window": 5},
+    "qwen2": {"model_type": "qwen2", **_SHAPE},
+    "qwen2-sliding": {
+        "model_type": "qwen2",
+        **_SHAPE,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", **_SHAPE, "head_dim": 16},
+    "opt": _OPT,
+    "opt-350m-style": {**_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    "opt-gelu-no-bias": {**_OPT, "activation_function": "gelu", "enable_bias": False},
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
+
+
+def random_weights_(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Weights large enough that every part of the model matters, and norms and biases that are not trivial."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.data.copy_(noise / math.sqrt(parameter.shape[1]))
+        else:
+            parameter.data.add_(noise * 0.2)
+    return model
+
+
+@cache
+def _model(name: str, dtype: torch.dtype) -> nn.Module:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]), attn_implementation="eager")
+    random_weights_(model)
+    model.tie_weights()
+    return model.to(dtype).eval()
+
+
+def make_model(name: str = "llama", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A transformers model with random weights, a fresh copy each time."""
+    return copy.deepcopy(_model(name, dtype))
+
+
+@cache
+def model_directory(name: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
+    """Where `make_model(name, dtype)` is saved."""
+    directory = Path(mkdtemp(prefix=f"coserve-{name}-"))
+    _model(name, dtype).save_pretrained(directory)
+    return directory
+
+
+@cache
+def make_backbone(name: str = "llama", dtype: str = "float32") -> Backbone:
+    """The same model, loaded by coserve from its directory."""
+    return load_backbone(str(model_directory(name)), dtype=dtype)
+
+
+def peft_twin(name: str = "llama", *, seed: int = 0, **lora: Any) -> tuple[PeftModel, Adapter]:
+    """A PEFT model with a random LoRA (B is not zero), and the same adapter in coserve, by way of PEFT's directory."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
+    model = get_peft_model(make_model(name), PeftLoraConfig(**settings))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_" in parameter_name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    directory = mkdtemp(prefix="coserve-adapter-")
+    model.save_pretrained(directory)
+    return model, load_adapter(make_backbone(name), directory)
+
+
+def make_adapter(backbone: Backbone, *, seed: int = 0, **lora: Any) -> Adapter:
+    """A LoRA of coserve's own with random A and B."""
+    adapter = Adapter(backbone, LoraConfig(**{"r": 4, "alpha": 8, "target_modules": "all-linear", **lora}))
+    generator = torch.Generator().manual_seed(seed)
+    for master in adapter.masters.values():
+        master.copy_(torch.randn(master.shape, generator=generator) * 0.15)
+    adapter.publish()
+    return adapter
+
+
+def random_tokens(length: int, seed: int) -> Tensor:
+    """int64 [length]."""
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def random_sequences(lengths: tuple[int, ...], seed: int = 0) -> list[tuple[list[int], list[bool]]]:
+    """Training sequences with some tokens that are not trained on."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (random_tokens(n, seed + 100 * i + n).tolist(), (torch.rand(n, generator=generator) < 0.7).tolist())
+        for i, n in enumerate(lengths)
+    ]
+
+
+def summed_loss(model: nn.Module, sequences: list[tuple[list[int], list[bool]]]) -> Tensor:
+    """What a pack of these sequences must cost: each sequence alone through transformers, trained tokens summed."""
+    loss = torch.zeros(())
+    for ids, trained in sequences:
+        logits = model(torch.tensor([ids])).logits[0, :-1].float()
+        each = nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        loss = loss + each[torch.tensor(trained[1:], dtype=torch.bool)].sum()
+    return loss
+
+
+def peft_gradients(model: nn.Module, sequences: list[tuple[list[int], list[bool]]]) -> dict[str, Tensor]:
+    """Autograd's gradients of the summed loss, under coserve's parameter names."""
+    model.zero_grad()
+    summed_loss(model, sequences).backward()
+    return {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """|ours - theirs| / |theirs| in the Euclidean norm."""
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-12))
+
+
+def worst_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest relative error of any parameter; both must have the same parameters."""
+    assert ours.keys() == theirs.keys()
+    return max(relative_error(ours[name], theirs[name]) for name in theirs)
+
+
+pack_of = make_pack

@@ -1,0 +1,100 @@
+import pytest
+import torch
+from torch import nn
+
+from coserve.kernels.attention import CpuFlashAttention, PlainAttention, attention_kernel
+from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
+from coserve.kernels.dropout import dropout_mask, keys_of_part, row_keys
+
+
+@pytest.mark.parametrize(("n", "m"), [(7, 7), (1, 9), (3, 9), (8, 40)])
+@pytest.mark.parametrize("sliding_window", [None, 1, 4, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cpu_kernel_and_its_plain_twin_agree_on_the_same_inputs(n, m, sliding_window, dtype):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(n, 6, 16), torch.randn(m, 2, 16), torch.randn(m, 2, 16)
+    grad = torch.randn(n, 6, 16)
+    q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
+    settings = {"scale": 0.3, "sliding_window": sliding_window}
+    results = []
+    for kernel in (PlainAttention(), CpuFlashAttention()):
+        out, lse = kernel.forward(q, k, v, **settings)
+        assert lse.shape == (n, 6)
+        assert lse.dtype == torch.float32
+        results.append((out, lse, *kernel.backward(grad, q, k, v, out, lse, **settings)))
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for plain, fast in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, atol=tolerance, rtol=tolerance)
+
+
+def test_the_plain_kernel_works_in_tiles_with_the_same_result(monkeypatch):
+    torch.manual_seed(0)
+    q, k, v, grad = torch.randn(11, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8), torch.randn(11, 4, 8)
+    settings = {"scale": 0.3, "sliding_window": 6}
+
+    def run():
+        out, lse = PlainAttention().forward(q, k, v, **settings)
+        return out, lse, *PlainAttention().backward(grad, q, k, v, out, lse, **settings)
+
+    whole = run()
+    monkeypatch.setattr("coserve.kernels.attention._MAX_TILE_SCORES", 3 * 4 * 20)
+    for one, tiled in zip(whole, run(), strict=True):
+        torch.testing.assert_close(tiled, one)
+
+
+def test_the_plain_kernel_against_torch():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+    expected = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    grad = torch.randn_like(expected)
+    theirs = torch.autograd.grad(expected, (q, k, v), grad)
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, lse = PlainAttention().forward(q, k, v, scale=8**-0.5, sliding_window=None)
+    torch.testing.assert_close(out, expected.detach())
+    ours = PlainAttention().backward(grad, q, k, v, out, lse, scale=8**-0.5, sliding_window=None)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_the_kernel_is_chosen_by_device():
+    assert isinstance(attention_kernel(torch.device("cpu")), CpuFlashAttention)
+    assert isinstance(attention_kernel(torch.device("meta")), PlainAttention)
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 9, 64])
+def test_signs_survive_packing(width):
+    x = torch.randn(5, width)
+    x[0] = 0.0
+    bits = pack_signs(x)
+    assert bits.shape == (5, packed_width(width))
+    assert bits.dtype == torch.uint8
+    assert torch.equal(unpack_signs(bits, width), x > 0)
+
+
+def test_dropout_masks_depend_on_key_feature_and_place_alone():
+    keys = row_keys(5, torch.arange(40))
+    mask = dropout_mask(keys, 30, p=0.3, salt=1)
+    assert torch.equal(dropout_mask(keys[10:20], 30, p=0.3, salt=1), mask[10:20]), "rows can be split anywhere"
+    for other in (
+        dropout_mask(keys, 30, p=0.3, salt=2),
+        dropout_mask(row_keys(6, torch.arange(40)), 30, p=0.3, salt=1),
+        dropout_mask(keys_of_part(keys, 3), 30, p=0.3, salt=1),
+    ):
+        agreement = (other == mask).float().mean()
+        assert 0.5 < agreement < 0.66, "independent masks of 70% agree on 58% of the places"
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+def test_dropout_drops_at_its_rate_in_rows_and_features(p):
+    kept = dropout_mask(row_keys(1, torch.arange(4000)), 500, p=p, salt=11).float()
+    assert kept.mean() == pytest.approx(1 - p, abs=2e-3)
+    assert kept.mean(0).sub(1 - p).abs().max() < 6 * (p * (1 - p) / 4000) ** 0.5
+    assert kept.mean(1).sub(1 - p).abs().max() < 6 * (p * (1 - p) / 500) ** 0.5
+
+
+def test_row_keys_do_not_repeat():
+    keys = torch.cat([row_keys(seed, torch.arange(20000)) for seed in range(3)])
+    assert keys.unique().numel() > 60000 - 10
+    assert int(keys.min()) >= 0
+    assert int(keys.max()) < 2**32

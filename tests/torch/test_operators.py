@@ -1,0 +1,240 @@
+"""Every operator of the table against torch.autograd, one line each."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coserve.errors import GraphError
+from coserve.graph.operators import operator, operators
+from coserve.graph.operators.attention import Segment
+from coserve.kernels.attention import PlainAttention
+from coserve.kernels.bits import pack_signs
+from coserve.kernels.dropout import dropout_mask, row_keys
+
+
+def rnd(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).float()
+
+
+def check(
+    name: str,
+    reference: Any,
+    inputs: dict[str, Tensor],
+    context: Any = None,
+    tolerance: float = 1e-5,
+    **attributes: Any,
+) -> None:
+    """Forward, the gradient of every differentiable slot, and every restorable output, against a reference function."""
+    rule = operator(name)
+    assert rule.needs.keys() == set(rule.inputs), "a rule for every slot, None where there is no gradient"
+    leaves = {
+        slot: value.clone().requires_grad_(rule.needs[slot] is not None and value.is_floating_point())
+        for slot, value in inputs.items()
+    }
+    expected = reference(**leaves)
+    outputs = rule.forward(inputs, attributes, context)
+    torch.testing.assert_close(outputs[rule.outputs[0]], expected.detach(), atol=tolerance, rtol=tolerance)
+    wanted = [slot for slot, leaf in leaves.items() if leaf.requires_grad]
+    grad = torch.randn_like(expected)
+    theirs = torch.autograd.grad(expected, [leaves[slot] for slot in wanted], grad) if wanted else ()
+    at_hand = inputs | outputs
+    for subset in [[slot] for slot in wanted] + [wanted]:
+        if context is not None:
+            context.reset()
+        values = {slot: at_hand[slot] for slot in rule.reads(subset, at_hand)}
+        ours = rule.vjp(subset, values, {rule.outputs[0]: grad}, attributes, context)
+        assert ours.keys() == set(subset)
+        for slot in subset:
+            torch.testing.assert_close(
+                ours[slot], theirs[wanted.index(slot)].to(ours[slot].dtype), atol=tolerance, rtol=tolerance
+            )
+    for slot in rule.restores:
+        again = rule.vjp([*wanted, slot], at_hand, {rule.outputs[0]: grad}, attributes, context)
+        torch.testing.assert_close(again[slot], outputs[slot], atol=1e-6, rtol=1e-6)
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    grouped = x.unflatten(1, (-1, weight.shape[0]))
+    return (nn.functional.rms_norm(grouped, weight.shape, weight, 1e-6)).flatten(1)
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    heads = x.unflatten(1, (-1, cos.shape[1]))
+    half = heads.shape[-1] // 2
+    rotated = torch.cat((-heads[..., half:], heads[..., :half]), -1)
+    return (heads * cos[:, None] + rotated * sin[:, None]).flatten(1)
+
+
+def _halves(x: Tensor) -> Tensor:
+    return torch.cat((x, x), -1)
+
+
+def _dropped(x: Tensor, row_keys: Tensor) -> Tensor:
+    return x * dropout_mask(row_keys, x.shape[1], p=0.4, salt=7) / 0.6
+
+
+def test_linear():
+    inputs = {"x": rnd(5, 6), "weight": rnd(4, 6), "bias": rnd(4)}
+    check("linear", lambda x, weight, bias: nn.functional.linear(x, weight, bias), inputs)
+
+
+def test_linear_without_bias():
+    check("linear", lambda x, weight: nn.functional.linear(x, weight), {"x": rnd(5, 6), "weight": rnd(4, 6)})
+
+
+def test_embedding():
+    inputs = {"ids": torch.tensor([0, 3, 3, 1]), "weight": rnd(6, 4)}
+    check("embedding", lambda ids, weight: weight[ids + 2], inputs, offset=2)
+
+
+def test_embedding_gives_zeros_for_virtual_tokens():
+    inputs = {"ids": torch.tensor([2, -1, -3, 0]), "weight": rnd(3, 4)}
+    check("embedding", lambda ids, weight: weight[ids.clamp(min=0)] * (ids >= 0)[:, None], inputs, offset=0)
+
+
+def test_rms_norm():
+    check("rms_norm", _rms_norm, {"x": rnd(5, 8), "weight": rnd(8)}, eps=1e-6)
+
+
+def test_rms_norm_of_heads():
+    check("rms_norm", _rms_norm, {"x": rnd(5, 12), "weight": rnd(4)}, eps=1e-6)
+
+
+def test_layer_norm():
+    inputs = {"x": rnd(5, 8), "weight": rnd(8), "bias": rnd(8)}
+    check("layer_norm", lambda x, weight, bias: nn.functional.layer_norm(x, (8,), weight, bias, 1e-5), inputs, eps=1e-5)
+
+
+def test_rope():
+    angles = _halves(rnd(5, 3))
+    check("rope", _rope, {"x": rnd(5, 12), "cos": angles.cos(), "sin": angles.sin()})
+
+
+def test_silu():
+    check("silu", lambda x: nn.functional.silu(x), {"x": rnd(5, 8)})
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu(approximate):
+    check("gelu", lambda x: nn.functional.gelu(x, approximate=approximate), {"x": rnd(5, 8)}, approximate=approximate)
+
+
+def test_relu():
+    check("relu", lambda x: torch.relu(x), {"x": rnd(5, 8)})
+
+
+def test_relu_from_packed_signs():
+    x, dy = rnd(5, 13), rnd(5, 13)
+    y = torch.relu(x)
+    whole = operator("relu").vjp(["x"], {"y": y}, {"y": dy}, {}, None)
+    packed = operator("relu").vjp(["x"], {"y": pack_signs(y)}, {"y": dy}, {}, None)
+    assert torch.equal(whole["x"], packed["x"])
+
+
+def test_silu_mul():
+    check("silu_mul", lambda gate, up: nn.functional.silu(gate) * up, {"gate": rnd(5, 8), "up": rnd(5, 8)})
+
+
+def test_add():
+    check("add", lambda a, b: a + b, {"a": rnd(5, 8), "b": rnd(5, 8)})
+
+
+def test_mul_by_a_vector():
+    check("mul", lambda x, factor: x * factor, {"x": rnd(5, 8), "factor": rnd(8)}, per_row=False)
+
+
+def test_mul_by_rows():
+    check("mul", lambda x, factor: x * factor, {"x": rnd(5, 8), "factor": rnd(5, 8)}, per_row=True)
+
+
+def test_scale():
+    check("scale", lambda x: x * 0.25, {"x": rnd(5, 8)}, factor=0.25)
+
+
+def test_dropout():
+    check("dropout", _dropped, {"x": rnd(5, 8), "row_keys": row_keys(3, torch.arange(5))}, p=0.4, salt=7)
+
+
+def test_cross_entropy():
+    inputs = {"logits": rnd(5, 9), "targets": torch.tensor([0, 8, 3, 3, 1])}
+    check(
+        "cross_entropy",
+        lambda logits, targets: nn.functional.cross_entropy(logits, targets, reduction="none"),
+        inputs,
+    )
+
+
+def test_sign_bits_has_a_forward_and_no_gradient():
+    x = rnd(5, 13)
+    assert torch.equal(operator("sign_bits").forward({"x": x}, {}, None)["y"], pack_signs(x))
+    with pytest.raises(GraphError, match="no gradient with respect to x"):
+        operator("sign_bits").reads(["x"], {"x"})
+
+
+class _OneSequence:
+    """An attention context over one sequence, built from q, k and v as they are."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.kernel, self._k, self._v = PlainAttention(), k, v
+        self.reset()
+
+    def reset(self) -> None:
+        self.key_grads, self.value_grads = torch.zeros_like(self._k), torch.zeros_like(self._v)
+        n = self._k.shape[0]
+        self.segments = (
+            Segment(
+                rows=slice(0, n),
+                keys=self._k,
+                values=self._v,
+                key_grads=self.key_grads,
+                value_grads=self.value_grads,
+            ),
+        )
+
+
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_attention(sliding_window):
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = q.shape[0]
+        distance = torch.arange(n)[:, None] - torch.arange(n)[None]
+        seen = (distance >= 0) & (distance < (sliding_window or n))
+        heads = (x.view(n, -1, 4).transpose(0, 1)[None] for x in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=0.3, enable_gqa=True)
+        return y[0].transpose(0, 1).flatten(1)
+
+    q, k, v = rnd(7, 16), rnd(7, 8), rnd(7, 8)
+    settings = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.3, "sliding_window": sliding_window}
+    check("attention", reference, {"q": q, "k": k, "v": v}, _OneSequence(k, v), **settings)
+
+
+def test_every_operator_of_the_table_has_a_test_here():
+    tests = " ".join(name for name in globals() if name.startswith("test_"))
+    assert [name for name in operators() if f"test_{name}" not in tests] == []
+
+
+def test_an_unknown_operator_is_named_with_the_known_ones():
+    with pytest.raises(GraphError, match=r"no operator 'conv'; known: .*linear"):
+        operator("conv")
+
+
+def test_a_gradient_without_a_rule_is_refused():
+    with pytest.raises(GraphError, match="no gradient rule for y"):
+        operator("linear").reads(["y"], {"x", "y"})
+    with pytest.raises(GraphError, match="no gradient with respect to ids"):
+        operator("embedding").reads(["ids"], {"ids"})
+
+
+def test_costs_grow_with_rows_and_count_matrix_products():
+    spec = {
+        slot: SimpleNamespace(shape=shape, per_row=per_row, num_bytes=lambda dtype, s=shape: 2 * torch.Size(s).numel())
+        for slot, shape, per_row in (("x", (6,), True), ("weight", (4, 6), False), ("y", (4,), True))
+    }
+    one = operator("linear").cost(spec, {}, rows=1, keys=0, compute_dtype=torch.bfloat16)
+    ten = operator("linear").cost(spec, {}, rows=10, keys=0, compute_dtype=torch.bfloat16)
+    assert (one.flops, ten.flops) == (48, 480)
+    assert ten.bytes - one.bytes == 9 * 2 * (6 + 4)
+    both = operator("linear").vjp_cost(["x", "weight"], spec, {}, rows=10, keys=0, compute_dtype=torch.bfloat16)
+    assert both.flops == 960
