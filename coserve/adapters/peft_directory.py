@@ -40,7 +40,7 @@ def load_adapter(backbone: Backbone, directory: str | Path) -> Adapter:
     directory = Path(directory)
     config = _read_config(directory / _CONFIG)
     adapter = Adapter(backbone, config, every_target=False)
-    tensors = _read_weights(directory / _WEIGHTS)
+    tensors = _without_base_layers(_read_weights(directory / _WEIGHTS), adapter, directory)
     expected = {_PREFIX + name: master for name, master in adapter.masters.items()}
     if missing := [name for name in expected if name not in tensors]:
         raise AdapterError(f"{directory} lacks {_first(missing)}; it was made for another model or with other targets")
@@ -82,6 +82,25 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise AdapterError(f"{path} is damaged or cut short ({error}); fetch it again") from None
+
+
+def _without_base_layers(
+    tensors: dict[str, torch.Tensor], adapter: Adapter, directory: Path
+) -> dict[str, torch.Tensor]:
+    """Drop the copy of an output layer's own weights that PEFT writes beside an adapter on it; they must be the
+    backbone's.
+    """
+    kept = {}
+    for name, tensor in tensors.items():
+        module = name.removeprefix(_PREFIX).removesuffix(".base_layer.weight")
+        if not name.endswith(".base_layer.weight") or module not in adapter.sites:
+            kept[name] = tensor
+            continue
+        part, node = adapter.sites[module]
+        own = adapter.backbone.weights[part][f"{node}.weight"]
+        if not torch.equal(tensor.to(own), own):
+            raise AdapterError(f"{directory} comes with other weights for {module} than {adapter.backbone.name} has")
+    return kept
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -1,6 +1,6 @@
 """The backbone: one frozen copy of a model's weights on one device, with everything that is fixed once it is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class Backbone:
 
     name: str
     architecture: Architecture
-    weights: Weights
+    weights: Weights = field(repr=False)
     rotary: RotaryTable | None
     dtype: torch.dtype
     device: torch.device

@@ -1,0 +1,245 @@
+"""From a name to weights: directories, the hub's cache, shapes without weights, and every way in which files can be
+wrong."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import CONFIGS, make_model, model_directory, random_tokens
+
+from coserve.errors import ModelError, UnknownModelError, UnsupportedModelError, WeightsError
+from coserve.models import CachedSequence, forward, load_backbone, logits
+from coserve.models.families import build_architecture
+from coserve.models.presets import PRESETS
+from coserve.models.source import find_model
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A copy of a good model, to be spoilt."""
+    return shutil.copytree(model_directory("llama"), tmp_path / "model")
+
+
+def edit_weights(directory, change):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def edit_config(directory, **fields):
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, **fields}))
+
+
+def first_logits(backbone):
+    tokens = random_tokens(8, 0)
+    return logits(backbone, forward(backbone, [CachedSequence(backbone, 8).extend(tokens)]))
+
+
+def test_sharded_weights_are_the_same_weights(tmp_path):
+    make_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    whole, sharded = load_backbone(str(model_directory("llama"))), load_backbone(str(tmp_path))
+    assert torch.equal(first_logits(whole), first_logits(sharded))
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_any_float_type_are_read(directory, stored):
+    edit_weights(directory, lambda tensors: tensors.update({k: v.to(stored) for k, v in tensors.items()}))
+    backbone = load_backbone(str(directory), dtype="float32")
+    assert {t.dtype for tensors in backbone.weights.values() for t in tensors.values()} == {torch.float32}
+    expected = make_model("llama").get_input_embeddings().weight.to(stored).float()
+    assert torch.equal(backbone.weights["embed"]["model.embed_tokens.weight"], expected)
+
+
+def test_auto_takes_the_dtype_of_the_configuration(directory):
+    assert load_backbone(str(directory)).dtype == torch.float32
+    edit_config(directory, dtype="bfloat16")
+    assert load_backbone(str(directory)).dtype == torch.bfloat16
+    assert load_backbone(str(directory), dtype="float16").dtype == torch.float16
+    with pytest.raises(ModelError, match="dtype 'int8' is not one of auto, float32, bfloat16, float16"):
+        load_backbone(str(directory), dtype="int8")
+
+
+def test_configurations_from_before_transformers_5_are_read(directory):
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"], config["dtype"]
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    path.write_text(json.dumps({**config, "rope_theta": 5000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}))
+    backbone = load_backbone(str(directory))
+    assert backbone.dtype == torch.bfloat16
+    assert backbone.rotary is not None
+    frequencies = backbone.rotary.inverse_frequencies
+    torch.testing.assert_close(frequencies[1], torch.tensor(5000.0) ** (-2 / 8) / 2)
+
+
+def test_a_model_in_the_hubs_cache_is_found_by_its_id(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / "abc"
+    shutil.copytree(model_directory("llama"), snapshot)
+    (tmp_path / "models--someone--tiny" / "refs").mkdir()
+    (tmp_path / "models--someone--tiny" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert torch.equal(
+        first_logits(load_backbone("someone/tiny")), first_logits(load_backbone(str(model_directory("llama"))))
+    )
+    with pytest.raises(UnknownModelError, match="'someone/other' is neither a directory nor a model that the hub"):
+        load_backbone("someone/other")
+
+
+@pytest.mark.parametrize("name", ["tied-with-head", "rotary-buffer"])
+def test_what_older_checkpoints_carry_along_is_passed_over(tmp_path, name):
+    family = "llama-biases-tied" if name == "tied-with-head" else "llama"
+    directory = shutil.copytree(model_directory(family), tmp_path / "model")
+    extra = "lm_head.weight" if name == "tied-with-head" else "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_weights(directory, lambda tensors: tensors.update({extra: torch.zeros(97, 32)}))
+    assert torch.equal(
+        first_logits(load_backbone(str(directory))), first_logits(load_backbone(str(model_directory(family))))
+    )
+
+
+# -- dummies ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_the_number_of_parameters_that_their_names_say(preset):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    architecture = build_architecture(find_model(f"dummy:{preset}").config)
+    ours = sum(torch.Size(shape).numel() for shape in architecture.weight_shapes.values())
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PRESETS[preset])).num_parameters()
+    assert ours == theirs
+    billions = float(preset.rsplit("-", 1)[1].rstrip("bm")) / (1000 if preset.endswith("m") else 1)
+    assert ours / 1e9 == pytest.approx(billions, rel=0.25)
+
+
+def test_random_weights_come_from_their_seed(directory):
+    shape = f"dummy:{directory / 'config.json'}"
+    one, same, other = load_backbone(shape, seed=1), load_backbone(shape, seed=1), load_backbone(shape, seed=2)
+    assert torch.equal(first_logits(one), first_logits(same))
+    assert not torch.equal(first_logits(one), first_logits(other))
+    assert torch.isfinite(first_logits(one)).all()
+
+
+def test_a_shape_without_memory_of_any_size():
+    backbone = load_backbone("dummy:llama-3.1-70b", device="meta")
+    assert sum(t.nbytes for tensors in backbone.weights.values() for t in tensors.values()) > 130e9
+
+
+# -- bad input --------------------------------------------------------------------
+
+
+def one_line(error):
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    with pytest.raises(UnknownModelError, match=r"no preset or config.json 'gpt-5'; presets: smollm2-135m, .*70b"):
+        load_backbone("dummy:gpt-5")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all"])
+def test_a_directory_that_is_not_there(name):
+    with pytest.raises(UnknownModelError, match="is not a directory"):
+        load_backbone(name)
+
+
+def test_a_directory_without_a_configuration(tmp_path):
+    with pytest.raises(UnknownModelError, match=r"has no config\.json"):
+        load_backbone(str(tmp_path))
+
+
+def test_an_unknown_family_names_the_known_ones(directory):
+    edit_config(directory, model_type="mamba")
+    with pytest.raises(
+        UnsupportedModelError, match="'mamba' is not supported; supported: llama, mistral, qwen2, qwen3, opt"
+    ):
+        load_backbone(str(directory))
+
+
+def test_a_configuration_that_is_no_json(directory):
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+        load_backbone(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; hidden_act must be silu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope scaling 'dynamic' is not supported; known: default, linear, llama3, yarn",
+        ),
+    ],
+)
+def test_settings_that_are_not_run(directory, fields, message):
+    edit_config(directory, **fields)
+    with pytest.raises(UnsupportedModelError) as error:
+        load_backbone(str(directory))
+    assert message in one_line(error)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_weights_of_another_size_name_the_tensor_and_both_shapes(tmp_path, family):
+    directory = shutil.copytree(model_directory(family), tmp_path / "model")
+    edit_config(directory, vocab_size=96)
+    with pytest.raises(WeightsError, match=r"weight has shape \[97, \d+\], the model needs \[96, \d+\]"):
+        load_backbone(str(directory))
+
+
+def test_a_missing_tensor_is_named(directory):
+    edit_weights(directory, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(WeightsError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight, which the model needs"):
+        load_backbone(str(directory))
+
+
+def test_a_tensor_too_many_is_named(directory):
+    edit_weights(directory, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}))
+    with pytest.raises(WeightsError, match=r"holds model\.layers\.0\.self_attn\.q_proj\.bias, which this llama"):
+        load_backbone(str(directory))
+
+
+def test_weights_that_are_no_floats_are_named(directory):
+    name = "model.layers.2.mlp.down_proj.weight"
+    edit_weights(directory, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+    with pytest.raises(WeightsError, match=rf"{name} is int8; weights must be float32, float16 or bfloat16"):
+        load_backbone(str(directory))
+
+
+def test_a_file_that_was_cut_short(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(WeightsError) as error:
+        load_backbone(str(directory))
+    assert "damaged or cut short" in one_line(error)
+    assert str(path) in one_line(error)
+
+
+def test_a_shard_that_is_not_there(tmp_path):
+    make_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(WeightsError, match=f"lacks {gone.name}, which its index names"):
+        load_backbone(str(tmp_path))
+
+
+def test_an_index_that_is_none(directory):
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    with pytest.raises(WeightsError, match="is not a safetensors index"):
+        load_backbone(str(directory))
+
+
+def test_a_directory_with_other_weights_only(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"no \*\.safetensors \(found pytorch_model\.bin: convert it"):
+        load_backbone(str(directory))
