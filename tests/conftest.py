@@ -1,0 +1,25 @@
+"""Models in these tests are tiny: on one thread they run several times faster, and as many tests as cores can run
+beside each other."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if GPU_TESTS in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -1,0 +1,118 @@
+"""One pass over the backbone for rows of several adapters, of mixed rank, target and kind, and for rows without any."""
+
+import pytest
+import torch
+from support import FAMILIES, make_adapter, make_backbone, make_model, peft_twin, random_sequences, random_tokens
+
+from coserve.models import CachedSequence, forward, logits
+from coserve.tuning import TrainingPass, make_pack, training_programs
+
+
+def alone(backbone, tokens, adapter=None):
+    """Logits of one sequence in a batch of its own."""
+    bypasses = adapter.bypasses() if adapter else None
+    sequence = CachedSequence(backbone, len(tokens), bypasses)
+    return logits(backbone, forward(backbone, [sequence.extend(tokens)]), bypasses)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_many_adapters_equal_peft_each(family):
+    backbone = make_backbone(family)
+    twins = [
+        peft_twin(family, seed=1, r=2),
+        peft_twin(family, seed=2, r=7, target_modules=["q_proj", "v_proj"], use_rslora=True),
+        peft_twin(family, seed=3, r=3, target_modules=r".*layers\.1\..*_proj", lora_alpha=1),
+    ]
+    users = [twins[0], None, twins[1], twins[1], twins[2], None, twins[0]]
+    prompts = [random_tokens(4 + i, i) for i in range(len(users))]
+    spans = [
+        CachedSequence(backbone, len(prompt), twin[1].bypasses() if twin else None).extend(prompt)
+        for prompt, twin in zip(prompts, users, strict=True)
+    ]
+    hidden = forward(backbone, spans).split([len(prompt) for prompt in prompts])
+    for rows, prompt, twin in zip(hidden, prompts, users, strict=True):
+        with torch.no_grad():
+            theirs = (twin[0] if twin else make_model(family))(prompt[None]).logits[0]
+        ours = logits(backbone, rows, twin[1].bypasses() if twin else None)
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
+    backbone = make_backbone("llama")
+    adapter = make_adapter(backbone)
+    products = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, w, b=None: products.append((len(x), w.shape)) or linear(x, w, b)
+    )
+    spans = [
+        CachedSequence(backbone, 9).extend(random_tokens(9, 0)),
+        CachedSequence(backbone, 2, adapter.bypasses()).extend(random_tokens(2, 1)),
+        CachedSequence(backbone, 3, adapter.bypasses()).extend(random_tokens(3, 2)),
+    ]
+    forward(backbone, spans)
+    bypass = [(rows, shape) for rows, shape in products if 4 in shape]
+    assert {rows for rows, _ in bypass} == {5}, "neighbours with one adapter run together, and nobody else with them"
+    assert len(bypass) == 2 * 7 * 3
+    assert {rows for rows, shape in products if 4 not in shape} == {14}
+
+
+def test_training_windows_and_requests_share_the_batch():
+    """A job's window, a request on the adapter as it is served, one on another adapter, and one on the bare model."""
+    backbone = make_backbone("qwen2")
+    trained, other = make_adapter(backbone, seed=1, dropout=0.3), make_adapter(backbone, seed=2, r=2)
+    prompts = [random_tokens(6, 1), random_tokens(4, 2), random_tokens(5, 3)]
+    users = [trained, other, None]
+    expected = [alone(backbone, prompt, user) for prompt, user in zip(prompts, users, strict=True)]
+    pack = make_pack(random_sequences((9, 4)))
+    training = TrainingPass(trained, training_programs(trained), pack)
+    lonely = TrainingPass(trained, training_programs(trained), pack)
+    lonely.finish_window(forward(backbone, [lonely.next_window(13)]))
+    spans = [
+        CachedSequence(backbone, 8, user.bypasses() if user else None).extend(prompt)
+        for prompt, user in zip(prompts, users, strict=True)
+    ]
+    hidden = forward(backbone, [spans[0], training.next_window(13), *spans[1:]])
+    training.finish_window(hidden[6:19])
+    rows = [hidden[:6], hidden[19:23], hidden[23:]]
+    for theirs, ours, user in zip(expected, rows, users, strict=True):
+        torch.testing.assert_close(logits(backbone, ours, user.bypasses() if user else None), theirs, atol=1e-5, rtol=0)
+    assert training.sums.num_trained == lonely.sums.num_trained
+    assert training.sums.num_correct == lonely.sums.num_correct
+    assert training.sums.loss == pytest.approx(lonely.sums.loss, rel=1e-6)
+
+
+def test_one_adapters_nan_never_reaches_another_row():
+    backbone = make_backbone("llama")
+    good, bad = make_adapter(backbone, seed=1), make_adapter(backbone, seed=2)
+    for master in bad.masters.values():
+        master.fill_(float("nan"))
+    prompts = [random_tokens(5, 1), random_tokens(7, 2), random_tokens(3, 3)]
+    users = [good, bad, None]
+    sequences = [CachedSequence(backbone, 8, user.bypasses() if user else None) for user in users]
+    hidden = forward(backbone, [seq.extend(prompt) for seq, prompt in zip(sequences, prompts, strict=True)])
+    torch.testing.assert_close(
+        logits(backbone, hidden[:5], good.bypasses()), alone(backbone, prompts[0], good), atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(logits(backbone, hidden[12:]), alone(backbone, prompts[2]), atol=1e-5, rtol=0)
+    assert hidden[5:12].isnan().all()
+
+
+def test_a_decode_step_does_not_depend_on_its_company():
+    """Greedy tokens in float32 are exactly the same alone and beside others (invariant 3)."""
+    backbone = make_backbone("llama")
+    adapter = make_adapter(backbone)
+
+    def decode(company: bool) -> list[int]:
+        sequence, tokens, chosen = CachedSequence(backbone, 30), random_tokens(6, 1), []
+        other = CachedSequence(backbone, 80, adapter.bypasses())
+        for step in range(20):
+            spans = [sequence.extend(tokens)]
+            if company:
+                spans.append(other.extend(random_tokens(1 + step % 4, step)))
+            row = forward(backbone, spans)[len(tokens) - 1 : len(tokens)]
+            chosen.append(int(logits(backbone, row).argmax()))
+            tokens = torch.tensor(chosen[-1:])
+        return chosen
+
+    assert decode(company=True) == decode(company=False)

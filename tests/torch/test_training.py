@@ -1,0 +1,370 @@
+"""Gradients, trajectories and memory of a training pass, against PEFT with autograd, whatever windows, stops and
+company."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from support import (
+    CONFIGS,
+    fresh_peft_twin,
+    make_adapter,
+    make_backbone,
+    make_model,
+    peft_gradients,
+    peft_twin,
+    random_sequences,
+    random_tokens,
+    summed_loss,
+    worst_error,
+)
+
+from coserve.adapters import save_adapter
+from coserve.models import CachedSequence, forward
+from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
+from coserve.tuning.objective import chunk_rows, loss_and_gradient
+from coserve.tuning.pack import UNTRAINED
+from coserve.tuning.programs import frontier_of_block
+from coserve.tuning.training_pass import workspace_bytes
+
+LENGTHS = (7, 11, 1, 5)
+TARGETS = {"all": "all-linear", "down": ["down_proj", "fc2"], "qv": ["q_proj", "v_proj"], "k": ["k_proj"]}
+
+
+def targets_of(name: str, targets: str) -> object:
+    """The targets that the family has."""
+    chosen = TARGETS[targets]
+    if isinstance(chosen, str):
+        return chosen
+    linear = make_backbone(name).architecture.linear_sites
+    return [target for target in chosen if any(module.endswith(target) for module in linear)]
+
+
+def gradients(adapter, sequences, *, forward_rows=1000, backward_rows=1000, budget=None):
+    training = TrainingPass(adapter, training_programs(adapter, budget_bytes_per_token=budget), make_pack(sequences))
+    run_alone(training, forward_rows=forward_rows, backward_rows=backward_rows)
+    return training
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_gradients_equal_pefts_for_every_family(name, targets):
+    model, adapter = peft_twin(name, target_modules=targets_of(name, targets))
+    sequences = random_sequences(LENGTHS)
+    theirs = peft_gradients(model, sequences)
+    for forward_rows, backward_rows in ((1000, 1000), (5, 3), (1, 1)):
+        training = gradients(adapter, sequences, forward_rows=forward_rows, backward_rows=backward_rows)
+        assert worst_error(training.gradients, theirs) < 1e-5
+        assert training.sums.loss == pytest.approx(float(summed_loss(model, sequences).detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"use_rslora": True, "r": 5, "rank_pattern": {"q_proj": 2, "down_proj": 9}, "alpha_pattern": {"v_proj": 1}},
+        {"target_modules": ["down_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [2]},
+        {"target_modules": ["lm_head", "up_proj"]},
+        {"target_modules": ["lm_head"]},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_gradients_equal_pefts_for_settings_that_cut_the_backward_pass_short(lora):
+    model, adapter = peft_twin("llama", **lora)
+    sequences = random_sequences(LENGTHS)
+    training = gradients(adapter, sequences, forward_rows=6, backward_rows=4)
+    assert worst_error(training.gradients, peft_gradients(model, sequences)) < 1e-5
+
+
+def test_blocks_below_the_lowest_adapter_run_no_backward_and_keep_only_k_and_v():
+    adapter = make_adapter(make_backbone("llama"), target_modules=["down_proj"], layers_to_transform=[1])
+    programs = training_programs(adapter)
+    assert programs.parts == (2, 1)
+    assert set(programs.program[0].saved) == set(programs.program[0].graph.carried)
+    assert "attention" not in {step.node.op for step in programs.program[1].backward}, "nothing below wants a gradient"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "opt-350m-style", "mistral-sliding"])
+@pytest.mark.parametrize("targets", ["all", "down", "qv"])
+def test_gradients_are_equal_at_every_point_of_the_frontier(name, targets):
+    model, adapter = peft_twin(name, target_modules=targets_of(name, targets))
+    sequences = random_sequences((9, 4))
+    theirs = peft_gradients(model, sequences)
+    points = frontier_of_block(adapter, 1, keys=5.0)
+    assert len(points) > 4
+    budgets = [point.bytes_per_token for point in points]
+    assert budgets == sorted(budgets, reverse=True)
+    for budget in budgets[:: max(1, len(budgets) // 12)] + budgets[-1:]:
+        training = gradients(adapter, sequences, forward_rows=5, backward_rows=4, budget=budget)
+        assert worst_error(training.gradients, theirs) < 1e-5, budget
+
+
+class Storm:
+    """Runs two jobs and some requests in random company: windows, tasklets and stops of any size, in any order."""
+
+    def __init__(self, seed: int, jobs: list[TrainingPass]) -> None:
+        self.random, self.jobs = random.Random(seed), jobs
+        self.backbone = jobs[0].backbone
+        self.tasklets = {}
+        self.requests = []
+
+    def run(self) -> None:
+        while not all(job.done for job in self.jobs):
+            self.forward()
+            for job in self.jobs:
+                self.backward(job)
+
+    def forward(self) -> None:
+        if self.random.random() < 0.5:
+            self.requests = [CachedSequence(self.backbone, 60) for _ in range(self.random.randint(0, 2))]
+        training = [job for job in self.jobs if not job.forward_done and self.random.random() < 0.7]
+        spans = [(job, job.next_window(self.random.randint(1, 9))) for job in training]
+        live = [request for request in self.requests if request.length < 50]
+        spans += [(None, r.extend(random_tokens(self.random.randint(1, 5), r.length))) for r in live]
+        self.random.shuffle(spans)
+        if not spans:
+            return
+        hidden = forward(self.backbone, [span for _, span in spans])
+        for (job, _), rows in zip(spans, hidden.split([len(span.tokens) for _, span in spans]), strict=True):
+            if job is not None:
+                job.finish_window(rows)
+
+    def backward(self, job: TrainingPass) -> None:
+        for _ in range(self.random.randint(0, 6)):
+            tasklet = self.tasklets.pop(job, None)
+            if tasklet is None:
+                if not job.forward_done or job.done:
+                    return
+                tasklet = job.next_tasklet(self.random.randint(1, 12))
+            if not tasklet.run(self.random.choice([None, 1, 2, 7])):
+                self.tasklets[job] = tasklet
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**20),
+    name=st.sampled_from(["llama", "mistral-sliding", "qwen3", "opt"]),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    tight=st.booleans(),
+)
+def test_a_job_ends_the_same_in_any_company(seed, name, lengths, tight):
+    model, adapter = peft_twin(name)
+    _, other = peft_twin(name, seed=9, r=3, target_modules=["q_proj", "v_proj"], lora_dropout=0.5)
+    sequences = random_sequences(tuple(lengths), seed)
+    if not any(any(trained[1:]) for _, trained in sequences):
+        return
+    budget = frontier_of_block(adapter, 1, keys=5.0)[-1].bytes_per_token if tight else None
+    job = TrainingPass(adapter, training_programs(adapter, budget_bytes_per_token=budget), make_pack(sequences))
+    company = TrainingPass(other, training_programs(other), make_pack(random_sequences((8, 13), seed)))
+    Storm(seed, [job, company]).run()
+    assert worst_error(job.gradients, peft_gradients(model, sequences)) < 1e-5
+
+
+def test_dropout_is_the_same_whatever_the_windows_and_equals_peft_under_the_same_masks(monkeypatch):
+    from coserve.kernels.dropout import dropout_mask, keys_of_part, row_keys
+
+    settings = {"lora_dropout": 0.4, "target_modules": ["q_proj", "down_proj"]}
+    model, adapter = fresh_peft_twin("llama", **settings)
+    model.train()
+    sequences = random_sequences((9,))
+    whole = gradients(adapter, sequences)
+    pieces = gradients(adapter, sequences, forward_rows=2, backward_rows=4)
+    plain = gradients(peft_twin("llama", **{**settings, "lora_dropout": 0.0})[1], sequences)
+    assert worst_error(pieces.gradients, whole.gradients) < 1e-5
+    assert worst_error(plain.gradients, whole.gradients) > 0.1
+
+    def masked(module: torch.nn.Dropout, x: torch.Tensor) -> torch.Tensor:
+        name = next(name for name, other in model.named_modules() if other is module)
+        layer, site = int(name.split(".layers.")[1].split(".")[0]), name.split(".")[-3]
+        parts = adapter.backbone.architecture.parts
+        keys = keys_of_part(row_keys(0, torch.arange(9)), parts.index(layer))
+        salt = dict(adapter.attached(layer).graph.node[_full(site) + ".dropout"].attributes)["salt"]
+        return x * dropout_mask(keys, x.shape[-1], p=0.4, salt=salt) / 0.6
+
+    def _full(site: str) -> str:
+        return {"q_proj": "self_attn.q_proj", "down_proj": "mlp.down_proj"}[site]
+
+    monkeypatch.setattr(torch.nn.Dropout, "forward", masked)
+    assert worst_error(whole.gradients, peft_gradients(model, sequences)) < 1e-5
+
+
+def test_ten_steps_of_adamw_follow_pefts_trajectory_and_the_result_loads_in_peft(tmp_path):
+    model, adapter = fresh_peft_twin("qwen2", target_modules="all-linear")
+    settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    theirs = {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    their_optimizer = torch.optim.AdamW(theirs.values(), **settings)
+    our_optimizer = torch.optim.AdamW(adapter.masters.values(), **settings)
+    start = {name: master.clone() for name, master in adapter.masters.items()}
+    programs = training_programs(adapter)
+    for step in range(10):
+        sequences = random_sequences((6, 9, 4), seed=step)
+        num_trained = sum(sum(trained[1:]) for _, trained in sequences)
+        their_optimizer.zero_grad()
+        loss = summed_loss(model, sequences) / num_trained
+        loss.backward()
+        their_optimizer.step()
+
+        training = TrainingPass(adapter, programs, make_pack(sequences))
+        run_alone(training, forward_rows=7, backward_rows=5)
+        for name, master in adapter.masters.items():
+            master.grad = training.gradients[name] / training.sums.num_trained
+        our_optimizer.step()
+        adapter.publish()
+        assert training.sums.mean_loss == pytest.approx(float(loss.detach()), rel=1e-4)
+    moved = {name: adapter.masters[name] - start[name] for name in start}
+    assert worst_error(moved, {name: theirs[name].detach() - start[name] for name in start}) < 1e-3
+    assert worst_error(adapter.masters, {name: p.detach() for name, p in theirs.items()}) < 1e-4
+
+    save_adapter(adapter, tmp_path)
+    loaded = PeftModel.from_pretrained(make_model("qwen2"), tmp_path)
+    tokens = random_tokens(12, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens[None]).logits, model(tokens[None]).logits, atol=1e-3, rtol=0)
+
+
+def test_bfloat16_gradients_are_as_close_to_float32_as_pefts():
+    model, adapter = fresh_peft_twin("llama")
+    sequences = random_sequences((12, 8))
+    truth = peft_gradients(model, sequences)
+    half = make_adapter(make_backbone("llama", "bfloat16"))
+    for name, master in half.masters.items():
+        master.copy_(adapter.masters[name])
+    half.publish()
+    theirs = peft_gradients(model.to(torch.bfloat16), sequences)
+    ours = gradients(half, sequences, forward_rows=7, backward_rows=5).gradients
+    assert worst_error(ours, truth) < 1.5 * worst_error(theirs, truth)
+
+
+# -- the head ---------------------------------------------------------------------
+
+
+def test_the_loss_is_taken_in_chunks_of_trained_rows_only(monkeypatch):
+    backbone = make_backbone("llama")
+    adapter = make_adapter(backbone, target_modules=["q_proj", "lm_head"])
+    programs = training_programs(adapter)
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(40, 32), torch.randint(0, 97, (40,))
+    targets[torch.rand(40) < 0.5] = UNTRAINED
+    sizes = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, w, b=None: sizes.append((len(x), len(w))) or linear(x, w, b)
+    )
+    results = []
+    for max_rows in (1000, 3):
+        sizes.clear()
+        grads = {name: torch.zeros(tensor.shape) for name, tensor in adapter.parameters("head").items()}
+        weights = {**backbone.weights["head"], **adapter.parameters("head")}
+        sums, gradient = loss_and_gradient(
+            programs.loss, hidden, targets, weights=weights, accumulators=grads, max_rows=max_rows
+        )
+        heads = [rows for rows, outputs in sizes if outputs == 97]
+        assert max(heads) <= max_rows
+        results.append((sums, gradient, grads))
+    (sums, gradient, grads), (chunked_sums, chunked_gradient, chunked_grads) = results
+    trained = targets != UNTRAINED
+    assert sums.num_trained == chunked_sums.num_trained == int(trained.sum())
+    assert sums.num_correct == chunked_sums.num_correct
+    assert sums.loss == pytest.approx(chunked_sums.loss, rel=1e-6)
+    assert not gradient[~trained].any()
+    torch.testing.assert_close(gradient, chunked_gradient)
+    assert worst_error(chunked_grads, grads) < 1e-5
+
+
+def test_a_chunk_is_bounded_in_bytes():
+    assert chunk_rows(151936) * 151936 * 4 <= 64 << 20
+    assert chunk_rows(10**9) == 1
+
+
+def test_token_accuracy_counts_the_likeliest_token():
+    model, adapter = peft_twin("llama")
+    sequences = random_sequences((20, 15))
+    training = gradients(adapter, sequences)
+    correct = trained = 0
+    for ids, marks in sequences:
+        with torch.no_grad():
+            guess = model(torch.tensor([ids])).logits[0, :-1].argmax(-1)
+        mask = torch.tensor(marks[1:])
+        correct += int((guess == torch.tensor(ids[1:]))[mask].sum())
+        trained += int(mask.sum())
+    assert (training.sums.num_correct, training.sums.num_trained) == (correct, trained)
+    assert training.sums.token_accuracy == correct / trained
+
+
+# -- memory -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("targets", ["all", "down", "qv"])
+def test_saved_bytes_counted_from_the_program_are_the_bytes_held(name, dtype, targets):
+    adapter = make_adapter(make_backbone(name, dtype), target_modules=targets_of(name, targets))
+    pack = make_pack(random_sequences((9, 4, 17)))
+    held = []
+
+    def allocate(shape, kind):
+        held.append(torch.empty(shape, dtype=kind))
+        return held[-1]
+
+    for point in frontier_of_block(adapter, 1, keys=5.0):
+        programs = training_programs(adapter, budget_bytes_per_token=point.bytes_per_token, keys=5.0)
+        held.clear()
+        training = TrainingPass(adapter, programs, pack, allocate=allocate)
+        run_alone(training, forward_rows=7, backward_rows=11)
+        counted = programs.saved_bytes_per_token(adapter.backbone.dtype) * pack.num_rows
+        workspace = workspace_bytes(programs, adapter.backbone, pack.num_rows)
+        assert sum(tensor.untyped_storage().nbytes() for tensor in held) == counted + workspace
+        assert programs.program[1].saved_bytes_per_token(adapter.backbone.dtype) == point.bytes_per_token
+
+
+def test_saved_tensors_are_let_go_block_by_block():
+    adapter = make_adapter(make_backbone("llama"))
+    training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))))
+    full = training.num_saved_bytes
+    training.finish_window(forward(adapter.backbone, [training.next_window(13)]))
+    seen = []
+    while not training.done:
+        training.next_tasklet(6).run()
+        seen.append(training.num_saved_bytes)
+    third = full // 3
+    assert seen == [full, full, 2 * third, 2 * third, 2 * third, third, third, third, 0]
+
+
+def test_a_pass_that_is_dropped_leaves_no_trace():
+    adapter = make_adapter(make_backbone("llama"))
+    masters = {name: master.clone() for name, master in adapter.masters.items()}
+    sequences = random_sequences((9, 4))
+    expected = gradients(adapter, sequences).gradients
+    dropped = TrainingPass(adapter, training_programs(adapter), make_pack(sequences))
+    dropped.finish_window(forward(adapter.backbone, [dropped.next_window(13)]))
+    dropped.next_tasklet(5).run(3)
+    del dropped
+    assert all(torch.equal(masters[name], master) for name, master in adapter.masters.items())
+    assert worst_error(gradients(adapter, sequences).gradients, expected) == 0
+
+
+# -- packs ------------------------------------------------------------------------
+
+
+def test_a_pack_knows_its_targets_positions_and_sequences():
+    pack = make_pack([([1, 2, 3], None), ([4, 5], [True, False]), ([6], None)])
+    assert pack.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert pack.targets.tolist() == [2, 3, UNTRAINED, UNTRAINED, UNTRAINED, UNTRAINED]
+    assert pack.positions.tolist() == [0, 1, 2, 0, 1, 0]
+    assert (pack.bounds, pack.num_rows, pack.num_trained) == ((0, 3, 5, 6), 6, 2)
+    assert pack.sequences_within(1, 4) == [(0, 1, 3), (3, 3, 4)]
+    assert pack.mean_keys == (1 + 2 + 3 + 1 + 2 + 1) / 6
+
+
+def test_a_pack_that_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="a sequence of 2 tokens came with 1 marks"):
+        make_pack([([1, 2], [True])])
+    with pytest.raises(ValueError, match="needs as many tokens"):
+        make_pack([([1, 2], None), ([], None)])
