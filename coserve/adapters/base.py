@@ -32,7 +32,7 @@ from coserve.graph.bypass import AttachedGraph, Bypass, attach
 from coserve.graph.ir import TensorSpec
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
-from coserve.models.forward import BoundNetwork, Bypasses
+from coserve.models.batch import BoundNetwork, Bypasses
 
 
 class AdapterConfig(ABC):

@@ -97,12 +97,13 @@ class LoraConfig(AdapterConfig):
 
     def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
         b, rank = GraphBuilder(), self.rank(module)
-        x = source = b.rows("x", inputs)
+        into = {"x": b.rows("x", inputs), "weight": b.parameter("lora_A.weight", rank, inputs)}
         if training and self.dropout:
-            keys = b.constant("row_keys", dtype=torch.int64)
+            into["row_keys"] = b.constant("row_keys", dtype=torch.int64)
             salt = crc32(module.rsplit(".", 1)[-1].encode())
-            x = b.apply("dropout", "dropout", {"x": source, "row_keys": keys}, p=self.dropout, salt=salt)
-        x = b.apply("linear", "lora_A", {"x": x, "weight": b.parameter("lora_A.weight", rank, inputs)})
+            x = b.apply("dropout_linear", "lora_A", into, p=self.dropout, salt=salt)
+        else:
+            x = b.apply("linear", "lora_A", into)
         x = b.apply("scale", "scaled", {"x": x}, factor=self.scaling(module))
         return Bypass(
             graph=b.build(b.apply("linear", "lora_B", {"x": x, "weight": b.parameter("lora_B.weight", outputs, rank)}))

@@ -97,7 +97,7 @@ def _examine(model: str, lora: "LoraConfig", *, seq: int, budget: int | None, dt
     from coserve.adapters.base import Adapter
     from coserve.models.backbone import build_backbone
     from coserve.models.source import find_model
-    from coserve.tuning.programs import frontier_of_block, training_programs
+    from coserve.tuning.programs import frontier_of_part, training_programs
 
     source = find_model(model, with_weights=False)
     backbone = build_backbone(source, dtype=dtype, device=torch.device("meta"))
@@ -118,7 +118,7 @@ def _examine(model: str, lora: "LoraConfig", *, seq: int, budget: int | None, dt
         saved_bytes_per_token=program.saved_bytes_per_token(backbone.dtype),
         conventional_bytes_per_token=None if conventional is None else conventional / seq,
         extra_flops_fraction=program.retention.extra_flops_fraction,
-        frontier=[_point(choice) for choice in frontier_of_block(adapter, layer, keys=keys)],
+        frontier=[_point(choice) for choice in frontier_of_part(programs, adapter, layer, keys=keys)],
         memory_bytes=memory,
         conventional_memory_bytes=_conventional_memory(memory, conventional, seq, backbone.architecture.num_layers),
         forward=_forward_rows(program, backbone.dtype),

@@ -113,12 +113,17 @@ def compile_program(
     Raises:
         GraphError: a rule is missing. BudgetError: the budget is below what any choice needs.
     """
-    backward = compress(prune(differentiate(graph, of), asked))
+    backward = backward_graph(graph, asked, of=of)
     if budget_bytes_per_token is None:
         retention = save_all(backward, compute_dtype=compute_dtype, keys=keys)
     else:
         retention = rematerialize(backward, budget_bytes_per_token, compute_dtype=compute_dtype, keys=keys)
     return link(backward, retention, asked)
+
+
+def backward_graph(graph: Graph, asked: Collection[str], *, of: Collection[str] | None = None) -> BackwardGraph:
+    """The gradients of `of` (default: all outputs) that were asked for, pruned, with signs for what needs no more."""
+    return compress(prune(differentiate(graph, of), asked))
 
 
 def link(backward: BackwardGraph, retention: Retention, asked: Collection[str]) -> Program:

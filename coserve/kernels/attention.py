@@ -4,23 +4,27 @@ Shapes: n query rows, m keys, Hq query heads, Hkv key heads (Hq is a multiple of
 The n queries are the last n positions of the m keys: query i sees keys j <= m - n + i, and with a sliding window of w
 only the last w of those.
 
-`PlainAttention` is the reference, in float32, on any device. `CpuFlashAttention` is the tiled kernel that PyTorch
-ships for CPUs. Both follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one
-log-sum-exp per query and head, and the backward pass rebuilds the probabilities from them.
+`PlainAttention` is the reference, in float32, on any device. `CpuFlashAttention` is the tiled kernel that PyTorch ships
+for CPUs. Both follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one
+log-sum-exp per query and head, and the backward pass rebuilds the probabilities from them. Both cut a run into tiles of
+query rows, each with the keys that it can see, so that scores or masks of n × m elements never exist.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-# A tile of the plain kernel holds at most this many scores (float32), so that a long window never makes an n × m
-# tensor.
-_MAX_TILE_SCORES = 1 << 22
+# Most elements of a tile's scores or mask.
+_MAX_TILE_ELEMENTS = 1 << 22
+# Rows below which a tile is not worth cutting.
+_MIN_TILE_ROWS = 64
 
 
-class AttentionKernel(Protocol):
-    """What the attention operator asks of a kernel."""
+class AttentionKernel(ABC):
+    """What the attention operator asks of a kernel; subclasses do one tile."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sliding_window: int | None
@@ -28,7 +32,13 @@ class AttentionKernel(Protocol):
         """Attend. q [n, Hq, D], k and v [m, Hkv, D] -> output [n, Hq, D] in q's dtype, log-sum-exp [n, Hq] in
         float32.
         """
-        ...
+        parts = [
+            self._forward_tile(q[rows], k[keys], v[keys], scale, sliding_window)
+            for rows, keys in self._tiles(q, k, sliding_window)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def backward(
         self,
@@ -41,60 +51,102 @@ class AttentionKernel(Protocol):
         *,
         scale: float,
         sliding_window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Reverse. grad and out [n, Hq, D], lse [n, Hq] -> gradients of q [n, Hq, D], k and v [m, Hkv, D]."""
-        ...
+        key_grads: Tensor,
+        value_grads: Tensor,
+    ) -> Tensor:
+        """Reverse. grad and out [n, Hq, D], lse [n, Hq] -> gradient of q [n, Hq, D].
+
+        The gradients of k and v are added to key_grads and value_grads, float32 [m, Hkv, D].
+        """
+        parts = []
+        for rows, keys in self._tiles(q, k, sliding_window):
+            dq, dk, dv = self._backward_tile(
+                grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale, sliding_window
+            )
+            parts.append(dq)
+            key_grads[keys] += dk
+            value_grads[keys] += dv
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _tiles(self, q: Tensor, k: Tensor, sliding_window: int | None) -> Iterator[tuple[slice, slice]]:
+        """Query rows, and the keys that they see. A tile is a run of its own: its queries are the last of its keys."""
+        n, m = q.shape[0], k.shape[0]
+        span = m if sliding_window is None else min(m, 2 * sliding_window)
+        size = self._rows_of_a_tile(n, m, q.shape[1], span, sliding_window)
+        if sliding_window is not None:  # a tile of more rows than the window would mostly score hidden keys
+            size = min(size, max(sliding_window, _MIN_TILE_ROWS))
+        for start in range(0, n, size):
+            end = min(start + size, n)
+            first_key = 0 if sliding_window is None else max(0, m - n + start - sliding_window + 1)
+            yield slice(start, end), slice(first_key, m - n + end)
+
+    @abstractmethod
+    def _rows_of_a_tile(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
+        """How many query rows to do at once, when a tile sees about `span` keys."""
+
+    @abstractmethod
+    def _forward_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _backward_tile(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        sliding_window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-def hidden_keys(
-    num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device, first_query: int = 0
-) -> Tensor:
-    """Which keys a query must not see: bool [num_queries, num_keys].
-
-    `first_query` is the index of the first query row among the keys.
-    """
-    query = torch.arange(first_query, first_query + num_queries, device=device)[:, None]
-    key = torch.arange(num_keys, device=device)[None, :]
+def _hidden_keys(n: int, m: int, sliding_window: int | None, device: torch.device) -> Tensor:
+    """Which keys a query must not see: bool [n, m]."""
+    query = torch.arange(m - n, m, device=device)[:, None]
+    key = torch.arange(m, device=device)[None, :]
     hidden = key > query
     if sliding_window is not None:
         hidden |= key <= query - sliding_window
     return hidden
 
 
-class PlainAttention:
-    """The reference kernel: float32 arithmetic, tiles of whole query rows, any device."""
+class PlainAttention(AttentionKernel):
+    """The reference kernel: float32 arithmetic on whole tiles of scores, any device."""
 
-    def _tiles(self, q: Tensor, k: Tensor) -> list[slice]:
-        n, num_heads, _ = q.shape
-        rows = max(1, _MAX_TILE_SCORES // (num_heads * k.shape[0]))
-        return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
+    def _rows_of_a_tile(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
+        return max(1, _MAX_TILE_ELEMENTS // (num_heads * span))
 
-    def _scores(
-        self, q: Tensor, k: Tensor, tile: slice, scale: float, sliding_window: int | None
+    def _scores(self, q: Tensor, k: Tensor, scale: float, sliding_window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [Hkv, G * n, D] and keys [Hkv, m, D] by key head, and their masked scores [Hkv, G * n, m],
+        float32.
+        """
+        queries, keys = self._by_key_head(q, k.shape[1]), k.float().transpose(0, 1)
+        scores = torch.matmul(queries, keys.transpose(1, 2)) * scale
+        hidden = _hidden_keys(q.shape[0], k.shape[0], sliding_window, q.device)
+        scores.view(k.shape[1], -1, *hidden.shape).masked_fill_(hidden, float("-inf"))
+        return queries, keys, scores
+
+    def _by_key_head(self, x: Tensor, num_key_heads: int) -> Tensor:
+        """[n, Hq, D] -> float32 [Hkv, G * n, D]."""
+        grouped = x.float().reshape(x.shape[0], num_key_heads, -1, x.shape[2])
+        return grouped.permute(1, 2, 0, 3).reshape(num_key_heads, -1, x.shape[2])
+
+    def _by_row(self, x: Tensor, n: int) -> Tensor:
+        """The inverse: [Hkv, G * n, D] -> [n, Hq, D]."""
+        return x.view(x.shape[0], -1, n, x.shape[2]).permute(2, 0, 1, 3).reshape(n, -1, x.shape[2])
+
+    def _forward_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """Queries of a tile by key head [Hkv, G, t, D] and their masked scores [Hkv, G, t, m], both float32."""
-        n, num_heads, width = q.shape
-        m, num_key_heads, _ = k.shape
-        grouped = q[tile].float().reshape(-1, num_key_heads, num_heads // num_key_heads, width).permute(1, 2, 0, 3)
-        keys = k.float().permute(1, 2, 0)[:, None]
-        scores = torch.matmul(grouped, keys) * scale
-        hidden = hidden_keys(grouped.shape[2], m, sliding_window, q.device, m - n + tile.start)
-        return grouped, scores.masked_fill_(hidden, float("-inf"))
+        _, _, scores = self._scores(q, k, scale, sliding_window)
+        lse = scores.logsumexp(-1, keepdim=True)
+        out = torch.matmul((scores - lse).exp_(), v.float().transpose(0, 1))
+        return self._by_row(out, q.shape[0]).to(q.dtype), self._by_row(lse, q.shape[0])[..., 0]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sliding_window: int | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        values = v.float().permute(1, 0, 2)[:, None]
-        for tile in self._tiles(q, k):
-            _, scores = self._scores(q, k, tile, scale, sliding_window)
-            norm = scores.logsumexp(-1)
-            result = torch.matmul((scores - norm[..., None]).exp_(), values)
-            out[tile] = result.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
-            lse[tile] = norm.permute(2, 0, 1).flatten(1, 2)
-        return out, lse
-
-    def backward(
+    def _backward_tile(
         self,
         grad: Tensor,
         q: Tensor,
@@ -102,60 +154,41 @@ class PlainAttention:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        *,
         scale: float,
         sliding_window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_key_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-        dq = torch.empty_like(q)
-        keys = k.float().permute(1, 0, 2)
-        values = v.float().permute(1, 2, 0)[:, None]
-        dk, dv = torch.zeros_like(keys), torch.zeros_like(keys)
-        delta = (grad.float() * out.float()).sum(-1)
-
-        def by_key_head(x: Tensor) -> Tensor:
-            return x.reshape(x.shape[0], num_key_heads, group, *x.shape[2:]).transpose(0, 1).transpose(1, 2)
-
-        for tile in self._tiles(q, k):
-            queries, scores = self._scores(q, k, tile, scale, sliding_window)
-            probabilities = (scores - by_key_head(lse[tile])[..., None]).exp_()
-            out_grad = by_key_head(grad[tile].float())
-            dv += torch.matmul(probabilities.transpose(-1, -2), out_grad).sum(1)
-            score_grad = torch.matmul(out_grad, values).sub_(by_key_head(delta[tile])[..., None]).mul_(probabilities)
-            dk += torch.matmul(score_grad.transpose(-1, -2), queries).sum(1) * scale
-            tile_grad = torch.matmul(score_grad, keys[:, None]) * scale
-            dq[tile] = tile_grad.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
-        return dq, dk.transpose(0, 1).to(k.dtype), dv.transpose(0, 1).to(v.dtype)
+        heads = k.shape[1]
+        queries, keys, scores = self._scores(q, k, scale, sliding_window)
+        probabilities = (scores - self._by_key_head(lse[..., None], heads)).exp_()
+        out_grad = self._by_key_head(grad, heads)
+        delta = (out_grad * self._by_key_head(out, heads)).sum(-1, keepdim=True)
+        score_grad = torch.matmul(out_grad, v.float().permute(1, 2, 0)).sub_(delta).mul_(probabilities).mul_(scale)
+        dq = self._by_row(torch.matmul(score_grad, keys), q.shape[0]).to(q.dtype)
+        dk = torch.matmul(score_grad.transpose(1, 2), queries).transpose(0, 1)
+        dv = torch.matmul(probabilities.transpose(1, 2), out_grad).transpose(0, 1)
+        return dq, dk, dv
 
 
-class CpuFlashAttention:
-    """PyTorch's tiled CPU kernel; the same results as `PlainAttention`, to rounding, and never an n × m tensor of
-    scores.
+class CpuFlashAttention(AttentionKernel):
+    """PyTorch's tiled CPU kernel; the same results as `PlainAttention`, to rounding.
 
-    Its causal flag means "query i sees keys j <= i", which is right only for n = m; other windows pass an additive
-    mask, made once for a shape and kept for the layers that follow.
+    Its causal flag means "query i sees keys j <= i", which is right only for n = m; other tiles pass an additive mask.
     """
 
-    def __init__(self) -> None:
-        self._mask_key: tuple[object, ...] | None = None
-        self._mask: Tensor | None = None
+    def _rows_of_a_tile(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
+        needs_no_mask = n == m and (sliding_window is None or m <= sliding_window)
+        return n if needs_no_mask else max(1, _MAX_TILE_ELEMENTS // span)
 
     def _visibility(self, q: Tensor, k: Tensor, sliding_window: int | None) -> tuple[bool, Tensor | None]:
+        """Whether the kernel's own causal rule is right, and else the mask (None: everything is visible)."""
         n, m = q.shape[0], k.shape[0]
         slides = sliding_window is not None and m > sliding_window
-        if n == m and not slides:
-            return True, None
-        if n == 1 and not slides:
-            return False, None
-        key = (n, m, sliding_window, q.dtype)
-        if key != self._mask_key:
-            hidden = hidden_keys(n, m, sliding_window, q.device, m - n)
-            self._mask = torch.zeros(n, m, dtype=q.dtype).masked_fill_(hidden, float("-inf"))[None, None]
-            self._mask_key = key
-        return False, self._mask
+        if slides or 1 < n < m:
+            return False, _additive_mask(n, m, sliding_window if slides else None, q.dtype)
+        return n == m, None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sliding_window: int | None
+    def _forward_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None
     ) -> tuple[Tensor, Tensor]:
         causal, mask = self._visibility(q, k, sliding_window)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -163,7 +196,7 @@ class CpuFlashAttention:
         )
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
-    def backward(
+    def _backward_tile(
         self,
         grad: Tensor,
         q: Tensor,
@@ -171,17 +204,24 @@ class CpuFlashAttention:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        *,
         scale: float,
         sliding_window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         causal, mask = self._visibility(q, k, sliding_window)
-        grad, q, k, v, out, lse = (x.transpose(0, 1)[None] for x in (grad, q, k, v, out, lse))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+            *(x.transpose(0, 1)[None] for x in (grad, q, k, v, out, lse)), 0.0, causal, attn_mask=mask, scale=scale
         )
         dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
         return dq, dk, dv
+
+
+@lru_cache(maxsize=16)
+def _additive_mask(n: int, m: int, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees a key and -inf elsewhere, [1, 1, n, m]; the layers of a step, and often its sequences,
+    share it.
+    """
+    hidden = _hidden_keys(n, m, sliding_window, torch.device("cpu"))
+    return torch.zeros(n, m, dtype=dtype).masked_fill_(hidden, float("-inf"))[None, None]
 
 
 def attention_kernel(device: torch.device) -> AttentionKernel:

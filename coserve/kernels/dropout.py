@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 _MASK_32 = 0xFFFFFFFF
+# A mask is made in pieces that stay in the cache.
+_CHUNK_ELEMENTS = 1 << 17
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -34,5 +36,28 @@ def dropout_mask(keys: Tensor, width: int, *, p: float, salt: int) -> Tensor:
 
     keys: int64 [n] from `row_keys`; salt: tells apart the places of a model that drop features of the same row.
     """
-    features = _mix(torch.arange(width, device=keys.device) + (salt & _MASK_32))
-    return _mix(keys[:, None] ^ features[None, :]) >= int(p * 2**32)
+    features = _as_int32(_mix(torch.arange(width, device=keys.device) + (salt & _MASK_32)))
+    rows = _as_int32(keys)
+    kept = torch.empty(keys.shape[0], width, dtype=torch.bool, device=keys.device)
+    # int32 cannot say "at least p × 2^32", but with the highest bit flipped it orders as unsigned numbers do.
+    threshold = int(p * 2**32) - 2**31
+    size = max(1, _CHUNK_ELEMENTS // width)
+    for start in range(0, keys.shape[0], size):
+        bits = _mix_int32_(rows[start : start + size, None] ^ features[None, :])
+        torch.ge(bits.bitwise_xor_(-(2**31)), threshold, out=kept[start : start + size])
+    return kept
+
+
+def _as_int32(x: Tensor) -> Tensor:
+    """The low 32 bits of an int64 tensor, as int32."""
+    return torch.where(x >= 2**31, x - 2**32, x).to(torch.int32)
+
+
+def _mix_int32_(x: Tensor) -> Tensor:
+    """`_mix` on int32, in place: multiplication wraps, and shifts are made logical by masking the sign's copies."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x85EBCA6B - 2**32
+    x ^= (x >> 13).bitwise_and_(0x7FFFF)
+    x *= 0xC2B2AE35 - 2**32
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x

@@ -9,7 +9,7 @@ from coserve.errors import BudgetError
 from coserve.graph.operators.attention import Segment
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.forward import Bypasses, Keep, Span
+from coserve.models.batch import Bypasses, Keep, Span
 
 
 class CachedSequence:

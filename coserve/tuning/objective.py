@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import nan
 
 import torch
 from torch import Tensor
 
 from coserve.graph.execute import BackwardRun, run_graph
+from coserve.graph.ir import Node
 from coserve.graph.program import Program
 from coserve.tuning.pack import UNTRAINED
 
@@ -16,7 +18,7 @@ _MAX_CHUNK_BYTES = 64 << 20
 
 @dataclass(kw_only=True)
 class LossSums:
-    """Sums over trained rows; add up those of windows, packs and jobs before dividing."""
+    """Sums over trained rows; add up those of windows, packs and jobs before dividing. The means of no rows are nan."""
 
     loss: float = 0.0
     num_correct: int = 0
@@ -29,12 +31,12 @@ class LossSums:
 
     @property
     def mean_loss(self) -> float:
-        return self.loss / self.num_trained
+        return self.loss / self.num_trained if self.num_trained else nan
 
     @property
     def token_accuracy(self) -> float:
         """Share of trained rows whose most likely token is the target."""
-        return self.num_correct / self.num_trained
+        return self.num_correct / self.num_trained if self.num_trained else nan
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -45,7 +47,7 @@ def chunk_rows(vocab_size: int) -> int:
 def loss_and_gradient(
     program: Program,
     hidden: Tensor,
-    targets: Tensor,
+    constants: Mapping[str, Tensor],
     *,
     weights: Mapping[str, Tensor],
     accumulators: Mapping[str, Tensor],
@@ -56,7 +58,8 @@ def loss_and_gradient(
     Args:
         program: of the head with the loss.
         hidden: the last block's rows [n, hidden_size].
-        targets: int64 [n]; rows with UNTRAINED do not pass the head, and their gradient is zero.
+        constants: what the program reads of each row: "targets" int64 [n] (rows with UNTRAINED do not pass the head,
+            and their gradient is zero), "row_keys" int64 [n].
         weights: the head's weights and parameters by name.
         accumulators: for each parameter of the head that is trained, the tensor its gradient is added to.
         max_rows: rows of a chunk.
@@ -65,32 +68,43 @@ def loss_and_gradient(
         The sums, and the gradient with respect to hidden [n, hidden_size].
     """
     sums, gradient = LossSums(), torch.zeros_like(hidden)
-    trained = (targets != UNTRAINED).nonzero()[:, 0]
+    trained = (constants["targets"] != UNTRAINED).nonzero()[:, 0]
     for rows in torch.split(trained, max_rows) if trained.numel() else ():
-        constants = {"targets": targets[rows]}
-        values = {"x": hidden[rows], **constants}
-        kept = {name: values[name] for name in program.saved if name in values}
-
-        def keep(node: object, current: Mapping[str, Tensor], kept: dict[str, Tensor] = kept) -> None:
-            kept.update({name: current[name] for name in program.saved if name in current})
-
-        run_graph(program.graph, values, weights, after=keep)
-        sums.add(
-            LossSums(
-                loss=float(values["loss"].double().sum()),
-                num_correct=int(values["loss.correct"].sum()),
-                num_trained=rows.shape[0],
-            )
-        )
-        if not program.asked:
-            continue
-        run = BackwardRun(
-            program,
-            values={**weights, **constants, **kept},
-            gradients={"loss": torch.ones_like(values["loss"])},
-            accumulators=accumulators,
-        )
-        run.advance()
-        if "x" in program.asked:
-            gradient[rows] = run.gradient("x")
+        chunk = {name: tensor[rows] for name, tensor in constants.items()}
+        chunk_sums, chunk_gradient = _chunk(program, hidden[rows], chunk, weights, accumulators)
+        sums.add(chunk_sums)
+        if chunk_gradient is not None:
+            gradient[rows] = chunk_gradient
     return sums, gradient
+
+
+def _chunk(
+    program: Program,
+    hidden: Tensor,
+    constants: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    accumulators: Mapping[str, Tensor],
+) -> tuple[LossSums, Tensor | None]:
+    """Forward and backward of some rows; nothing of it outlives the call."""
+    values = {"x": hidden, **constants}
+    kept = {name: values[name] for name in program.saved if name in values}
+
+    def keep(node: Node, current: Mapping[str, Tensor]) -> None:
+        kept.update({name: current[name] for name in node.output.values() if name in program.retention.saved})
+
+    run_graph(program.graph, values, weights, after=keep)
+    sums = LossSums(
+        loss=float(values["loss"].double().sum()),
+        num_correct=int(values["loss.correct"].sum()),
+        num_trained=hidden.shape[0],
+    )
+    if not program.asked:
+        return sums, None
+    run = BackwardRun(
+        program,
+        values={**weights, **constants, **kept},
+        gradients={"loss": torch.ones_like(values["loss"])},
+        accumulators=accumulators,
+    )
+    run.advance()
+    return sums, run.gradient("x") if "x" in program.asked else None

@@ -58,12 +58,16 @@ class Pack:
 
 
 def make_pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) -> Pack:
-    """Lay (tokens, which of them are trained on; None: all) end to end."""
+    """Lay (tokens, which of them are trained on; None: all) end to end; ValueError for a sequence that is none."""
+    if not sequences:
+        raise ValueError("a pack of no sequences")
     tokens: list[int] = []
     targets: list[int] = []
     positions: list[int] = []
     bounds = [0]
-    for ids, trained in sequences:
+    for index, (ids, trained) in enumerate(sequences):
+        if not ids:
+            raise ValueError(f"sequence {index} of a pack has no tokens")
         mask = [True] * len(ids) if trained is None else list(trained)
         if len(mask) != len(ids):
             raise ValueError(f"a sequence of {len(ids)} tokens came with {len(mask)} marks of which are trained on")

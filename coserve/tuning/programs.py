@@ -8,10 +8,8 @@ from functools import lru_cache
 import torch
 
 from coserve.adapters.base import Adapter
-from coserve.graph.compress import compress
-from coserve.graph.differentiate import differentiate, prune
 from coserve.graph.ir import Graph, GraphBuilder
-from coserve.graph.program import Program, compile_program
+from coserve.graph.program import Program, backward_graph, compile_program
 from coserve.graph.rematerialize import Retention, frontier
 from coserve.models.base import Part
 
@@ -46,7 +44,7 @@ def training_programs(
         BudgetError: no block can do with so little.
     """
     backbone = adapter.backbone
-    architecture, parts = backbone.architecture, backbone.architecture.parts
+    parts = backbone.architecture.parts
     lowest = min((parts.index(part) for part, _ in adapter.sites.values()), default=len(parts))
     programs: dict[Part, Program] = {}
     for index, part in enumerate(parts[:-1]):
@@ -64,14 +62,12 @@ def training_programs(
         with_loss(adapter.attached("head").graph), asked, compute_dtype=backbone.dtype, keys=keys, of=("loss",)
     )
     reversed_parts = tuple(part for index, part in reversed(list(enumerate(parts[:-1]))) if index >= lowest)
-    assert architecture.num_layers == len([part for part in programs if isinstance(part, int)])
     return TrainingPrograms(program=programs, loss=loss, parts=reversed_parts)
 
 
-def frontier_of_block(adapter: Adapter, layer: int, *, keys: float) -> tuple[Retention, ...]:
-    """What a trained block can keep, from everything to the least, when its input's gradient is wanted too."""
-    asked = (*adapter.parameters(layer), "x")
-    backward = compress(prune(differentiate(adapter.attached(layer).graph), asked))
+def frontier_of_part(programs: TrainingPrograms, adapter: Adapter, part: Part, *, keys: float) -> tuple[Retention, ...]:
+    """What a trained part can keep, from everything that its backward pass reads to the least."""
+    backward = backward_graph(adapter.attached(part).graph, programs.program[part].asked)
     return frontier(backward, compute_dtype=adapter.backbone.dtype, keys=keys)
 
 

@@ -20,7 +20,7 @@ from coserve.graph.operators.attention import AttentionContext, Segment
 from coserve.kernels.dropout import keys_of_part, row_keys
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.forward import Keep, Span, forward
+from coserve.models.batch import Keep, Span, forward
 from coserve.tuning.objective import LossSums, chunk_rows, loss_and_gradient
 from coserve.tuning.pack import Pack
 from coserve.tuning.programs import TrainingPrograms
@@ -90,10 +90,11 @@ class TrainingPass:
         pass.
         """
         start, end = self.num_forward_rows, self.num_forward_rows + hidden.shape[0]
+        head = self.backbone.architecture.parts.index("head")
         sums, gradient = loss_and_gradient(
             self.programs.loss,
             hidden,
-            self._targets[start:end],
+            {"targets": self._targets[start:end], "row_keys": keys_of_part(self._row_keys[start:end], head)},
             weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
             accumulators=self._accumulators("head"),
             max_rows=chunk_rows(self.backbone.architecture.vocab_size),
@@ -101,6 +102,8 @@ class TrainingPass:
         self.sums.add(sums)
         self._gradient[start:end] = gradient
         self.num_forward_rows = end
+        if self.forward_done:  # below the lowest trained part, K and V were kept for the windows behind alone
+            self._saved = {part: tensors for part, tensors in self._saved.items() if part in self.programs.parts}
 
     # -- backward ---------------------------------------------------------------
 
@@ -111,7 +114,8 @@ class TrainingPass:
     def next_tasklet(self, max_rows: int) -> "Tasklet":
         """The next tasklet, of at most this many rows; the one before it must be done."""
         assert self.forward_done and self._waiting, "there is nothing to run backward"
-        assert self._tasklet is None or self._tasklet.done, "the tasklet before this one is not done"
+        assert self._tasklet is None, "the tasklet before this one is not done"
+        assert max_rows > 0, "a tasklet has rows"
         end = self._num_backward_rows
         if isinstance(self._waiting[0], int) and end == self.pack.num_rows:
             self._start_block(self._waiting[0])
@@ -131,13 +135,11 @@ class TrainingPass:
         """Store the gradient for the part below; after a part's first row, let its saved tensors go."""
         if gradient is not None:
             self._gradient[start:end] = gradient
-        self._num_backward_rows = start
+        self._num_backward_rows, self._tasklet = start, None
         if start == 0:
             self._waiting.pop(0)
             self._saved.pop(part)
             self._num_backward_rows = self.pack.num_rows
-            if not self._waiting:
-                self._saved.clear()
 
     # -- memory -----------------------------------------------------------------
 
@@ -145,11 +147,6 @@ class TrainingPass:
     def num_saved_bytes(self) -> int:
         """Bytes of the saved tensors that are held now."""
         return sum(tensor.nbytes for tensors in self._saved.values() for tensor in tensors.values())
-
-    @property
-    def num_workspace_bytes(self) -> int:
-        """Bytes of the gradient between blocks and of the accumulators of dK and dV, held now."""
-        return self._gradient.nbytes + sum(accumulator.nbytes for accumulator in self._key_grads or ())
 
     def _saved_tensors(self, part: Part) -> dict[str, Tensor]:
         program, rows = self.programs.program[part], self.pack.num_rows
@@ -199,28 +196,29 @@ class Tasklet:
                 key_grads=keys[rows],
                 value_grads=values[rows],
             )
-        self._run = BackwardRun(
+        self._gives_input = "x" in program.asked
+        self._run: BackwardRun | None = BackwardRun(
             program,
             values={**constants, **backbone.weights[part], **training.adapter.parameters(part), **saved},
             gradients={program.graph.outputs[0]: training._gradient[rows]},
             accumulators=training._accumulators(part),
             context=context,
         )
-        self._gives_input = "x" in program.asked
 
     @property
     def done(self) -> bool:
-        return self._run.done
+        return self._run is None
 
     @property
     def num_instructions_left(self) -> int:
-        return self._run.num_instructions_left
+        return 0 if self._run is None else self._run.num_instructions_left
 
     def run(self, max_instructions: int | None = None) -> bool:
         """Run the next instructions (default: all). Returns whether the tasklet is done."""
-        assert not self.done, "the tasklet is done"
+        assert self._run is not None, "the tasklet is done"
         if self._run.advance(max_instructions):
             gradient = self._run.gradient("x") if self._gives_input else None
+            self._run = None  # it holds what is about to be let go
             self._pass._finish_tasklet(self.part, self._start, self._end, gradient)
         return self.done
 

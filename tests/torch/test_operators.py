@@ -72,8 +72,8 @@ def _halves(x: Tensor) -> Tensor:
     return torch.cat((x, x), -1)
 
 
-def _dropped(x: Tensor, row_keys: Tensor) -> Tensor:
-    return x * dropout_mask(row_keys, x.shape[1], p=0.4, salt=7) / 0.6
+def _dropped(x: Tensor, weight: Tensor, row_keys: Tensor) -> Tensor:
+    return (x * dropout_mask(row_keys, x.shape[1], p=0.4, salt=7) / 0.6) @ weight.T
 
 
 def test_linear():
@@ -154,8 +154,9 @@ def test_scale():
     check("scale", lambda x: x * 0.25, {"x": rnd(5, 8)}, factor=0.25)
 
 
-def test_dropout():
-    check("dropout", _dropped, {"x": rnd(5, 8), "row_keys": row_keys(3, torch.arange(5))}, p=0.4, salt=7)
+def test_dropout_linear():
+    inputs = {"x": rnd(5, 8), "weight": rnd(4, 8), "row_keys": row_keys(3, torch.arange(5))}
+    check("dropout_linear", _dropped, inputs, p=0.4, salt=7)
 
 
 def test_cross_entropy():

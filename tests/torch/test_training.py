@@ -1,7 +1,9 @@
 """Gradients, trajectories and memory of a training pass, against PEFT with autograd, whatever windows, stops and
 company."""
 
+import math
 import random
+import weakref
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from coserve.models import CachedSequence, forward
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pack import UNTRAINED
-from coserve.tuning.programs import frontier_of_block
+from coserve.tuning.programs import frontier_of_part
 from coserve.tuning.training_pass import workspace_bytes
 
 LENGTHS = (7, 11, 1, 5)
@@ -93,7 +95,7 @@ def test_gradients_are_equal_at_every_point_of_the_frontier(name, targets):
     model, adapter = peft_twin(name, target_modules=targets_of(name, targets))
     sequences = random_sequences((9, 4))
     theirs = peft_gradients(model, sequences)
-    points = frontier_of_block(adapter, 1, keys=5.0)
+    points = frontier_of_part(training_programs(adapter), adapter, 1, keys=5.0)
     assert len(points) > 4
     budgets = [point.bytes_per_token for point in points]
     assert budgets == sorted(budgets, reverse=True)
@@ -156,7 +158,7 @@ def test_a_job_ends_the_same_in_any_company(seed, name, lengths, tight):
     sequences = random_sequences(tuple(lengths), seed)
     if not any(any(trained[1:]) for _, trained in sequences):
         return
-    budget = frontier_of_block(adapter, 1, keys=5.0)[-1].bytes_per_token if tight else None
+    budget = frontier_of_part(training_programs(adapter), adapter, 1, keys=5.0)[-1].bytes_per_token if tight else None
     job = TrainingPass(adapter, training_programs(adapter, budget_bytes_per_token=budget), make_pack(sequences))
     company = TrainingPass(other, training_programs(other), make_pack(random_sequences((8, 13), seed)))
     Storm(seed, [job, company]).run()
@@ -181,7 +183,7 @@ def test_dropout_is_the_same_whatever_the_windows_and_equals_peft_under_the_same
         layer, site = int(name.split(".layers.")[1].split(".")[0]), name.split(".")[-3]
         parts = adapter.backbone.architecture.parts
         keys = keys_of_part(row_keys(0, torch.arange(9)), parts.index(layer))
-        salt = dict(adapter.attached(layer).graph.node[_full(site) + ".dropout"].attributes)["salt"]
+        salt = dict(adapter.attached(layer).graph.node[_full(site) + ".lora_A"].attributes)["salt"]
         return x * dropout_mask(keys, x.shape[-1], p=0.4, salt=salt) / 0.6
 
     def _full(site: str) -> str:
@@ -263,7 +265,7 @@ def test_the_loss_is_taken_in_chunks_of_trained_rows_only(monkeypatch):
         grads = {name: torch.zeros(tensor.shape) for name, tensor in adapter.parameters("head").items()}
         weights = {**backbone.weights["head"], **adapter.parameters("head")}
         sums, gradient = loss_and_gradient(
-            programs.loss, hidden, targets, weights=weights, accumulators=grads, max_rows=max_rows
+            programs.loss, hidden, {"targets": targets}, weights=weights, accumulators=grads, max_rows=max_rows
         )
         heads = [rows for rows, outputs in sizes if outputs == 97]
         assert max(heads) <= max_rows
@@ -313,7 +315,7 @@ def test_saved_bytes_counted_from_the_program_are_the_bytes_held(name, dtype, ta
         held.append(torch.empty(shape, dtype=kind))
         return held[-1]
 
-    for point in frontier_of_block(adapter, 1, keys=5.0):
+    for point in frontier_of_part(training_programs(adapter), adapter, 1, keys=5.0):
         programs = training_programs(adapter, budget_bytes_per_token=point.bytes_per_token, keys=5.0)
         held.clear()
         training = TrainingPass(adapter, programs, pack, allocate=allocate)
@@ -335,6 +337,57 @@ def test_saved_tensors_are_let_go_block_by_block():
         seen.append(training.num_saved_bytes)
     third = full // 3
     assert seen == [full, full, 2 * third, 2 * third, 2 * third, third, third, third, 0]
+
+
+def test_k_and_v_of_blocks_below_the_lowest_adapter_go_after_the_forward_pass():
+    adapter = make_adapter(make_backbone("llama"), target_modules=["q_proj"], layers_to_transform=[2])
+    programs = training_programs(adapter)
+    training = TrainingPass(adapter, programs, make_pack(random_sequences((9, 4))))
+    full = training.num_saved_bytes
+    training.finish_window(forward(adapter.backbone, [training.next_window(10)]))
+    assert training.num_saved_bytes == full
+    training.finish_window(forward(adapter.backbone, [training.next_window(10)]))
+    assert training.num_saved_bytes == programs.program[2].saved_bytes_per_token(torch.float32) * 13
+
+
+def test_nothing_outlives_its_block():
+    """The storages themselves are gone, whoever might still have held a view."""
+    adapter = make_adapter(make_backbone("llama"))
+    held = []
+
+    def allocate(shape, kind):
+        tensor = torch.empty(shape, dtype=kind)
+        held.append(weakref.ref(tensor))
+        return tensor
+
+    training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))), allocate=allocate)
+    run_alone(training, forward_rows=6, backward_rows=6)
+    assert sum(tensor() is not None for tensor in held) == 3, "the gradient between blocks, and dK and dV of one block"
+
+
+def test_a_pack_without_trained_rows_has_no_loss_and_no_gradient():
+    adapter = make_adapter(make_backbone("llama"))
+    training = gradients(adapter, [([1, 2, 3], [True, False, False])], forward_rows=2, backward_rows=2)
+    assert training.sums.num_trained == 0
+    assert math.isnan(training.sums.mean_loss)
+    assert not any(gradient.any() for gradient in training.gradients.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "opt-350m-style"])
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_dropout_reaches_every_part_of_the_model(name):
+    """Linear layers before the blocks and in the head drop too; windows do not change the masks."""
+    targets = ["q_proj", "lm_head"] if name == "llama" else "all-linear"
+    _, adapter = fresh_peft_twin(name, target_modules=targets, lora_dropout=0.3)
+    sequences = random_sequences((9, 6))
+    whole = gradients(adapter, sequences)
+    assert worst_error(gradients(adapter, sequences, forward_rows=4, backward_rows=3).gradients, whole.gradients) < 1e-5
+
+
+def test_dropout_saves_no_more_than_training_without_it():
+    plain, dropped = (make_adapter(make_backbone("llama"), dropout=p) for p in (0.0, 0.3))
+    saved = [training_programs(adapter).saved_bytes_per_token(torch.float32) for adapter in (plain, dropped)]
+    assert saved[0] == saved[1]
 
 
 def test_a_pass_that_is_dropped_leaves_no_trace():
@@ -366,5 +419,7 @@ def test_a_pack_knows_its_targets_positions_and_sequences():
 def test_a_pack_that_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="a sequence of 2 tokens came with 1 marks"):
         make_pack([([1, 2], [True])])
-    with pytest.raises(ValueError, match="needs as many tokens"):
+    with pytest.raises(ValueError, match="sequence 1 of a pack has no tokens"):
         make_pack([([1, 2], None), ([], None)])
+    with pytest.raises(ValueError, match="a pack of no sequences"):
+        make_pack([])

@@ -10,6 +10,7 @@ _TABLE: dict[str, Operator] = {
     entry.name: entry
     for entry in (
         linear.Linear(),
+        linear.DropoutLinear(),
         linear.Embedding(),
         norms.RmsNorm(),
         norms.LayerNorm(),
@@ -23,7 +24,6 @@ _TABLE: dict[str, Operator] = {
         elementwise.Add(),
         elementwise.Mul(),
         elementwise.Scale(),
-        elementwise.Dropout(),
         loss.CrossEntropy(),
     )
 }

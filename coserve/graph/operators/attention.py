@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, Operator, Shape, Shapes, Values
+from coserve.graph.operators.base import Attributes, Cost, Operator, Shape, Shapes, Values
 from coserve.kernels.attention import AttentionKernel
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Attention(Operator):
         for segment in context.segments:
             assert segment.key_grads is not None and segment.value_grads is not None
             rows, num_heads, num_key_heads = segment.rows, attributes["num_heads"], attributes["num_key_value_heads"]
-            grads = context.kernel.backward(
+            grad = context.kernel.backward(
                 _heads(dy[rows], num_heads),
                 _heads(q[rows], num_heads),
                 _heads(segment.keys, num_key_heads),
@@ -97,15 +97,30 @@ class Attention(Operator):
                 values["lse"][rows],
                 scale=attributes["scale"],
                 sliding_window=attributes["sliding_window"],
+                key_grads=_heads(segment.key_grads, num_key_heads),
+                value_grads=_heads(segment.value_grads, num_key_heads),
             )
-            dq[rows] = grads[0].flatten(1)
-            segment.key_grads.add_(grads[1].flatten(1))
-            segment.value_grads.add_(grads[2].flatten(1))
+            dq[rows] = grad.flatten(1)
         result = {"q": dq, "k": context.key_grads.to(q.dtype), "v": context.value_grads.to(q.dtype)}
         return {slot: result[slot] for slot in wanted}
 
     def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
         return 4 * prod(specs["q"].shape) * min(keys, attributes["sliding_window"] or keys)
+
+    def cost(
+        self,
+        specs: Mapping[str, "TensorSpec"],
+        attributes: Attributes,
+        *,
+        rows: int,
+        keys: float,
+        compute_dtype: torch.dtype,
+    ) -> Cost:
+        """Of one sequence: its rows share the keys, so all of them are read once. Sum over sequences."""
+        own = super().cost(specs, attributes, rows=rows, keys=keys, compute_dtype=compute_dtype)
+        earlier = max(0.0, min(keys, attributes["sliding_window"] or keys) - rows / 2)
+        per_key = specs["k"].num_bytes(compute_dtype) + specs["v"].num_bytes(compute_dtype)
+        return Cost(flops=own.flops, bytes=own.bytes + round(earlier * per_key))
 
     def vjp_flops_per_row(
         self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float

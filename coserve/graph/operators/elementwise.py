@@ -1,4 +1,4 @@
-"""Sums, products and dropout."""
+"""Sums and products."""
 
 from collections.abc import Collection
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, RowWise, Values
-from coserve.kernels.dropout import dropout_mask
 
 
 class Add(RowWise):
@@ -64,27 +63,3 @@ class Scale(RowWise):
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
     ) -> dict[str, Tensor]:
         return {"x": gradients["y"] * attributes["factor"]}
-
-
-class Dropout(RowWise):
-    """Drop features with probability p, scale the rest by 1 / (1 - p); row_keys int64 [n]. The mask is computed again
-    in the VJP.
-    """
-
-    name = "dropout"
-    inputs = ("x", "row_keys")
-    needs = {"x": ("row_keys",), "row_keys": None}
-    flops_per_element = 8
-
-    def _drop(self, x: Tensor, values: Values, attributes: Attributes) -> Tensor:
-        mask = dropout_mask(values["row_keys"], x.shape[1], p=attributes["p"], salt=attributes["salt"])
-        scale: float = 1 / (1 - attributes["p"])
-        return x * mask * scale
-
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        return {"y": self._drop(values["x"], values, attributes)}
-
-    def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
-    ) -> dict[str, Tensor]:
-        return {"x": self._drop(gradients["y"], values, attributes)}

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, Operator, Shape, Shapes, Values
+from coserve.graph.operators.base import Attributes, Cost, Operator, Shape, Shapes, Values
+from coserve.kernels.dropout import dropout_mask
 
 if TYPE_CHECKING:
     from coserve.graph.ir import TensorSpec
@@ -48,6 +49,37 @@ class Linear(Operator):
         return sum(2 * prod(specs["weight"].shape) if slot != "bias" else specs["bias"].shape[0] for slot in wanted)
 
 
+class DropoutLinear(Linear):
+    """y = dropout(x) W^T; x [n, in], row_keys int64 [n], weight [out, in]. Attributes: p, salt (see `kernels.dropout`).
+
+    One operator and not two, so that the dropped copy of x is never saved: forward and VJP make its mask again.
+    """
+
+    name = "dropout_linear"
+    inputs = ("x", "weight", "row_keys")
+    optional = frozenset()
+    needs = {"x": ("weight", "row_keys"), "weight": ("x", "row_keys"), "row_keys": None}
+
+    def _drop(self, x: Tensor, values: Values, attributes: Attributes) -> Tensor:
+        mask = dropout_mask(values["row_keys"], x.shape[1], p=attributes["p"], salt=attributes["salt"])
+        scale: float = 1 / (1 - attributes["p"])
+        return x * mask * scale
+
+    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+        x = self._drop(values["x"], values, attributes)
+        return {"y": torch.nn.functional.linear(x, values["weight"])}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> dict[str, Tensor]:
+        dy, result = gradients["y"], {}
+        if "x" in wanted:
+            result["x"] = self._drop(dy @ values["weight"], values, attributes)
+        if "weight" in wanted:
+            result["weight"] = dy.T @ self._drop(values["x"], values, attributes)
+        return result
+
+
 class Embedding(Operator):
     """y = weight[ids + offset]; ids int64 [n], weight [entries, width]. A negative id gives a row of zeros (a virtual
     token).
@@ -75,3 +107,15 @@ class Embedding(Operator):
 
     def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
         return 0.0
+
+    def cost(
+        self,
+        specs: Mapping[str, "TensorSpec"],
+        attributes: Attributes,
+        *,
+        rows: int,
+        keys: float,
+        compute_dtype: torch.dtype,
+    ) -> Cost:
+        """Only the rows that are looked up are read."""
+        return Cost(bytes=2 * rows * specs["y"].num_bytes(compute_dtype))
