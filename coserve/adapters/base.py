@@ -4,20 +4,18 @@ A method is a config class with four answers: at which modules it sits, the bypa
 each parameter, and its form in PEFT's directory. How the methods of the papers answer (x: the site's input, y: the
 site's output before the sum):
 
-LoRA               bypass(x) = B (A x) alpha / r at linear layers. `adapters/lora.py`.
-IA3                y * l = y + y * (l - 1): reads "output"; one `mul` with parameter l - 1 [out], which starts at zero.
-bottleneck         y + W_up gelu(W_down y): reads "output" of o_proj and down_proj; `linear`, `gelu`, `linear`; W_up
-starts at zero.
-prompt tuning      virtual tokens are rows with negative ids, whose embedding is zero: bypass at the embedding node,
-an `embedding` from a
-                   constant of virtual ids into the parameter table [virtual tokens, hidden].
-prefix tuning      the same rows, with a bypass at k_proj and v_proj of every block that reads "output" and gives
-P[virtual id] - y
-                   there and zero elsewhere: keys and values that are parameters, whatever the rows hold.
-selective masks    (diff pruning) bypass(x) = (M * D) x: `linear` with a parameter D [out, in] whose update the
-optimizer masks.
-full weights       no bypass: the backbone's own weights are named in `compile_program(asked=...)`; every operator has
-their gradients.
+- LoRA: bypass(x) = B (A x) alpha / r at linear layers. See `adapters/lora.py`.
+- IA3: y * l = y + y * (l - 1). Reads "output"; one `mul` with the parameter l - 1 [out], which starts at zero.
+- Bottleneck adapters: y + W_up gelu(W_down y). Reads "output" of o_proj and down_proj; `linear`, `gelu`, `linear`;
+  W_up starts at zero.
+- Prompt tuning: virtual tokens are rows with negative ids, whose embedding is zero. A bypass at the embedding node: an
+  `embedding` from a constant of virtual ids into the parameter table [virtual tokens, hidden].
+- Prefix tuning: the same rows, with a bypass at k_proj and v_proj of every block that reads "output" and gives
+  P[virtual id] - y there and zero elsewhere, so that their keys and values are parameters, whatever the rows hold.
+- Selective masks (diff pruning): bypass(x) = (M * D) x, a `linear` with a parameter D [out, in] of which the optimizer
+  moves only what the mask M selects.
+- Full weights need no bypass: every operator has the gradients of its weights, and `compile_program(asked=...)` takes
+  the backbone's own names.
 """
 
 from abc import ABC, abstractmethod

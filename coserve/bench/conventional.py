@@ -1,56 +1,71 @@
-"""What a conventional trainer keeps: the activations that autograd saves for one block under transformers and PEFT.
+"""What a conventional trainer keeps: the activations that autograd saves for each block under transformers and PEFT.
 
-Counted, not modelled: the real modules run forward on the meta device (shapes without memory) under saved-tensor
-hooks. A model of two blocks minus a model of one gives a block in the middle, whose input needs a gradient.
+Counted, not modelled: the real modules run forward on the meta device (shapes without memory) under saved-tensor hooks.
+A model of two blocks minus a model of the first alone gives the second, with the sites that it has in the whole model.
 """
 
 import importlib.util
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coserve.adapters.lora import LoraConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from coserve.models.base import Architecture
 
 _ATTENTION = "coserve_tiled"
 
 
 def conventional_saved_bytes(
-    config: "PretrainedConfig", lora: LoraConfig, *, rows: int, dtype: torch.dtype
-) -> int | None:
-    """Bytes that autograd holds for one block and one sequence of `rows` tokens; None if PEFT is not installed.
+    architecture: Architecture, lora: LoraConfig, *, rows: int, dtype: torch.dtype
+) -> dict[int, int] | None:
+    """Bytes that autograd holds for each block (by its index) and one sequence of `rows` tokens; None without PEFT.
 
-    Attention is the tiled kernel (FlashAttention's saved set), float32 adapter weights are PEFT's default.
+    Attention is the tiled kernel (FlashAttention's saved set), float32 adapter weights are PEFT's default, and the
+    backbone's dropout is off, as it is in coserve. Blocks below the lowest site hold nothing.
     """
     if importlib.util.find_spec("peft") is None:
         return None
-    with warnings.catch_warnings():
+    sites = lora.sites(architecture)
+    input_grad = any(part == "embed" for part, _ in sites.values())
+    kinds = getattr(architecture.config, "layer_types", None) or [None] * architecture.num_layers
+    counted: dict[tuple[Any, ...], int] = {}
+    result = {}
+    for layer in range(architecture.num_layers):
+        ranks = {node: lora.rank(module) for module, (part, node) in sites.items() if part == layer}
+        key = (kinds[layer], tuple(ranks.items()), input_grad)
+        if key not in counted:
+            shape: dict[str, Any] = {"kind": kinds[layer], "rows": rows, "dtype": dtype, "input_grad": input_grad}
+            two = _held(architecture, num_blocks=2, ranks=ranks, dropout=lora.dropout, **shape)
+            counted[key] = two - _held(architecture, num_blocks=1, ranks={}, dropout=0.0, **shape)
+        result[layer] = counted[key]
+        input_grad |= bool(ranks)
+    return result
+
+
+def _held(
+    architecture: Architecture,
+    *,
+    kind: str | None,
+    num_blocks: int,
+    ranks: dict[str, int],
+    dropout: float,
+    rows: int,
+    dtype: torch.dtype,
+    input_grad: bool,
+) -> int:
+    """Bytes of the storages that autograd saves in a forward pass of the blocks, weights aside.
+
+    ranks: of the LoRAs in the last block, by node. input_grad: whether the first block's input needs a gradient.
+    """
+    with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")  # the two libraries' advice to each other
-        return _saved_bytes(config, lora, 2, rows, dtype) - _saved_bytes(config, lora, 1, rows, dtype)
-
-
-def _saved_bytes(config: "PretrainedConfig", lora: LoraConfig, num_blocks: int, rows: int, dtype: torch.dtype) -> int:
-    from peft import LoraConfig as PeftLoraConfig
-    from peft import get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _tiled_attention)
-    fields = {**config.to_dict(), "num_hidden_layers": num_blocks, "dtype": None}
-    if fields.get("layer_types"):
-        fields["layer_types"] = fields["layer_types"][:num_blocks]
-    adapter = PeftLoraConfig(**lora.to_peft())
-    adapter.inference_mode, adapter.layers_to_transform = False, None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**fields), dtype=dtype, attn_implementation=_ATTENTION
-        )
-        model = get_peft_model(model, adapter).train()
-        x = torch.empty(1, rows, config.hidden_size, dtype=dtype, requires_grad=True)
+        model = _model(architecture, kind, num_blocks, dtype)
+        if ranks:
+            _add_lora(model, f"{architecture.block_prefix}.{num_blocks - 1}", ranks, dropout)
+        width = model.get_input_embeddings().embedding_dim
+        x = torch.empty(1, rows, width, dtype=dtype, requires_grad=input_grad)
         positions = torch.empty(1, rows, dtype=torch.int64)
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, Tensor] = {}  # held, so that no storage is freed and its address used again
@@ -62,8 +77,39 @@ def _saved_bytes(config: "PretrainedConfig", lora: LoraConfig, num_blocks: int, 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.get_base_model().base_model(inputs_embeds=x, position_ids=positions, use_cache=False)
+        model.base_model(inputs_embeds=x, position_ids=positions, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def _model(architecture: Architecture, kind: str | None, num_blocks: int, dtype: torch.dtype) -> Any:
+    """A frozen transformers model of so many blocks of one kind, without the norm behind them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _tiled_attention)
+    fields = {**architecture.config.to_dict(), "num_hidden_layers": num_blocks, "dtype": None}
+    fields |= {name: 0.0 for name in ("dropout", "attention_dropout") if name in fields}
+    if kind is not None:
+        fields["layer_types"] = [kind] * num_blocks
+    config = AutoConfig.for_model(**fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
+    blocks = model.get_submodule(architecture.block_prefix.rpartition(".")[0])
+    for name in ("norm", "final_layer_norm"):
+        if getattr(blocks, name, None) is not None:
+            setattr(blocks, name, nn.Identity())
+    return model.requires_grad_(False).train()
+
+
+def _add_lora(model: Any, block: str, ranks: dict[str, int], dropout: float) -> None:
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import inject_adapter_in_model
+
+    names = {f"{block}.{node}": rank for node, rank in ranks.items()}
+    settings = PeftLoraConfig(target_modules=list(names), rank_pattern=names, lora_dropout=dropout)
+    inject_adapter_in_model(settings, model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()  # as get_peft_model does (autocast_adapter_dtype)
 
 
 def _tiled_attention(

@@ -1,6 +1,7 @@
 """`coserve inspect`: what a block computes, what training an adapter keeps of it, and what it could do without."""
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +17,11 @@ if TYPE_CHECKING:
     from coserve.adapters.lora import LoraConfig
     from coserve.graph.program import Program
     from coserve.graph.rematerialize import Retention
-    from coserve.models.source import ModelSource
     from coserve.tuning.programs import TrainingPrograms
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A directory, a hub id, or dummy:<preset or path to a config.json>.")],
+    model: Annotated[str, typer.Argument(help="A directory, a hub id, dummy:PRESET, or dummy:PATH of a config.json.")],
     adapter: Annotated[str, typer.Option(help="PEFT method: lora.")] = "lora",
     r: Annotated[int, typer.Option(help="LoRA's rank.")] = 16,
     alpha: Annotated[float, typer.Option(help="LoRA's alpha; the bypass is scaled by alpha / r.")] = 32,
@@ -38,13 +38,12 @@ def inspect(
 ) -> None:
     """Show a block of MODEL as the program that trains an adapter, and the memory that this takes.
 
-    No weights are read: the shape is enough. Each tensor of the forward pass is [b]saved[/b] for the backward pass,
-    [b]restored[/b] by the backward pass on its way at no cost, [b]recomputed[/b], or [b]dropped[/b] because no
-    gradient that is asked for needs it.
+    No weights are read: the shape is enough. A tensor of the forward pass is saved, restored (handed back by the
+    backward pass on its way, at no cost), recomputed, or dropped because no gradient that is asked for needs it.
     """
     report = _examine(model, _lora(adapter, r, alpha, targets, dropout), seq=seq, budget=budget, dtype=dtype)
     if as_json:
-        print(json.dumps(report.as_dict()))
+        print(json.dumps(report.as_dict(), allow_nan=False))
     else:
         _show(report)
 
@@ -59,7 +58,8 @@ class _Report:
     adapter: dict[str, Any]
     seq: int
     num_layers: int
-    layer: int  # the block that is shown: the last that is trained
+    layer: int  # the block that is shown: the last that runs backward
+    max_positions: int
     saved_bytes_per_token: int
     conventional_bytes_per_token: float | None  # None: PEFT is not installed
     extra_flops_fraction: float
@@ -79,13 +79,13 @@ def _lora(adapter: str, r: int, alpha: float, targets: str, dropout: float) -> "
 
     if adapter != "lora":
         raise AdapterError(f"adapter {adapter!r} is not supported; supported: lora")
-    names = re.fullmatch(r"[\w.,]+", targets) and targets != ALL_LINEAR
+    names = re.fullmatch(r"[\w., ]+", targets) and targets.strip().lower() != ALL_LINEAR
     try:
         return LoraConfig(
             r=r,
             alpha=alpha,
             dropout=dropout,
-            target_modules=tuple(name for name in targets.split(",") if name) if names else targets,
+            target_modules=tuple(name.strip() for name in targets.split(",") if name.strip()) if names else targets,
         )
     except ValueError as error:
         raise AdapterError(str(error)) from None
@@ -95,6 +95,7 @@ def _examine(model: str, lora: "LoraConfig", *, seq: int, budget: int | None, dt
     import torch
 
     from coserve.adapters.base import Adapter
+    from coserve.bench.conventional import conventional_saved_bytes
     from coserve.models.backbone import build_backbone
     from coserve.models.source import find_model
     from coserve.tuning.programs import frontier_of_part, training_programs
@@ -103,33 +104,31 @@ def _examine(model: str, lora: "LoraConfig", *, seq: int, budget: int | None, dt
     backbone = build_backbone(source, dtype=dtype, device=torch.device("meta"))
     adapter, keys = Adapter(backbone, lora), (seq + 1) / 2
     programs = training_programs(adapter, budget_bytes_per_token=budget, keys=keys)
-    layer = max((part for part in programs.parts if isinstance(part, int)), default=0)
+    architecture = backbone.architecture
+    trained = [part for part in programs.parts if isinstance(part, int)]
+    layer = max(trained, default=0)
     program = programs.program[layer]
-    conventional = _conventional_block(source, lora, seq, backbone.dtype)
+    conventional = conventional_saved_bytes(architecture, lora, rows=seq, dtype=backbone.dtype)
     memory = _memory(adapter, programs, seq)
+    choices = frontier_of_part(programs, adapter, layer, keys=keys) if trained else ()
     return _Report(
         model=model,
         family=source.config.model_type,
         dtype=str(backbone.dtype).removeprefix("torch."),
         adapter={"type": "lora", **{name: value for name, value in lora.to_peft().items() if name != "peft_type"}},
         seq=seq,
-        num_layers=backbone.architecture.num_layers,
+        num_layers=architecture.num_layers,
         layer=layer,
+        max_positions=architecture.max_positions,
         saved_bytes_per_token=program.saved_bytes_per_token(backbone.dtype),
-        conventional_bytes_per_token=None if conventional is None else conventional / seq,
+        conventional_bytes_per_token=None if conventional is None else conventional[layer] / seq,
         extra_flops_fraction=program.retention.extra_flops_fraction,
-        frontier=[_point(choice) for choice in frontier_of_part(programs, adapter, layer, keys=keys)],
+        frontier=[_point(choice) for choice in choices],
         memory_bytes=memory,
-        conventional_memory_bytes=_conventional_memory(memory, conventional, seq, backbone.architecture.num_layers),
+        conventional_memory_bytes=_conventional_memory(memory, conventional, seq),
         forward=_forward_rows(program, backbone.dtype),
         backward=_backward_rows(program),
     )
-
-
-def _conventional_block(source: "ModelSource", lora: "LoraConfig", seq: int, dtype: Any) -> int | None:
-    from coserve.bench.conventional import conventional_saved_bytes
-
-    return conventional_saved_bytes(source.config, lora, rows=seq, dtype=dtype)
 
 
 def _point(choice: "Retention") -> dict[str, Any]:
@@ -155,18 +154,16 @@ def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[
     }
 
 
-def _conventional_memory(
-    ours: dict[str, int], block_bytes: int | None, seq: int, num_layers: int
-) -> dict[str, int] | None:
-    if block_bytes is None:
+def _conventional_memory(ours: dict[str, int], blocks: dict[int, int] | None, seq: int) -> dict[str, int] | None:
+    if blocks is None:
         return None
     return {
         "weights": ours["weights"],
         "adapter": ours["gradients"],
         "gradients": ours["gradients"],
         "optimizer": ours["optimizer"],
-        "activations_per_token": block_bytes * num_layers // seq,
-        "activations": block_bytes * num_layers,
+        "activations_per_token": sum(blocks.values()) // seq,
+        "activations": sum(blocks.values()),
     }
 
 
@@ -215,20 +212,28 @@ _STYLES = {"saved": "bold green", "restored": "cyan", "recomputed": "yellow", "d
 
 def _show(report: _Report) -> None:
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console()
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 160  # tables in a file or a pipe keep their columns
     targets = report.adapter["target_modules"]
+    sites = targets if isinstance(targets, str) else ", ".join(targets)
     console.print(
-        f"[b]{report.model}[/b]  {report.family}, {report.num_layers} blocks, {report.dtype}; LoRA r="
-        f"{report.adapter['r']} on {targets if isinstance(targets, str) else ', '.join(targets)}; "
-        f"{report.seq} tokens\n"
+        f"[b]{escape(report.model)}[/b]  {report.family}, {report.num_layers} blocks, {report.dtype}; "
+        f"LoRA r={report.adapter['r']} on {escape(sites)}; {report.seq:,} tokens\n"
     )
-    console.print(_forward_table(report))
-    console.print(_backward_table(report))
+    if report.seq > report.max_positions:
+        console.print(f"[yellow]The model was made for at most {report.max_positions:,} tokens.[/yellow]\n")
+    wide = console.width >= 120
+    console.print(_forward_table(report, wide))
+    if report.backward:
+        console.print(_backward_table(report, wide))
+    else:
+        console.print("No block runs backward: the adapter sits above them all.\n")
     console.print(_memory_table(report))
-    console.print(_frontier_table(report))
+    if report.frontier:
+        console.print(_frontier_table(report))
 
 
 def _table(title: str, *columns: str) -> "Table":
@@ -241,38 +246,41 @@ def _table(title: str, *columns: str) -> "Table":
     return table
 
 
-def _forward_table(report: _Report) -> "Table":
-    table = _table(f"Forward, block {report.layer}", "operator", "tensor", "from", ">per row", ">bytes per row", "kept")
+def _forward_table(report: _Report, wide: bool) -> "Table":
+    """A narrow terminal goes without the inputs."""
+    columns = ["operator", "tensor", *(["from"] * wide), ">per row", ">bytes per row", "kept"]
+    table = _table(f"Forward, block {report.layer}", *columns)
     for row in report.forward:
         style = _STYLES[row["state"]]
-        shape = "×".join(str(size) for size in row["shape"])
         table.add_row(
             row["operator"],
             row["tensor"],
-            ", ".join(row["inputs"]),
-            shape,
+            *([", ".join(row["inputs"])] * wide),
+            "×".join(str(size) for size in row["shape"]),
             f"{row['bytes']:,}",
             f"[{style}]{row['state']}[/{style}]",
         )
     table.add_section()
-    table.add_row("", "saved in all", "", "", f"{report.saved_bytes_per_token:,}", _share(report))
+    table.add_row("", "saved in all", *([""] * wide), "", f"{report.saved_bytes_per_token:,}", _share(report))
     return table
 
 
 def _share(report: _Report) -> str:
-    if report.conventional_bytes_per_token is None:
+    if not report.conventional_bytes_per_token:
         return ""
     conventional = report.conventional_bytes_per_token
-    return f"{report.saved_bytes_per_token / conventional:.1%} of what autograd keeps ({conventional:,.0f})"
+    return f"{report.saved_bytes_per_token / conventional:.1%} of autograd's {conventional:,.0f}"
 
 
-def _backward_table(report: _Report) -> "Table":
-    table = _table(f"Backward, block {report.layer}", ">", "instruction", "reads", "gradients of", "restores")
+def _backward_table(report: _Report, wide: bool) -> "Table":
+    """A narrow terminal goes without what is read."""
+    columns = [">", "instruction", *(["reads"] * wide), "gradients of", "restores"]
+    table = _table(f"Backward, block {report.layer}", *columns)
     for index, row in enumerate(report.backward):
         table.add_row(
             str(index),
             f"{row['instruction']} {row['node']}",
-            ", ".join(row["reads"]),
+            *([", ".join(row["reads"])] * wide),
             ", ".join(row["gradients"]),
             ", ".join(row["restores"]),
         )
@@ -280,31 +288,38 @@ def _backward_table(report: _Report) -> "Table":
 
 
 def _memory_table(report: _Report) -> "Table":
-    table = _table(f"Memory to train on {report.seq} tokens", "", ">coserve", ">transformers + PEFT")
-    for name, num_bytes in report.memory_bytes.items():
-        other = (report.conventional_memory_bytes or {}).get(name)
-        missing = "" if report.conventional_memory_bytes else "PEFT not installed"
-        table.add_row(name.replace("_", " "), _size(num_bytes), missing if other is None else _size(other))
+    table = _table(f"Memory to train on {report.seq:,} tokens", "", ">coserve", ">transformers + PEFT")
+    ours, theirs = report.memory_bytes, report.conventional_memory_bytes
+    for name, num_bytes in ours.items():
+        other = "PEFT not installed" if theirs is None else _size(theirs[name]) if name in theirs else ""
+        table.add_row(name.replace("_", " "), _size(num_bytes), other)
+    table.add_section()
+    table.add_row("in all", _size(_total(ours)), "" if theirs is None else _size(_total(theirs)))
     return table
 
 
+def _total(memory: dict[str, int]) -> int:
+    return sum(num_bytes for name, num_bytes in memory.items() if name != "activations_per_token")
+
+
 def _frontier_table(report: _Report) -> "Table":
+    """Points that save less than 3% over the one above are left out; `--json` has them all."""
     table = _table(
-        "Frontier of one block: keep less, compute more", ">bytes per token", ">of autograd's", ">extra FLOPs", ""
+        "Keep less, compute more (extra FLOPs: of forward and backward together)",
+        *(">bytes per token", ">of autograd's", ">extra FLOPs", ""),
     )
-    most, last = report.frontier[0]["bytes_per_token"], None
+    most, last, conventional = report.frontier[0]["bytes_per_token"], None, report.conventional_bytes_per_token
     for point in report.frontier:
         num_bytes = point["bytes_per_token"]
         chosen = num_bytes == report.saved_bytes_per_token
         if last is not None and num_bytes > 0.97 * last and not chosen and point is not report.frontier[-1]:
             continue
         last = num_bytes
-        share = report.conventional_bytes_per_token
         table.add_row(
             f"{num_bytes:,}",
-            f"{num_bytes / share:.1%}" if share else "",
+            f"{num_bytes / conventional:.1%}" if conventional else "",
             f"{point['extra_flops_fraction']:.1%}",
-            "█" * max(1, round(40 * num_bytes / most)) + ("  ← shown above" if chosen else "") if most else "",
+            "█" * round(40 * num_bytes / most) + ("  ← shown above" if chosen else ""),
         )
     return table
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -10,17 +11,31 @@ import coserve
 from coserve.cli.inspect import inspect
 from coserve.errors import CoserveError
 
+# Typer's own copy of click, or click itself where Typer still uses it: the base of everything wrong with a command
+# line.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
 app = typer.Typer(
     help="Serve a language model and fine-tune it at the same time, from one copy of the weights.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(coserve.__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def _options() -> None:
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
 
@@ -34,13 +49,26 @@ app.command()(inspect)
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script: every mistake is one line on stderr and a status that is not 0."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        app()
+        status = app(standalone_mode=False)
     except CoserveError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        _fail(str(error), 1)
+    except _UsageError as error:
+        if not error.format_message():  # no command: its help has been shown
+            raise SystemExit(error.exit_code) from None
+        command = error.ctx.command_path if error.ctx else "coserve"
+        _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help", error.exit_code)
+    except typer.Abort:
+        _fail("interrupted", 130)
+    else:
+        raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(status) from None
 
 
 if __name__ == "__main__":

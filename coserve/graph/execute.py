@@ -13,9 +13,9 @@ from coserve.graph.program import Program
 Values = Mapping[str, Tensor]
 
 
-def run_node(node: Node, values: Values, context: Any) -> dict[str, Tensor]:
-    """Run one node; returns its outputs by tensor name."""
-    inputs = {slot: values[name] for slot, name in node.inputs}
+def run_node(node: Node, values: Values, weights: Values, context: Any) -> dict[str, Tensor]:
+    """Run one node on tensors by name; returns its outputs by name."""
+    inputs = {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
     results = node.operator.forward(inputs, node.attribute, context)
     return {name: results[slot] for slot, name in node.outputs}
 
@@ -33,10 +33,7 @@ def run_graph(
     bypasses add to its output and to save tensors, before anything is let go.
     """
     for node in graph.nodes:
-        inputs = {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
-        results = node.operator.forward(inputs, node.attribute, context)
-        for slot, name in node.outputs:
-            values[name] = results[slot]
+        values.update(run_node(node, values, weights, context))
         if after is not None:
             after(node, values)
         for name in (*node.input.values(), *node.output.values()):

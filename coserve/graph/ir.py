@@ -189,7 +189,7 @@ class GraphBuilder:
         return outputs[rule.outputs[0]]
 
     def linear(self, name: str, x: str, out_features: int, *, bias: bool = False) -> str:
-        """Y = x W^T (+ b), with weights `name.weight` [out, in] and `name.bias` [out]."""
+        """y = x W^T (+ b), with weights `name.weight` [out, in] and `name.bias` [out]."""
         weight = self.weight(f"{name}.weight", out_features, self._tensors[x].shape[-1])
         offset = self.weight(f"{name}.bias", out_features) if bias else None
         return self.apply("linear", name, {"x": x, "weight": weight, "bias": offset})

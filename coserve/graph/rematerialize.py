@@ -1,15 +1,14 @@
 """What to keep of the forward pass: everything that the backward pass reads, or less of it for a few FLOPs more.
 
 FlexLLM (section 5.2, algorithm 1, step 2) drops a tensor when its inputs are kept and its operator is cheap. Here the
-choice is
-exact: for every number of bytes, the set of tensors that costs the fewest FLOPs to compute again. A tensor that the
-backward pass reads is in one of three states.
+choice is exact: for every number of bytes, the set of tensors that costs the fewest FLOPs to compute again. A tensor
+that the backward pass reads is in one of three states.
 
-saved       kept by the forward pass.
-restored    handed back by the VJP of the operator that made it, for readers that can wait for that: gradients of
-weights and
-            parameters, which nothing waits for. It costs no FLOPs that the VJP does not spend anyway.
-recomputed  computed again from its operator's inputs, which are then needed themselves.
+- saved: kept by the forward pass.
+- restored: handed back by the VJP of the operator that made it, for readers that can wait for that: gradients of
+  weights and parameters, which nothing waits for. No operator runs again, and what the VJP adds to its own work (a
+  product or two per element of what it holds already) is counted as free.
+- recomputed: computed again from its operator's inputs, which are then needed themselves.
 """
 
 from collections.abc import Iterator

@@ -7,8 +7,8 @@ mechanism for all: a training window keeps its program's saved set, and a reques
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -70,18 +70,17 @@ def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     """Run the spans through the embedding and all blocks: rows in the order of the spans -> [n, hidden_size] for the
     head.
     """
-    architecture = backbone.architecture
-    slices = _slices(spans)
+    assert spans, "a batch has at least one span"
+    rows = _slices(spans)
     constants = backbone.constants(torch.cat([s.tokens for s in spans]), torch.cat([s.positions for s in spans]))
     keys = torch.cat([span.row_keys if span.row_keys is not None else torch.zeros_like(span.tokens) for span in spans])
     drops = any(span.row_keys is not None for span in spans)
     x = None
-    for index, part in enumerate(architecture.parts[:-1]):
+    for index, part in enumerate(backbone.architecture.parts[:-1]):
         if drops:
             constants["row_keys"] = keys_of_part(keys, index)
-        segments = _segments(spans, slices, part) if isinstance(part, int) else ()
-        context = AttentionContext(kernel=backbone.attention, segments=segments)
-        x = run_part(backbone, part, x, constants, spans, context)
+        groups = [_Group(span, own, part) for span, own in zip(spans, rows, strict=True)]
+        x = _run_part(backbone, part, x, constants, groups)
     assert x is not None
     return x
 
@@ -89,116 +88,113 @@ def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
 def logits(backbone: Backbone, hidden: Tensor, bypasses: Bypasses | None = None) -> Tensor:
     """The head on rows of one adapter (or none): [n, hidden_size] -> [n, vocab_size] in the compute dtype."""
     span = _HeadRows(bypasses, hidden.shape[0])
-    return run_part(backbone, "head", hidden, {}, [span], AttentionContext(kernel=backbone.attention))
-
-
-def run_part(
-    backbone: Backbone,
-    part: Part,
-    x: Tensor | None,
-    constants: Mapping[str, Tensor],
-    spans: Sequence[Span],
-    context: AttentionContext,
-) -> Tensor:
-    """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's output."""
-    graph = backbone.architecture.graphs[part]
-    groups = [_Group(span, rows, part) for span, rows in zip(spans, _slices(spans), strict=True)]
-    values: dict[str, Tensor] = dict(constants)
-    if x is not None:
-        values["x"] = x
-        for group in groups:
-            group.save("x", x[group.rows])
-    run_graph(graph, values, backbone.weights[part], context, partial(_after, graph, _merged(groups), groups))
-    return values[graph.outputs[0]]
+    return _run_part(backbone, "head", hidden, {}, [_Group(span, slice(0, hidden.shape[0]), "head")])
 
 
 def _slices(spans: Sequence[Span]) -> list[slice]:
-    ends = torch.tensor([span.tokens.shape[0] for span in spans]).cumsum(0).tolist()
+    ends = list(accumulate(span.tokens.shape[0] for span in spans))
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _segments(spans: Sequence[Span], slices: Sequence[slice], layer: int) -> tuple[Segment, ...]:
-    return tuple(
-        Segment(
-            rows=slice(rows.start + segment.rows.start, rows.start + segment.rows.stop),
-            keys=segment.keys,
-            values=segment.values,
-        )
-        for span, rows in zip(spans, slices, strict=True)
-        for segment in span.segments(layer)
-    )
+def _run_part(
+    backbone: Backbone, part: Part, x: Tensor | None, constants: Mapping[str, Tensor], groups: Sequence["_Group"]
+) -> Tensor:
+    """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's output."""
+    graph = backbone.architecture.graphs[part]
+    segments = tuple(segment for group in groups for segment in group.segments())
+    context = AttentionContext(kernel=backbone.attention, segments=segments)
+    after = _AfterNode(graph, groups)
+    values: dict[str, Tensor] = dict(constants)
+    if x is not None:
+        values["x"] = x
+        after.save("x", x)
+    run_graph(graph, values, backbone.weights[part], context, after)
+    return values[graph.outputs[0]]
 
 
 class _Group:
-    """A span's rows in one part: which bypasses they take, and what is saved of them."""
+    """A span's rows in one part: which bypasses they take, and what is kept of them."""
 
     def __init__(self, span: Span, rows: slice, part: Part) -> None:
-        self.rows = rows
+        self.rows, self._span, self._part = rows, span, part
         self.networks = span.bypasses.get(part, {}) if span.bypasses is not None else {}
-        self._keep = span.keep(part)
+        self.keep = span.keep(part)
 
-    def save(self, name: str, value: Tensor) -> None:
-        """Save the span's rows of a tensor, if it is wanted."""
-        if name in self._keep.rows:
-            self._keep.rows[name].copy_(value)
-        for sign, node in self._keep.packed_signs.items():
-            if name in node.input.values():
-                self._keep.rows[sign].copy_(run_node(node, {name: value}, None)[sign])
+    def segments(self) -> Sequence[Segment]:
+        """The span's segments, with rows counted from the start of the batch."""
+        if not isinstance(self._part, int):
+            return ()
+        start = self.rows.start
+        return [
+            replace(segment, rows=slice(start + segment.rows.start, start + segment.rows.stop))
+            for segment in self._span.segments(self._part)
+        ]
 
 
-def _merged(groups: Sequence[_Group]) -> list[list[_Group]]:
-    """Neighbours that take the same bypasses, so that these run once on their rows together."""
+class _AfterNode:
+    """What happens behind each node of a part: bypasses add to its output, then the spans save what they keep of it."""
+
+    def __init__(self, graph: Graph, groups: Sequence[_Group]) -> None:
+        self._graph = graph
+        self._bypassed = _neighbours(groups)
+        self._savers: dict[str, list[_Group]] = {}
+        self._signs: dict[str, list[tuple[_Group, str, Node]]] = {}
+        for group in groups:
+            for name in group.keep.rows:
+                self._savers.setdefault(name, []).append(group)
+            for sign, node in group.keep.packed_signs.items():
+                self._signs.setdefault(node.inputs[0][1], []).append((group, sign, node))
+
+    def __call__(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
+        for run in self._bypassed:
+            if (bound := run[0].networks.get(node.name)) is not None:
+                self._run_network(bound, run, node, values)
+        for name in node.output.values():
+            self.save(name, values[name])
+
+    def save(self, name: str, value: Tensor, first_row: int = 0) -> None:
+        """Copy a tensor's rows to every span that keeps them; `value` begins at row `first_row` of the batch."""
+        last_row = first_row + value.shape[0]
+        for group in self._savers.get(name, ()):
+            if first_row <= group.rows.start < last_row:
+                group.keep.rows[name].copy_(value[group.rows.start - first_row : group.rows.stop - first_row])
+        for group, sign, node in self._signs.get(name, ()):
+            packed = run_node(node, {name: value[group.rows.start - first_row : group.rows.stop - first_row]}, {}, None)
+            group.keep.rows[sign].copy_(packed[sign])
+
+    def _run_network(
+        self, bound: BoundNetwork, run: Sequence[_Group], node: Node, values: MutableMapping[str, Tensor]
+    ) -> None:
+        """Run a bypass on the rows of neighbours that share it, save what they keep of its inside, add its result in
+        place.
+        """
+        network, rows = bound.network, slice(run[0].rows.start, run[-1].rows.stop)
+        output = values[node.outputs[0][1]]
+        local: dict[str, Tensor] = {network.base: output[rows]}
+        self.save(network.base, output[rows], rows.start)
+        for inner in network.nodes:
+            for name in inner.input.values():
+                if name not in local and name not in bound.parameters:
+                    local[name] = values[name][rows]
+            made = run_node(inner, local, bound.parameters, None)
+            local.update(made)
+            for name, value in made.items():
+                self.save(name, value, rows.start)
+        output[rows] += local[network.result]
+
+
+def _neighbours(groups: Sequence[_Group]) -> list[list[_Group]]:
+    """Groups that take bypasses, those that stand side by side and take the same ones together."""
     runs: list[list[_Group]] = []
     for group in groups:
-        if (
-            group.networks
-            and runs
-            and runs[-1][-1].networks is group.networks
-            and runs[-1][-1].rows.stop == group.rows.start
-        ):
+        if not group.networks:
+            continue
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.networks is group.networks and last.rows.stop == group.rows.start:
             runs[-1].append(group)
-        elif group.networks:
+        else:
             runs.append([group])
     return runs
-
-
-def _after(
-    graph: Graph,
-    bypassed: Sequence[Sequence[_Group]],
-    groups: Sequence[_Group],
-    node: Node,
-    values: MutableMapping[str, Tensor],
-) -> None:
-    """Behind each node: bypasses add to its output, then the spans save what they keep of it."""
-    for run in bypassed:
-        if (bound := run[0].networks.get(node.name)) is not None:
-            _run_network(bound, run, graph, node, values)
-    for name in node.output.values():
-        for group in groups:
-            group.save(name, values[name][group.rows])
-
-
-def _run_network(
-    bound: BoundNetwork, run: Sequence[_Group], graph: Graph, node: Node, values: MutableMapping[str, Tensor]
-) -> None:
-    """Run a bypass on the rows of neighbours that share it, save what they keep of its inside, and add its result in
-    place.
-    """
-    network, rows = bound.network, slice(run[0].rows.start, run[-1].rows.stop)
-    output = values[node.outputs[0][1]]
-    local: dict[str, Tensor] = {network.base: output[rows], network.source: output[rows]}
-    if network.source != network.base:
-        local[network.source] = values[network.source][rows]
-    for inner in network.nodes:
-        for name in inner.input.values():
-            if name not in local:
-                local[name] = bound.parameters[name] if name in bound.parameters else values[name][rows]
-        local.update(run_node(inner, local, None))
-    for group in run:
-        within = slice(group.rows.start - rows.start, group.rows.stop - rows.start)
-        for name in (network.base, *(name for inner in network.nodes for name in inner.output.values())):
-            group.save(name, local[name][within])
-    output[rows] += local[network.result]
 
 
 class _HeadRows(Span):

@@ -4,17 +4,17 @@ norms).
 Statistics and gradients are computed in float32 and rounded to the input's dtype, as transformers does.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, RowWise, Shape, Shapes, Values
+from coserve.graph.operators.base import Attributes, RowWise, Values
 
 
 def _grouped(x: Tensor, weight: Tensor) -> Tensor:
-    """X [n, width] as float32 [n, width / features, features]."""
+    """x [n, width] as float32 [n, width / features, features]."""
     return x.float().view(x.shape[0], -1, weight.shape[0])
 
 
@@ -64,9 +64,6 @@ class LayerNorm(RowWise):
     needs = {"x": ("x", "weight"), "weight": ("x",), "bias": ()}
     restores = ("y",)
     flops_per_element = 6
-
-    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
-        return {"y": (shapes["x"], None)}
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
         x, weight, bias = values["x"], values["weight"], values["bias"]

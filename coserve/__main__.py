@@ -1,0 +1,5 @@
+"""`python -m coserve`."""
+
+from coserve.cli.main import main
+
+main()
