@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any, Self
 from zlib import crc32
 
@@ -34,6 +34,10 @@ _READ = frozenset(
 _PLAIN_INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(AdapterConfig):
     """LoRA with PEFT's settings, under PEFT's meaning.
@@ -61,17 +65,23 @@ class LoraConfig(AdapterConfig):
         for setting in ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"):
             if isinstance(value := getattr(self, setting), list | set):
                 object.__setattr__(self, setting, tuple(value))
-        for setting, rank in {"r": self.r, **self.rank_pattern}.items():
+        if self.exclude_modules is None:
+            object.__setattr__(self, "exclude_modules", ())
+        for name, values in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            if not isinstance(values, Mapping) or not all(isinstance(pattern, str) for pattern in values):
+                raise ValueError(f"{name} must be a mapping from patterns to numbers, not {values!r}")
+            for pattern in values:
+                check_pattern(name, pattern)
+        for name, rank in (("r", self.r), *self.rank_pattern.items()):
             if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-                raise ValueError(f"LoRA's rank {setting} must be a whole number of at least 1, not {rank!r}")
-        for setting, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
-            if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0:
-                raise ValueError(f"LoRA's {setting} must be a number above 0, not {alpha!r}")
-        if not 0 <= self.dropout < 1:
+                raise ValueError(f"LoRA's rank {name} must be a whole number of at least 1, not {rank!r}")
+        for name, alpha in (("alpha", self.alpha), *self.alpha_pattern.items()):
+            if not _is_number(alpha) or alpha <= 0:
+                raise ValueError(f"LoRA's {name} must be a number above 0, not {alpha!r}")
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"LoRA's dropout must be at least 0 and below 1, not {self.dropout!r}")
-        for setting in ("rank_pattern", "alpha_pattern"):
-            for pattern in getattr(self, setting):
-                check_pattern(setting, pattern)
+        if not isinstance(self.use_rslora, bool):
+            raise ValueError(f"LoRA's use_rslora must be true or false, not {self.use_rslora!r}")
         self._targets  # noqa: B018 (checks itself)
 
     @property
@@ -161,7 +171,7 @@ class LoraConfig(AdapterConfig):
                 r=fields["r"],
                 alpha=fields["lora_alpha"],
                 dropout=fields.get("lora_dropout") or 0.0,
-                use_rslora=bool(fields.get("use_rslora")),
+                use_rslora=fields.get("use_rslora") or False,
                 target_modules=fields["target_modules"],
                 exclude_modules=fields.get("exclude_modules") or (),
                 layers_to_transform=fields.get("layers_to_transform"),

@@ -23,7 +23,10 @@ def save_adapter(adapter: Adapter, directory: str | Path) -> None:
     from safetensors.torch import save
 
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AdapterError(f"cannot write an adapter to {directory}: {error.strerror}") from None
     fields = {**adapter.config.to_peft(), "base_model_name_or_path": adapter.backbone.name}
     tensors = {_PREFIX + name: tensor.contiguous().cpu() for name, tensor in adapter.masters.items()}
     _replace(directory / _WEIGHTS, save(tensors, metadata={"format": "pt"}))
@@ -50,7 +53,7 @@ def load_adapter(backbone: Backbone, directory: str | Path) -> Adapter:
         if tensors[name].shape != master.shape:
             raise AdapterError(
                 f"{directory}: {name} has shape {list(tensors[name].shape)}, {backbone.name} needs "
-                f"{list(master.shape)}; it was made for another model"
+                f"{list(master.shape)}; it was made for another model, or r is another"
             )
         if not tensors[name].is_floating_point():
             raise AdapterError(f"{directory}: {name} is {tensors[name].dtype}; adapters must be of a float type")
@@ -67,7 +70,7 @@ def _read_config(path: Path) -> AdapterConfig:
     except ValueError as error:
         raise AdapterError(f"{path} is not valid JSON: {error}") from None
     method: Any = fields.get("peft_type") if isinstance(fields, Mapping) else None
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise AdapterError(f"{path}: peft_type {method!r} is not supported; supported: {', '.join(_METHODS)}")
     return _METHODS[method].from_peft(fields)
 
@@ -80,7 +83,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise AdapterError(f"{path.parent} has no {_WEIGHTS}; save the adapter with safetensors")
     try:
         return load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise AdapterError(f"{path} is damaged or cut short ({error}); fetch it again") from None
 
 
@@ -98,8 +101,12 @@ def _without_base_layers(
             continue
         part, node = adapter.sites[module]
         own = adapter.backbone.weights[part][f"{node}.weight"]
-        if not torch.equal(tensor.to(own), own):
-            raise AdapterError(f"{directory} comes with other weights for {module} than {adapter.backbone.name} has")
+        # Both may have been rounded on their way here: to bfloat16, at worst.
+        if tensor.shape != own.shape or not torch.allclose(tensor.to(own).float(), own.float(), rtol=2**-7, atol=1e-6):
+            raise AdapterError(
+                f"{directory} comes with other weights for {module} than {adapter.backbone.name} has; "
+                "it was made for another model"
+            )
     return kept
 
 

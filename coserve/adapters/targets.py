@@ -34,16 +34,21 @@ class Targets:
     layers_pattern: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for setting in ("modules", "exclude"):
-            if isinstance(pattern := getattr(self, setting), str):
-                check_pattern(setting, pattern)
+        for setting, value in (("target_modules", self.modules), ("exclude_modules", self.exclude)):
+            _check_strings(setting, value)
+            if isinstance(value, str):
+                check_pattern(setting, value)
+        if self.layers_pattern is not None:
+            _check_strings("layers_pattern", self.layers_pattern)
+        if not all(isinstance(layer, int) for layer in self._layers):
+            raise ValueError(f"layers_to_transform must be whole numbers, not {self.layers!r}")
         for pattern in self._layers_patterns:
             check_pattern("layers_pattern", pattern)
         if not self.modules:
             raise ValueError("target_modules is empty; name at least one module, or all-linear")
-        if isinstance(self.modules, str) and self.layers is not None:
+        if isinstance(self.modules, str) and self._layers:
             raise ValueError("layers_to_transform needs target_modules as a list of names")
-        if self.layers_pattern and self.layers is None:
+        if self.layers_pattern and not self._layers:
             raise ValueError("layers_pattern needs layers_to_transform")
 
     def sites(self, architecture: Architecture, *, every_target: bool) -> dict[str, tuple[Part, str]]:
@@ -59,11 +64,19 @@ class Targets:
         listed = () if isinstance(self.modules, str) else self.modules
         names = [name for name in listed if not any(_ends_with(module, (name,)) for module in linear)]
         if not found or (names and every_target):
-            wrong = ", ".join(repr(name) for name in names) or repr(self.modules)
-            known = ", ".join(dict.fromkeys(module.rsplit(".", 1)[-1] for module in linear))
-            family = architecture.config.model_type
-            raise AdapterError(f"target_modules {wrong} matches no linear layer of this {family}; it has {known}")
+            raise AdapterError(self._nothing_matches(architecture, names))
         return found
+
+    def _nothing_matches(self, architecture: Architecture, names: Collection[str]) -> str:
+        wrong = ", ".join(repr(name) for name in names) or repr(self.modules)
+        linear = architecture.linear_sites
+        if not names and not isinstance(self.modules, str):
+            return f"exclude_modules and layers_to_transform leave nothing of target_modules {wrong}"
+        known = ", ".join(dict.fromkeys(module.rsplit(".", 1)[-1] for module in linear))
+        family, rule = architecture.config.model_type, ""
+        if isinstance(self.modules, str):
+            rule = f"; a regular expression matches whole names, such as {next(iter(linear))}"
+        return f"target_modules {wrong} matches no linear layer of this {family}; it has {known}{rule}"
 
     def _matches(self, module: str) -> bool:
         if isinstance(self.exclude, str):
@@ -75,10 +88,13 @@ class Targets:
             if self.modules.lower() == ALL_LINEAR:
                 return module != _OUTPUT_LAYER
             return re.fullmatch(self.modules, module) is not None
-        return _ends_with(module, self.modules) and (self.layers is None or self._layer(module) in self._layers)
+        if module in self.modules:  # PEFT: a whole name is taken at its word
+            return True
+        return _ends_with(module, self.modules) and (not self._layers or self._layer(module) in self._layers)
 
     @property
     def _layers(self) -> tuple[int, ...]:
+        """The indices; none means every block (PEFT)."""
         return (self.layers,) if isinstance(self.layers, int) else self.layers or ()
 
     @property
@@ -109,6 +125,12 @@ def check_pattern(setting: str, pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{setting} {pattern!r} is no regular expression: {error}") from None
+
+
+def _check_strings(setting: str, value: object) -> None:
+    """ValueError unless it is a string or several."""
+    if not isinstance(value, str) and not (isinstance(value, tuple) and all(isinstance(name, str) for name in value)):
+        raise ValueError(f"{setting} must be a string or a list of strings, not {value!r}")
 
 
 def _ends_with(module: str, names: Collection[str]) -> bool:

@@ -49,14 +49,13 @@ def load_backbone(model: str, *, dtype: str = "auto", device: str | torch.device
 def build_backbone(source: ModelSource, *, dtype: str, device: torch.device, seed: int = 0) -> Backbone:
     """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size."""
     architecture = build_architecture(source.config)
-    compute_dtype = resolve_dtype(source, dtype)
+    compute_dtype, rotary = resolve_dtype(source, dtype), architecture.rotary_table()
     if device.type == "meta":
         weights = absent_weights(architecture, dtype=compute_dtype)
     elif source.directory is None:
         weights = random_weights(architecture, dtype=compute_dtype, device=device, seed=seed)
     else:
         weights = load_weights(architecture, source.directory, dtype=compute_dtype, device=device)
-    rotary = architecture.rotary_table()
     return Backbone(
         name=source.name,
         architecture=architecture,

@@ -36,8 +36,9 @@ class Architecture(ABC):
         self.max_positions: int = config.max_position_embeddings
         self.num_heads: int = config.num_attention_heads
         self.num_key_value_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // self.num_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // max(1, self.num_heads)
         self.tied: bool = bool(config.tie_word_embeddings)
+        self._check_sizes()
 
     # -- what a family gives --------------------------------------------------
 
@@ -115,6 +116,33 @@ class Architecture(ABC):
             scale=self.head_dim**-0.5,
             sliding_window=sliding_window,
         )
+
+    def _check_sizes(self) -> None:
+        """Refuse sizes that make no model, before anything is built from them."""
+        sizes = {
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_positions,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": getattr(self.config, "intermediate_size", 1),
+            "ffn_dim": getattr(self.config, "ffn_dim", 1),
+            "sliding_window": getattr(self.config, "sliding_window", None) or 1,
+        }
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise UnsupportedModelError(f"{name}={size!r} makes no model; it must be a whole number of at least 1")
+        if self.num_heads % self.num_key_value_heads:
+            raise UnsupportedModelError(
+                f"num_attention_heads={self.num_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if not getattr(self.config, "head_dim", None) and self.hidden_size % self.num_heads:
+            raise UnsupportedModelError(
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_heads}"
+            )
 
     def _require(self, setting: str, *allowed: object) -> None:
         """Refuse a configuration whose `setting` is present and not one of `allowed`."""

@@ -45,5 +45,8 @@ def rotary_table(config: "PretrainedConfig", head_dim: int) -> RotaryTable:
         return RotaryTable(inverse_frequencies=1.0 / (parameters["rope_theta"] ** exponents))
     if kind not in _SCALED:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; known: default, {', '.join(_SCALED)}")
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+    try:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise UnsupportedModelError(f"rope scaling {dict(parameters)} is not valid: {error!r}") from None
     return RotaryTable(inverse_frequencies=frequencies, factor=factor)

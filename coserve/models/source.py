@@ -1,6 +1,7 @@
 """Where a model comes from: a directory, a hub id, or a shape without weights (`dummy:…`)."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,9 +42,9 @@ def find_model(name: str, *, with_weights: bool = True) -> ModelSource:
     if name.startswith(_DUMMY):
         return ModelSource(name=name, config=_dummy_config(name.removeprefix(_DUMMY)), directory=None)
     directory = Path(name)
-    if not directory.is_dir():
-        if directory.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise UnknownModelError(f"{name} is not a directory; give one that holds config.json and *.safetensors")
+    if not name or not _is(Path.is_dir, directory):
+        if not name or _is(Path.exists, directory) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise UnknownModelError(f"{name!r} is not a directory; give one that holds config.json and *.safetensors")
         directory = _fetch(name, with_weights)
     return ModelSource(name=name, config=_read_config(directory / "config.json"), directory=directory)
 
@@ -54,10 +55,18 @@ def _dummy_config(name: str) -> "PretrainedConfig":
     if name in PRESETS:
         return AutoConfig.for_model(**PRESETS[name])
     path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    path = path / "config.json" if _is(Path.is_dir, path) else path
+    if not _is(Path.is_file, path):
         raise UnknownModelError(f"no preset or config.json {name!r}; presets: {', '.join(PRESETS)}")
     return _read_config(path)
+
+
+def _is(question: Callable[[Path], bool], path: Path) -> bool:
+    """Ask about a path that may be no path at all (too long for the file system)."""
+    try:
+        return question(path)
+    except OSError:
+        return False
 
 
 def _read_config(path: Path) -> "PretrainedConfig":
@@ -85,7 +94,7 @@ def _read_config(path: Path) -> "PretrainedConfig":
 def _fetch(name: str, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "tokenizer*", "*.jinja"] + ["*.safetensors"] * with_weights
+    patterns = ["*.json", "tokenizer*", "*.jinja"] + ["model*.safetensors"] * with_weights
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # network, authorisation, no such repository: the hub client's message says which

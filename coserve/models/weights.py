@@ -6,7 +6,11 @@ One tensor is converted at a time, so nothing large ever exists twice.
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,39 +23,72 @@ Weights = dict[Part, dict[str, Tensor]]
 # Buffers that older checkpoints carry and nothing reads.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
 _INDEX = "model.safetensors.index.json"
+_HEAD = "lm_head.weight"
 
 
 def load_weights(architecture: Architecture, directory: Path, *, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Read a checkpoint's weights.
+    """Read a checkpoint's weights; names, shapes and types are checked before the first tensor is read.
 
     Raises:
         WeightsError: a file is missing or damaged, or a tensor is missing, unknown, misshapen or not of a float type;
-        the message names it.
+            the message names it.
     """
-    shapes = architecture.weight_shapes
-    loaded: dict[str, Tensor] = {}
-    unknown: list[str] = []
+    found: dict[str, _Entry] = {}
     for file in _files(directory):
-        for name, tensor in _read(file):
-            if _IGNORED.match(name) or (architecture.tied and name == "lm_head.weight"):
-                continue
-            if name not in shapes:
-                unknown.append(name)
-                continue
-            if tuple(tensor.shape) != shapes[name]:
-                raise WeightsError(
-                    f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(shapes[name])}"
-                )
-            if not tensor.is_floating_point():
-                raise WeightsError(f"{file}: {name} is {_type(tensor)}; weights must be float32, float16 or bfloat16")
-            loaded[name] = tensor.to(device=device, dtype=dtype)
-    if missing := [name for name in shapes if name not in loaded]:
-        raise WeightsError(f"{directory} lacks {_some(missing)}, which the model needs")
-    if unknown:
-        raise WeightsError(
-            f"{directory} holds {_some(unknown)}, which this {architecture.config.model_type} does not have"
-        )
+        for entry in _entries(file):
+            if entry.name in found:
+                raise WeightsError(f"{entry.name} is in both {found[entry.name].file} and {file}; keep one of them")
+            found[entry.name] = entry
+    _check(architecture, found, directory)
+    loaded = {}
+    for file, entries in groupby(found.values(), key=lambda entry: entry.file):
+        with _open(file) as reader:
+            for name in (entry.name for entry in entries if entry.name in architecture.weight_shapes):
+                loaded[name] = reader.get_tensor(name).to(device=device, dtype=dtype)
+    if architecture.tied and _HEAD in found:
+        _check_tied_head(found[_HEAD].file, loaded[f"{architecture.embedding_name}.weight"])
     return by_part(architecture, loaded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A tensor in a file, by the file's header."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # as safetensors writes it: F32, BF16, I8, …
+
+
+def _check(architecture: Architecture, found: dict[str, _Entry], directory: Path) -> None:
+    shapes, family = architecture.weight_shapes, architecture.config.model_type
+    if missing := [name for name in shapes if name not in found]:
+        bare = all(f"model.{name}" in shapes for name in found)
+        hint = "; it was saved from the bare model, without its head" if bare else ""
+        raise WeightsError(f"{directory} lacks {_some(missing)}, which the model needs{hint}")
+    unknown = [
+        name
+        for name in found
+        if name not in shapes and not _IGNORED.match(name) and not (architecture.tied and name == _HEAD)
+    ]
+    if unknown:
+        raise WeightsError(f"{directory} holds {_some(unknown)}, which this {family} does not have")
+    for name, shape in shapes.items():
+        entry = found[name]
+        if entry.shape != shape:
+            raise WeightsError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(shape)}")
+        if "F" not in entry.kind:
+            raise WeightsError(f"{entry.file}: {name} is {entry.kind}; weights must be float32, float16 or bfloat16")
+
+
+def _check_tied_head(file: Path, embedding: Tensor) -> None:
+    """A tied checkpoint may store its head too, but then it must be the embedding."""
+    with _open(file) as reader:
+        head = reader.get_tensor(_HEAD)
+    if not torch.equal(head.to(embedding), embedding):
+        raise WeightsError(
+            f"{file}: {_HEAD} is not the embedding, but the configuration ties them; set tie_word_embeddings to false"
+        )
 
 
 def random_weights(architecture: Architecture, *, dtype: torch.dtype, device: torch.device, seed: int) -> Weights:
@@ -79,7 +116,7 @@ def absent_weights(architecture: Architecture, *, dtype: torch.dtype) -> Weights
 def by_part(architecture: Architecture, weights: dict[str, Tensor]) -> Weights:
     """Weights by full name -> by part and the name in its graph; a tied head shares the embedding's tensor."""
     if architecture.tied:
-        weights = {**weights, "lm_head.weight": weights[f"{architecture.embedding_name}.weight"]}
+        weights = {**weights, _HEAD: weights[f"{architecture.embedding_name}.weight"]}
     return {
         part: {
             tensor.name: weights[architecture.prefix(part) + tensor.name]
@@ -90,36 +127,42 @@ def by_part(architecture: Architecture, weights: dict[str, Tensor]) -> Weights:
 
 
 def _files(directory: Path) -> list[Path]:
-    index = directory / _INDEX
+    """The files that transformers would read: one whole, or the shards of an index."""
+    whole, index = directory / "model.safetensors", directory / _INDEX
+    if whole.exists():
+        return [whole]
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted({str(directory / name) for name in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise WeightsError(f"{index} is not a safetensors index: {error!r}") from None
-        if missing := [name for name in names if not (directory / name).is_file()]:
+        files = [Path(name) for name in names]
+        if missing := [file.name for file in files if not file.is_file()]:
             raise WeightsError(f"{directory} lacks {_some(missing)}, which its index names")
-        return [directory / name for name in names]
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        other = ", ".join(path.name for path in sorted(directory.glob("*.bin"))[:3])
-        found = f" (found {other}: convert it to safetensors)" if other else ""
-        raise WeightsError(f"{directory} has no *.safetensors{found}")
-    return files
+        return files
+    if files := sorted(directory.glob("model-*-of-*.safetensors")):
+        return files
+    others = [path.name for pattern in ("*.safetensors", "*.bin", "*.pth") for path in sorted(directory.glob(pattern))]
+    found = f" (found {_some(others)}: save it with transformers' save_pretrained)" if others else ""
+    raise WeightsError(f"{directory} has no model.safetensors, and no shards of one{found}")
 
 
-def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _entries(file: Path) -> Iterator[_Entry]:
+    with _open(file) as reader:
+        for name in reader.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
+            tensor = reader.get_slice(name)
+            yield _Entry(file=file, name=name, shape=tuple(tensor.get_shape()), kind=tensor.get_dtype())
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
-                yield name, reader.get_tensor(name)
-    except SafetensorError as error:
+            yield reader
+    except (SafetensorError, OSError) as error:
         raise WeightsError(f"{file} is damaged or cut short ({error}); fetch it again") from None
-
-
-def _type(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _some(names: list[str]) -> str:

@@ -92,15 +92,43 @@ def test_a_model_in_the_hubs_cache_is_found_by_its_id(tmp_path, monkeypatch):
         load_backbone("someone/other")
 
 
-@pytest.mark.parametrize("name", ["tied-with-head", "rotary-buffer"])
-def test_what_older_checkpoints_carry_along_is_passed_over(tmp_path, name):
-    family = "llama-biases-tied" if name == "tied-with-head" else "llama"
-    directory = shutil.copytree(model_directory(family), tmp_path / "model")
-    extra = "lm_head.weight" if name == "tied-with-head" else "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit_weights(directory, lambda tensors: tensors.update({extra: torch.zeros(97, 32)}))
-    assert torch.equal(
+def same_logits(directory, family):
+    return torch.equal(
         first_logits(load_backbone(str(directory))), first_logits(load_backbone(str(model_directory(family))))
     )
+
+
+def test_buffers_that_older_checkpoints_carry_along_are_passed_over(directory):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_weights(directory, lambda tensors: tensors.update({name: torch.zeros(4)}))
+    assert same_logits(directory, "llama")
+
+
+def test_a_tied_checkpoint_may_store_its_head_if_it_is_the_embedding(tmp_path):
+    directory = shutil.copytree(model_directory("llama-biases-tied"), tmp_path / "model")
+    head = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    edit_weights(directory, lambda tensors: tensors.update({"lm_head.weight": head.clone()}))
+    assert same_logits(directory, "llama-biases-tied")
+    edit_weights(directory, lambda tensors: tensors.update({"lm_head.weight": head + 1}))
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is not the embedding, but the configuration ties them"):
+        load_backbone(str(directory))
+
+
+def test_the_files_are_those_that_transformers_reads(directory):
+    """One whole file before an index that was left behind; other safetensors in the directory are not the model's."""
+    spoilt = {name: tensor + 1 for name, tensor in load_file(directory / "model.safetensors").items()}
+    for name in ("consolidated.safetensors", "zz.safetensors", "model-00001-of-00001.safetensors"):
+        save_file(spoilt, directory / name)
+    index = {"weight_map": dict.fromkeys(spoilt, "model-00001-of-00001.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert same_logits(directory, "llama")
+
+
+def test_a_tensor_in_two_shards_is_named(directory):
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
+    shutil.copy(directory / "model-00001-of-00002.safetensors", directory / "model-00002-of-00002.safetensors")
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is in both .*00001.* and .*00002.*; keep one"):
+        load_backbone(str(directory))
 
 
 # -- dummies ----------------------------------------------------------------------
@@ -146,7 +174,7 @@ def test_an_unknown_preset_names_the_known_ones():
         load_backbone("dummy:gpt-5")
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all"])
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "", "/" + "x" * 300])
 def test_a_directory_that_is_not_there(name):
     with pytest.raises(UnknownModelError, match="is not a directory"):
         load_backbone(name)
@@ -175,6 +203,9 @@ def test_a_configuration_that_is_no_json(directory):
     ("fields", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; hidden_act must be silu"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 makes no model"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -212,7 +243,7 @@ def test_a_tensor_too_many_is_named(directory):
 def test_weights_that_are_no_floats_are_named(directory):
     name = "model.layers.2.mlp.down_proj.weight"
     edit_weights(directory, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
-    with pytest.raises(WeightsError, match=rf"{name} is int8; weights must be float32, float16 or bfloat16"):
+    with pytest.raises(WeightsError, match=rf"{name} is I8; weights must be float32, float16 or bfloat16"):
         load_backbone(str(directory))
 
 
@@ -233,13 +264,26 @@ def test_a_shard_that_is_not_there(tmp_path):
         load_backbone(str(tmp_path))
 
 
-def test_an_index_that_is_none(directory):
-    (directory / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+@pytest.mark.parametrize("content", ['{"weight_map": 3}', '{"weight_map": {"a": 5}}', "{", "[]"])
+def test_an_index_that_is_none(directory, content):
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(content)
     with pytest.raises(WeightsError, match="is not a safetensors index"):
+        load_backbone(str(directory))
+
+
+def test_weights_of_the_bare_model_without_its_head_say_so(directory):
+    def strip(tensors):
+        bare = {n.removeprefix("model."): t for n, t in tensors.items() if n != "lm_head.weight"}
+        tensors.clear()
+        tensors.update(bare)
+
+    edit_weights(directory, strip)
+    with pytest.raises(WeightsError, match="saved from the bare model, without its head"):
         load_backbone(str(directory))
 
 
 def test_a_directory_with_other_weights_only(directory):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"no \*\.safetensors \(found pytorch_model\.bin: convert it"):
+    with pytest.raises(WeightsError, match=r"no model\.safetensors, .* \(found pytorch_model\.bin: save it with"):
         load_backbone(str(directory))

@@ -58,6 +58,8 @@ def our_modules(family: str, **lora) -> dict[str, tuple[int, float]]:
             "rank_pattern": {r"^.*layers\.0.*": 6},
         },
         {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["lm_head", "q_proj"], "layers_to_transform": [0]},
+        {"target_modules": ["q_proj"], "layers_to_transform": []},
     ],
 )
 def test_sites_ranks_and_scalings_are_pefts(family, lora):
@@ -200,6 +202,13 @@ def test_in_float32_the_trained_tensors_are_the_served_tensors():
         ({"rank_pattern": {"q_proj": -1}}, "rank q_proj must be a whole number of at least 1, not -1"),
         ({"alpha": 0}, "alpha must be a number above 0"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, not 1.0"),
+        ({"r": 0, "rank_pattern": {"r": 4}}, "rank r must be a whole number"),
+        ({"alpha": float("inf")}, "alpha must be a number above 0, not inf"),
+        ({"dropout": "x"}, "dropout must be at least 0"),
+        ({"use_rslora": "false"}, "use_rslora must be true or false"),
+        ({"rank_pattern": {1: 2}}, "rank_pattern must be a mapping"),
+        ({"target_modules": 5}, "target_modules must be a string or a list of strings, not 5"),
+        ({"layers_to_transform": ["0"]}, "layers_to_transform must be whole numbers"),
         ({"target_modules": ()}, "target_modules is empty"),
         ({"target_modules": "q_(proj"}, "is no regular expression"),
         ({"rank_pattern": {"[": 2}}, "rank_pattern '\\[' is no regular expression"),
@@ -218,6 +227,18 @@ def test_a_target_that_matches_nothing_names_what_there_is(targets):
         AdapterError, match=r"'(fc9|embed_tokens)' matches no linear layer of this llama; it has q_proj, "
     ):
         Adapter(make_backbone("llama"), LoraConfig(target_modules=targets))
+
+
+def test_filters_that_leave_nothing_are_named():
+    config = LoraConfig(target_modules=("q_proj",), layers_to_transform=9)
+    with pytest.raises(AdapterError, match="layers_to_transform leave nothing of target_modules"):
+        Adapter(make_backbone("llama"), config)
+
+
+def test_an_adapter_cannot_be_written_to_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AdapterError, match="cannot write an adapter to"):
+        save_adapter(make_adapter(make_backbone("llama")), tmp_path / "file")
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ def families() -> tuple[str, ...]:
     return tuple(_FAMILIES)
 
 
-def require_family(model_type: str | None) -> None:
+def require_family(model_type: object) -> None:
     """UnsupportedModelError, naming the known families, if there is none for this model type."""
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(_FAMILIES)}")
 
 

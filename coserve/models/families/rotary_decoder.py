@@ -2,9 +2,14 @@
 heads.
 """
 
+from typing import TYPE_CHECKING
+
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.models.base import Architecture, tokens_input
 from coserve.models.rope import RotaryTable, rotary_table
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class RotaryDecoder(Architecture):
@@ -19,8 +24,11 @@ class RotaryDecoder(Architecture):
         """Number of keys that a query of this layer sees, or None for all."""
         return None
 
-    def rotary_table(self) -> RotaryTable:
+    def __init__(self, config: "PretrainedConfig") -> None:
+        super().__init__(config)
         self._require("hidden_act", "silu")
+
+    def rotary_table(self) -> RotaryTable:
         return rotary_table(self.config, self.head_dim)
 
     def embed(self) -> Graph:
