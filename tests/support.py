@@ -14,9 +14,12 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from coserve.adapters import Adapter, LoraConfig, load_adapter
 from coserve.models import Backbone, load_backbone
+
+transformers_logging.disable_progress_bar()
 
 VOCAB = 97
 _SHAPE: dict[str, Any] = {

@@ -52,7 +52,7 @@ def main() -> None:
     """Entry point of the console script: every mistake is one line on stderr and a status that is not 0."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="coserve", standalone_mode=False)
     except CoserveError as error:
         _fail(str(error), 1)
     except _UsageError as error:

@@ -1,0 +1,63 @@
+"""The same code on a GPU gives the CPU's numbers: one path by device."""
+
+import pytest
+import torch
+from support import FAMILIES, make_adapter, model_directory, random_sequences, random_tokens, worst_error
+
+from coserve.kernels.attention import PlainAttention, attention_kernel
+from coserve.kernels.bits import pack_signs, unpack_signs
+from coserve.kernels.dropout import dropout_mask, row_keys
+from coserve.models import CachedSequence, forward, load_backbone, logits
+from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_cpus(family):
+    results = []
+    for device in ("cpu", "cuda"):
+        backbone = load_backbone(str(model_directory(family)), device=device)
+        adapter = make_adapter(backbone)
+        sequences = [CachedSequence(backbone, 12, bypasses) for bypasses in (None, adapter.bypasses())]
+        rows = []
+        for length in (7, 1, 4):
+            tokens = random_tokens(length, length)
+            rows.append(forward(backbone, [sequence.extend(tokens) for sequence in sequences]))
+        results.append(logits(backbone, torch.cat(rows)).cpu())
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_the_cpus(family):
+    results = []
+    for device in ("cpu", "cuda"):
+        backbone = load_backbone(str(model_directory(family)), device=device)
+        adapter = make_adapter(backbone, dropout=0.2)
+        training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 6, 12))))
+        run_alone(training, forward_rows=8, backward_rows=5)
+        results.append({name: gradient.cpu() for name, gradient in training.gradients.items()})
+    assert worst_error(results[1], results[0]) < 1e-4
+
+
+def test_masks_and_signs_are_the_same_bits():
+    keys = row_keys(3, torch.arange(50))
+    assert torch.equal(dropout_mask(keys.cuda(), 33, p=0.3, salt=5).cpu(), dropout_mask(keys, 33, p=0.3, salt=5))
+    x = torch.randn(5, 13)
+    assert torch.equal(unpack_signs(pack_signs(x.cuda()), 13).cpu(), x > 0)
+
+
+def test_the_kernel_of_the_device_equals_its_plain_twin():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, heads, 64) for n, heads in ((9, 8), (40, 2), (40, 2)))
+    plain, lse = PlainAttention().forward(q, k, v, scale=0.125, sliding_window=None)
+    kernel = attention_kernel(torch.device("cuda"))
+    out, norm = kernel.forward(q.cuda(), k.cuda(), v.cuda(), scale=0.125, sliding_window=None)
+    torch.testing.assert_close(out.cpu(), plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(norm.cpu(), lse, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,193 @@
+"""The adapter interface fits the other methods of the papers as it is: each here is a few lines, held against PEFT or
+autograd."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import pytest
+import torch
+from peft import IA3Config, get_peft_model
+from support import make_backbone, make_model, random_sequences, random_tokens, summed_loss, worst_error
+
+from coserve.adapters import Adapter, AdapterConfig
+from coserve.graph.bypass import Bypass
+from coserve.graph.execute import BackwardRun, run_graph
+from coserve.graph.ir import GraphBuilder
+from coserve.graph.operators.attention import AttentionContext, Segment
+from coserve.graph.program import compile_program
+from coserve.models import CachedSequence, forward, logits
+from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(AdapterConfig):
+    """What the methods below share: sites by the end of their names."""
+
+    peft_type = "TEST"
+    targets: tuple[str, ...] = ()
+
+    def sites(self, architecture, *, every_target: bool = True):
+        return {name: site for name, site in architecture.linear_sites.items() if name.endswith(self.targets)}
+
+    def initial(self, parameter: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    def to_peft(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def from_peft(cls, fields: Mapping[str, Any]) -> Self:
+        return cls()
+
+
+class IA3(Method):
+    """y * l, as y + y * (l - 1); PEFT scales a feed-forward layer's input, which is its output in the layer before."""
+
+    def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
+        b = GraphBuilder()
+        factor = b.parameter("ia3_l_minus_1", outputs)
+        y = b.apply("mul", "scaled", {"x": b.rows("x", outputs), "factor": factor}, per_row=False)
+        return Bypass(graph=b.build(y), reads="output")
+
+
+class Bottleneck(Method):
+    """y + up(gelu(down(y))). Source: arXiv 1902.00751."""
+
+    def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
+        b = GraphBuilder()
+        x = b.rows("x", outputs)
+        h = b.apply("linear", "down", {"x": x, "weight": b.parameter("down.weight", 5, outputs)})
+        h = b.apply("gelu", "act", {"x": h}, approximate="none")
+        y = b.apply("linear", "up", {"x": h, "weight": b.parameter("up.weight", outputs, 5)})
+        return Bypass(graph=b.build(y), reads="output")
+
+
+class Difference(Method):
+    """y + D x with a whole matrix D: diff pruning before its mask, and LoRA of full rank."""
+
+    def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
+        b = GraphBuilder()
+        weight = b.parameter("difference.weight", outputs, inputs)
+        return Bypass(graph=b.build(b.apply("linear", "difference", {"x": b.rows("x", inputs), "weight": weight})))
+
+
+def pass_of(adapter: Adapter, sequences, budget: int | None = None) -> TrainingPass:
+    programs = training_programs(adapter, budget_bytes_per_token=budget)
+    training = TrainingPass(adapter, programs, make_pack(sequences))
+    run_alone(training, forward_rows=7, backward_rows=5)
+    return training
+
+
+def our_logits(adapter: Adapter, tokens: torch.Tensor) -> torch.Tensor:
+    sequence = CachedSequence(adapter.backbone, len(tokens), adapter.bypasses())
+    return logits(adapter.backbone, forward(adapter.backbone, [sequence.extend(tokens)]), adapter.bypasses())
+
+
+@pytest.mark.parametrize("budget", [None, 500])
+def test_ia3_equals_peft(budget):
+    config = IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
+    model = get_peft_model(make_model("llama"), config)
+    adapter = Adapter(make_backbone("llama"), IA3(targets=("k_proj", "v_proj")), seed=1)
+    vectors = {}
+    for name, parameter in model.named_parameters():
+        if "ia3_l" in name:
+            ours = name.removeprefix("base_model.model.").replace("ia3_l.default", "ia3_l_minus_1")
+            parameter.data.copy_(adapter.masters[ours][:, None] + 1)
+            vectors[ours] = parameter
+    assert vectors.keys() == adapter.masters.keys()
+    tokens, sequences = random_tokens(11, 1), random_sequences((9, 6))
+    with torch.no_grad():
+        torch.testing.assert_close(our_logits(adapter, tokens), model(tokens[None]).logits[0], atol=1e-4, rtol=0)
+    summed_loss(model, sequences).backward()
+    theirs = {name: parameter.grad.flatten() for name, parameter in vectors.items()}
+    assert worst_error(pass_of(adapter, sequences, budget).gradients, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("method", [Bottleneck, Difference])
+@pytest.mark.parametrize("budget", [None, 500])
+def test_methods_equal_autograd_through_hooks_on_transformers(method, budget):
+    adapter = Adapter(make_backbone("qwen3"), method(targets=("o_proj", "down_proj", "q_proj")), seed=2)
+    model = make_model("qwen3")
+    leaves = {name: master.clone().requires_grad_() for name, master in adapter.masters.items()}
+    for module in adapter.sites:
+
+        def hook(layer, inputs, y, module=module):
+            if method is Difference:
+                return y + inputs[0] @ leaves[f"{module}.difference.weight"].T
+            down, up = leaves[f"{module}.down.weight"], leaves[f"{module}.up.weight"]
+            return y + torch.nn.functional.gelu(y @ down.T) @ up.T
+
+        model.get_submodule(module).register_forward_hook(hook)
+    tokens, sequences = random_tokens(11, 1), random_sequences((9, 6))
+    with torch.no_grad():
+        torch.testing.assert_close(our_logits(adapter, tokens), model(tokens[None]).logits[0], atol=1e-4, rtol=0)
+    summed_loss(model, sequences).backward()
+    theirs = {name: leaf.grad for name, leaf in leaves.items()}
+    assert worst_error(pass_of(adapter, sequences, budget).gradients, theirs) < 1e-5
+
+
+def test_rows_of_different_methods_share_a_batch():
+    backbone = make_backbone("llama")
+    adapters = [
+        Adapter(backbone, IA3(targets=("k_proj",)), seed=1),
+        Adapter(backbone, Bottleneck(targets=("o_proj", "k_proj")), seed=2),
+        Adapter(backbone, Difference(targets=("up_proj",)), seed=3),
+    ]
+    prompts = [random_tokens(4 + i, i) for i in range(3)]
+    spans = [
+        CachedSequence(backbone, 8, adapter.bypasses()).extend(prompt)
+        for adapter, prompt in zip(adapters, prompts, strict=True)
+    ]
+    rows = forward(backbone, spans).split([len(prompt) for prompt in prompts])
+    for adapter, prompt, hidden in zip(adapters, prompts, rows, strict=True):
+        torch.testing.assert_close(logits(backbone, hidden), our_logits(adapter, prompt), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
+def test_full_weights_of_a_block_equal_autograd(name):
+    """Every weight of a block, by its own name, with the input's gradient: nothing but `asked` is different."""
+    backbone, model = make_backbone(name), copy.deepcopy(make_model(name))
+    graph = backbone.architecture.graphs[1]
+    asked = [tensor.name for tensor in graph.with_kind("weight")]
+    program = compile_program(graph, [*asked, "x"], compute_dtype=torch.float32, keys=5.0)
+    torch.manual_seed(0)
+    x, grad = torch.randn(9, 32), torch.randn(9, 32)
+
+    block = model.get_submodule(backbone.architecture.prefix(1).rstrip("."))
+    leaf = x.clone().requires_grad_()
+    positions = torch.arange(9)
+    extra = {}
+    if backbone.rotary is not None:
+        extra["position_embeddings"] = tuple(t[None] for t in backbone.rotary.angles(positions, torch.float32))
+    mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
+    output = block(leaf[None], attention_mask=mask, **extra)
+    output = output[0] if isinstance(output, tuple) else output
+    output.reshape(9, 32).backward(grad)
+
+    constants = backbone.constants(torch.zeros(9, dtype=torch.int64), positions)
+    keys, values = (torch.empty(9, graph.spec[t].shape[0]) for t in graph.carried)
+    grads = torch.zeros_like(keys), torch.zeros_like(values)
+    segment = Segment(rows=slice(0, 9), keys=keys, values=values, key_grads=grads[0], value_grads=grads[1])
+    context = AttentionContext(kernel=backbone.attention, segments=(segment,), key_grads=grads[0], value_grads=grads[1])
+    kept = {"x": x}
+
+    def keep(node, current):
+        kept.update({t: current[t] for t in node.output.values() if t in program.saved})
+        for carried, tensor in zip(graph.carried, (keys, values), strict=True):
+            if carried in node.output.values():
+                tensor.copy_(current[carried])
+
+    run_graph(program.graph, {"x": x, **constants}, backbone.weights[1], context, keep)
+    accumulators = {weight: torch.zeros_like(backbone.weights[1][weight]) for weight in asked}
+    run = BackwardRun(
+        program,
+        values={**constants, **backbone.weights[1], **kept},
+        gradients={graph.outputs[0]: grad},
+        accumulators=accumulators,
+        context=context,
+    )
+    run.advance()
+    theirs = {weight: block.get_parameter(weight).grad for weight in asked}
+    assert worst_error(accumulators | {"x": run.gradient("x")}, theirs | {"x": leaf.grad}) < 1e-5

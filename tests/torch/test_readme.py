@@ -1,0 +1,36 @@
+"""What the README shows is run, and what it names is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_python_example_runs(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+    token, loss, num_gradients = capsys.readouterr().out.split()
+    assert 0 <= int(token) < 49152
+    assert float(loss) == pytest.approx(10.8, abs=0.5), "random weights guess among 49,152 tokens"
+    assert int(num_gradients) == 2 * 7 * 30
+
+
+def test_the_folders_it_names_are_there():
+    (tree,) = re.findall(r"```\ncoserve/\n(.*?)```", README, re.DOTALL)
+    rooms = re.findall(r"^  (\w+)(?:/|\.py) ", tree, re.MULTILINE)
+    assert sorted(rooms) == sorted(
+        path.stem
+        for path in (ROOT / "coserve").iterdir()
+        if (path / "__init__.py").exists() or path.name == "errors.py"
+    )
+    for folder in re.findall(r"^(\w+)/ ", tree, re.MULTILINE):
+        assert (ROOT / folder).is_dir(), folder
+
+
+def test_the_make_targets_it_names_are_there():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
