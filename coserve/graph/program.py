@@ -12,7 +12,7 @@ import torch
 from coserve.graph.compress import compress
 from coserve.graph.differentiate import BackwardGraph, GradientNode, differentiate, prune
 from coserve.graph.ir import Graph, Node
-from coserve.graph.operators.base import Cost
+from coserve.graph.operators.base import Cost, Load
 from coserve.graph.rematerialize import Retention, rematerialize, save_all
 
 
@@ -65,31 +65,25 @@ class Program:
         """Bytes of saved tensors per row."""
         return sum(self.graph.spec[name].num_bytes(compute_dtype) for name in self.saved)
 
-    def forward_cost(self, *, rows: int, keys: float, compute_dtype: torch.dtype) -> Cost:
-        """Cost of the forward nodes on `rows` rows that attend to `keys` keys on average."""
-        return sum((_forward(self.graph, node, rows, keys, compute_dtype) for node in self.graph.nodes), Cost())
+    def forward_cost(self, load: Load) -> Cost:
+        """Cost of the forward nodes."""
+        return sum((_cost(self.graph, node, load) for node in self.graph.nodes), Cost())
 
-    def backward_cost(self, *, rows: int, keys: float, compute_dtype: torch.dtype) -> Cost:
+    def backward_cost(self, load: Load) -> Cost:
         """Cost of the backward instructions, recomputation included."""
         total = Cost()
         for step in self.backward:
             if step.kind == "recompute":
-                total += _forward(self.graph, step.node, rows, keys, compute_dtype)
+                total += _cost(self.graph, step.node, load)
             else:
-                total += step.node.operator.vjp_cost(
-                    [slot for slot in step.wanted if slot in step.node.input],
-                    self.graph.slot_specs(step.node),
-                    step.node.attribute,
-                    rows=rows,
-                    keys=keys,
-                    compute_dtype=compute_dtype,
-                )
+                wanted = [slot for slot in step.wanted if slot in step.node.input]
+                specs = self.graph.slot_specs(step.node)
+                total += step.node.operator.vjp_cost(wanted, specs, step.node.attribute, load)
         return total
 
 
-def _forward(graph: Graph, node: Node, rows: int, keys: float, compute_dtype: torch.dtype) -> Cost:
-    specs = graph.slot_specs(node)
-    return node.operator.cost(specs, node.attribute, rows=rows, keys=keys, compute_dtype=compute_dtype)
+def _cost(graph: Graph, node: Node, load: Load) -> Cost:
+    return node.operator.cost(graph.slot_specs(node), node.attribute, load)
 
 
 def compile_program(

@@ -85,10 +85,17 @@ def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     return x
 
 
-def logits(backbone: Backbone, hidden: Tensor, bypasses: Bypasses | None = None) -> Tensor:
-    """The head on rows of one adapter (or none): [n, hidden_size] -> [n, vocab_size] in the compute dtype."""
-    span = _HeadRows(bypasses, hidden.shape[0])
-    return _run_part(backbone, "head", hidden, {}, [_Group(span, slice(0, hidden.shape[0]), "head")])
+def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]] = ()) -> Tensor:
+    """The head on rows of any adapters: [n, hidden_size] -> [n, vocab_size] in the compute dtype.
+
+    users: (number of rows, their adapter's bypasses or None), in the order of the rows; none: all rows use the bare
+    model.
+    """
+    spans = [_HeadRows(num_rows, bypasses) for num_rows, bypasses in users or [(hidden.shape[0], None)]]
+    rows = _slices(spans)
+    assert rows[-1].stop == hidden.shape[0], "the users' rows are all the rows"
+    groups = [_Group(span, own, "head") for span, own in zip(spans, rows, strict=True)]
+    return _run_part(backbone, "head", hidden, {}, groups)
 
 
 def _slices(spans: Sequence[Span]) -> list[slice]:
@@ -200,7 +207,7 @@ def _neighbours(groups: Sequence[_Group]) -> list[list[_Group]]:
 class _HeadRows(Span):
     """Rows that only pass the head: they attend to nothing and keep nothing."""
 
-    def __init__(self, bypasses: Bypasses | None, num_rows: int) -> None:
+    def __init__(self, num_rows: int, bypasses: Bypasses | None) -> None:
         self.tokens = self.positions = torch.empty(num_rows, dtype=torch.int64)
         self.bypasses = bypasses
 

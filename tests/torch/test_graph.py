@@ -12,6 +12,7 @@ from coserve.graph.compress import compress
 from coserve.graph.differentiate import differentiate, prune
 from coserve.graph.execute import BackwardRun, run_graph
 from coserve.graph.ir import Graph, GraphBuilder, Node
+from coserve.graph.operators.base import Load
 from coserve.graph.operators.elementwise import Add
 from coserve.graph.program import compile_program
 from coserve.graph.rematerialize import frontier, rematerialize, save_all
@@ -198,8 +199,8 @@ def test_a_program_is_data():
     assert program.saved_bytes_per_token(torch.bfloat16) == sum(
         program.graph.spec[name].num_bytes(torch.bfloat16) for name in program.saved
     )
-    forward = program.forward_cost(rows=10, keys=0, compute_dtype=torch.bfloat16)
-    backward = program.backward_cost(rows=10, keys=0, compute_dtype=torch.bfloat16)
+    load = Load(rows=10, keys=0, compute_dtype=torch.bfloat16)
+    forward, backward = program.forward_cost(load), program.backward_cost(load)
     matrices = 10 * 2 * 2 * 8 * 16
     assert matrices < forward.flops < 1.5 * matrices
     assert 2 * matrices < backward.flops < 2.5 * matrices

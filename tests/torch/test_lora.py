@@ -89,7 +89,7 @@ def test_an_adapter_from_peft_gives_pefts_logits(family):
     tokens = random_tokens(15, 4)
     sequence = CachedSequence(adapter.backbone, 15, adapter.bypasses())
     hidden = forward(adapter.backbone, [sequence.extend(tokens)])
-    ours = logits(adapter.backbone, hidden, adapter.bypasses())
+    ours = logits(adapter.backbone, hidden, [(15, adapter.bypasses())])
     with torch.no_grad():
         theirs = model(tokens[None]).logits[0]
         base = make_model(family)(tokens[None]).logits[0]
@@ -111,7 +111,8 @@ def test_settings_from_peft_give_pefts_logits(lora):
     model, adapter = peft_twin("llama", **lora)
     tokens = random_tokens(15, 4)
     sequence = CachedSequence(adapter.backbone, 15, adapter.bypasses())
-    ours = logits(adapter.backbone, forward(adapter.backbone, [sequence.extend(tokens)]), adapter.bypasses())
+    hidden = forward(adapter.backbone, [sequence.extend(tokens)])
+    ours = logits(adapter.backbone, hidden, [(15, adapter.bypasses())])
     with torch.no_grad():
         torch.testing.assert_close(ours, model(tokens[None]).logits[0], atol=1e-4, rtol=0)
 

@@ -82,7 +82,8 @@ def pass_of(adapter: Adapter, sequences, budget: int | None = None) -> TrainingP
 
 def our_logits(adapter: Adapter, tokens: torch.Tensor) -> torch.Tensor:
     sequence = CachedSequence(adapter.backbone, len(tokens), adapter.bypasses())
-    return logits(adapter.backbone, forward(adapter.backbone, [sequence.extend(tokens)]), adapter.bypasses())
+    hidden = forward(adapter.backbone, [sequence.extend(tokens)])
+    return logits(adapter.backbone, hidden, [(len(tokens), adapter.bypasses())])
 
 
 @pytest.mark.parametrize("budget", [None, 500])

@@ -12,15 +12,17 @@ def alone(backbone, tokens, adapter=None):
     """Logits of one sequence in a batch of its own."""
     bypasses = adapter.bypasses() if adapter else None
     sequence = CachedSequence(backbone, len(tokens), bypasses)
-    return logits(backbone, forward(backbone, [sequence.extend(tokens)]), bypasses)
+    return logits(backbone, forward(backbone, [sequence.extend(tokens)]), [(len(tokens), bypasses)])
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_many_adapters_equal_peft_each(family):
     backbone = make_backbone(family)
     twins = [
         peft_twin(family, seed=1, r=2),
-        peft_twin(family, seed=2, r=7, target_modules=["q_proj", "v_proj"], use_rslora=True),
+        peft_twin(family, seed=2, r=7, target_modules=["q_proj", "v_proj", "lm_head"], use_rslora=True),
         peft_twin(family, seed=3, r=3, target_modules=r".*layers\.1\..*_proj", lora_alpha=1),
     ]
     users = [twins[0], None, twins[1], twins[1], twins[2], None, twins[0]]
@@ -29,11 +31,11 @@ def test_rows_of_many_adapters_equal_peft_each(family):
         CachedSequence(backbone, len(prompt), twin[1].bypasses() if twin else None).extend(prompt)
         for prompt, twin in zip(prompts, users, strict=True)
     ]
-    hidden = forward(backbone, spans).split([len(prompt) for prompt in prompts])
-    for rows, prompt, twin in zip(hidden, prompts, users, strict=True):
+    owners = [(len(prompt), twin[1].bypasses() if twin else None) for prompt, twin in zip(prompts, users, strict=True)]
+    every = logits(backbone, forward(backbone, spans), owners).split([len(prompt) for prompt in prompts])
+    for ours, prompt, twin in zip(every, prompts, users, strict=True):
         with torch.no_grad():
             theirs = (twin[0] if twin else make_model(family))(prompt[None]).logits[0]
-        ours = logits(backbone, rows, twin[1].bypasses() if twin else None)
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
@@ -76,7 +78,8 @@ def test_training_windows_and_requests_share_the_batch():
     training.finish_window(hidden[6:19])
     rows = [hidden[:6], hidden[19:23], hidden[23:]]
     for theirs, ours, user in zip(expected, rows, users, strict=True):
-        torch.testing.assert_close(logits(backbone, ours, user.bypasses() if user else None), theirs, atol=1e-5, rtol=0)
+        mine = logits(backbone, ours, [(len(ours), user.bypasses() if user else None)])
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
     assert training.sums.num_trained == lonely.sums.num_trained
     assert training.sums.num_correct == lonely.sums.num_correct
     assert training.sums.loss == pytest.approx(lonely.sums.loss, rel=1e-6)
@@ -92,7 +95,7 @@ def test_one_adapters_nan_never_reaches_another_row():
     sequences = [CachedSequence(backbone, 8, user.bypasses() if user else None) for user in users]
     hidden = forward(backbone, [seq.extend(prompt) for seq, prompt in zip(sequences, prompts, strict=True)])
     torch.testing.assert_close(
-        logits(backbone, hidden[:5], good.bypasses()), alone(backbone, prompts[0], good), atol=1e-5, rtol=0
+        logits(backbone, hidden[:5], [(5, good.bypasses())]), alone(backbone, prompts[0], good), atol=1e-5, rtol=0
     )
     torch.testing.assert_close(logits(backbone, hidden[12:]), alone(backbone, prompts[2]), atol=1e-5, rtol=0)
     assert hidden[5:12].isnan().all()

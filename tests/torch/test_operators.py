@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from coserve.errors import GraphError
 from coserve.graph.operators import operator, operators
 from coserve.graph.operators.attention import Segment
+from coserve.graph.operators.base import Load
 from coserve.kernels.attention import PlainAttention
 from coserve.kernels.bits import pack_signs
 from coserve.kernels.dropout import dropout_mask, row_keys
@@ -233,9 +234,32 @@ def test_costs_grow_with_rows_and_count_matrix_products():
         slot: SimpleNamespace(shape=shape, per_row=per_row, num_bytes=lambda dtype, s=shape: 2 * torch.Size(s).numel())
         for slot, shape, per_row in (("x", (6,), True), ("weight", (4, 6), False), ("y", (4,), True))
     }
-    one = operator("linear").cost(spec, {}, rows=1, keys=0, compute_dtype=torch.bfloat16)
-    ten = operator("linear").cost(spec, {}, rows=10, keys=0, compute_dtype=torch.bfloat16)
+    one, ten = (
+        operator("linear").cost(spec, {}, Load(rows=rows, keys=0, compute_dtype=torch.bfloat16)) for rows in (1, 10)
+    )
     assert (one.flops, ten.flops) == (48, 480)
     assert ten.bytes - one.bytes == 9 * 2 * (6 + 4)
-    both = operator("linear").vjp_cost(["x", "weight"], spec, {}, rows=10, keys=0, compute_dtype=torch.bfloat16)
+    load = Load(rows=10, keys=0, compute_dtype=torch.bfloat16)
+    both = operator("linear").vjp_cost(["x", "weight"], spec, {}, load)
     assert both.flops == 960
+
+
+def test_attention_reads_the_keys_of_its_sequence_and_embedding_only_its_rows():
+    sizes = {"q": 16, "k": 8, "v": 8, "y": 16, "lse": 4}
+    spec = {
+        slot: SimpleNamespace(shape=(size,), per_row=True, num_bytes=lambda dtype, size=size: 2 * size)
+        for slot, size in sizes.items()
+    }
+    settings = {"sliding_window": None}
+
+    def attention(rows: int, keys: float) -> int:
+        load = Load(rows=rows, keys=keys, compute_dtype=torch.bfloat16)
+        return operator("attention").cost(spec, settings, load).bytes
+
+    assert attention(1, 1000.5) - attention(1, 0.5) == 1000 * 2 * (8 + 8), "a decoded token reads all K and V"
+    assert attention(100, 50) == 100 * 2 * sum(sizes.values()), "a whole prompt reads what it has just written"
+    settings["sliding_window"] = 10
+    assert attention(1, 1000.5) < attention(1, 0.5) + 10 * 2 * (8 + 8) + 1
+    weight = SimpleNamespace(shape=(50_000, 8), per_row=False, num_bytes=lambda dtype: 800_000)
+    load = Load(rows=3, keys=0, compute_dtype=torch.bfloat16)
+    assert operator("embedding").cost({"weight": weight, "y": spec["k"]}, {}, load).bytes == 3 * 2 * 16

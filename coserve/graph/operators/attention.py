@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, Cost, Operator, Shape, Shapes, Values
+from coserve.graph.operators.base import Attributes, Load, Operator, Shape, Shapes, Values
 from coserve.kernels.attention import AttentionKernel
 
 if TYPE_CHECKING:
@@ -107,20 +107,11 @@ class Attention(Operator):
     def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
         return 4 * prod(specs["q"].shape) * min(keys, attributes["sliding_window"] or keys)
 
-    def cost(
-        self,
-        specs: Mapping[str, "TensorSpec"],
-        attributes: Attributes,
-        *,
-        rows: int,
-        keys: float,
-        compute_dtype: torch.dtype,
-    ) -> Cost:
-        """Of one sequence: its rows share the keys, so all of them are read once. Sum over sequences."""
-        own = super().cost(specs, attributes, rows=rows, keys=keys, compute_dtype=compute_dtype)
-        earlier = max(0.0, min(keys, attributes["sliding_window"] or keys) - rows / 2)
-        per_key = specs["k"].num_bytes(compute_dtype) + specs["v"].num_bytes(compute_dtype)
-        return Cost(flops=own.flops, bytes=own.bytes + round(earlier * per_key))
+    def bytes_moved(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> int:
+        """The rows of a sequence share its earlier keys, so those are read once. Sum over sequences."""
+        earlier = max(0.0, min(load.keys, attributes["sliding_window"] or load.keys) - load.rows / 2)
+        per_key = sum(specs[slot].num_bytes(load.compute_dtype) for slot in self.whole)
+        return super().bytes_moved(specs, attributes, load) + round(earlier * per_key)
 
     def vjp_flops_per_row(
         self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float

@@ -21,6 +21,15 @@ Shapes = dict[str, tuple[Shape, torch.dtype | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Load:
+    """What an operator is run on: rows of one sequence, and the mean number of keys that each attends to."""
+
+    rows: int
+    keys: float
+    compute_dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cost:
     """Arithmetic and memory traffic of one execution."""
 
@@ -79,34 +88,22 @@ class Operator(ABC):
         """Backward FLOPs of one row; by default the forward's for every wanted gradient."""
         return len(wanted) * self.flops_per_row(specs, attributes, keys)
 
-    def cost(
-        self,
-        specs: Mapping[str, "TensorSpec"],
-        attributes: Attributes,
-        *,
-        rows: int,
-        keys: float,
-        compute_dtype: torch.dtype,
-    ) -> Cost:
-        """Cost of one forward execution on `rows` rows: every tensor it touches is read or written once."""
-        flops = round(rows * self.flops_per_row(specs, attributes, keys))
-        return Cost(flops=flops, bytes=_traffic(specs.values(), rows, compute_dtype))
+    def cost(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> Cost:
+        """Cost of one forward execution."""
+        flops = round(load.rows * self.flops_per_row(specs, attributes, load.keys))
+        return Cost(flops=flops, bytes=self.bytes_moved(specs, attributes, load))
 
     def vjp_cost(
-        self,
-        wanted: Collection[str],
-        specs: Mapping[str, "TensorSpec"],
-        attributes: Attributes,
-        *,
-        rows: int,
-        keys: float,
-        compute_dtype: torch.dtype,
+        self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load
     ) -> Cost:
-        """Cost of one VJP on `rows` rows: reads what it needs and the output gradients, writes the wanted gradients."""
-        read = self.reads(wanted, specs)
-        touched = [specs[slot] for slot in (*read, *self.outputs, *wanted) if slot in specs]
-        flops = round(rows * self.vjp_flops_per_row(wanted, specs, attributes, keys))
-        return Cost(flops=flops, bytes=_traffic(touched, rows, compute_dtype))
+        """Cost of one VJP: reads what it needs and the output gradients, writes the wanted gradients."""
+        touched = [specs[slot] for slot in (*self.reads(wanted, specs), *self.outputs, *wanted) if slot in specs]
+        flops = round(load.rows * self.vjp_flops_per_row(wanted, specs, attributes, load.keys))
+        return Cost(flops=flops, bytes=_traffic(touched, load))
+
+    def bytes_moved(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> int:
+        """Memory traffic of one forward execution; by default every tensor is read or written once."""
+        return _traffic(specs.values(), load)
 
     def reads(self, wanted: Collection[str], given: Collection[str] | Mapping[str, Any]) -> tuple[str, ...]:
         """The slots that the VJP reads for these gradients, of those that the node has.
@@ -138,5 +135,5 @@ class RowWise(Operator):
         return self.flops_per_element * prod(specs[self.inputs[0]].shape)
 
 
-def _traffic(specs: Collection["TensorSpec"], rows: int, compute_dtype: torch.dtype) -> int:
-    return sum(spec.num_bytes(compute_dtype) * (rows if spec.per_row else 1) for spec in specs)
+def _traffic(specs: Collection["TensorSpec"], load: Load) -> int:
+    return sum(spec.num_bytes(load.compute_dtype) * (load.rows if spec.per_row else 1) for spec in specs)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, Cost, Operator, Shape, Shapes, Values
+from coserve.graph.operators.base import Attributes, Load, Operator, Shape, Shapes, Values
 from coserve.kernels.dropout import dropout_mask
 
 if TYPE_CHECKING:
@@ -108,14 +108,6 @@ class Embedding(Operator):
     def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
         return 0.0
 
-    def cost(
-        self,
-        specs: Mapping[str, "TensorSpec"],
-        attributes: Attributes,
-        *,
-        rows: int,
-        keys: float,
-        compute_dtype: torch.dtype,
-    ) -> Cost:
+    def bytes_moved(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> int:
         """Only the rows that are looked up are read."""
-        return Cost(bytes=2 * rows * specs["y"].num_bytes(compute_dtype))
+        return 2 * load.rows * specs["y"].num_bytes(load.compute_dtype)
