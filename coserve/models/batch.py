@@ -67,9 +67,7 @@ class Span(ABC):
 
 
 def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
-    """Run the spans through the embedding and all blocks: rows in the order of the spans -> [n, hidden_size] for the
-    head.
-    """
+    """Run the spans through the embedding and all blocks: [n, hidden_size] for the head, rows in the spans' order."""
     assert spans, "a batch has at least one span"
     rows = _slices(spans)
     constants = backbone.constants(torch.cat([s.tokens for s in spans]), torch.cat([s.positions for s in spans]))

@@ -221,8 +221,8 @@ def test_ten_steps_of_adamw_follow_pefts_trajectory_and_the_result_loads_in_peft
         adapter.publish()
         assert training.sums.mean_loss == pytest.approx(float(loss.detach()), rel=1e-4)
     moved = {name: adapter.masters[name] - start[name] for name in start}
-    assert worst_error(moved, {name: theirs[name].detach() - start[name] for name in start}) < 1e-3
-    assert worst_error(adapter.masters, {name: p.detach() for name, p in theirs.items()}) < 1e-4
+    assert worst_error(moved, {name: theirs[name].detach() - start[name] for name in start}) < 2e-4
+    assert worst_error(adapter.masters, {name: p.detach() for name, p in theirs.items()}) < 5e-5
 
     save_adapter(adapter, tmp_path)
     loaded = PeftModel.from_pretrained(make_model("qwen2"), tmp_path)

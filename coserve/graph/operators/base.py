@@ -50,8 +50,7 @@ class Operator(ABC):
     forward(values, attributes, context): values by input slot -> values by output slot. The results are new tensors.
     vjp(wanted, values, gradients, attributes, context): `gradients` by output slot -> gradients by wanted input slot.
         `values` holds what `needs` lists for the wanted slots. An output slot listed in `restores` may be wanted too:
-        then the forward value is handed back, which costs next to nothing because the VJP has everything for it at
-        hand.
+        then the forward value is handed back, for a product or two per element of what the VJP holds already.
     """
 
     name: ClassVar[str]

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
 
 class Llama(RotaryDecoder):
-    model_types = ("llama",)
-
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
         self.qkv_bias = self.output_bias = bool(config.attention_bias)

@@ -4,8 +4,6 @@ from coserve.models.families.rotary_decoder import RotaryDecoder
 
 
 class Mistral(RotaryDecoder):
-    model_types = ("mistral",)
-
     def sliding_window(self, layer: int) -> int | None:
         window: int | None = self.config.sliding_window
         return window

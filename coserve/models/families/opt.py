@@ -15,7 +15,6 @@ _EPS = 1e-5
 
 
 class Opt(Architecture):
-    model_types = ("opt",)
     embedding_name = "model.decoder.embed_tokens"
     block_prefix = "model.decoder.layers"
 

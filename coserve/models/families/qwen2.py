@@ -5,7 +5,6 @@ from coserve.models.families.rotary_decoder import RotaryDecoder
 
 
 class Qwen2(RotaryDecoder):
-    model_types = ("qwen2",)
     qkv_bias = True
 
     def sliding_window(self, layer: int) -> int | None:

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
 
 
 class Qwen3(Qwen2):
-    model_types = ("qwen3",)
     norm_queries_and_keys = True
 
     def __init__(self, config: "PretrainedConfig") -> None:
