@@ -1,0 +1,167 @@
+"""Sampling against transformers' own processors, and its promises: seeds, company, one pass."""
+
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from coserve.engine.sampling import SamplingParams, SamplingRow, sample
+
+VOCAB = 50
+
+
+def rnd(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def distribution(logits: torch.Tensor, draws: int = 5_000, **params) -> torch.Tensor:
+    """How often each token comes, over many seeds."""
+    rows = [SamplingRow(params=SamplingParams(**params), seed=seed) for seed in range(draws)]
+    tokens = sample(logits.expand(draws, -1), rows).tokens
+    return torch.bincount(tokens, minlength=VOCAB) / draws
+
+
+@pytest.mark.parametrize(
+    ("params", "warpers"),
+    [
+        ({}, []),
+        ({"temperature": 0.6}, [TemperatureLogitsWarper(0.6)]),
+        ({"top_k": 5}, [TopKLogitsWarper(5)]),
+        ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
+        ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
+        (
+            {"temperature": 1.5, "top_k": 8, "top_p": 0.8},
+            [TemperatureLogitsWarper(1.5), TopKLogitsWarper(8), TopPLogitsWarper(0.8)],
+        ),
+    ],
+)
+def test_draws_follow_transformers_distribution(params, warpers):
+    logits = rnd(1, VOCAB)
+    expected = logits
+    for warper in warpers:
+        expected = warper(torch.zeros(1, 1, dtype=torch.int64), expected)
+    expected = expected.softmax(-1)[0]
+    observed = distribution(logits, **params)
+    assert not observed[expected == 0].any(), "what is cut never comes"
+    assert (observed - expected).abs().max() < 4 * (0.25 / 5_000) ** 0.5
+
+
+def test_greedy_takes_the_likeliest():
+    logits = rnd(9, VOCAB)
+    rows = [SamplingRow(params=SamplingParams(temperature=0), seed=seed) for seed in range(9)]
+    assert torch.equal(sample(logits, rows).tokens, logits.argmax(-1))
+
+
+def test_a_row_does_not_depend_on_its_company():
+    """Every row alone gives what it gives in the batch, whatever the others ask for."""
+    logits = rnd(8, VOCAB)
+    params = [
+        *(SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.4)),
+        *(SamplingParams(min_p=0.3), SamplingParams(temperature=0.3), SamplingParams(presence_penalty=1.5)),
+        SamplingParams(logit_bias={4: 50.0}),
+    ]
+    rows = [SamplingRow(params=p, seed=i, prompt=[1, 2], output=[3] * i) for i, p in enumerate(params)]
+    together = sample(logits, rows).tokens
+    alone = [int(sample(logits[i : i + 1], rows[i : i + 1]).tokens) for i in range(8)]
+    assert together.tolist() == alone
+
+
+def test_draws_come_from_the_seed_and_the_place():
+    logits = torch.zeros(1, VOCAB)
+
+    def draw(seed: int, place: int) -> int:
+        return int(sample(logits, [SamplingRow(params=SamplingParams(), seed=seed, output=[0] * place)]).tokens)
+
+    assert [draw(5, place) for place in range(20)] == [draw(5, place) for place in range(20)]
+    assert [draw(5, place) for place in range(20)] != [draw(6, place) for place in range(20)]
+    assert len({draw(5, place) for place in range(40)}) > 15
+
+
+def test_repetition_penalty_is_transformers():
+    logits = rnd(1, VOCAB)
+    prompt, output = [1, 2, 2, 7], [3, 7]
+    expected = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([prompt + output]), logits.clone())
+    biased = {int(token): -100.0 for token in range(VOCAB) if token not in (1, 2, 3, 7)}
+    params = SamplingParams(temperature=0, repetition_penalty=1.8, logit_bias=biased)
+    token = int(sample(logits, [SamplingRow(params=params, seed=0, prompt=prompt, output=output)]).tokens)
+    assert token == max((1, 2, 3, 7), key=lambda candidate: float(expected[0, candidate]))
+
+
+def test_presence_and_frequency_penalties_count_the_output_alone():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, :4] = torch.tensor([3.0, 2.9, 2.8, 2.7])
+
+    def choose(output, **penalties) -> int:
+        params = SamplingParams(temperature=0, **penalties)
+        return int(sample(logits, [SamplingRow(params=params, seed=0, prompt=[0, 1, 2], output=output)]).tokens)
+
+    assert choose([]) == 0
+    assert choose([], presence_penalty=2) == 0, "the prompt is not penalised"
+    assert choose([0], presence_penalty=0.15) == 1
+    assert choose([0, 0, 1], frequency_penalty=0.15) == 2
+    assert choose([0, 0, 1], presence_penalty=0.05, frequency_penalty=0.1) == 2
+    assert choose([3], presence_penalty=-1) == 3
+
+
+def test_bias_and_forbidden_tokens():
+    logits = rnd(1, VOCAB)
+    best = int(logits.argmax())
+    params = SamplingParams(temperature=0, logit_bias={9: 100.0})
+    assert int(sample(logits, [SamplingRow(params=params, seed=0)]).tokens) == 9
+    row = SamplingRow(params=SamplingParams(temperature=0), seed=0, forbidden=[best])
+    assert int(sample(logits, [row]).tokens) == int(logits[0].argsort(descending=True)[1])
+    both = SamplingRow(params=SamplingParams(logit_bias={best: 100.0}), seed=0, forbidden=[best])
+    assert int(sample(logits, [both]).tokens) != best
+
+
+def test_logprobs_are_the_models_own():
+    logits = rnd(3, VOCAB)
+    rows = [
+        SamplingRow(params=SamplingParams(temperature=0, logprobs=2), seed=0),
+        SamplingRow(params=SamplingParams(temperature=0.5, top_k=2, logprobs=4, logit_bias={3: 9.0}), seed=1),
+        SamplingRow(params=SamplingParams(), seed=2),
+    ]
+    result = sample(logits, rows)
+    expected = logits.log_softmax(-1)
+    torch.testing.assert_close(result.logprobs, expected.gather(1, result.tokens[:, None])[:, 0])
+    top = expected.topk(4)
+    torch.testing.assert_close(result.top_logprobs, top.values)
+    assert torch.equal(result.top_tokens, top.indices)
+    assert sample(logits, [rows[2]] * 3).top_tokens.shape == (3, 0)
+
+
+def test_the_logits_stay_as_they_are_and_half_precision_is_taken():
+    logits = rnd(2, VOCAB).bfloat16()
+    before = logits.clone()
+    rows = [SamplingRow(params=SamplingParams(top_p=0.5, presence_penalty=1), seed=s, output=[1]) for s in range(2)]
+    sample(logits, rows)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": -1}, "temperature must be a number from 0 to 2, not -1"),
+        ({"temperature": float("nan")}, "temperature must be a number from 0 to 2"),
+        ({"top_p": 0}, "top_p must be a number above 0 and at most 1, not 0"),
+        ({"top_k": -2}, "top_k must be a whole number at least -1, not -2"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number at least 1"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens must be a whole number from 0 to 3, not 4"),
+        ({"logprobs": 21}, "logprobs must be a whole number from 0 to 20"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must map token ids"),
+        ({"logit_bias": {1: 101}}, "logit_bias must map token ids to numbers from -100 to 100"),
+        ({"presence_penalty": 3}, "presence_penalty must be a number from -2 to 2"),
+        ({"stop": "x"}, "stop must be strings"),
+        ({"stop": ("",)}, "stop must be strings that are not empty"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"n": True}, "n must be a whole number"),
+    ],
+)
+def test_parameters_out_of_range_are_named(params, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**params)
