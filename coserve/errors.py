@@ -7,7 +7,8 @@ CoserveError
 │   ├── UnknownModelError       no such preset, directory or hub id
 │   ├── UnsupportedModelError   a family or a configuration that coserve does not run
 │   └── WeightsError            weights that are missing, extra, misshapen, damaged or of the wrong type
-└── AdapterError        an adapter that cannot be used with this model
+├── AdapterError        an adapter that cannot be used with this model
+└── DataError           training data that cannot be used
 
 Every message is one line that says what is wrong and what would be right. Broken invariants inside coserve are plain
 ``assert`` statements: no input should ever reach them.
@@ -44,3 +45,7 @@ class WeightsError(ModelError):
 
 class AdapterError(CoserveError):
     """An adapter that cannot be used with this model."""
+
+
+class DataError(CoserveError):
+    """Training data that cannot be used; the message names lines and reasons."""

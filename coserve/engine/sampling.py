@@ -203,7 +203,7 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     cumulative = scores.softmax(-1, dtype=torch.float64).cumsum_(-1)
     target = _uniform(rows).to(scores.device)[:, None] * cumulative[:, -1:]
     tokens: Tensor = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return tokens
+    return tokens.clamp_(max=scores.shape[1] - 1)  # the product above may round up to the sum itself
 
 
 def _cut(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -1,0 +1,208 @@
+"""Training data: lines of JSON to tokens and which of them are trained on.
+
+Three kinds of line, told apart by their keys: `messages` (OpenAI's chat format, through the model's chat template; the
+assistant's turns are trained on, unless their `weight` is 0), `prompt` and `completion` (the completion is), and `text`
+(all of it is). Where a conversation is cut into trained and other text is decided on characters, before tokenization,
+so that tokens are those of the whole text.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from coserve.errors import DataError
+from coserve.tuning.pack import Pack, make_pack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_FAULTS = 10
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One line: token ids, and for each whether it is trained on."""
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+    truncated: bool = False
+
+    @property
+    def num_trained(self) -> int:
+        """Rows that will have a target: a sequence's first token is nobody's."""
+        return sum(self.trained[1:])
+
+
+def read_examples(
+    lines: Iterable[str], tokenizer: "PreTrainedTokenizerBase", *, max_sequence_length: int
+) -> list[Example]:
+    """Every line of a JSONL file as an example, cut to at most `max_sequence_length` tokens; blank lines are passed
+    over.
+
+    Raises:
+        DataError: its message names the line and the reason of the first ten faults.
+    """
+    reader, examples, faults = _Reader(tokenizer, max_sequence_length), [], []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            examples.append(reader.read(line))
+        except DataError as error:
+            faults.append(f"line {number}: {error}")
+            if len(faults) == _MAX_FAULTS:
+                break
+    if faults:
+        raise DataError("; ".join(faults))
+    if not examples:
+        raise DataError("there is no line with an example")
+    return examples
+
+
+class _Reader:
+    """Reads lines for one tokenizer."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_sequence_length: int) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"the tokenizer {type(tokenizer).__name__} gives no character offsets; use its fast version"
+            )
+        self._tokenizer, self._max_length = tokenizer, max_sequence_length
+
+    def read(self, line: str) -> Example:
+        """DataError says what is wrong with the line."""
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"not valid JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise DataError(f"must be a JSON object, not {type(record).__name__}")
+        if "messages" in record:
+            pieces, special = self._chat(record), False
+        elif "prompt" in record or "completion" in record:
+            pieces, special = self._completion(record), True
+        elif "text" in record:
+            _expect(record, "text")
+            pieces, special = [(_text(record, "text"), True)], True
+        else:
+            raise DataError("needs messages, or prompt and completion, or text")
+        return self._example(pieces, special=special)
+
+    def _completion(self, record: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        _expect(record, "prompt", "completion")
+        return [(_text(record, "prompt"), False), (_text(record, "completion"), True)]
+
+    def _chat(self, record: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        """The rendered conversation in pieces: each assistant turn, and what lies before it."""
+        _expect(record, "messages", "tools", "parallel_tool_calls")
+        messages = _messages(record["messages"])
+        pieces, done = [], ""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:index], record.get("tools"), add_generation_prompt=True)
+            after = self._render(messages[: index + 1], record.get("tools"))
+            if not after.startswith(before) or not before.startswith(done):
+                raise DataError("the chat template does not render this conversation turn by turn")
+            pieces += [(before[len(done) :], False), (after[len(before) :], message.get("weight", 1) == 1)]
+            done = after
+        return pieces
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
+        plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(plain, tools=tools, tokenize=False, **options)
+        except Exception as error:  # templates raise what they like
+            raise DataError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
+        return text
+
+    def _example(self, pieces: Sequence[tuple[str, bool]], *, special: bool) -> Example:
+        """Tokenize the whole text; a token belongs to the piece that its last character lies in (a word often brings
+        the space before it along).
+
+        special: add what the tokenizer puts around a text, and an end-of-text token that is trained with the last
+        piece.
+        """
+        text = "".join(piece for piece, _ in pieces)
+        encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        tokens, trained = list(encoded["input_ids"]), []
+        ends, end = [], 0
+        for piece, mark in pieces:
+            end += len(piece)
+            ends.append((end, mark))
+        for start, stop in encoded["offset_mapping"]:
+            trained.append(stop > start and next((mark for limit, mark in ends if stop <= limit), False))
+        eos = self._tokenizer.eos_token_id
+        if special and eos is not None:
+            if tokens and tokens[-1] == eos and not trained[-1]:
+                trained[-1] = pieces[-1][1]
+            elif not tokens or tokens[-1] != eos:
+                tokens.append(eos)
+                trained.append(pieces[-1][1])
+        length = min(len(tokens), self._max_length)
+        example = Example(
+            tokens=tuple(tokens[:length]), trained=tuple(trained[:length]), truncated=length < len(tokens)
+        )
+        if not example.num_trained:
+            reason = f" within {self._max_length} tokens" if example.truncated else ""
+            raise DataError(f"has no token to train on{reason}")
+        return example
+
+
+def _expect(record: Mapping[str, Any], *names: str) -> None:
+    """DataError for a key that is not known: a typo must not pass."""
+    if unknown := [name for name in record if name not in names]:
+        raise DataError(f"unknown field {unknown[0]!r}; known here: {', '.join(names)}")
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise DataError(f"{name} must be a string" + ("" if name in record else "; it is missing"))
+    return value
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise DataError("messages must be a list that is not empty")
+    for index, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise DataError(f"messages[{index}] must be an object")
+        if message.get("role") not in _ROLES:
+            raise DataError(f"messages[{index}].role must be one of {', '.join(_ROLES)}, not {message.get('role')!r}")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise DataError(f"messages[{index}].content must be a string")
+        if message.get("weight", 1) not in (0, 1):
+            raise DataError(f"messages[{index}].weight must be 0 or 1, not {message['weight']!r}")
+    if not any(message["role"] == "assistant" for message in value):
+        raise DataError("messages has no turn of the assistant to train on")
+    return value
+
+
+def epoch_order(num_examples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """The order in which an epoch takes the examples: a permutation that only seed and epoch decide, or as they
+    stand.
+    """
+    order = list(range(num_examples))
+    if shuffle:
+        Random(f"coserve {seed} {epoch}").shuffle(order)
+    return order
+
+
+def packs_of(examples: Sequence[Example], *, max_rows: int) -> Iterator[Pack]:
+    """Lay the examples of an optimizer step into packs of at most `max_rows`: the longest first, each into the first
+    pack that has room (first-fit decreasing). An example longer than that has a pack of its own.
+    """
+    bins: list[list[Example]] = []
+    for example in sorted(examples, key=lambda example: len(example.tokens), reverse=True):
+        for members in bins:
+            if sum(len(member.tokens) for member in members) + len(example.tokens) <= max_rows:
+                members.append(example)
+                break
+        else:
+            bins.append([example])
+    for members in bins:
+        yield make_pack([(member.tokens, member.trained) for member in members])

@@ -1,0 +1,161 @@
+"""From lines to packs: what is trained on, in which order, and which line is at fault."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from coserve.errors import DataError
+from coserve.tuning.examples import Example, epoch_order, packs_of, read_examples
+
+WORDS = (
+    *("hello", "world", "how", "are", "you", "fine", "thanks", "and", "be", "kind"),
+    *("<user>", "<assistant>", "<system>", "<end>", "<eos>", "<unk>"),
+)
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def read(tokenizer, *records, max_sequence_length=100):
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    return read_examples(lines, tokenizer, max_sequence_length=max_sequence_length)
+
+
+def words(tokenizer, example, *, trained):
+    tokens = [token for token, mark in zip(example.tokens, example.trained, strict=True) if mark or not trained]
+    return tokenizer.convert_ids_to_tokens(tokens)
+
+
+def chat(*turns, **fields):
+    return {"messages": [{"role": role, "content": content} for role, content in turns], **fields}
+
+
+def test_assistant_turns_are_trained_on(tokenizer):
+    record = chat(("system", "be kind"), ("user", "hello"), ("assistant", "hello world"), ("user", "how are you"))
+    record["messages"].append({"role": "assistant", "content": "fine thanks"})
+    (example,) = read(tokenizer, record)
+    whole = "<system> be kind <end> <user> hello <end> <assistant> hello world <end> <user> how are you <end>"
+    assert words(tokenizer, example, trained=False) == f"{whole} <assistant> fine thanks <end>".split()
+    assert words(tokenizer, example, trained=True) == ["hello", "world", "<end>", "fine", "thanks", "<end>"]
+
+
+def test_a_turn_of_weight_0_is_not_trained_on_and_what_follows_the_last_is_cut(tokenizer):
+    record = chat(
+        ("user", "hello"), ("assistant", "hello"), ("user", "how"), ("assistant", "fine"), ("user", "are you")
+    )
+    record["messages"][1]["weight"] = 0
+    (example,) = read(tokenizer, record)
+    assert words(tokenizer, example, trained=True) == ["fine", "<end>"]
+    assert words(tokenizer, example, trained=False)[-1] == "<end>"
+
+
+def test_completions_are_trained_on_and_end(tokenizer):
+    (example,) = read(tokenizer, {"prompt": "how are ", "completion": "you fine"})
+    assert words(tokenizer, example, trained=False) == ["how", "are", "you", "fine", "<eos>"]
+    assert words(tokenizer, example, trained=True) == ["you", "fine", "<eos>"]
+
+
+def test_a_word_that_brings_its_space_along_belongs_to_the_completion():
+    inner = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "Ġ": 2, "Ġb": 3, "<eos>": 4}, merges=[("Ġ", "b")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    (example,) = read(fast, {"prompt": "a ", "completion": "b"})
+    assert words(fast, example, trained=False) == ["a", "Ġb", "<eos>"]
+    assert words(fast, example, trained=True) == ["Ġb", "<eos>"]
+
+
+def test_text_is_trained_on_whole(tokenizer):
+    (example,) = read(tokenizer, {"text": "hello world"})
+    assert words(tokenizer, example, trained=True) == ["hello", "world", "<eos>"]
+    assert example.num_trained == 2, "the first token is nobody's target"
+
+
+def test_long_lines_are_cut(tokenizer):
+    (example,) = read(tokenizer, {"text": "hello " * 50}, max_sequence_length=7)
+    assert (len(example.tokens), example.truncated) == (7, True)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "must be a JSON object, not list"),
+        ({"txt": "x"}, "needs messages, or prompt and completion, or text"),
+        ({"text": "hello", "extra": 1}, "unknown field 'extra'; known here: text"),
+        ({"text": 3}, "text must be a string"),
+        ({"prompt": "hello"}, "completion must be a string; it is missing"),
+        ({"prompt": "hello", "completion": "x", "weight": 1}, "unknown field 'weight'"),
+        ({"messages": []}, "messages must be a list that is not empty"),
+        ({"messages": ["x"]}, r"messages\[0\] must be an object"),
+        (chat(("alien", "x")), r"messages\[0\].role must be one of system, .* not 'alien'"),
+        (chat(("user", "x")), "messages has no turn of the assistant"),
+        ({"messages": [{"role": "assistant", "content": None}]}, r"messages\[0\].content must be a string"),
+        ({"messages": [{"role": "assistant", "content": "x", "weight": 2}]}, "weight must be 0 or 1, not 2"),
+        ({"prompt": "hello " * 20, "completion": "x"}, "has no token to train on within 10 tokens"),
+        ({"text": ""}, "has no token to train on"),
+    ],
+)
+def test_a_fault_names_its_line_and_the_reason(tokenizer, record, reason):
+    with pytest.raises(DataError, match=rf"^line 3: {reason}" if not reason.startswith("weight") else reason):
+        read(tokenizer, {"text": "hello world"}, "", record, {"text": "hello you"}, max_sequence_length=10)
+
+
+def test_the_first_ten_faults_are_named(tokenizer):
+    with pytest.raises(DataError) as error:
+        read(tokenizer, *["{"] * 30)
+    assert [part.split(":")[0] for part in str(error.value).split("; ")] == [f"line {n}" for n in range(1, 11)]
+    with pytest.raises(DataError, match="there is no line with an example"):
+        read(tokenizer, "", " ")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    tokenizer.chat_template = "{{ messages | length }} " + TEMPLATE
+    record = chat(("user", "hello"), ("assistant", "hello"))
+    with pytest.raises(DataError, match="line 1: the chat template does not render this conversation turn by turn"):
+        read(tokenizer, record)
+    tokenizer.chat_template = "{{ raise_exception('no system turns') }}"
+    with pytest.raises(DataError, match="line 1: the chat template refuses it: no system turns"):
+        read(tokenizer, record)
+
+
+# -- order and packing --------------------------------------------------------------
+
+
+def test_an_epoch_takes_every_example_once_in_an_order_of_its_own():
+    first, again, second, other = (
+        epoch_order(100, seed=seed, epoch=epoch, shuffle=True) for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0))
+    )
+    assert first == again
+    assert sorted(first) == sorted(second) == sorted(other) == list(range(100))
+    assert first != second != other != first
+    assert epoch_order(5, seed=1, epoch=0, shuffle=False) == [0, 1, 2, 3, 4]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(10, 60))
+def test_packs_hold_every_example_once_within_their_rows(lengths, max_rows):
+    examples = [Example(tokens=tuple([i] * length), trained=tuple([True] * length)) for i, length in enumerate(lengths)]
+    packs = list(packs_of(examples, max_rows=max_rows))
+    found = Counter()
+    for pack in packs:
+        assert pack.num_rows <= max_rows or len(pack.bounds) == 2
+        found.update(pack.tokens.tolist())
+    assert found == dict(enumerate(lengths))
+    if max(lengths) <= max_rows:
+        assert len(packs) <= 2 * -(-sum(lengths) // max_rows), "first fit leaves at most one pack half empty"
