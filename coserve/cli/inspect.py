@@ -136,7 +136,8 @@ def _point(choice: "Retention") -> dict[str, Any]:
 
 
 def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[str, int]:
-    from coserve.tuning.training_pass import workspace_bytes
+    from coserve.memory.activations import group_bytes
+    from coserve.tuning.training_pass import workspace_shapes
 
     backbone = adapter.backbone
     weights = {id(tensor): tensor for tensors in backbone.weights.values() for tensor in tensors.values()}
@@ -150,7 +151,7 @@ def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[
         "optimizer": 2 * masters,
         "activations_per_token": per_token,
         "activations": per_token * seq,
-        "workspace": workspace_bytes(programs, backbone, seq),
+        "workspace": group_bytes(workspace_shapes(programs, backbone, seq)),
     }
 
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,14 +35,23 @@ class BoundNetwork:
 Bypasses = Mapping[Part, Mapping[str, BoundNetwork]]
 
 
+class Destination(Protocol):
+    """Room for some rows of one tensor."""
+
+    def copy_(self, src: Tensor, /) -> object:
+        """Fill it."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Where a span's rows of some tensors go: name -> tensor [rows of the span, ...].
+    """Where a span's rows of some tensors go: name -> a tensor [rows of the span, ...], or what else can be copied
+    into.
 
     packed_signs: the nodes that make those of them that exist only to be kept.
     """
 
-    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Mapping[str, "Destination"] = field(default_factory=dict)
     packed_signs: Mapping[str, Node] = field(default_factory=dict)
 
 

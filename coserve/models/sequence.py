@@ -48,4 +48,4 @@ class _CachedRows(Span):
 
     def segments(self, layer: int) -> Sequence[Segment]:
         keys, values = (rows[: self._end] for rows in self._cache[layer].values())
-        return [Segment(rows=slice(0, self._end - self._start), keys=keys, values=values)]
+        return [Segment(rows=slice(0, self._end - self._start), keys=lambda: keys, values=lambda: values)]

@@ -9,15 +9,18 @@ between any two instructions; what it has summed up is its own until it is done,
 without a trace.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter
+from coserve.errors import BudgetError
 from coserve.graph.execute import BackwardRun
 from coserve.graph.operators.attention import AttentionContext, Segment
 from coserve.kernels.dropout import keys_of_part, row_keys
+from coserve.memory.activations import ActivationMemory, DeviceMemory, Shapes
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.batch import Keep, Span, forward
@@ -25,7 +28,8 @@ from coserve.tuning.objective import LossSums, chunk_rows, loss_and_gradient
 from coserve.tuning.pack import Pack
 from coserve.tuning.programs import TrainingPrograms
 
-Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+# Tensors of a pass's workspace.
+_GRADIENT, _KEY_GRADS, _VALUE_GRADS = "gradient", "key_grads", "value_grads"
 
 
 class TrainingPass:
@@ -44,23 +48,30 @@ class TrainingPass:
         *,
         dropout_seed: int = 0,
         first_row: int = 0,
-        allocate: Allocate | None = None,
+        memory: ActivationMemory | None = None,
     ) -> None:
         """Take the memory of the whole pass.
 
         Args:
             dropout_seed, first_row: of the dropout masks; first_row is the pack's first row among all that the job
             ever trains on.
-            allocate: (shape, dtype) -> an uninitialised tensor on the backbone's device.
+            memory: where its tensors live (default: PyTorch's allocator). BudgetError takes nothing.
         """
         backbone = adapter.backbone
         self.backbone, self.adapter, self.programs, self.pack = backbone, adapter, programs, pack
         self.sums = LossSums()
         self.gradients = {name: torch.zeros_like(master) for name, master in adapter.masters.items()}
         self.num_forward_rows = 0
-        self._allocate = allocate or _allocator(backbone.device)
-        self._saved = {part: self._saved_tensors(part) for part in backbone.architecture.parts[:-1]}
-        self._gradient = self._allocate((pack.num_rows, backbone.architecture.hidden_size), backbone.dtype)
+        self._memory = memory or DeviceMemory(backbone.device)
+        self._saved: dict[Part, dict[str, Tensor]] = {}
+        self._workspace: dict[str, Tensor] = {}
+        try:
+            self._workspace = self._memory.take(workspace_shapes(programs, backbone, pack.num_rows))
+            for part in backbone.architecture.parts[:-1]:
+                self._saved[part] = self._memory.take(saved_shapes(programs, backbone, part, pack.num_rows))
+        except BudgetError:
+            self.release()
+            raise
         self._row_keys = row_keys(dropout_seed, torch.arange(first_row, first_row + pack.num_rows)).to(backbone.device)
         self._tokens, self._positions, self._targets = (
             tensor.to(backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
@@ -68,7 +79,6 @@ class TrainingPass:
         self._waiting = list(programs.parts)
         self._tasklet: Tasklet | None = None
         self._num_backward_rows = pack.num_rows
-        self._key_grads: tuple[Tensor, Tensor] | None = None
 
     # -- forward ----------------------------------------------------------------
 
@@ -100,10 +110,13 @@ class TrainingPass:
             max_rows=chunk_rows(self.backbone.architecture.vocab_size),
         )
         self.sums.add(sums)
-        self._gradient[start:end] = gradient
+        if self.programs.parts:
+            self._workspace[_GRADIENT][start:end] = gradient
         self.num_forward_rows = end
         if self.forward_done:  # below the lowest trained part, K and V were kept for the windows behind alone
-            self._saved = {part: tensors for part, tensors in self._saved.items() if part in self.programs.parts}
+            for part in [part for part in self._saved if part not in self.programs.parts]:
+                self._memory.give_back(self._saved.pop(part))
+            self._release_if_done()
 
     # -- backward ---------------------------------------------------------------
 
@@ -118,28 +131,25 @@ class TrainingPass:
         assert max_rows > 0, "a tasklet has rows"
         end = self._num_backward_rows
         if isinstance(self._waiting[0], int) and end == self.pack.num_rows:
-            self._start_block(self._waiting[0])
+            self._start_block()
         self._tasklet = Tasklet(self, self._waiting[0], max(0, end - max_rows), end)
         return self._tasklet
 
-    def _start_block(self, layer: int) -> None:
+    def _start_block(self) -> None:
         """Clear the accumulators of dK and dV; one pair serves all blocks in turn."""
-        if self._key_grads is None:
-            specs = (self.programs.program[layer].graph.spec[name] for name in self._carried(layer))
-            keys, values = (self._allocate((self.pack.num_rows, *spec.shape), torch.float32) for spec in specs)
-            self._key_grads = keys, values
-        for accumulator in self._key_grads:
-            accumulator.zero_()
+        for name in (_KEY_GRADS, _VALUE_GRADS):
+            self._workspace[name].zero_()
 
     def _finish_tasklet(self, part: Part, start: int, end: int, gradient: Tensor | None) -> None:
         """Store the gradient for the part below; after a part's first row, let its saved tensors go."""
         if gradient is not None:
-            self._gradient[start:end] = gradient
+            self._workspace[_GRADIENT][start:end] = gradient
         self._num_backward_rows, self._tasklet = start, None
         if start == 0:
             self._waiting.pop(0)
-            self._saved.pop(part)
+            self._memory.give_back(self._saved.pop(part))
             self._num_backward_rows = self.pack.num_rows
+            self._release_if_done()
 
     # -- memory -----------------------------------------------------------------
 
@@ -148,10 +158,16 @@ class TrainingPass:
         """Bytes of the saved tensors that are held now."""
         return sum(tensor.nbytes for tensors in self._saved.values() for tensor in tensors.values())
 
-    def _saved_tensors(self, part: Part) -> dict[str, Tensor]:
-        program, rows = self.programs.program[part], self.pack.num_rows
-        specs = (program.graph.spec[name] for name in program.saved)
-        return {spec.name: self._allocate((rows, *spec.shape), spec.dtype or self.backbone.dtype) for spec in specs}
+    def release(self) -> None:
+        """Give all memory back, at any moment; a pass that is not done is lost, and leaves no trace."""
+        self._tasklet = None
+        for tensors in (*self._saved.values(), self._workspace):
+            self._memory.give_back(tensors)
+        self._saved, self._workspace = {}, {}
+
+    def _release_if_done(self) -> None:
+        if self.done:
+            self.release()
 
     def _carried(self, layer: int) -> tuple[str, ...]:
         return self.programs.program[layer].graph.carried
@@ -163,12 +179,12 @@ class TrainingPass:
     def _segments(self, layer: int, start: int, end: int) -> Sequence[Segment]:
         """Who attends to what among rows [start, end), with the accumulators if there are any."""
         keys, values = (self._saved[layer][name] for name in self._carried(layer))
-        key_grads, value_grads = self._key_grads or (None, None)
+        key_grads, value_grads = self._workspace.get(_KEY_GRADS), self._workspace.get(_VALUE_GRADS)
         return [
             Segment(
                 rows=slice(first - start, last - start),
-                keys=keys[begin:last],
-                values=values[begin:last],
+                keys=partial(keys.__getitem__, slice(begin, last)),
+                values=partial(values.__getitem__, slice(begin, last)),
                 key_grads=None if key_grads is None else key_grads[begin:last],
                 value_grads=None if value_grads is None else value_grads[begin:last],
             )
@@ -188,19 +204,18 @@ class Tasklet:
         constants["row_keys"] = keys_of_part(training._row_keys[rows], backbone.architecture.parts.index(part))
         saved: Mapping[str, Tensor] = {name: tensor[rows] for name, tensor in training._saved[part].items()}
         context = AttentionContext(kernel=backbone.attention)
-        if isinstance(part, int) and training._key_grads is not None:
-            keys, values = training._key_grads
+        if isinstance(part, int):
             context = AttentionContext(
                 kernel=backbone.attention,
                 segments=tuple(training._segments(part, start, end)),
-                key_grads=keys[rows],
-                value_grads=values[rows],
+                key_grads=training._workspace[_KEY_GRADS][rows],
+                value_grads=training._workspace[_VALUE_GRADS][rows],
             )
         self._gives_input = "x" in program.asked
         self._run: BackwardRun | None = BackwardRun(
             program,
             values={**constants, **backbone.weights[part], **training.adapter.parameters(part), **saved},
-            gradients={program.graph.outputs[0]: training._gradient[rows]},
+            gradients={program.graph.outputs[0]: training._workspace[_GRADIENT][rows]},
             accumulators=training._accumulators(part),
             context=context,
         )
@@ -243,21 +258,24 @@ class _Window(Span):
         return self._pass._segments(layer, self._rows.start, self._rows.stop)
 
 
-def workspace_bytes(programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> int:
-    """Bytes that a pass of this many rows takes beside its saved tensors: the gradient between blocks, and dK and dV
-    of one block.
-    """
+def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num_rows: int) -> Shapes:
+    """The tensors that a pass of this many rows saves of one part."""
+    program = programs.program[part]
+    specs = (program.graph.spec[name] for name in program.saved)
+    return {spec.name: ((num_rows, *spec.shape), spec.dtype or backbone.dtype) for spec in specs}
+
+
+def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> Shapes:
+    """The tensors that a pass of this many rows needs beside: the gradient between blocks, dK and dV of one block."""
+    if not programs.parts:
+        return {}
     graph = backbone.architecture.graphs[0]
-    accumulators = sum(graph.spec[name].shape[0] for name in graph.carried) * torch.float32.itemsize
-    blocks = any(isinstance(part, int) for part in programs.parts)
-    return num_rows * (backbone.architecture.hidden_size * backbone.dtype.itemsize + accumulators * blocks)
-
-
-def _allocator(device: torch.device) -> Allocate:
-    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    return allocate
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        _GRADIENT: ((num_rows, backbone.architecture.hidden_size), backbone.dtype)
+    }
+    for name, carried in zip((_KEY_GRADS, _VALUE_GRADS), graph.carried, strict=True):
+        shapes[name] = ((num_rows, *graph.spec[carried].shape), torch.float32)
+    return shapes
 
 
 def run_alone(training: TrainingPass, *, forward_rows: int, backward_rows: int) -> None:

@@ -170,7 +170,9 @@ def test_full_weights_of_a_block_equal_autograd(name):
     constants = backbone.constants(torch.zeros(9, dtype=torch.int64), positions)
     keys, values = (torch.empty(9, graph.spec[t].shape[0]) for t in graph.carried)
     grads = torch.zeros_like(keys), torch.zeros_like(values)
-    segment = Segment(rows=slice(0, 9), keys=keys, values=values, key_grads=grads[0], value_grads=grads[1])
+    segment = Segment(
+        rows=slice(0, 9), keys=lambda: keys, values=lambda: values, key_grads=grads[0], value_grads=grads[1]
+    )
     context = AttentionContext(kernel=backbone.attention, segments=(segment,), key_grads=grads[0], value_grads=grads[1])
     kept = {"x": x}
 

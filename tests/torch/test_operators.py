@@ -189,8 +189,8 @@ class _OneSequence:
         self.segments = (
             Segment(
                 rows=slice(0, n),
-                keys=self._k,
-                values=self._v,
+                keys=lambda: self._k,
+                values=lambda: self._v,
                 key_grads=self.key_grads,
                 value_grads=self.value_grads,
             ),

@@ -25,12 +25,13 @@ from support import (
 )
 
 from coserve.adapters import save_adapter
+from coserve.memory.activations import DeviceMemory, group_bytes
 from coserve.models import CachedSequence, forward
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pack import UNTRAINED
 from coserve.tuning.programs import frontier_of_part
-from coserve.tuning.training_pass import workspace_bytes
+from coserve.tuning.training_pass import workspace_shapes
 
 LENGTHS = (7, 11, 1, 5)
 TARGETS = {"all": "all-linear", "down": ["down_proj", "fc2"], "qv": ["q_proj", "v_proj"], "k": ["k_proj"]}
@@ -102,6 +103,18 @@ def test_gradients_are_equal_at_every_point_of_the_frontier(name, targets):
     for budget in budgets[:: max(1, len(budgets) // 12)] + budgets[-1:]:
         training = gradients(adapter, sequences, forward_rows=5, backward_rows=4, budget=budget)
         assert worst_error(training.gradients, theirs) < 1e-5, budget
+
+
+class Recorder(DeviceMemory):
+    """PyTorch's allocator, and what it has lent."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.taken = []
+
+    def take(self, shapes):
+        self.taken.append(super().take(shapes))
+        return self.taken[-1]
 
 
 class Storm:
@@ -309,21 +322,19 @@ def test_token_accuracy_counts_the_likeliest_token():
 def test_saved_bytes_counted_from_the_program_are_the_bytes_held(name, dtype, targets):
     adapter = make_adapter(make_backbone(name, dtype), target_modules=targets_of(name, targets))
     pack = make_pack(random_sequences((9, 4, 17)))
-    held = []
-
-    def allocate(shape, kind):
-        held.append(torch.empty(shape, dtype=kind))
-        return held[-1]
-
+    memory = Recorder()
     for point in frontier_of_part(training_programs(adapter), adapter, 1, keys=5.0):
         programs = training_programs(adapter, budget_bytes_per_token=point.bytes_per_token, keys=5.0)
-        held.clear()
-        training = TrainingPass(adapter, programs, pack, allocate=allocate)
-        run_alone(training, forward_rows=7, backward_rows=11)
+        memory.taken.clear()
+        training = TrainingPass(adapter, programs, pack, memory=memory)
         counted = programs.saved_bytes_per_token(adapter.backbone.dtype) * pack.num_rows
-        workspace = workspace_bytes(programs, adapter.backbone, pack.num_rows)
-        assert sum(tensor.untyped_storage().nbytes() for tensor in held) == counted + workspace
+        workspace = group_bytes(workspace_shapes(programs, adapter.backbone, pack.num_rows))
+        held = sum(tensor.untyped_storage().nbytes() for group in memory.taken for tensor in group.values())
+        assert held == counted + workspace
+        assert training.num_saved_bytes == counted
         assert programs.program[1].saved_bytes_per_token(adapter.backbone.dtype) == point.bytes_per_token
+        run_alone(training, forward_rows=7, backward_rows=11)
+        assert not any(memory.taken), "and all of it comes back"
 
 
 def test_saved_tensors_are_let_go_block_by_block():
@@ -350,19 +361,14 @@ def test_k_and_v_of_blocks_below_the_lowest_adapter_go_after_the_forward_pass():
     assert training.num_saved_bytes == programs.program[2].saved_bytes_per_token(torch.float32) * 13
 
 
-def test_nothing_outlives_its_block():
+def test_nothing_outlives_the_pass():
     """The storages themselves are gone, whoever might still have held a view."""
-    adapter = make_adapter(make_backbone("llama"))
-    held = []
-
-    def allocate(shape, kind):
-        tensor = torch.empty(shape, dtype=kind)
-        held.append(weakref.ref(tensor))
-        return tensor
-
-    training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))), allocate=allocate)
+    adapter, memory = make_adapter(make_backbone("llama")), Recorder()
+    training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))), memory=memory)
+    tensors = [weakref.ref(tensor.untyped_storage()) for group in memory.taken for tensor in group.values()]
     run_alone(training, forward_rows=6, backward_rows=6)
-    assert sum(tensor() is not None for tensor in held) == 3, "the gradient between blocks, and dK and dV of one block"
+    assert len(tensors) > 30
+    assert not any(tensor() is not None for tensor in tensors)
 
 
 def test_a_pack_without_trained_rows_has_no_loss_and_no_gradient():
@@ -398,7 +404,8 @@ def test_a_pass_that_is_dropped_leaves_no_trace():
     dropped = TrainingPass(adapter, training_programs(adapter), make_pack(sequences))
     dropped.finish_window(forward(adapter.backbone, [dropped.next_window(13)]))
     dropped.next_tasklet(5).run(3)
-    del dropped
+    dropped.release()
+    assert dropped.num_saved_bytes == 0
     assert all(torch.equal(masters[name], master) for name, master in adapter.masters.items())
     assert worst_error(gradients(adapter, sequences).gradients, expected) == 0
 

@@ -1,6 +1,6 @@
 """Causal self-attention: the one operator that looks at whom a row belongs to."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -17,18 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Consecutive rows of one sequence, and all the keys that they may look at, their own last."""
+    """Consecutive rows of one sequence, and all the keys that they may look at, their own last.
+
+    keys, values: asked when attention runs, since the rows' own are only written just before; [m, Hkv * D].
+    """
 
     rows: slice
-    keys: Tensor  # [m, Hkv * D]
-    values: Tensor  # [m, Hkv * D]
+    keys: Callable[[], Tensor]
+    values: Callable[[], Tensor]
     key_grads: Tensor | None = None  # float32 [m, Hkv * D], added to in the backward pass
     value_grads: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionContext:
-    """What attention needs beyond its rows. K and V of the rows must stand in the segments' tensors before it runs.
+    """What attention needs beyond its rows. K and V of the rows must be among the segments' before it runs.
 
     `key_grads` and `value_grads` are the accumulators' rows of the window that runs backward: float32 [n, Hkv * D].
     Windows run from the last to the first, so once a window's own attention has been reversed, they are complete
@@ -65,8 +68,8 @@ class Attention(Operator):
         for segment in context.segments:
             y, norm = context.kernel.forward(
                 _heads(q[segment.rows], attributes["num_heads"]),
-                _heads(segment.keys, attributes["num_key_value_heads"]),
-                _heads(segment.values, attributes["num_key_value_heads"]),
+                _heads(segment.keys(), attributes["num_key_value_heads"]),
+                _heads(segment.values(), attributes["num_key_value_heads"]),
                 scale=attributes["scale"],
                 sliding_window=attributes["sliding_window"],
             )
@@ -91,8 +94,8 @@ class Attention(Operator):
             grad = context.kernel.backward(
                 _heads(dy[rows], num_heads),
                 _heads(q[rows], num_heads),
-                _heads(segment.keys, num_key_heads),
-                _heads(segment.values, num_key_heads),
+                _heads(segment.keys(), num_key_heads),
+                _heads(segment.values(), num_key_heads),
                 _heads(values["y"][rows], num_heads),
                 values["lse"][rows],
                 scale=attributes["scale"],

@@ -1,0 +1,163 @@
+"""Keys and values of requests in pages: a page holds `block_tokens` tokens of every block's K and V.
+
+A page is laid out [num_layers, 2, block_tokens, Hkv * D] in the compute dtype.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.errors import BudgetError
+from coserve.graph.operators.attention import Segment
+from coserve.memory.pages import PagePool
+from coserve.memory.prefix_index import PrefixIndex
+from coserve.models.backbone import Backbone
+from coserve.models.base import Part
+from coserve.models.batch import Bypasses, Keep, Span
+
+OWNER = "kv"
+
+
+def kv_page_bytes(backbone: Backbone, block_tokens: int) -> int:
+    """Bytes of a page, for a pool."""
+    graph = backbone.architecture.graphs[0]
+    per_token = sum(graph.spec[name].num_bytes(backbone.dtype) for name in graph.carried)
+    return -(-backbone.architecture.num_layers * per_token * block_tokens // 64) * 64
+
+
+class KvCache:
+    """Sequences' pages in a pool, and the beginnings that they share."""
+
+    def __init__(self, backbone: Backbone, pool: PagePool, *, block_tokens: int = 16) -> None:
+        if pool.page_bytes != (needed := kv_page_bytes(backbone, block_tokens)):
+            raise BudgetError(f"{block_tokens} tokens of {backbone.name} need pages of {needed} bytes")
+        self.backbone, self.pool, self.block_tokens = backbone, pool, block_tokens
+        self.prefixes = PrefixIndex(block_tokens)
+        graph = backbone.architecture.graphs[0]
+        width = graph.spec[graph.carried[0]].shape[0]
+        num_layers = backbone.architecture.num_layers
+        used = num_layers * 2 * block_tokens * width * backbone.dtype.itemsize
+        # [num_layers, 2, num_pages, block_tokens, Hkv * D], a view of the pool.
+        self.pages = (
+            pool.storage[:, :used]
+            .view(backbone.dtype)
+            .view(pool.num_pages, num_layers, 2, block_tokens, width)
+            .permute(1, 2, 0, 3, 4)
+        )
+
+    @property
+    def num_available(self) -> int:
+        """Pages that could be had now: free ones, and those of beginnings that nobody uses."""
+        return self.pool.num_free + self.prefixes.num_evictable
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that so many tokens fill."""
+        return -(-num_tokens // self.block_tokens)
+
+    def open(self, tokens: Sequence[int], *, version: str = "", bypasses: Bypasses | None = None) -> "PagedSequence":
+        """A sequence that begins with these tokens under an adapter version ("" for none), as far as they are known.
+
+        Its `length` says how many tokens need not be run. No page is taken yet.
+        """
+        pages = self.prefixes.find(version, tokens)
+        self.prefixes.use(pages)
+        return PagedSequence(self, pages, version, bypasses)
+
+    def take(self, num_pages: int) -> list[int]:
+        """Pages for a sequence, from unused beginnings where the free ones do not suffice; BudgetError takes
+        nothing.
+        """
+        if num_pages > self.num_available:
+            raise BudgetError(f"{num_pages} pages asked for, {self.num_available} are available")
+        missing = num_pages - self.pool.num_free
+        if missing > 0:
+            self.pool.give_back(OWNER, self.prefixes.evict(missing))
+        pages = self.pool.take(OWNER, num_pages)
+        self.prefixes.use(pages)
+        return pages
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """The inverse: pages that nobody else uses and no beginning keeps go back to the pool."""
+        self.pool.give_back(OWNER, self.prefixes.release(pages))
+
+    def check_integrity(self) -> None:
+        """Assert the pool's and the index's invariants."""
+        self.pool.check_integrity()
+        self.prefixes.check_integrity()
+
+
+class PagedSequence:
+    """The pages of one request. `length` tokens of it have been run; `tokens` are they."""
+
+    def __init__(self, cache: KvCache, pages: list[int], version: str, bypasses: Bypasses | None) -> None:
+        self.cache, self.version, self.bypasses = cache, version, bypasses
+        self.pages = pages
+        self.length = len(pages) * cache.block_tokens
+        self.num_known = self.length
+
+    def num_pages_missing(self, num_tokens: int) -> int:
+        """Pages that it takes to run so many more tokens."""
+        return max(0, self.cache.num_pages(self.length + num_tokens) - len(self.pages))
+
+    def extend(self, tokens: Tensor) -> Span:
+        """A span that runs the next tokens (int64 [n]); BudgetError takes nothing. `commit` must follow the batch."""
+        self.pages += self.cache.take(self.num_pages_missing(tokens.shape[0]))
+        return _PagedRows(self, tokens)
+
+    def commit(self, num_tokens: int, tokens: Sequence[int] | None = None) -> None:
+        """The batch has run: so many more tokens are in the pages. `tokens`: all so far, to make full blocks known."""
+        self.length += num_tokens
+        if tokens is not None:
+            assert len(tokens) >= self.length
+            self.cache.prefixes.register(self.version, tokens[: self.length], self.pages)
+
+    def close(self) -> None:
+        """Give everything back; the sequence is over, or is preempted and will be run again."""
+        self.cache.give_back(self.pages)
+        self.pages, self.length = [], 0
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of one tensor in pages, as something to copy into."""
+
+    target: Tensor  # [num_pages, block_tokens, width]
+    pages: Tensor
+    offsets: Tensor
+
+    def copy_(self, value: Tensor) -> None:
+        self.target[self.pages, self.offsets] = value
+
+
+class _PagedRows(Span):
+    def __init__(self, sequence: PagedSequence, tokens: Tensor) -> None:
+        cache, device = sequence.cache, sequence.cache.backbone.device
+        start, end = sequence.length, sequence.length + tokens.shape[0]
+        self.tokens, self.bypasses = tokens.to(device), sequence.bypasses
+        self.positions = torch.arange(start, end, device=device)
+        self._cache, self._end = cache, end
+        self._table = torch.tensor(sequence.pages, device=device)
+        self._rows = self._table[self.positions // cache.block_tokens], self.positions % cache.block_tokens
+
+    def keep(self, part: Part) -> Keep:
+        if not isinstance(part, int):
+            return Keep()
+        names = self._cache.backbone.architecture.graphs[part].carried
+        layer = self._cache.pages[part]
+        return Keep(rows={name: _Rows(target, *self._rows) for name, target in zip(names, layer, strict=True)})
+
+    def segments(self, layer: int) -> Sequence[Segment]:
+        keys, values = self._cache.pages[layer]
+        return [
+            Segment(
+                rows=slice(0, self.tokens.shape[0]),
+                keys=lambda: self._gather(keys),
+                values=lambda: self._gather(values),
+            )
+        ]
+
+    def _gather(self, pages: Tensor) -> Tensor:
+        """[num_pages, block_tokens, width] -> the sequence's rows [end, width]."""
+        return pages[self._table].flatten(0, 1)[: self._end]

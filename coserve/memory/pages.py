@@ -1,0 +1,85 @@
+"""The page pool: all of a device's spare memory, taken once, lent in pages of one size.
+
+Requests take single pages, from the bottom; fine-tuning takes runs of neighbouring pages, from the top, so that what it
+keeps lies in plain contiguous tensors.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from coserve.errors import BudgetError
+
+_FREE, _TAKEN = b"\x01", b"\x00"
+
+
+class PagePool:
+    """Pages by number. Questions: `num_free`, `can_take`; verbs: `take`, `take_run`; inverse: `give_back`.
+
+    Invariant, held by `check_integrity`: every page is free or has one owner.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
+        """Take the memory. page_bytes must be a multiple of 64, so that tensors in it are aligned."""
+        if num_pages < 1 or page_bytes < 1 or page_bytes % 64:
+            raise BudgetError(f"a pool of {num_pages} pages of {page_bytes} bytes; pages are multiples of 64 bytes")
+        self.num_pages, self.page_bytes = num_pages, page_bytes
+        # uint8 [num_pages, page_bytes]
+        self.storage = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
+        self._free = bytearray(_FREE * num_pages)
+        self._num_free = num_pages
+        self._owner: dict[int, str] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def can_take(self, num_pages: int) -> bool:
+        return num_pages <= self._num_free
+
+    def take(self, owner: str, num_pages: int) -> list[int]:
+        """The lowest free pages; BudgetError, and nothing is taken, if there are too few."""
+        if not self.can_take(num_pages):
+            raise BudgetError(f"{num_pages} pages asked for, {self._num_free} are free")
+        pages, start = [], 0
+        for _ in range(num_pages):
+            start = self._free.find(_FREE, start)
+            pages.append(start)
+            start += 1
+        self._lend(owner, pages)
+        return pages
+
+    def take_run(self, owner: str, num_pages: int) -> range | None:
+        """The highest run of so many free neighbours, or None if there is none."""
+        start = self._free.rfind(_FREE * num_pages)
+        if start < 0:
+            return None
+        run = range(start, start + num_pages)
+        self._lend(owner, run)
+        return run
+
+    def give_back(self, owner: str, pages: Iterable[int]) -> None:
+        """The inverse of both; the pages must be the owner's."""
+        for page in pages:
+            assert self._owner.get(page) == owner, f"page {page} is {self._owner.get(page)}'s, not {owner}'s"
+            del self._owner[page]
+            self._free[page : page + 1] = _FREE
+            self._num_free += 1
+
+    def num_pages_by_owner(self) -> dict[str, int]:
+        """How many pages each owner has."""
+        return dict(Counter(self._owner.values()))
+
+    def check_integrity(self) -> None:
+        """Assert that free and owned pages are the pool, and apart."""
+        free = {page for page in range(self.num_pages) if self._free[page : page + 1] == _FREE}
+        assert len(free) == self._num_free
+        assert free.isdisjoint(self._owner)
+        assert len(free) + len(self._owner) == self.num_pages
+
+    def _lend(self, owner: str, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._free[page : page + 1] = _TAKEN
+            self._owner[page] = owner
+        self._num_free -= len(pages)
