@@ -8,10 +8,10 @@ site's output before the sum):
 - IA3: y * l = y + y * (l - 1). Reads "output"; one `mul` with the parameter l - 1 [out], which starts at zero.
 - Bottleneck adapters: y + W_up gelu(W_down y). Reads "output" of o_proj and down_proj; `linear`, `gelu`, `linear`;
   W_up starts at zero.
-- Prompt tuning: virtual tokens are rows with negative ids, whose embedding is zero. A bypass at the embedding node: an
-  `embedding` from a constant of virtual ids into the parameter table [virtual tokens, hidden].
-- Prefix tuning: the same rows, with a bypass at k_proj and v_proj of every block that reads "output" and gives
-  P[virtual id] - y there and zero elsewhere, so that their keys and values are parameters, whatever the rows hold.
+- Prompt tuning: virtual tokens are rows with negative ids, whose embedding is zero. A bypass at the embedding node: a
+  `virtual` `embedding` from the constant "tokens" into the parameter table [virtual tokens, hidden].
+- Prefix tuning: the same rows, with a bypass at rope_k and v_proj of every block that reads "output" and gives P[j] - y
+  on virtual rows and zero elsewhere (one more operator, three lines), so that their keys and values are parameters.
 - Selective masks (diff pruning): bypass(x) = (M * D) x, a `linear` with a parameter D [out, in] of which the optimizer
   moves only what the mask M selects.
 - Full weights need no bypass: every operator has the gradients of its weights, and `compile_program(asked=...)` takes
@@ -47,7 +47,7 @@ class AdapterConfig(ABC):
 
     @abstractmethod
     def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
-        """The network at a module whose node takes rows of `inputs` features and gives rows of `outputs`.
+        """The network at a module whose node takes rows of `inputs` features (0: of ids) and gives rows of `outputs`.
 
         training: with what only training does (dropout). The parameters are the same either way.
         """
@@ -129,7 +129,7 @@ class Adapter:
     @cached_property
     def _attached(self) -> dict[bool, dict[Part, AttachedGraph]]:
         graphs = self.backbone.architecture.graphs
-        shared: dict[AttachedKey, AttachedGraph] = {}
+        shared: dict[tuple[Any, ...], AttachedGraph] = {}
         result: dict[bool, dict[Part, AttachedGraph]] = {}
         for training in (True, False):
             result[training] = {}
@@ -163,10 +163,6 @@ class Adapter:
         part, node = self.sites[module]
         graph = self.backbone.architecture.graphs[part]
         specs: dict[str, TensorSpec] = graph.slot_specs(graph.node[node])
-        inputs, outputs = (
-            specs[slots[0]].shape[-1] for slots in (graph.node[node].inputs[0], graph.node[node].outputs[0])
-        )
+        first, output = (specs[slots[0]].shape for slots in (graph.node[node].inputs[0], graph.node[node].outputs[0]))
+        inputs, outputs = first[-1] if first else 0, output[-1]
         return self.config.bypass(module, inputs, outputs, training=training)
-
-
-AttachedKey = tuple[Any, tuple[tuple[str, Bypass], ...]]

@@ -19,7 +19,10 @@ _METHODS: dict[str, type[AdapterConfig]] = {method.peft_type: method for method 
 
 
 def save_adapter(adapter: Adapter, directory: str | Path) -> None:
-    """Write the float32 masters and the config; files are replaced whole, never half-written."""
+    """Write the float32 masters and the config; files are replaced whole, never half-written.
+
+    The config names this backbone as the base model, and the task that it is for: causal language modelling.
+    """
     from safetensors.torch import save
 
     directory = Path(directory)

@@ -39,7 +39,8 @@ def inspect(
     """Show a block of MODEL as the program that trains an adapter, and the memory that this takes.
 
     No weights are read: the shape is enough. A tensor of the forward pass is saved, restored (handed back by the
-    backward pass on its way, at no cost), recomputed, or dropped because no gradient that is asked for needs it.
+    backward pass on its way, at no cost), rematerialized (computed again), or dropped because no gradient that is
+    asked for needs it.
     """
     report = _examine(model, _lora(adapter, r, alpha, targets, dropout), seq=seq, budget=budget, dtype=dtype)
     if as_json:
@@ -58,7 +59,7 @@ class _Report:
     adapter: dict[str, Any]
     seq: int
     num_layers: int
-    layer: int  # the block that is shown: the last that runs backward
+    layer: int  # the block that is shown: the topmost that runs backward
     max_positions: int
     saved_bytes_per_token: int
     conventional_bytes_per_token: float | None  # None: PEFT is not installed
@@ -127,7 +128,7 @@ def _examine(model: str, lora: "LoraConfig", *, seq: int, budget: int | None, dt
         memory_bytes=memory,
         conventional_memory_bytes=_conventional_memory(memory, conventional, seq),
         forward=_forward_rows(program, backbone.dtype),
-        backward=_backward_rows(program),
+        backward=_backward_rows(program, backbone.dtype),
     )
 
 
@@ -174,9 +175,8 @@ def _forward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
     rows = []
     for spec in graph.with_kind("row"):
         node = graph.producer.get(spec.name)
-        state = next(
-            (word for word in ("saved", "restored", "recomputed") if spec.name in getattr(keep, word)), "dropped"
-        )
+        states = {"saved": keep.saved, "restored": keep.restored, "rematerialized": keep.recomputed}
+        state = next((word for word, names in states.items() if spec.name in names), "dropped")
         rows.append(
             {
                 "tensor": spec.name,
@@ -191,7 +191,8 @@ def _forward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: order.get(row["tensor"], -1))
 
 
-def _backward_rows(program: "Program") -> list[dict[str, Any]]:
+def _backward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
+    """The instructions; shapes and bytes are of the gradients, per row, or of a parameter as a whole."""
     spec = program.graph.spec
     return [
         {
@@ -200,6 +201,8 @@ def _backward_rows(program: "Program") -> list[dict[str, Any]]:
             "node": step.node.name,
             "reads": [name for _, name in step.reads if spec[name].per_row],
             "gradients": list(step.gradients),
+            "shapes": [list(spec[name].shape) for name in step.gradients],
+            "bytes": sum(spec[name].num_bytes(dtype) for name in step.gradients),
             "restores": list(step.restores),
         }
         for step in program.backward
@@ -208,7 +211,7 @@ def _backward_rows(program: "Program") -> list[dict[str, Any]]:
 
 # -- tables -------------------------------------------------------------------
 
-_STYLES = {"saved": "bold green", "restored": "cyan", "recomputed": "yellow", "dropped": "dim"}
+_STYLES = {"saved": "bold green", "restored": "cyan", "rematerialized": "yellow", "dropped": "dim"}
 
 
 def _show(report: _Report) -> None:
@@ -275,7 +278,7 @@ def _share(report: _Report) -> str:
 
 def _backward_table(report: _Report, wide: bool) -> "Table":
     """A narrow terminal goes without what is read."""
-    columns = [">", "instruction", *(["reads"] * wide), "gradients of", "restores"]
+    columns = [">", "instruction", *(["reads"] * wide), "gradients of", ">bytes", "restores"]
     table = _table(f"Backward, block {report.layer}", *columns)
     for index, row in enumerate(report.backward):
         table.add_row(
@@ -283,6 +286,7 @@ def _backward_table(report: _Report, wide: bool) -> "Table":
             f"{row['instruction']} {row['node']}",
             *([", ".join(row["reads"])] * wide),
             ", ".join(row["gradients"]),
+            f"{row['bytes']:,}",
             ", ".join(row["restores"]),
         )
     return table

@@ -75,6 +75,12 @@ class BackwardRun:
     def num_instructions_left(self) -> int:
         return len(self._program.backward) - self._next
 
+    @property
+    def num_transient_bytes(self) -> int:
+        """Bytes of gradients, and of tensors that were restored or computed again, held between two instructions."""
+        tensors = {tensor.untyped_storage() for tensor in (*self._values.values(), *self._gradients.values())}
+        return sum(storage.nbytes() for storage in tensors)
+
     def advance(self, max_instructions: int | None = None) -> bool:
         """Run the next instructions (default: all that are left). Returns whether the run is done."""
         left = (

@@ -43,7 +43,18 @@ def load_backbone(model: str, *, dtype: str = "auto", device: str | torch.device
         dtype: "float32", "bfloat16", "float16", or "auto" for the one in the model's configuration.
         seed: of the random weights of a `dummy:` model.
     """
-    return build_backbone(find_model(model), dtype=dtype, device=torch.device(device), seed=seed)
+    return build_backbone(find_model(model), dtype=dtype, device=_device(device), seed=seed)
+
+
+def _device(name: str | torch.device) -> torch.device:
+    """A device that is there; ModelError names it otherwise."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"device {str(name)!r} cannot be used here: {reason}") from None
+    return device
 
 
 def build_backbone(source: ModelSource, *, dtype: str, device: torch.device, seed: int = 0) -> Backbone:

@@ -127,7 +127,7 @@ class Architecture(ABC):
             "head_dim": self.head_dim,
             "intermediate_size": getattr(self.config, "intermediate_size", 1),
             "ffn_dim": getattr(self.config, "ffn_dim", 1),
-            "sliding_window": getattr(self.config, "sliding_window", None) or 1,
+            "sliding_window": 1 if (window := getattr(self.config, "sliding_window", None)) is None else window,
         }
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from coserve.graph.bypass import Network
 from coserve.graph.execute import run_graph, run_node
-from coserve.graph.ir import Graph, Node
+from coserve.graph.ir import Node
 from coserve.graph.operators.attention import AttentionContext, Segment
-from coserve.kernels.dropout import keys_of_part
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 
@@ -58,18 +57,20 @@ class Keep:
 class Span(ABC):
     """Consecutive rows of a batch that belong to one request or one training window.
 
-    tokens, positions: int64 [n]. row_keys: int64 [n] for dropout, or None. bypasses: of the adapter that the rows
-    use, or None.
+    tokens (negative: virtual), positions: int64 [n]. bypasses: of the adapter that the rows use, or None.
     """
 
     tokens: Tensor
     positions: Tensor
-    row_keys: Tensor | None = None
     bypasses: Bypasses | None = None
 
     @abstractmethod
     def keep(self, part: Part) -> Keep:
         """What to save of this part. Must hold the tensors that the part's graph carries (K and V)."""
+
+    def constants(self, part: Part) -> Mapping[str, Tensor]:
+        """What its bypasses read beside the constants of all rows, by name: [n, ...]."""
+        return {}
 
     @abstractmethod
     def segments(self, layer: int) -> Sequence[Segment]:
@@ -81,12 +82,8 @@ def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     assert spans, "a batch has at least one span"
     rows = _slices(spans)
     constants = backbone.constants(torch.cat([s.tokens for s in spans]), torch.cat([s.positions for s in spans]))
-    keys = torch.cat([span.row_keys if span.row_keys is not None else torch.zeros_like(span.tokens) for span in spans])
-    drops = any(span.row_keys is not None for span in spans)
     x = None
-    for index, part in enumerate(backbone.architecture.parts[:-1]):
-        if drops:
-            constants["row_keys"] = keys_of_part(keys, index)
+    for part in backbone.architecture.parts[:-1]:
         groups = [_Group(span, own, part) for span, own in zip(spans, rows, strict=True)]
         x = _run_part(backbone, part, x, constants, groups)
     assert x is not None
@@ -118,7 +115,7 @@ def _run_part(
     graph = backbone.architecture.graphs[part]
     segments = tuple(segment for group in groups for segment in group.segments())
     context = AttentionContext(kernel=backbone.attention, segments=segments)
-    after = _AfterNode(graph, groups)
+    after = _AfterNode(groups)
     values: dict[str, Tensor] = dict(constants)
     if x is not None:
         values["x"] = x
@@ -133,7 +130,7 @@ class _Group:
     def __init__(self, span: Span, rows: slice, part: Part) -> None:
         self.rows, self._span, self._part = rows, span, part
         self.networks = span.bypasses.get(part, {}) if span.bypasses is not None else {}
-        self.keep = span.keep(part)
+        self.keep, self.constants = span.keep(part), span.constants(part)
 
     def segments(self) -> Sequence[Segment]:
         """The span's segments, with rows counted from the start of the batch."""
@@ -149,8 +146,7 @@ class _Group:
 class _AfterNode:
     """What happens behind each node of a part: bypasses add to its output, then the spans save what they keep of it."""
 
-    def __init__(self, graph: Graph, groups: Sequence[_Group]) -> None:
-        self._graph = graph
+    def __init__(self, groups: Sequence[_Group]) -> None:
         self._bypassed = _neighbours(groups)
         self._savers: dict[str, list[_Group]] = {}
         self._signs: dict[str, list[tuple[_Group, str, Node]]] = {}
@@ -189,8 +185,12 @@ class _AfterNode:
         self.save(network.base, output[rows], rows.start)
         for inner in network.nodes:
             for name in inner.input.values():
-                if name not in local and name not in bound.parameters:
+                if name in local or name in bound.parameters:
+                    continue
+                if name in values:
                     local[name] = values[name][rows]
+                else:
+                    local[name] = torch.cat([group.constants[name] for group in run])
             made = run_node(inner, local, bound.parameters, None)
             local.update(made)
             for name, value in made.items():

@@ -40,12 +40,12 @@ def rotary_table(config: "PretrainedConfig", head_dim: int) -> RotaryTable:
     kind = parameters.get("rope_type", "default")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(f"{config.model_type} with partial_rotary_factor is not supported")
-    if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return RotaryTable(inverse_frequencies=1.0 / (parameters["rope_theta"] ** exponents))
-    if kind not in _SCALED:
+    if kind != "default" and kind not in _SCALED:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; known: default, {', '.join(_SCALED)}")
     try:
+        if kind == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            return RotaryTable(inverse_frequencies=1.0 / (parameters["rope_theta"] ** exponents))
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise UnsupportedModelError(f"rope scaling {dict(parameters)} is not valid: {error!r}") from None

@@ -38,7 +38,7 @@ def training_programs(
 
     Args:
         budget_bytes_per_token: most bytes that a block keeps of one row (see `compile_program`).
-        keys: mean number of keys that a row attends to, for choosing what to recompute.
+        keys: mean number of keys that a row attends to (`Pack.mean_keys`), for choosing what to recompute.
 
     Raises:
         BudgetError: no block can do with so little.

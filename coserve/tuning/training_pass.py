@@ -100,11 +100,10 @@ class TrainingPass:
         pass.
         """
         start, end = self.num_forward_rows, self.num_forward_rows + hidden.shape[0]
-        head = self.backbone.architecture.parts.index("head")
         sums, gradient = loss_and_gradient(
             self.programs.loss,
             hidden,
-            {"targets": self._targets[start:end], "row_keys": keys_of_part(self._row_keys[start:end], head)},
+            {"targets": self._targets[start:end], **self._constants("head", slice(start, end))},
             weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
             accumulators=self._accumulators("head"),
             max_rows=chunk_rows(self.backbone.architecture.vocab_size),
@@ -169,6 +168,10 @@ class TrainingPass:
         if self.done:
             self.release()
 
+    def _constants(self, part: Part, rows: slice) -> dict[str, Tensor]:
+        """What only training rows have: the keys of their dropout masks in a part."""
+        return {"row_keys": keys_of_part(self._row_keys[rows], self.backbone.architecture.parts.index(part))}
+
     def _carried(self, layer: int) -> tuple[str, ...]:
         return self.programs.program[layer].graph.carried
 
@@ -201,7 +204,7 @@ class Tasklet:
         backbone, rows = training.backbone, slice(start, end)
         program = training.programs.program[part]
         constants = backbone.constants(training._tokens[rows], training._positions[rows])
-        constants["row_keys"] = keys_of_part(training._row_keys[rows], backbone.architecture.parts.index(part))
+        constants |= training._constants(part, rows)
         saved: Mapping[str, Tensor] = {name: tensor[rows] for name, tensor in training._saved[part].items()}
         context = AttentionContext(kernel=backbone.attention)
         if isinstance(part, int):
@@ -228,6 +231,11 @@ class Tasklet:
     def num_instructions_left(self) -> int:
         return 0 if self._run is None else self._run.num_instructions_left
 
+    @property
+    def num_transient_bytes(self) -> int:
+        """Bytes that it holds between two instructions, beside what the pass saves."""
+        return 0 if self._run is None else self._run.num_transient_bytes
+
     def run(self, max_instructions: int | None = None) -> bool:
         """Run the next instructions (default: all). Returns whether the tasklet is done."""
         assert self._run is not None, "the tasklet is done"
@@ -244,7 +252,6 @@ class _Window(Span):
     def __init__(self, training: TrainingPass, start: int, end: int) -> None:
         rows = slice(start, end)
         self.tokens, self.positions = training._tokens[rows], training._positions[rows]
-        self.row_keys = training._row_keys[rows]
         self.bypasses = training.adapter.bypasses(training=True)
         self._pass, self._rows = training, rows
 
@@ -253,6 +260,9 @@ class _Window(Span):
             return Keep()
         saved = {name: tensor[self._rows] for name, tensor in self._pass._saved[part].items()}
         return Keep(rows=saved, packed_signs=self._pass.programs.program[part].packed_signs)
+
+    def constants(self, part: Part) -> Mapping[str, Tensor]:
+        return self._pass._constants(part, self._rows)
 
     def segments(self, layer: int) -> Sequence[Segment]:
         return self._pass._segments(layer, self._rows.start, self._rows.stop)

@@ -206,6 +206,18 @@ def test_a_program_is_data():
     assert 2 * matrices < backward.flops < 2.5 * matrices
 
 
+def test_a_program_says_what_each_instruction_frees():
+    program = compile_program(mlp(), ["up.weight", "down.weight", "x"], **BF16)
+    steps = [(step.node.name, step.wanted, step.frees, step.frees_gradients) for step in program.backward]
+    assert steps == [
+        ("sum", ("a", "b"), ("sum",), ("sum",)),
+        ("down", ("x",), ("down.weight",), ()),
+        ("act", ("x", "y"), (), ("act",)),
+        ("down", ("weight",), ("act", "down"), ("down",)),
+        ("up", ("x", "weight"), ("up.weight", "x", "up"), ("up",)),
+    ]
+
+
 @pytest.mark.parametrize("stops", [1, 2, 3, 100])
 @pytest.mark.parametrize("activation", ["silu", "relu", "gelu"])
 def test_a_run_can_stop_between_any_two_instructions(stops, activation):

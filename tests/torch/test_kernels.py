@@ -101,6 +101,10 @@ def test_dropout_masks_depend_on_key_feature_and_place_alone():
     ):
         agreement = (other == mask).float().mean()
         assert 0.5 < agreement < 0.66, "independent masks of 70% agree on 58% of the places"
+    for part in range(1, 4):
+        one, other = (dropout_mask(keys_of_part(keys, p), 30, p=0.3, salt=1) for p in (0, part))
+        agreement = (other == one).float().mean()
+        assert 0.5 < agreement < 0.66, "independent masks of 70% agree on 58% of the places"
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.9])

@@ -193,6 +193,20 @@ def test_an_unknown_family_names_the_known_ones(directory):
         load_backbone(str(directory))
 
 
+def test_a_sliding_window_of_no_keys(tmp_path):
+    directory = shutil.copytree(model_directory("mistral-sliding"), tmp_path / "model")
+    edit_config(directory, sliding_window=0)
+    with pytest.raises(UnsupportedModelError, match="sliding_window=0 makes no model"):
+        load_backbone(str(directory))
+
+
+@pytest.mark.parametrize("device", ["nosuch", "cuda:99"])
+def test_a_device_that_is_not_there(directory, device):
+    with pytest.raises(ModelError, match=f"device '{device}' cannot be used here") as error:
+        load_backbone(str(directory), device=device)
+    one_line(error)
+
+
 def test_a_configuration_that_is_no_json(directory):
     (directory / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
@@ -204,6 +218,7 @@ def test_a_configuration_that_is_no_json(directory):
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; hidden_act must be silu"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "a"}}, "is not valid"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 makes no model"),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),

@@ -8,14 +8,16 @@ from typing import Any, Self
 
 import pytest
 import torch
-from peft import IA3Config, get_peft_model
+from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support import make_backbone, make_model, random_sequences, random_tokens, summed_loss, worst_error
 
 from coserve.adapters import Adapter, AdapterConfig
+from coserve.graph import operators
 from coserve.graph.bypass import Bypass
 from coserve.graph.execute import BackwardRun, run_graph
 from coserve.graph.ir import GraphBuilder
 from coserve.graph.operators.attention import AttentionContext, Segment
+from coserve.graph.operators.base import RowWise
 from coserve.graph.program import compile_program
 from coserve.models import CachedSequence, forward, logits
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
@@ -71,6 +73,64 @@ class Difference(Method):
         b = GraphBuilder()
         weight = b.parameter("difference.weight", outputs, inputs)
         return Bypass(graph=b.build(b.apply("linear", "difference", {"x": b.rows("x", inputs), "weight": weight})))
+
+
+class Prompt(Method):
+    """Virtual tokens, whose embeddings are the parameters. Source: arXiv 2104.08691."""
+
+    num_virtual = 3
+
+    def sites(self, architecture, *, every_target: bool = True):
+        return {architecture.embedding_name: ("embed", architecture.embedding_name)}
+
+    def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
+        b = GraphBuilder()
+        b.rows("x", outputs)
+        table = b.parameter("prompt", self.num_virtual, outputs)
+        tokens = b.constant("tokens", dtype=torch.int64)
+        y = b.apply("embedding", "looked_up", {"ids": tokens, "weight": table}, offset=0, virtual=True)
+        return Bypass(graph=b.build(y), reads="output")
+
+
+class VirtualRows(RowWise):
+    """p - x on rows of virtual tokens, zero elsewhere: x + y is p there."""
+
+    name = "virtual_rows"
+    inputs = ("x", "p", "tokens")
+    needs = {"x": ("tokens",), "p": ("tokens",), "tokens": None}  # noqa: RUF012
+
+    def forward(self, values, attributes, context):
+        return {"y": (values["p"] - values["x"]) * (values["tokens"] < 0)[:, None]}
+
+    def vjp(self, wanted, values, gradients, attributes, context):
+        masked = gradients["y"] * (values["tokens"] < 0)[:, None]
+        return {slot: {"x": -masked, "p": masked}[slot] for slot in wanted}
+
+
+class Prefix(Prompt):
+    """Keys and values of virtual tokens are the parameters. Source: arXiv 2101.00190, without its reparametrisation."""
+
+    def sites(self, architecture, *, every_target: bool = True):
+        return {
+            architecture.prefix(layer) + node: (layer, node)
+            for layer in range(architecture.num_layers)
+            for node in ("rope_k", "self_attn.v_proj")
+        }
+
+    def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
+        b = GraphBuilder()
+        x = b.rows("x", outputs)
+        table = b.parameter("prefix", self.num_virtual, outputs)
+        tokens = b.constant("tokens", dtype=torch.int64)
+        p = b.apply("embedding", "looked_up", {"ids": tokens, "weight": table}, offset=0, virtual=True)
+        y = b.apply("virtual_rows", "virtual_rows", {"x": x, "p": p, "tokens": tokens})
+        return Bypass(graph=b.build(y), reads="output")
+
+
+def with_virtual(sequences, num_virtual: int):
+    """The sequences behind virtual tokens, which are not trained on."""
+    virtual = [-1 - j for j in range(num_virtual)]
+    return [(virtual + ids, [False] * num_virtual + marks) for ids, marks in sequences]
 
 
 def pass_of(adapter: Adapter, sequences, budget: int | None = None) -> TrainingPass:
@@ -144,6 +204,58 @@ def test_rows_of_different_methods_share_a_batch():
     rows = forward(backbone, spans).split([len(prompt) for prompt in prompts])
     for adapter, prompt, hidden in zip(adapters, prompts, rows, strict=True):
         torch.testing.assert_close(logits(backbone, hidden), our_logits(adapter, prompt), atol=1e-5, rtol=0)
+
+
+def peft_losses(model, sequences, num_virtual: int) -> torch.Tensor:
+    """Summed loss of trained tokens, with PEFT's virtual tokens in front; logits of virtual rows, if any, are left
+    out."""
+    loss = torch.zeros(())
+    for ids, marks in sequences:
+        rows = model(torch.tensor([ids])).logits[0]
+        rows = rows[-len(ids) :][:-1]
+        each = torch.nn.functional.cross_entropy(rows, torch.tensor(ids[1:]), reduction="none")
+        loss = loss + each[torch.tensor(marks[1:])].sum()
+    return loss
+
+
+def without_first(sequences):
+    """The first token of a sequence is the target of a virtual row, or of none: leave it out."""
+    return [(ids, [False, *marks[1:]]) for ids, marks in sequences]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_prompt_tuning_equals_peft(family):
+    config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = get_peft_model(make_model(family), config)
+    adapter = Adapter(make_backbone(family), Prompt(), seed=1)
+    (name,) = adapter.masters
+    prompt = model.prompt_encoder["default"].embedding.weight
+    prompt.data.copy_(adapter.masters[name])
+    tokens, sequences = random_tokens(11, 1), without_first(random_sequences((9, 6)))
+    virtual = torch.cat([torch.tensor([-1, -2, -3]), tokens])
+    with torch.no_grad():
+        torch.testing.assert_close(our_logits(adapter, virtual), model(tokens[None]).logits[0], atol=1e-4, rtol=0)
+    peft_losses(model, sequences, 3).backward()
+    ours = pass_of(adapter, with_virtual(sequences, 3)).gradients
+    assert worst_error(ours, {name: prompt.grad}) < 1e-5
+
+
+@pytest.mark.parametrize("budget", [None, 300])
+def test_prefix_tuning_equals_peft_with_one_operator_more(monkeypatch, budget):
+    monkeypatch.setitem(operators._TABLE, "virtual_rows", VirtualRows())
+    config = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = get_peft_model(make_model("llama"), config)
+    adapter = Adapter(make_backbone("llama"), Prefix(), seed=1)
+    weight = model.prompt_encoder["default"].embedding.weight  # [virtual tokens, layers × (K, V) × width]
+    names = [f"model.layers.{layer}.{node}.prefix" for layer in range(3) for node in ("rope_k", "self_attn.v_proj")]
+    weight.data.copy_(torch.cat([adapter.masters[name] for name in names], 1))
+    tokens, sequences = random_tokens(11, 1), without_first(random_sequences((9, 6)))
+    virtual = torch.cat([torch.tensor([-1, -2, -3]), tokens])
+    with torch.no_grad():
+        torch.testing.assert_close(our_logits(adapter, virtual)[3:], model(tokens[None]).logits[0], atol=1e-4, rtol=0)
+    peft_losses(model, sequences, 3).backward()
+    theirs = dict(zip(names, weight.grad.chunk(6, 1), strict=True))
+    assert worst_error(pass_of(adapter, with_virtual(sequences, 3), budget).gradients, theirs) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])

@@ -169,6 +169,30 @@ def test_cross_entropy():
     )
 
 
+def test_cross_entropy_is_computed_in_float32():
+    logits, targets = rnd(6, 400).bfloat16() * 3, torch.arange(6)
+    rule, grad = operator("cross_entropy"), torch.ones(6)
+    half = rule.forward({"logits": logits, "targets": targets}, {}, None)["loss"]
+    whole = rule.forward({"logits": logits.float(), "targets": targets}, {}, None)["loss"]
+    assert torch.equal(half, whole)
+    one, other = (
+        rule.vjp(["logits"], {"logits": x, "targets": targets}, {"loss": grad}, {}, None)["logits"]
+        for x in (logits, logits.float())
+    )
+    assert torch.equal(one, other.bfloat16())
+
+
+def test_embedding_looks_up_virtual_tokens_alone():
+    inputs = {"ids": torch.tensor([2, -1, -3, 0]), "weight": rnd(3, 4)}
+    check(
+        "embedding",
+        lambda ids, weight: weight[(-1 - ids).clamp(min=0)] * (ids < 0)[:, None],
+        inputs,
+        offset=0,
+        virtual=True,
+    )
+
+
 def test_sign_bits_has_a_forward_and_no_gradient():
     x = rnd(5, 13)
     assert torch.equal(operator("sign_bits").forward({"x": x}, {}, None)["y"], pack_signs(x))
@@ -258,7 +282,12 @@ def test_attention_reads_the_keys_of_its_sequence_and_embedding_only_its_rows():
 
     assert attention(1, 1000.5) - attention(1, 0.5) == 1000 * 2 * (8 + 8), "a decoded token reads all K and V"
     assert attention(100, 50) == 100 * 2 * sum(sizes.values()), "a whole prompt reads what it has just written"
+    load = Load(rows=1, keys=100, compute_dtype=torch.bfloat16)
+    flops = operator("attention").cost(spec, settings, load).flops
+    assert flops == 4 * 16 * 100, "scores and values: two products of queries with 100 keys"
+    assert operator("attention").vjp_cost(["q", "k", "v"], spec, settings, load).flops == 2.5 * flops
     settings["sliding_window"] = 10
+    assert operator("attention").cost(spec, settings, load).flops == flops / 10
     assert attention(1, 1000.5) < attention(1, 0.5) + 10 * 2 * (8 + 8) + 1
     weight = SimpleNamespace(shape=(50_000, 8), per_row=False, num_bytes=lambda dtype: 800_000)
     load = Load(rows=3, keys=0, compute_dtype=torch.bfloat16)

@@ -174,36 +174,65 @@ def test_a_job_ends_the_same_in_any_company(seed, name, lengths, tight):
     budget = frontier_of_part(training_programs(adapter), adapter, 1, keys=5.0)[-1].bytes_per_token if tight else None
     job = TrainingPass(adapter, training_programs(adapter, budget_bytes_per_token=budget), make_pack(sequences))
     company = TrainingPass(other, training_programs(other), make_pack(random_sequences((8, 13), seed)))
+    lonely = TrainingPass(other, company.programs, company.pack)
+    run_alone(lonely, forward_rows=100, backward_rows=100)
     Storm(seed, [job, company]).run()
     assert worst_error(job.gradients, peft_gradients(model, sequences)) < 1e-5
+    assert worst_error(company.gradients, lonely.gradients) < 1e-5
 
 
-def test_dropout_is_the_same_whatever_the_windows_and_equals_peft_under_the_same_masks(monkeypatch):
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_dropout_equals_peft_under_the_same_masks(monkeypatch):
+    """Which mask a place gets: by seed, row, part of the model, and site. PEFT's dropout modules are given just
+    those."""
     from coserve.kernels.dropout import dropout_mask, keys_of_part, row_keys
 
-    settings = {"lora_dropout": 0.4, "target_modules": ["q_proj", "down_proj"]}
-    model, adapter = fresh_peft_twin("llama", **settings)
+    _, adapter = peft_twin("llama", lora_dropout=0.4, target_modules=["q_proj", "k_proj", "down_proj", "lm_head"])
+    model, _ = fresh_peft_twin("llama", lora_dropout=0.4, target_modules=["q_proj", "k_proj", "down_proj", "lm_head"])
     model.train()
-    sequences = random_sequences((9,))
-    whole = gradients(adapter, sequences)
-    pieces = gradients(adapter, sequences, forward_rows=2, backward_rows=4)
-    plain = gradients(peft_twin("llama", **{**settings, "lora_dropout": 0.0})[1], sequences)
-    assert worst_error(pieces.gradients, whole.gradients) < 1e-5
-    assert worst_error(plain.gradients, whole.gradients) > 0.1
+    parts = adapter.backbone.architecture.parts
+    names = {module: name for name, module in model.named_modules()}
 
     def masked(module: torch.nn.Dropout, x: torch.Tensor) -> torch.Tensor:
-        name = next(name for name, other in model.named_modules() if other is module)
-        layer, site = int(name.split(".layers.")[1].split(".")[0]), name.split(".")[-3]
-        parts = adapter.backbone.architecture.parts
-        keys = keys_of_part(row_keys(0, torch.arange(9)), parts.index(layer))
-        salt = dict(adapter.attached(layer).graph.node[_full(site) + ".lora_A"].attributes)["salt"]
+        path = names[module].removeprefix("base_model.model.").split(".lora_dropout")[0]
+        part, node = adapter.sites[path]
+        salt = adapter.attached(part).graph.node[f"{node}.lora_A"].attribute["salt"]
+        keys = keys_of_part(row_keys(11, torch.arange(30, 39)), parts.index(part))
         return x * dropout_mask(keys, x.shape[-1], p=0.4, salt=salt) / 0.6
 
-    def _full(site: str) -> str:
-        return {"q_proj": "self_attn.q_proj", "down_proj": "mlp.down_proj"}[site]
-
     monkeypatch.setattr(torch.nn.Dropout, "forward", masked)
-    assert worst_error(whole.gradients, peft_gradients(model, sequences)) < 1e-5
+    sequences = random_sequences((9,))
+    theirs = peft_gradients(model, sequences)
+    programs = training_programs(adapter)
+    for forward_rows, backward_rows in ((9, 9), (2, 4)):
+        training = TrainingPass(adapter, programs, make_pack(sequences), dropout_seed=11, first_row=30)
+        run_alone(training, forward_rows=forward_rows, backward_rows=backward_rows)
+        assert worst_error(training.gradients, theirs) < 1e-5
+    for others in ({"dropout_seed": 12, "first_row": 30}, {"dropout_seed": 11, "first_row": 31}):
+        training = TrainingPass(adapter, programs, make_pack(sequences), **others)
+        run_alone(training, forward_rows=9, backward_rows=9)
+        assert worst_error(training.gradients, theirs) > 0.1
+
+
+def test_the_sites_of_a_block_drop_independently():
+    adapter = make_adapter(make_backbone("llama"), dropout=0.4)
+    nodes = [node for node in adapter.attached(0).graph.nodes if node.op == "dropout_linear"]
+    assert len({node.attribute["salt"] for node in nodes}) == len(nodes) == 7
+
+
+def test_bits_of_a_relu_are_those_of_the_windows_rows():
+    """OPT with a LoRA on q_proj alone keeps its ReLU as bits, also behind a request's rows in the batch."""
+    model, adapter = peft_twin("opt", target_modules=["q_proj"])
+    programs, sequences = training_programs(adapter), random_sequences((9, 6))
+    assert "activation.sign" in programs.program[1].saved
+    training = TrainingPass(adapter, programs, make_pack(sequences))
+    request = CachedSequence(adapter.backbone, 20)
+    while not training.forward_done:
+        spans = [request.extend(random_tokens(3, request.length)), training.next_window(4)]
+        training.finish_window(forward(adapter.backbone, spans)[3:])
+    while not training.done:
+        training.next_tasklet(5).run()
+    assert worst_error(training.gradients, peft_gradients(model, sequences)) < 1e-5
 
 
 def test_ten_steps_of_adamw_follow_pefts_trajectory_and_the_result_loads_in_peft(tmp_path):
@@ -348,6 +377,22 @@ def test_saved_tensors_are_let_go_block_by_block():
         seen.append(training.num_saved_bytes)
     third = full // 3
     assert seen == [full, full, 2 * third, 2 * third, 2 * third, third, third, third, 0]
+
+
+def test_a_tasklet_holds_no_more_than_it_still_needs():
+    """Transient tensors of a tasklet: at most a few of the MLP's width at any instruction, and one block's input at
+    the end."""
+    adapter = make_adapter(make_backbone("llama"))
+    programs = training_programs(adapter)
+    training = TrainingPass(adapter, programs, make_pack(random_sequences((40,))))
+    training.finish_window(forward(adapter.backbone, [training.next_window(40)]))
+    tasklet = training.next_tasklet(40)
+    held = []
+    while not tasklet.done:
+        held.append(tasklet.num_transient_bytes)
+        tasklet.run(1)
+    assert max(held) <= 40 * 4 * (4 * 48 + 4 * 32)
+    assert held[-1] <= 40 * 4 * (4 * 32)
 
 
 def test_k_and_v_of_blocks_below_the_lowest_adapter_go_after_the_forward_pass():

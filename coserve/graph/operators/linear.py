@@ -81,8 +81,10 @@ class DropoutLinear(Linear):
 
 
 class Embedding(Operator):
-    """y = weight[ids + offset]; ids int64 [n], weight [entries, width]. A negative id gives a row of zeros (a virtual
-    token).
+    """y = weight[ids + offset]; ids int64 [n], weight [entries, width]. A negative id gives a row of zeros.
+
+    Negative ids are virtual tokens: id -1 - j is the j-th. With the attribute `virtual` they are what is looked up
+    (at j), and the rows of all others are zeros.
     """
 
     name = "embedding"
@@ -92,18 +94,22 @@ class Embedding(Operator):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][1],), None)}
 
+    def _entries(self, values: Values, attributes: Attributes) -> tuple[Tensor, Tensor]:
+        """Which entry each row looks up, and which rows look up nothing."""
+        ids = -1 - values["ids"] if attributes.get("virtual") else values["ids"]
+        return ids.clamp(min=0) + attributes["offset"], ids < 0
+
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        ids = values["ids"]
-        rows = torch.nn.functional.embedding(ids.clamp(min=0) + attributes["offset"], values["weight"])
-        return {"y": rows.masked_fill_((ids < 0)[:, None], 0)}
+        entries, absent = self._entries(values, attributes)
+        rows = torch.nn.functional.embedding(entries.masked_fill(absent, 0), values["weight"])
+        return {"y": rows.masked_fill_(absent[:, None], 0)}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
     ) -> dict[str, Tensor]:
-        ids, dy = values["ids"], gradients["y"]
-        entries = (ids.clamp(min=0) + attributes["offset"])[ids >= 0]
-        gradient = dy.new_zeros(values["weight"].shape, dtype=torch.float32)
-        return {"weight": gradient.index_add_(0, entries, dy[ids >= 0].float())}
+        entries, absent = self._entries(values, attributes)
+        gradient = torch.zeros(values["weight"].shape, dtype=torch.float32, device=entries.device)
+        return {"weight": gradient.index_add_(0, entries[~absent], gradients["y"][~absent].float())}
 
     def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
         return 0.0
