@@ -1,6 +1,6 @@
 """Choosing the next token of many requests in one batched pass.
 
-The order is vLLM's: logit bias and penalties on the logits, forbidden tokens, temperature, min-p, top-k, top-p. A
+The order: penalties on the logits, logit bias, forbidden tokens, temperature, min-p, top-k, top-p. A
 draw uses one uniform number that is a pure function of the request's seed and the token's place in it, so a seeded
 request gives the same tokens in any company. Log-probabilities are those of the model, before all of that.
 """
@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Below this, scores divided by the temperature overflow, and the likeliest token is all but certain.
+_LEAST_TEMPERATURE = 1e-5
+# Candidates among which top-k and top-p are looked for first.
+_NUM_CANDIDATES = 1024
 _MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 
 
@@ -51,6 +55,11 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in (("logit_bias", Mapping), ("stop", tuple), ("stop_token_ids", tuple), ("ignore_eos", bool)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} must be a {kind.__name__.lower()}, not {getattr(self, name)!r}")
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
         self._number("temperature", 0, 2)
         self._number("top_p", 0, 1, above=True)
         self._number("min_p", 0, 1)
@@ -70,8 +79,16 @@ class SamplingParams:
                 raise ValueError(
                     f"logit_bias must map token ids to numbers from -100 to 100, not {token!r} to {bias!r}"
                 )
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be strings that are not empty, not {self.stop!r}")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """ValueError for token ids that a model of this vocabulary does not have; to be asked before the first
+        token.
+        """
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+                raise ValueError(f"{name} names token {wrong[0]}; the model has {vocab_size}")
 
     @property
     def penalizes(self) -> bool:
@@ -97,7 +114,9 @@ class SamplingParams:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 2**63 if isinstance(value, int) else isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +151,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     raw = logits.float()
     scores = _adjusted(raw, rows)
     tokens = scores.argmax(-1)
-    if drawn := [index for index, row in enumerate(rows) if row.params.temperature > 0]:
+    if drawn := [index for index, row in enumerate(rows) if row.params.temperature >= _LEAST_TEMPERATURE]:
         which = torch.tensor(drawn, device=logits.device)
         tokens[which] = _draw(scores[which], [rows[index] for index in drawn])
     return _report(raw, tokens, max(row.params.logprobs or 0 for row in rows))
@@ -140,7 +159,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
 
 def _report(raw: Tensor, tokens: Tensor, k: int) -> Sampled:
     norm = raw.logsumexp(-1)
-    top = raw.topk(k, -1)
+    top = raw.topk(min(k, raw.shape[1]), -1)
     return Sampled(
         tokens=tokens,
         logprobs=raw.gather(1, tokens[:, None])[:, 0] - norm,
@@ -207,14 +226,31 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _cut(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the top_k likeliest tokens, and of those the fewest whose probabilities sum to top_p."""
-    ordered, order = scores.sort(-1, descending=True)
-    rank = torch.arange(scores.shape[1], device=scores.device)
+    """Keep the top_k likeliest tokens, and of those the fewest whose probabilities sum to top_p.
+
+    Most rows find all of those among a few candidates; only the others are sorted whole.
+    """
+    few = scores.topk(min(_NUM_CANDIDATES, scores.shape[1]))
+    total = scores.logsumexp(-1, keepdim=True)
+    mass = (few.values - total).exp().sum(-1, keepdim=True)
+    enough = torch.where(top_k > 0, top_k <= few.values.shape[1], mass >= top_p)[:, 0]
+    kept = torch.full_like(scores, float("-inf"))
+    kept.scatter_(1, few.indices, _kept(few.values, total, top_k, top_p))
+    if not bool(enough.all()):
+        rest = (~enough).nonzero()[:, 0]
+        ordered, order = scores[rest].sort(-1, descending=True)
+        kept[rest] = kept[rest].scatter_(1, order, _kept(ordered, total[rest], top_k[rest], top_p[rest]))
+    return kept
+
+
+def _kept(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The likeliest scores in falling order, those that are cut at -inf; total [n, 1]: logsumexp of the whole rows."""
+    rank = torch.arange(ordered.shape[1], device=ordered.device)
     ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), float("-inf"))
-    probabilities = ordered.softmax(-1)
+    total = torch.where(top_k > 0, ordered.logsumexp(-1, keepdim=True), total)
+    probabilities = (ordered - total).exp()
     before = probabilities.cumsum(-1) - probabilities
-    ordered = ordered.masked_fill((before >= top_p) & (rank > 0), float("-inf"))
-    return torch.empty_like(scores).scatter_(1, order, ordered)
+    return ordered.masked_fill((before >= top_p) & (rank > 0), float("-inf"))
 
 
 def _uniform(rows: Sequence[SamplingRow]) -> Tensor:

@@ -1,6 +1,6 @@
 """Where a training pass keeps its tensors: anywhere on the device, or in runs of the page pool."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Protocol
 
@@ -44,31 +44,38 @@ class DeviceMemory:
 
 
 class PooledMemory:
-    """Each group in one run of neighbouring pages."""
+    """Each group in one run of neighbouring pages.
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
-        self._runs: dict[int, range] = {}
+    evict: asked for pages when there is no run; gives some back to the pool, and returns how many (0: there are no
+    more).
+    """
+
+    def __init__(self, pool: PagePool, evict: Callable[[int], int] | None = None) -> None:
+        self._pool, self._evict = pool, evict or (lambda _: 0)
+        self._runs: dict[int, tuple[dict[str, Tensor], range]] = {}
 
     def take(self, shapes: Shapes) -> dict[str, Tensor]:
         num_pages = -(-group_bytes(shapes) // self._pool.page_bytes)
-        if num_pages == 0:
-            return {}
         run = self._pool.take_run(OWNER, num_pages)
+        while run is None and self._evict(num_pages):
+            run = self._pool.take_run(OWNER, num_pages)
         if run is None:
-            raise BudgetError(f"{num_pages} neighbouring pages asked for, {self._pool.num_free} are free in all")
+            raise BudgetError(
+                f"{num_pages} neighbouring pages asked for; {self._pool.num_free} are free, "
+                f"{self._pool.longest_free_run()} of them side by side"
+            )
         room, start, tensors = self._pool.storage[run.start : run.stop].flatten(), 0, {}
         for name, (shape, kind) in shapes.items():
             num_bytes = prod(shape) * kind.itemsize
             tensors[name] = room[start : start + num_bytes].view(kind).view(shape)
             start += _aligned(num_bytes)
-        self._runs[id(tensors)] = run
+        self._runs[id(tensors)] = tensors, run
         return tensors
 
     def give_back(self, tensors: dict[str, Tensor]) -> None:
-        if tensors:
-            self._pool.give_back(OWNER, self._runs.pop(id(tensors)))
-            tensors.clear()
+        if id(tensors) in self._runs:
+            self._pool.give_back(OWNER, self._runs.pop(id(tensors))[1])
+        tensors.clear()
 
 
 def group_bytes(shapes: Shapes) -> int:

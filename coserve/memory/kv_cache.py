@@ -12,7 +12,7 @@ from torch import Tensor
 from coserve.errors import BudgetError
 from coserve.graph.operators.attention import Segment
 from coserve.memory.pages import PagePool
-from coserve.memory.prefix_index import PrefixIndex
+from coserve.memory.prefix_index import Chain, PrefixIndex
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.batch import Bypasses, Keep, Span
@@ -61,9 +61,9 @@ class KvCache:
 
         Its `length` says how many tokens need not be run. No page is taken yet.
         """
-        pages = self.prefixes.find(version, tokens)
+        pages, chain = self.prefixes.find(version, tokens)
         self.prefixes.use(pages)
-        return PagedSequence(self, pages, version, bypasses)
+        return PagedSequence(self, pages, chain, bypasses)
 
     def take(self, num_pages: int) -> list[int]:
         """Pages for a sequence, from unused beginnings where the free ones do not suffice; BudgetError takes
@@ -71,12 +71,16 @@ class KvCache:
         """
         if num_pages > self.num_available:
             raise BudgetError(f"{num_pages} pages asked for, {self.num_available} are available")
-        missing = num_pages - self.pool.num_free
-        if missing > 0:
-            self.pool.give_back(OWNER, self.prefixes.evict(missing))
+        self.evict(num_pages - self.pool.num_free)
         pages = self.pool.take(OWNER, num_pages)
         self.prefixes.use(pages)
         return pages
+
+    def evict(self, num_pages: int) -> int:
+        """Forget beginnings that nobody uses, so that so many pages become free; returns how many did."""
+        pages = self.prefixes.evict(max(0, num_pages))
+        self.pool.give_back(OWNER, pages)
+        return len(pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """The inverse: pages that nobody else uses and no beginning keeps go back to the pool."""
@@ -89,13 +93,12 @@ class KvCache:
 
 
 class PagedSequence:
-    """The pages of one request. `length` tokens of it have been run; `tokens` are they."""
+    """The pages of one request; `length` tokens of it have been run."""
 
-    def __init__(self, cache: KvCache, pages: list[int], version: str, bypasses: Bypasses | None) -> None:
-        self.cache, self.version, self.bypasses = cache, version, bypasses
-        self.pages = pages
+    def __init__(self, cache: KvCache, pages: list[int], chain: Chain, bypasses: Bypasses | None) -> None:
+        self.cache, self.bypasses = cache, bypasses
+        self.pages, self._chain = pages, chain
         self.length = len(pages) * cache.block_tokens
-        self.num_known = self.length
 
     def num_pages_missing(self, num_tokens: int) -> int:
         """Pages that it takes to run so many more tokens."""
@@ -111,10 +114,11 @@ class PagedSequence:
         self.length += num_tokens
         if tokens is not None:
             assert len(tokens) >= self.length
-            self.cache.prefixes.register(self.version, tokens[: self.length], self.pages)
+            if self.length // self.cache.block_tokens > self._chain.num_blocks:
+                self._chain = self.cache.prefixes.register(self._chain, tokens[: self.length], self.pages)
 
     def close(self) -> None:
-        """Give everything back; the sequence is over, or is preempted and will be run again."""
+        """Give everything back; the sequence is over. One that is preempted is opened anew."""
         self.cache.give_back(self.pages)
         self.pages, self.length = [], 0
 
@@ -138,10 +142,12 @@ class _PagedRows(Span):
         self.tokens, self.bypasses = tokens.to(device), sequence.bypasses
         self.positions = torch.arange(start, end, device=device)
         self._cache, self._end = cache, end
+        self._sequence, self._pages = sequence, sequence.pages
         self._table = torch.tensor(sequence.pages, device=device)
         self._rows = self._table[self.positions // cache.block_tokens], self.positions % cache.block_tokens
 
     def keep(self, part: Part) -> Keep:
+        assert self._sequence.pages is self._pages, "the sequence was closed"
         if not isinstance(part, int):
             return Keep()
         names = self._cache.backbone.architecture.graphs[part].carried

@@ -52,12 +52,16 @@ class PagePool:
 
     def take_run(self, owner: str, num_pages: int) -> range | None:
         """The highest run of so many free neighbours, or None if there is none."""
-        start = self._free.rfind(_FREE * num_pages)
+        start = self._free.rfind(_FREE * num_pages) if num_pages else 0
         if start < 0:
             return None
         run = range(start, start + num_pages)
         self._lend(owner, run)
         return run
+
+    def longest_free_run(self) -> int:
+        """How many free pages lie side by side at most."""
+        return max(map(len, self._free.split(_TAKEN)))
 
     def give_back(self, owner: str, pages: Iterable[int]) -> None:
         """The inverse of both; the pages must be the owner's."""

@@ -8,7 +8,16 @@ their page is needed, and the one unused longest goes first.
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """How far the blocks of a sequence have been hashed, and the hash of all of them."""
+
+    num_blocks: int
+    key: bytes
 
 
 class PrefixIndex:
@@ -28,15 +37,21 @@ class PrefixIndex:
         """Pages that nobody uses."""
         return len(self._unused)
 
-    def find(self, version: str, tokens: Sequence[int]) -> list[int]:
-        """Pages of the longest known beginning, in whole blocks; at least one token is left to compute."""
-        pages, key = [], version.encode()
-        for block in range((len(tokens) - 1) // self.block_tokens):
-            key = self._chain(key, tokens, block)
-            if key not in self._page:
+    def find(self, version: str, tokens: Sequence[int]) -> tuple[list[int], Chain]:
+        """Pages of the longest known beginning, in whole blocks, and its chain; at least one token is left to
+        compute.
+        """
+        pages, chain = (
+            [],
+            Chain(num_blocks=0, key=blake2b(version.encode(), digest_size=16, person=b"version").digest()),
+        )
+        while chain.num_blocks < (len(tokens) - 1) // self.block_tokens:
+            longer = self._longer(chain, tokens)
+            if longer.key not in self._page:
                 break
-            pages.append(self._page[key])
-        return pages
+            pages.append(self._page[longer.key])
+            chain = longer
+        return pages, chain
 
     def use(self, pages: Sequence[int]) -> None:
         """Count one more user of each."""
@@ -59,18 +74,18 @@ class PrefixIndex:
                 loose.append(page)
         return loose
 
-    def register(self, version: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make the full blocks of a sequence known; `pages` hold tokens[0:block], tokens[block:2 block], …
+    def register(self, chain: Chain, tokens: Sequence[int], pages: Sequence[int]) -> Chain:
+        """Make the full blocks behind a chain known, and return the chain with them; `pages` and `tokens` are the whole
+        sequence's.
 
         A block that is known already keeps its page, and the sequence's own stays private to it.
         """
-        key = version.encode()
-        for block in range(min(len(tokens) // self.block_tokens, len(pages))):
-            key = self._chain(key, tokens, block)
-            page = pages[block]
-            if key not in self._page and page not in self._hash:
-                self._page[key] = page
-                self._hash[page] = key
+        while chain.num_blocks < min(len(tokens) // self.block_tokens, len(pages)):
+            page, chain = pages[chain.num_blocks], self._longer(chain, tokens)
+            if chain.key not in self._page and page not in self._hash:
+                self._page[chain.key] = page
+                self._hash[page] = chain.key
+        return chain
 
     def evict(self, num_pages: int) -> list[int]:
         """Forget the blocks that were unused longest; returns their pages."""
@@ -87,6 +102,8 @@ class PrefixIndex:
         assert all(users > 0 for users in self._users.values())
         assert set(self._hash) <= self._users.keys() | self._unused.keys()
 
-    def _chain(self, before: bytes, tokens: Sequence[int], block: int) -> bytes:
-        ids = array("q", tokens[block * self.block_tokens : (block + 1) * self.block_tokens])
-        return blake2b(before + ids.tobytes(), digest_size=16).digest()
+    def _longer(self, chain: Chain, tokens: Sequence[int]) -> Chain:
+        """The chain with one block more."""
+        start = chain.num_blocks * self.block_tokens
+        ids = array("q", tokens[start : start + self.block_tokens])
+        return Chain(num_blocks=chain.num_blocks + 1, key=blake2b(chain.key + ids.tobytes(), digest_size=16).digest())

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_FAULTS = 10
+_MESSAGE_FIELDS = (
+    "role",
+    "content",
+    "name",
+    "weight",
+    "tool_calls",
+    "tool_call_id",
+    "refusal",
+    "audio",
+    "function_call",
+)
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -75,8 +86,8 @@ class _Reader:
     def read(self, line: str) -> Example:
         """DataError says what is wrong with the line."""
         try:
-            record = json.loads(line)
-        except ValueError as error:
+            record = json.loads(line.removeprefix("\ufeff"))
+        except (ValueError, RecursionError) as error:
             raise DataError(f"not valid JSON ({error})") from None
         if not isinstance(record, dict):
             raise DataError(f"must be a JSON object, not {type(record).__name__}")
@@ -103,16 +114,19 @@ class _Reader:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:index], record.get("tools"), add_generation_prompt=True)
             after = self._render(messages[: index + 1], record.get("tools"))
+            if index:
+                before = self._render(messages[:index], record.get("tools"), add_generation_prompt=True)
+            else:  # there is nothing to ask for an answer to: the turn begins where its text does
+                before = after[: max(0, after.find(message.get("content") or ""))]
             if not after.startswith(before) or not before.startswith(done):
                 raise DataError("the chat template does not render this conversation turn by turn")
-            pieces += [(before[len(done) :], False), (after[len(before) :], message.get("weight", 1) == 1)]
+            pieces += [(before[len(done) :], False), (after[len(before) :], message.get("weight") != 0)]
             done = after
         return pieces
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
-        plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+        plain = [template_message(message) for message in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(plain, tools=tools, tokenize=False, **options)
         except Exception as error:  # templates raise what they like
@@ -127,14 +141,27 @@ class _Reader:
         piece.
         """
         text = "".join(piece for piece, _ in pieces)
-        encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"has half a character (a lone surrogate) at {error.start}") from None
+        encoded = self._tokenizer(
+            text,
+            add_special_tokens=special,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+            verbose=False,
+        )
         tokens, trained = list(encoded["input_ids"]), []
         ends, end = [], 0
         for piece, mark in pieces:
             end += len(piece)
             ends.append((end, mark))
-        for start, stop in encoded["offset_mapping"]:
-            trained.append(stop > start and next((mark for limit, mark in ends if stop <= limit), False))
+        added = encoded["special_tokens_mask"] if special else [0] * len(tokens)
+        for (start, stop), around in zip(encoded["offset_mapping"], added, strict=True):
+            # A token of spaces that the tokenizer trims away has no width, and lies in the piece that goes on there.
+            last = stop if stop > start else stop + 1
+            trained.append(not around and next((mark for limit, mark in ends if last <= limit), ends[-1][1]))
         eos = self._tokenizer.eos_token_id
         if special and eos is not None:
             if tokens and tokens[-1] == eos and not trained[-1]:
@@ -150,6 +177,31 @@ class _Reader:
             reason = f" within {self._max_length} tokens" if example.truncated else ""
             raise DataError(f"has no token to train on{reason}")
         return example
+
+
+def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of OpenAI's format as chat templates read it: no weight, and the arguments of tool calls as objects.
+
+    Raises:
+        DataError: tool calls that are none, or arguments that are no JSON object.
+    """
+    plain = {name: value for name, value in message.items() if name != "weight"}
+    if calls := message.get("tool_calls"):
+        try:
+            plain["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])}}
+                for call in calls
+            ]
+        except (TypeError, KeyError, ValueError) as error:
+            raise DataError(f"tool_calls must have a function with a name and JSON arguments: {error!r}") from None
+    return plain
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    arguments = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{value!r} is no JSON object")
+    return arguments
 
 
 def _expect(record: Mapping[str, Any], *names: str) -> None:
@@ -175,8 +227,11 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             raise DataError(f"messages[{index}].role must be one of {', '.join(_ROLES)}, not {message.get('role')!r}")
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise DataError(f"messages[{index}].content must be a string")
-        if message.get("weight", 1) not in (0, 1):
+        if message.get("weight") not in (None, 0, 1):
             raise DataError(f"messages[{index}].weight must be 0 or 1, not {message['weight']!r}")
+        if unknown := [name for name in message if name not in _MESSAGE_FIELDS]:
+            known = ", ".join(_MESSAGE_FIELDS)
+            raise DataError(f"messages[{index}] has an unknown field {unknown[0]!r}; known: {known}")
     if not any(message["role"] == "assistant" for message in value):
         raise DataError("messages has no turn of the assistant to train on")
     return value

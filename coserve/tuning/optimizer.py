@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_STATE = {"step", "exp_avg", "exp_avg_sq"}
 _SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -35,11 +36,15 @@ class OptimizerConfig:
         for name in ("weight_decay", "max_grad_norm"):
             if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"{name} must be a number of at least 0, not {getattr(self, name)!r}")
-        if len(self.betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas):
+        if (
+            not isinstance(self.betas, tuple)
+            or len(self.betas) != 2
+            or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        ):
             raise ValueError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
         if self.schedule not in _SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}, not {self.schedule!r}")
-        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be a whole number of at least 0, not {self.warmup_steps!r}")
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
@@ -48,7 +53,7 @@ class OptimizerConfig:
             return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
         if self.schedule == "constant":
             return self.learning_rate
-        done = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
+        done = min(1.0, (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps))
         return self.learning_rate * ((1 - done) if self.schedule == "linear" else (1 + cos(pi * done)) / 2)
 
 
@@ -99,12 +104,27 @@ class AdapterOptimizer:
         tensors = {"num_steps_done": torch.tensor(self.num_steps_done)}
         for name, master in self._masters.items():
             for field, value in self._adamw.state.get(master, {}).items():
-                tensors[f"{name}/{field}"] = value.clone()
+                tensors[f"{name}/{field}"] = value.clone(memory_format=torch.contiguous_format)
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on where `state` was taken."""
-        self.num_steps_done = int(tensors["num_steps_done"])
+        """Go on where `state` was taken; ValueError, and nothing has changed, if these are not this adapter's."""
+        num_steps_done = int(tensors["num_steps_done"])
+        states: dict[str, dict[str, Tensor]] = {}
         for name, master in self._masters.items():
-            fields = [key.rsplit("/", 1)[1] for key in tensors if key.startswith(f"{name}/")]
-            self._adamw.state[master] = {field: tensors[f"{name}/{field}"].clone() for field in fields}
+            fields = {key.rsplit("/", 1)[1]: value for key, value in tensors.items() if key.rsplit("/", 1)[0] == name}
+            fields.pop("num_steps_done", None)
+            if (fields and fields.keys() != _STATE) or (
+                num_steps_done and not fields and any("/" in key for key in tensors)
+            ):
+                raise ValueError(f"the optimizer's state of {name} must have {', '.join(sorted(_STATE))}")
+            if any(value.shape != master.shape for field, value in fields.items() if field != "step"):
+                raise ValueError(f"the optimizer's state of {name} must have its shape, {list(master.shape)}")
+            # AdamW counts its steps on the CPU, and keeps the moments beside the parameter.
+            states[name] = {
+                field: value.clone() if field == "step" else value.to(master.device, copy=True)
+                for field, value in fields.items()
+            }
+        self.num_steps_done = num_steps_done
+        for name, master in self._masters.items():
+            self._adamw.state[master] = states[name]

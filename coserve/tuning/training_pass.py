@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter
-from coserve.errors import BudgetError
 from coserve.graph.execute import BackwardRun
 from coserve.graph.operators.attention import AttentionContext, Segment
 from coserve.kernels.dropout import keys_of_part, row_keys
@@ -65,13 +64,6 @@ class TrainingPass:
         self._memory = memory or DeviceMemory(backbone.device)
         self._saved: dict[Part, dict[str, Tensor]] = {}
         self._workspace: dict[str, Tensor] = {}
-        try:
-            self._workspace = self._memory.take(workspace_shapes(programs, backbone, pack.num_rows))
-            for part in backbone.architecture.parts[:-1]:
-                self._saved[part] = self._memory.take(saved_shapes(programs, backbone, part, pack.num_rows))
-        except BudgetError:
-            self.release()
-            raise
         self._row_keys = row_keys(dropout_seed, torch.arange(first_row, first_row + pack.num_rows)).to(backbone.device)
         self._tokens, self._positions, self._targets = (
             tensor.to(backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
@@ -79,6 +71,14 @@ class TrainingPass:
         self._waiting = list(programs.parts)
         self._tasklet: Tasklet | None = None
         self._num_backward_rows = pack.num_rows
+        self._released = False
+        try:
+            self._workspace = self._memory.take(workspace_shapes(programs, backbone, pack.num_rows))
+            for part in backbone.architecture.parts[:-1]:
+                self._saved[part] = self._memory.take(saved_shapes(programs, backbone, part, pack.num_rows))
+        except BaseException:  # whatever it was: nobody else could give the pages back
+            self.release()
+            raise
 
     # -- forward ----------------------------------------------------------------
 
@@ -92,6 +92,7 @@ class TrainingPass:
         """
         start = self.num_forward_rows
         end = min(start + max_rows, self.pack.num_rows)
+        assert not self._released, "the pass was released"
         assert start < end, "the forward pass is done, or the window is empty"
         return _Window(self, start, end)
 
@@ -99,6 +100,7 @@ class TrainingPass:
         """Take the blocks' output for the window's rows [n, hidden_size]: loss, and its gradient for the backward
         pass.
         """
+        assert not self._released, "the pass was released"
         start, end = self.num_forward_rows, self.num_forward_rows + hidden.shape[0]
         sums, gradient = loss_and_gradient(
             self.programs.loss,
@@ -125,7 +127,7 @@ class TrainingPass:
 
     def next_tasklet(self, max_rows: int) -> "Tasklet":
         """The next tasklet, of at most this many rows; the one before it must be done."""
-        assert self.forward_done and self._waiting, "there is nothing to run backward"
+        assert self.forward_done and self._waiting and not self._released, "there is nothing to run backward"
         assert self._tasklet is None, "the tasklet before this one is not done"
         assert max_rows > 0, "a tasklet has rows"
         end = self._num_backward_rows
@@ -158,8 +160,14 @@ class TrainingPass:
         return sum(tensor.nbytes for tensors in self._saved.values() for tensor in tensors.values())
 
     def release(self) -> None:
-        """Give all memory back, at any moment; a pass that is not done is lost, and leaves no trace."""
-        self._tasklet = None
+        """Give all memory back, at any moment; a pass that is not done is lost, and leaves no trace.
+
+        Its windows and its tasklet must not run any more: they refuse to.
+        """
+        self._released = True
+        if self._tasklet is not None:
+            self._tasklet.cancel()
+            self._tasklet = None
         for tensors in (*self._saved.values(), self._workspace):
             self._memory.give_back(tensors)
         self._saved, self._workspace = {}, {}
@@ -231,6 +239,10 @@ class Tasklet:
     def num_instructions_left(self) -> int:
         return 0 if self._run is None else self._run.num_instructions_left
 
+    def cancel(self) -> None:
+        """Let go of everything; it counts as done, and cannot run any more."""
+        self._run = None
+
     @property
     def num_transient_bytes(self) -> int:
         """Bytes that it holds between two instructions, beside what the pass saves."""
@@ -256,6 +268,7 @@ class _Window(Span):
         self._pass, self._rows = training, rows
 
     def keep(self, part: Part) -> Keep:
+        assert not self._pass._released, "the pass was released"
         if part not in self._pass._saved:
             return Keep()
         saved = {name: tensor[self._rows] for name, tensor in self._pass._saved[part].items()}

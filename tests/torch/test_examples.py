@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from coserve.errors import DataError
@@ -79,6 +79,42 @@ def test_a_word_that_brings_its_space_along_belongs_to_the_completion():
     assert words(fast, example, trained=True) == ["Ġb", "<eos>"]
 
 
+def test_spaces_that_the_tokenizer_trims_from_its_offsets_are_trained_on():
+    inner = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "Ġ": 2, "<eos>": 3}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.post_processor = processors.ByteLevel(trim_offsets=True)
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    (example,) = read(fast, {"prompt": "a", "completion": "  b  a"})
+    assert words(fast, example, trained=True) == ["Ġ", "Ġ", "b", "Ġ", "Ġ", "a", "<eos>"]
+
+
+def test_what_a_tokenizer_puts_in_front_is_not_trained_on():
+    inner = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    (example,) = read(fast, {"text": "a a"})
+    assert (example.tokens, example.trained) == ((1, 0, 0, 2), (False, True, True, True))
+
+
+def test_arguments_of_tool_calls_reach_the_template_as_objects(tokenizer):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments['x'] }} {% endfor %}<end> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "hello"}'}}
+    messages = [{"role": "user", "content": "how "}, {"role": "assistant", "tool_calls": [call]}]
+    (example,) = read(tokenizer, {"messages": messages})
+    assert words(tokenizer, example, trained=True) == ["hello", "<end>"]
+
+
+def test_a_conversation_may_begin_with_the_assistant(tokenizer):
+    (example,) = read(tokenizer, chat(("assistant", "hello world"), ("user", "how"), ("assistant", "fine")))
+    assert words(tokenizer, example, trained=True) == ["hello", "world", "<end>", "fine", "<end>"]
+
+
 def test_text_is_trained_on_whole(tokenizer):
     (example,) = read(tokenizer, {"text": "hello world"})
     assert words(tokenizer, example, trained=True) == ["hello", "world", "<eos>"]
@@ -108,6 +144,13 @@ def test_long_lines_are_cut(tokenizer):
         ({"messages": [{"role": "assistant", "content": "x", "weight": 2}]}, "weight must be 0 or 1, not 2"),
         ({"prompt": "hello " * 20, "completion": "x"}, "has no token to train on within 10 tokens"),
         ({"text": ""}, "has no token to train on"),
+        ('{"text": "a\\ud800b"}', "has half a character"),
+        ("[" * 100_000, "not valid JSON"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "wieght": 0}]},
+            r"messages\[0\] has an unknown field 'wieght'",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": "abc"}]}, "tool_calls must have a function"),
     ],
 )
 def test_a_fault_names_its_line_and_the_reason(tokenizer, record, reason):

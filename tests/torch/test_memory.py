@@ -95,26 +95,30 @@ def test_beginnings_are_found_in_whole_blocks_and_leave_a_token_to_run():
     index = PrefixIndex(4)
     tokens = list(range(12))
     index.use([7, 8, 9])
-    index.register("", tokens, [7, 8, 9])
-    assert index.find("", tokens) == [7, 8], "the last token of a prompt must be run"
-    assert index.find("", [*tokens, 99]) == [7, 8, 9]
-    assert index.find("", [*tokens[:7], 99, 99, 99]) == [7]
-    assert index.find("", [99, *tokens]) == []
-    assert index.find("a@1", [*tokens, 99]) == [], "another version never sees it"
+    chain = index.register(index.find("", tokens)[1], tokens, [7, 8, 9])
+    assert chain.num_blocks == 3
+    assert index.find("", tokens)[0] == [7, 8], "the last token of a prompt must be run"
+    assert index.find("", [*tokens, 99]) == ([7, 8, 9], chain)
+    assert index.find("", [*tokens[:7], 99, 99, 99])[0] == [7]
+    assert index.find("", [99, *tokens])[0] == []
+    assert index.find("a@1", [*tokens, 99])[0] == [], "another version never sees it"
+    longer = [*tokens, 1, 2, 3, 4]
+    index.use([3])
+    assert index.register(chain, longer, [7, 8, 9, 3]) == index.find("", [*longer, 5])[1]
 
 
 def test_what_was_unused_longest_goes_first_and_ends_before_beginnings():
     index = PrefixIndex(1)
     for version, pages in (("a", [0, 1, 2]), ("b", [3])):
         index.use(pages)
-        index.register(version, [5, 6, 7][: len(pages)], pages)
+        index.register(index.find(version, [])[1], [5, 6, 7][: len(pages)], pages)
     assert index.release([0, 1, 2]) == []
     assert index.release([3]) == []
     assert index.num_evictable == 4
     assert index.evict(1) == [2]
-    index.use(index.find("a", [5, 6]))
+    index.use(index.find("a", [5, 6])[0])
     assert index.evict(9) == [1, 3]
-    assert index.find("a", [5, 6, 7]) == [0]
+    assert index.find("a", [5, 6, 7])[0] == [0]
     index.check_integrity()
 
 
@@ -212,6 +216,7 @@ def test_a_storm_of_requests_conserves_pages_and_never_mixes_them_up(seed):
             count = rng.randint(1, len(tokens) - sequence.length)
             if sequence.num_pages_missing(count) > cache.num_available:
                 sequence.close()
+                live[index] = cache.open(tokens.tolist()), tokens
                 continue
             start = sequence.length
             hidden = run(cache, sequence, tokens[start : start + count], tokens[: start + count].tolist())
@@ -238,7 +243,7 @@ def test_groups_lie_aligned_in_runs_and_do_not_overlap():
         tensor.fill_(value)
     assert [int(tensor.flatten()[0]) for tensor in group.values()] == [1, 2, 3]
     assert pool.num_free == 6
-    with pytest.raises(BudgetError, match="8 neighbouring pages asked for, 6 are free"):
+    with pytest.raises(BudgetError, match="8 neighbouring pages asked for; 6 are free, 6 of them side by side"):
         memory.take({"d": ((1024,), torch.uint8)})
     memory.give_back(group)
     assert (pool.num_free, group) == (8, {})
@@ -271,6 +276,66 @@ def test_a_pass_that_does_not_fit_takes_nothing_and_one_that_is_dropped_gives_al
     dropped.next_tasklet(5).run(3)
     dropped.release()
     assert pool.num_free == 300
+
+
+def test_what_was_dropped_never_touches_pages_that_are_no_longer_its_own():
+    adapter = make_adapter(make_backbone("llama"))
+    pool = make_pool(300, 256)
+    training = TrainingPass(
+        adapter, training_programs(adapter), make_pack(random_sequences((9,))), memory=PooledMemory(pool)
+    )
+    window = training.next_window(9)
+    training.finish_window(forward(adapter.backbone, [window]))
+    tasklet = training.next_tasklet(9)
+    tasklet.run(4)
+    training.release()
+    before = pool.storage.clone()
+    for attempt in (tasklet.run, lambda: training.next_tasklet(9), lambda: forward(adapter.backbone, [window])):
+        with pytest.raises(AssertionError):
+            attempt()
+    assert torch.equal(pool.storage, before)
+    cache = make_cache()
+    sequence = cache.open([1, 2, 3])
+    span = sequence.extend(torch.tensor([1, 2, 3]))
+    sequence.close()
+    with pytest.raises(AssertionError, match="the sequence was closed"):
+        forward(cache.backbone, [span])
+
+
+def test_any_failure_while_a_pass_is_made_gives_its_pages_back(monkeypatch):
+    adapter, pool = make_adapter(make_backbone("llama")), make_pool(300, 256)
+    memory, taken = PooledMemory(pool), []
+
+    def take(shapes):
+        if len(taken) == 2:
+            raise torch.OutOfMemoryError("no more")
+        taken.append(PooledMemory.take(memory, shapes))
+        return taken[-1]
+
+    monkeypatch.setattr(memory, "take", take)
+    with pytest.raises(torch.OutOfMemoryError):
+        TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9,))), memory=memory)
+    assert pool.num_free == 300
+
+
+def test_a_job_gets_the_pages_of_beginnings_that_nobody_uses():
+    cache = make_cache(num_pages=60)
+    for seed in range(20):
+        tokens = random_tokens(16, seed)
+        sequence = cache.open(tokens.tolist())
+        run(cache, sequence, tokens, tokens.tolist())
+        sequence.close()
+    assert cache.pool.num_free == 0
+    memory = PooledMemory(cache.pool, cache.evict)
+    group = memory.take({"a": ((40 * cache.pool.page_bytes,), torch.uint8)})
+    cache.check_integrity()
+    memory.give_back(group)
+    with pytest.raises(BudgetError, match="side by side"):
+        memory.take({"a": ((61 * cache.pool.page_bytes,), torch.uint8)})
+    empty = memory.take({"a": ((0, 5), torch.float32)})
+    assert empty["a"].shape == (0, 5)
+    memory.give_back(empty)
+    assert cache.num_available == 60
 
 
 def test_requests_and_a_job_share_one_pool():

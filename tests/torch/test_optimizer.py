@@ -51,6 +51,26 @@ def test_warmup_rises_to_the_learning_rate_and_constant_stays():
     assert [config.learning_rate_at(step, 10) for step in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
 
 
+def test_a_schedule_stays_at_its_end():
+    for schedule in ("linear", "cosine"):
+        config = OptimizerConfig(schedule=schedule)
+        assert config.learning_rate_at(12, 10) == pytest.approx(0)
+
+
+def test_a_state_that_is_not_this_adapters_is_refused_and_changes_nothing():
+    optimizer = AdapterOptimizer(masters(), OptimizerConfig())
+    optimizer.step(gradients(0), num_trained=1, num_steps=3)
+    state = optimizer.state()
+    for wrong in (
+        {name: value for name, value in state.items() if name != "a/exp_avg"},
+        {name: value for name, value in state.items() if not name.startswith("b/")},
+        {**state, "a/exp_avg": torch.zeros(4, 3)},
+    ):
+        with pytest.raises(ValueError, match=r"the optimizer's state of [ab] must have"):
+            optimizer.load_state({**wrong, "num_steps_done": torch.tensor(9)})
+    assert optimizer.num_steps_done == 1
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing():
     ours = masters()
     optimizer = AdapterOptimizer(ours, OptimizerConfig(learning_rate=0.1))
@@ -84,6 +104,8 @@ def test_a_restored_optimizer_goes_on_as_if_it_had_not_stopped():
     ("settings", "message"),
     [
         ({"learning_rate": 0}, "learning_rate must be a number above 0, not 0"),
+        ({"betas": 0.9}, "betas must be two numbers"),
+        ({"warmup_steps": True}, "warmup_steps must be a whole number"),
         ({"eps": -1}, "eps must be a number above 0"),
         ({"weight_decay": -0.1}, "weight_decay must be a number of at least 0"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers"),

@@ -57,6 +57,33 @@ def test_greedy_takes_the_likeliest():
     assert torch.equal(sample(logits, rows).tokens, logits.argmax(-1))
 
 
+@pytest.mark.parametrize(
+    "params", [{"top_k": 5}, {"top_k": 40}, {"top_p": 0.7}, {"top_p": 0.999}, {"top_k": 9, "top_p": 0.5}]
+)
+def test_a_few_candidates_give_what_sorting_gives(monkeypatch, params):
+    logits = rnd(64, VOCAB, seed=3)
+    rows = [SamplingRow(params=SamplingParams(**params), seed=seed) for seed in range(64)]
+    whole = sample(logits, rows).tokens
+    monkeypatch.setattr("coserve.engine.sampling._NUM_CANDIDATES", 8)
+    assert torch.equal(sample(logits, rows).tokens, whole)
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-12, 1e-5])
+def test_a_tiny_temperature_takes_the_likeliest(temperature):
+    logits = rnd(5, VOCAB) * 30
+    rows = [SamplingRow(params=SamplingParams(temperature=temperature), seed=seed) for seed in range(5)]
+    assert torch.equal(sample(logits, rows).tokens, logits.argmax(-1))
+
+
+def test_token_ids_that_the_model_does_not_have_are_named_before_the_batch():
+    for params in (SamplingParams(logit_bias={50: 1.0}), SamplingParams(stop_token_ids=(50,))):
+        params.check_vocabulary(51)
+        with pytest.raises(ValueError, match="names token 50; the model has 50"):
+            params.check_vocabulary(50)
+    rows = [SamplingRow(params=SamplingParams(logprobs=20), seed=0)]
+    assert sample(rnd(1, 7), rows).top_tokens.shape == (1, 7)
+
+
 def test_a_row_does_not_depend_on_its_company():
     """Every row alone gives what it gives in the batch, whatever the others ask for."""
     logits = rnd(8, VOCAB)
@@ -156,7 +183,11 @@ def test_the_logits_stay_as_they_are_and_half_precision_is_taken():
         ({"logit_bias": {"a": 1}}, "logit_bias must map token ids"),
         ({"logit_bias": {1: 101}}, "logit_bias must map token ids to numbers from -100 to 100"),
         ({"presence_penalty": 3}, "presence_penalty must be a number from -2 to 2"),
-        ({"stop": "x"}, "stop must be strings"),
+        ({"stop": "x"}, "stop must be a tuple"),
+        ({"stop_token_ids": ("x",)}, "stop_token_ids must be token ids"),
+        ({"logit_bias": None}, "logit_bias must be a mapping"),
+        ({"temperature": 10**400}, "temperature must be a number"),
+        ({"ignore_eos": "no"}, "ignore_eos must be a bool"),
         ({"stop": ("",)}, "stop must be strings that are not empty"),
         ({"seed": 1.5}, "seed must be a whole number"),
         ({"n": True}, "n must be a whole number"),
