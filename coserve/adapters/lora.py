@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite, sqrt
+from math import sqrt
 from typing import Any, Self
 from zlib import crc32
 
@@ -15,6 +15,7 @@ from coserve.errors import AdapterError
 from coserve.graph.bypass import Bypass
 from coserve.graph.ir import GraphBuilder
 from coserve.models.base import Architecture, Part
+from coserve.settings import is_number
 
 # Fields of PEFT's config that say nothing about the numbers of a trained adapter.
 _HARMLESS = frozenset(
@@ -32,10 +33,6 @@ _READ = frozenset(
 )
 # Initial values that leave the backbone's weights alone; the others (PiSSA, OLoRA, LoftQ, …) come with changed weights.
 _PLAIN_INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +73,9 @@ class LoraConfig(AdapterConfig):
             if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
                 raise ValueError(f"LoRA's rank {name} must be a whole number of at least 1, not {rank!r}")
         for name, alpha in (("alpha", self.alpha), *self.alpha_pattern.items()):
-            if not _is_number(alpha) or alpha <= 0:
+            if not is_number(alpha) or alpha <= 0:
                 raise ValueError(f"LoRA's {name} must be a number above 0, not {alpha!r}")
-        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"LoRA's dropout must be at least 0 and below 1, not {self.dropout!r}")
         if not isinstance(self.use_rslora, bool):
             raise ValueError(f"LoRA's use_rslora must be true or false, not {self.use_rslora!r}")

@@ -8,12 +8,12 @@ request gives the same tokens in any company. Log-probabilities are those of the
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from random import Random
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from coserve.settings import is_number
 
 # Below this, scores divided by the temperature overflow, and the likeliest token is all but certain.
 _LEAST_TEMPERATURE = 1e-5
@@ -75,7 +75,7 @@ class SamplingParams:
         if self.logprobs is not None:
             self._whole("logprobs", 0, _MAX_LOGPROBS)
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or token < 0 or not _is_number(bias) or not -100 <= bias <= 100:
+            if not isinstance(token, int) or token < 0 or not is_number(bias) or not -100 <= bias <= 100:
                 raise ValueError(
                     f"logit_bias must map token ids to numbers from -100 to 100, not {token!r} to {bias!r}"
                 )
@@ -97,7 +97,7 @@ class SamplingParams:
 
     def _number(self, name: str, least: float, most: float, *, above: bool = False) -> None:
         value = getattr(self, name)
-        if not _is_number(value) or not least <= value <= most or (above and value == least):
+        if not is_number(value) or not least <= value <= most or (above and value == least):
             bounds = f"above {least} and at most {most}" if above else f"from {least} to {most}"
             raise ValueError(f"{name} must be a number {bounds}, not {value!r}")
 
@@ -111,12 +111,6 @@ class SamplingParams:
         ):
             bounds = f"at least {least}" if most is None else f"from {least} to {most}"
             raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < 2**63 if isinstance(value, int) else isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)

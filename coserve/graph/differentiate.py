@@ -27,11 +27,6 @@ class GradientNode:
         slots = rule.reads(self.wanted if wanted is None else wanted, self.node.tensor)
         return {slot: dict(self.substitutes).get(slot, self.node.tensor[slot]) for slot in slots}
 
-    @property
-    def gives(self) -> tuple[str, ...]:
-        """Tensors whose gradients it contributes to."""
-        return tuple(self.node.input[slot] for slot in self.wanted)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardGraph:

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import cos, isfinite, pi
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from coserve.settings import is_number
 
 _STATE = {"step", "exp_avg", "exp_avg_sq"}
 _SCHEDULES = ("constant", "linear", "cosine")
@@ -31,15 +32,15 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps"):
-            if not _is_number(getattr(self, name)) or getattr(self, name) <= 0:
+            if not is_number(getattr(self, name)) or getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)!r}")
         for name in ("weight_decay", "max_grad_norm"):
-            if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
+            if not is_number(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"{name} must be a number of at least 0, not {getattr(self, name)!r}")
         if (
             not isinstance(self.betas, tuple)
             or len(self.betas) != 2
-            or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+            or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         ):
             raise ValueError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
         if self.schedule not in _SCHEDULES:
@@ -55,10 +56,6 @@ class OptimizerConfig:
             return self.learning_rate
         done = min(1.0, (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps))
         return self.learning_rate * ((1 - done) if self.schedule == "linear" else (1 + cos(pi * done)) / 2)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 class AdapterOptimizer:

@@ -11,7 +11,7 @@ ROOT = Path(coserve.__file__).parent
 # From the top of the house to the ground; a room may import from rooms below it, and from itself.
 ROOMS = [
     *("cli", "bench", "workloads", "cluster", "server", "jobs", "simulate", "engine", "scheduling"),
-    *("tuning", "memory", "adapters", "models", "graph", "kernels", "errors"),
+    *("tuning", "memory", "adapters", "models", "graph", "kernels", "errors", "settings"),
 ]
 
 

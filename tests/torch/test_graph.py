@@ -90,7 +90,7 @@ def test_a_bypass_is_checked_against_its_site():
 def test_differentiate_gives_every_gradient_there_is():
     backward = differentiate(mlp())
     assert [g.node.name for g in backward.nodes] == ["sum", "down", "act", "up"]
-    given = {name for g in backward.nodes for name in g.gives}
+    given = {g.node.input[slot] for g in backward.nodes for slot in g.wanted}
     assert given == {"x", "up", "act", "down", "up.weight", "down.weight"}
     assert set(backward.activations) == {"x", "up", "act"}
 
@@ -99,7 +99,7 @@ def test_pruning_frozen_weights_drops_what_only_they_needed():
     attached = attach(mlp(), {"down": lora(16, 8)}).graph
     asked = ["down.A.weight", "down.B.weight", "x"]
     backward = prune(differentiate(attached), asked)
-    given = {name for g in backward.nodes for name in g.gives}
+    given = {g.node.input[slot] for g in backward.nodes for slot in g.wanted}
     assert not given & {"up.weight", "down.weight"}
     assert set(backward.activations) == {"up", "act", "down.A"}, "x was needed for up.weight alone"
 
