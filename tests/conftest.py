@@ -2,9 +2,16 @@
 beside each other."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples every time; HYPOTHESIS_PROFILE=explore looks for new ones.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
