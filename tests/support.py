@@ -198,6 +198,18 @@ def peft_gradients(model: nn.Module, sequences: list[tuple[list[int], list[bool]
     }
 
 
+def exact_gradients(name: str, sequences: list[tuple[list[int], list[bool]]]) -> dict[str, Tensor]:
+    """`peft_gradients` of `peft_twin(name)` in float64: where a gradient is small because large ones cancel, PEFT's
+    own float32 is as far from the truth as ours, on whichever side.
+    """
+    return peft_gradients(_double_twin(name), sequences)
+
+
+@cache
+def _double_twin(name: str) -> nn.Module:
+    return fresh_peft_twin(name)[0].double()
+
+
 def worst_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest relative error of any parameter; both must have the same parameters.
 

@@ -7,11 +7,12 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from support import (
     CONFIGS,
+    exact_gradients,
     fresh_peft_twin,
     make_adapter,
     make_backbone,
@@ -166,18 +167,18 @@ class Storm:
     tight=st.booleans(),
 )
 def test_a_job_ends_the_same_in_any_company(seed, name, lengths, tight):
-    model, adapter = peft_twin(name)
+    _, adapter = peft_twin(name)
     _, other = peft_twin(name, seed=9, r=3, target_modules=["q_proj", "v_proj"], lora_dropout=0.5)
     sequences = random_sequences(tuple(lengths), seed)
-    if not any(any(trained[1:]) for _, trained in sequences):
-        return
+    # Fewer trained tokens say little, and leave gradients that are all cancellation.
+    assume(sum(sum(trained[1:]) for _, trained in sequences) >= 3)
     budget = frontier_of_part(training_programs(adapter), adapter, 1, keys=5.0)[-1].bytes_per_token if tight else None
     job = TrainingPass(adapter, training_programs(adapter, budget_bytes_per_token=budget), make_pack(sequences))
     company = TrainingPass(other, training_programs(other), make_pack(random_sequences((8, 13), seed)))
     lonely = TrainingPass(other, company.programs, company.pack)
     run_alone(lonely, forward_rows=100, backward_rows=100)
     Storm(seed, [job, company]).run()
-    assert worst_error(job.gradients, peft_gradients(model, sequences)) < 1e-5
+    assert worst_error(job.gradients, exact_gradients(name, sequences)) < 1e-5
     assert worst_error(company.gradients, lonely.gradients) < 1e-5
 
 
