@@ -1,1 +1,4 @@
-"""Kernels: each has a plain PyTorch twin of the same signature, and is chosen once, when the model is built."""
+"""Kernels: what may have a fast version on some device. Each is plain PyTorch, or has a twin of the same signature that is.
+
+Attention is chosen by device, once, when the model is built; dropout masks and packed signs are plain everywhere so far.
+"""
