@@ -1,4 +1,4 @@
-"""Kernels: what may have a fast version on some device. Each is plain PyTorch, or has a twin of the same signature that is.
+"""Kernels: what may have a fast version on some device. Each is plain PyTorch, or has a plain twin of its signature.
 
-Attention is chosen by device, once, when the model is built; dropout masks and packed signs are plain everywhere so far.
+Attention is chosen by device, once, when the model is built; dropout masks and packed signs are plain everywhere.
 """
