@@ -111,9 +111,9 @@ class Adapter:
         """The compute copies of one part, by their name in its graph."""
         return self._compute.get(part, {})
 
-    def attached(self, part: Part) -> AttachedGraph:
-        """The part's graph with this adapter's networks, as training differentiates it."""
-        return self._attached[True][part]
+    def attached(self, part: Part, *, training: bool = True) -> AttachedGraph:
+        """The part's graph with this adapter's networks, as training differentiates it or as requests run it."""
+        return self._attached[training][part]
 
     def bypasses(self, *, training: bool = False) -> Bypasses:
         """What forward spans of this adapter's rows carry."""

@@ -54,8 +54,13 @@ class PooledMemory:
         self._pool, self._evict = pool, evict or (lambda _: 0)
         self._runs: dict[int, tuple[dict[str, Tensor], range]] = {}
 
-    def take(self, shapes: Shapes) -> dict[str, Tensor]:
-        num_pages = -(-group_bytes(shapes) // self._pool.page_bytes)
+    def num_pages(self, num_bytes: int) -> int:
+        """Pages of a run of so many bytes."""
+        return -(-num_bytes // self._pool.page_bytes)
+
+    def take_run(self, num_bytes: int) -> range:
+        """The pages alone, for whoever has no tensors; BudgetError takes nothing. `give_back_run` is the inverse."""
+        num_pages = self.num_pages(num_bytes)
         run = self._pool.take_run(OWNER, num_pages)
         while run is None and self._evict(num_pages):
             run = self._pool.take_run(OWNER, num_pages)
@@ -64,6 +69,13 @@ class PooledMemory:
                 f"{num_pages} neighbouring pages asked for; {self._pool.num_free} are free, "
                 f"{self._pool.longest_free_run()} of them side by side"
             )
+        return run
+
+    def give_back_run(self, run: range) -> None:
+        self._pool.give_back(OWNER, run)
+
+    def take(self, shapes: Shapes) -> dict[str, Tensor]:
+        run = self.take_run(group_bytes(shapes))
         room, start, tensors = self._pool.storage[run.start : run.stop].flatten(), 0, {}
         for name, (shape, kind) in shapes.items():
             num_bytes = prod(shape) * kind.itemsize
@@ -74,7 +86,7 @@ class PooledMemory:
 
     def give_back(self, tensors: dict[str, Tensor]) -> None:
         if id(tensors) in self._runs:
-            self._pool.give_back(OWNER, self._runs.pop(id(tensors))[1])
+            self.give_back_run(self._runs.pop(id(tensors))[1])
         tensors.clear()
 
 

@@ -56,14 +56,14 @@ class KvCache:
         """Pages that so many tokens fill."""
         return -(-num_tokens // self.block_tokens)
 
-    def open(self, tokens: Sequence[int], *, version: str = "", bypasses: Bypasses | None = None) -> "PagedSequence":
+    def open(self, tokens: Sequence[int], *, version: str = "") -> "PagedSequence":
         """A sequence that begins with these tokens under an adapter version ("" for none), as far as they are known.
 
         Its `length` says how many tokens need not be run. No page is taken yet.
         """
         pages, chain = self.prefixes.find(version, tokens)
         self.prefixes.use(pages)
-        return PagedSequence(self, pages, chain, bypasses)
+        return PagedSequence(self, pages, chain)
 
     def take(self, num_pages: int) -> list[int]:
         """Pages for a sequence, from unused beginnings where the free ones do not suffice; BudgetError takes
@@ -93,10 +93,13 @@ class KvCache:
 
 
 class PagedSequence:
-    """The pages of one request; `length` tokens of it have been run."""
+    """The pages of one request; `length` tokens of it have been run.
 
-    def __init__(self, cache: KvCache, pages: list[int], chain: Chain, bypasses: Bypasses | None) -> None:
-        self.cache, self.bypasses = cache, bypasses
+    Bookkeeping alone, but for `rows`: whoever counts pages need not have tensors.
+    """
+
+    def __init__(self, cache: KvCache, pages: list[int], chain: Chain) -> None:
+        self.cache = cache
         self.pages, self._chain = pages, chain
         self.length = len(pages) * cache.block_tokens
 
@@ -104,10 +107,15 @@ class PagedSequence:
         """Pages that it takes to run so many more tokens."""
         return max(0, self.cache.num_pages(self.length + num_tokens) - len(self.pages))
 
-    def extend(self, tokens: Tensor) -> Span:
-        """A span that runs the next tokens (int64 [n]); BudgetError takes nothing. `commit` must follow the batch."""
-        self.pages += self.cache.take(self.num_pages_missing(tokens.shape[0]))
-        return _PagedRows(self, tokens)
+    def reserve(self, num_tokens: int) -> None:
+        """Take the pages that so many more tokens need; BudgetError takes nothing."""
+        if missing := self.num_pages_missing(num_tokens):
+            self.pages += self.cache.take(missing)
+
+    def rows(self, tokens: Tensor, bypasses: Bypasses | None = None) -> Span:
+        """A span that runs the next tokens (int64 [n]) into reserved pages; `commit` must follow the batch."""
+        assert not self.num_pages_missing(tokens.shape[0]), "the pages are reserved first"
+        return _PagedRows(self, tokens, bypasses)
 
     def commit(self, num_tokens: int, tokens: Sequence[int] | None = None) -> None:
         """The batch has run: so many more tokens are in the pages. `tokens`: all so far, to make full blocks known."""
@@ -136,10 +144,10 @@ class _Rows:
 
 
 class _PagedRows(Span):
-    def __init__(self, sequence: PagedSequence, tokens: Tensor) -> None:
+    def __init__(self, sequence: PagedSequence, tokens: Tensor, bypasses: Bypasses | None) -> None:
         cache, device = sequence.cache, sequence.cache.backbone.device
         start, end = sequence.length, sequence.length + tokens.shape[0]
-        self.tokens, self.bypasses = tokens.to(device), sequence.bypasses
+        self.tokens, self.bypasses = tokens.to(device), bypasses
         self.positions = torch.arange(start, end, device=device)
         self._cache, self._end = cache, end
         self._sequence, self._pages = sequence, sequence.pages

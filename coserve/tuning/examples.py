@@ -7,7 +7,7 @@ so that tokens are those of the whole text.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -247,9 +247,9 @@ def epoch_order(num_examples: int, *, seed: int, epoch: int, shuffle: bool) -> l
     return order
 
 
-def packs_of(examples: Sequence[Example], *, max_rows: int) -> Iterator[Pack]:
-    """Lay the examples of an optimizer step into packs of at most `max_rows`: the longest first, each into the first
-    pack that has room (first-fit decreasing). An example longer than that has a pack of its own.
+def bins_of(examples: Sequence[Example], *, max_rows: int) -> list[list[Example]]:
+    """Sort the examples of an optimizer step into bins of at most `max_rows` tokens, one for each pack: the longest
+    first, each into the first bin that has room (first-fit decreasing). An example longer than that has its own.
     """
     bins: list[list[Example]] = []
     for example in sorted(examples, key=lambda example: len(example.tokens), reverse=True):
@@ -259,5 +259,9 @@ def packs_of(examples: Sequence[Example], *, max_rows: int) -> Iterator[Pack]:
                 break
         else:
             bins.append([example])
-    for members in bins:
-        yield make_pack([(member.tokens, member.trained) for member in members])
+    return bins
+
+
+def pack_of(examples: Sequence[Example]) -> Pack:
+    """Lay examples end to end."""
+    return make_pack([(example.tokens, example.trained) for example in examples])

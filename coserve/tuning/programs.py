@@ -65,6 +65,18 @@ def training_programs(
     return TrainingPrograms(program=programs, loss=loss, parts=reversed_parts)
 
 
+def evaluation_programs(adapter: Adapter, *, keys: float = 512.0) -> TrainingPrograms:
+    """The programs of a pass that only measures the loss: nothing runs backward, and only K and V are kept."""
+    backbone = adapter.backbone
+    programs = {
+        part: _compile(adapter.attached(part, training=False).graph, (), compute_dtype=backbone.dtype, keys=keys)
+        for part in backbone.architecture.parts[:-1]
+    }
+    graph = with_loss(adapter.attached("head", training=False).graph)
+    loss = _compile(graph, (), compute_dtype=backbone.dtype, keys=keys, of=("loss",))
+    return TrainingPrograms(program=programs, loss=loss, parts=())
+
+
 def frontier_of_part(programs: TrainingPrograms, adapter: Adapter, part: Part, *, keys: float) -> tuple[Retention, ...]:
     """What a trained part can keep, from everything that its backward pass reads to the least."""
     backward = backward_graph(adapter.attached(part).graph, programs.program[part].asked)

@@ -23,6 +23,7 @@ from coserve.memory.activations import ActivationMemory, DeviceMemory, Shapes
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.batch import Keep, Span, forward
+from coserve.tuning.cursor import Cursor
 from coserve.tuning.objective import LossSums, chunk_rows, loss_and_gradient
 from coserve.tuning.pack import Pack
 from coserve.tuning.programs import TrainingPrograms
@@ -48,10 +49,12 @@ class TrainingPass:
         dropout_seed: int = 0,
         first_row: int = 0,
         memory: ActivationMemory | None = None,
+        training: bool = True,
     ) -> None:
         """Take the memory of the whole pass.
 
         Args:
+            training: whether rows take what only training does (dropout); an evaluation does not.
             dropout_seed, first_row: of the dropout masks; first_row is the pack's first row among all that the job
             ever trains on.
             memory: where its tensors live (default: PyTorch's allocator). BudgetError takes nothing.
@@ -60,7 +63,8 @@ class TrainingPass:
         self.backbone, self.adapter, self.programs, self.pack = backbone, adapter, programs, pack
         self.sums = LossSums()
         self.gradients = {name: torch.zeros_like(master) for name, master in adapter.masters.items()}
-        self.num_forward_rows = 0
+        self.cursor = Cursor(pack.num_rows, len(programs.parts))
+        self._bypasses = adapter.bypasses(training=training)
         self._memory = memory or DeviceMemory(backbone.device)
         self._saved: dict[Part, dict[str, Tensor]] = {}
         self._workspace: dict[str, Tensor] = {}
@@ -68,9 +72,7 @@ class TrainingPass:
         self._tokens, self._positions, self._targets = (
             tensor.to(backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
         )
-        self._waiting = list(programs.parts)
         self._tasklet: Tasklet | None = None
-        self._num_backward_rows = pack.num_rows
         self._released = False
         try:
             self._workspace = self._memory.take(workspace_shapes(programs, backbone, pack.num_rows))
@@ -84,24 +86,21 @@ class TrainingPass:
 
     @property
     def forward_done(self) -> bool:
-        return self.num_forward_rows == self.pack.num_rows
+        return self.cursor.forward_done
 
     def next_window(self, max_rows: int) -> Span:
         """The next window of at most this many rows, as a span of a forward batch; `finish_window` must follow the
         batch.
         """
-        start = self.num_forward_rows
-        end = min(start + max_rows, self.pack.num_rows)
         assert not self._released, "the pass was released"
-        assert start < end, "the forward pass is done, or the window is empty"
-        return _Window(self, start, end)
+        return _Window(self, *self.cursor.next_forward(max_rows))
 
     def finish_window(self, hidden: Tensor) -> None:
         """Take the blocks' output for the window's rows [n, hidden_size]: loss, and its gradient for the backward
         pass.
         """
         assert not self._released, "the pass was released"
-        start, end = self.num_forward_rows, self.num_forward_rows + hidden.shape[0]
+        start, end = self.cursor.next_forward(hidden.shape[0])
         sums, gradient = loss_and_gradient(
             self.programs.loss,
             hidden,
@@ -113,7 +112,7 @@ class TrainingPass:
         self.sums.add(sums)
         if self.programs.parts:
             self._workspace[_GRADIENT][start:end] = gradient
-        self.num_forward_rows = end
+        self.cursor.advance_forward(end - start)
         if self.forward_done:  # below the lowest trained part, K and V were kept for the windows behind alone
             for part in [part for part in self._saved if part not in self.programs.parts]:
                 self._memory.give_back(self._saved.pop(part))
@@ -123,17 +122,16 @@ class TrainingPass:
 
     @property
     def done(self) -> bool:
-        return self.forward_done and not self._waiting
+        return self.cursor.done
 
     def next_tasklet(self, max_rows: int) -> "Tasklet":
         """The next tasklet, of at most this many rows; the one before it must be done."""
-        assert self.forward_done and self._waiting and not self._released, "there is nothing to run backward"
-        assert self._tasklet is None, "the tasklet before this one is not done"
-        assert max_rows > 0, "a tasklet has rows"
-        end = self._num_backward_rows
-        if isinstance(self._waiting[0], int) and end == self.pack.num_rows:
+        assert not self._released and self._tasklet is None, "the pass was released, or its tasklet is not done"
+        start, end = self.cursor.next_backward(max_rows)
+        part = self.programs.parts[self.cursor.num_parts_done]
+        if isinstance(part, int) and end == self.pack.num_rows:
             self._start_block()
-        self._tasklet = Tasklet(self, self._waiting[0], max(0, end - max_rows), end)
+        self._tasklet = Tasklet(self, part, start, end)
         return self._tasklet
 
     def _start_block(self) -> None:
@@ -145,11 +143,9 @@ class TrainingPass:
         """Store the gradient for the part below; after a part's first row, let its saved tensors go."""
         if gradient is not None:
             self._workspace[_GRADIENT][start:end] = gradient
-        self._num_backward_rows, self._tasklet = start, None
-        if start == 0:
-            self._waiting.pop(0)
+        self._tasklet = None
+        if self.cursor.advance_backward(end - start):
             self._memory.give_back(self._saved.pop(part))
-            self._num_backward_rows = self.pack.num_rows
             self._release_if_done()
 
     # -- memory -----------------------------------------------------------------
@@ -264,7 +260,7 @@ class _Window(Span):
     def __init__(self, training: TrainingPass, start: int, end: int) -> None:
         rows = slice(start, end)
         self.tokens, self.positions = training._tokens[rows], training._positions[rows]
-        self.bypasses = training.adapter.bypasses(training=True)
+        self.bypasses = training._bypasses
         self._pass, self._rows = training, rows
 
     def keep(self, part: Part) -> Keep:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from coserve.errors import DataError
-from coserve.tuning.examples import Example, epoch_order, packs_of, read_examples
+from coserve.tuning.examples import Example, bins_of, epoch_order, pack_of, read_examples
 
 WORDS = (
     *("hello", "world", "how", "are", "you", "fine", "thanks", "and", "be", "kind"),
@@ -194,7 +194,7 @@ def test_an_epoch_takes_every_example_once_in_an_order_of_its_own():
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(10, 60))
 def test_packs_hold_every_example_once_within_their_rows(lengths, max_rows):
     examples = [Example(tokens=tuple([i] * length), trained=tuple([True] * length)) for i, length in enumerate(lengths)]
-    packs = list(packs_of(examples, max_rows=max_rows))
+    packs = [pack_of(members) for members in bins_of(examples, max_rows=max_rows)]
     found = Counter()
     for pack in packs:
         assert pack.num_rows <= max_rows or len(pack.bounds) == 2

@@ -29,9 +29,15 @@ def make_cache(num_pages: int = 40, family: str = "llama") -> KvCache:
     return KvCache(backbone, make_pool(num_pages, kv_page_bytes(backbone, BLOCK)), block_tokens=BLOCK)
 
 
+def extend(sequence, tokens: torch.Tensor):
+    """A span of a sequence's next tokens, in pages that it takes for them."""
+    sequence.reserve(len(tokens))
+    return sequence.rows(tokens)
+
+
 def run(cache: KvCache, sequence, tokens: torch.Tensor, known: list[int] | None = None) -> torch.Tensor:
     """The hidden rows of a sequence's next tokens, run alone."""
-    hidden = forward(cache.backbone, [sequence.extend(tokens)])
+    hidden = forward(cache.backbone, [extend(sequence, tokens)])
     sequence.commit(len(tokens), known)
     return hidden
 
@@ -159,7 +165,7 @@ def test_a_request_that_does_not_fit_takes_nothing():
     cache = make_cache(num_pages=3)
     sequence = cache.open([1] * 20)
     with pytest.raises(BudgetError, match="5 pages asked for, 3 are available"):
-        sequence.extend(torch.ones(20, dtype=torch.int64))
+        extend(sequence, torch.ones(20, dtype=torch.int64))
     assert cache.num_available == 3
     assert sequence.pages == []
 
@@ -172,7 +178,7 @@ def test_paged_sequences_equal_transformers_in_chunks_and_decoding(family):
     got = {id(a): [], id(b): []}
     for chunk_a, chunk_b in [(7, 3), (6, 1), (1, 4), (1, 1), (5, 1), (1, 4)]:
         steps = [(a, first, chunk_a), (b, second, chunk_b)]
-        spans = [seq.extend(tokens[seq.length : seq.length + chunk]) for seq, tokens, chunk in steps]
+        spans = [extend(seq, tokens[seq.length : seq.length + chunk]) for seq, tokens, chunk in steps]
         rows = logits(cache.backbone, forward(cache.backbone, spans)).split([chunk_a, chunk_b])
         for (seq, _, chunk), ours in zip(steps, rows, strict=True):
             seq.commit(chunk)
@@ -296,7 +302,7 @@ def test_what_was_dropped_never_touches_pages_that_are_no_longer_its_own():
     assert torch.equal(pool.storage, before)
     cache = make_cache()
     sequence = cache.open([1, 2, 3])
-    span = sequence.extend(torch.tensor([1, 2, 3]))
+    span = extend(sequence, torch.tensor([1, 2, 3]))
     sequence.close()
     with pytest.raises(AssertionError, match="the sequence was closed"):
         forward(cache.backbone, [span])
@@ -347,7 +353,7 @@ def test_requests_and_a_job_share_one_pool():
     training = TrainingPass(adapter, programs, pack, memory=PooledMemory(cache.pool))
     tokens = random_tokens(10, 1)
     sequence = cache.open(tokens.tolist())
-    hidden = forward(cache.backbone, [sequence.extend(tokens), training.next_window(20)])
+    hidden = forward(cache.backbone, [extend(sequence, tokens), training.next_window(20)])
     sequence.commit(10)
     training.finish_window(hidden[10:])
     assert set(cache.pool.num_pages_by_owner()) == {"kv", "activations"}

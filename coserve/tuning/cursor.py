@@ -1,0 +1,51 @@
+"""Where a pack is on its way through the model: forward rows, then parts backward, each from its last row to its first.
+
+FlexLLM section 6.1, algorithm 2: forward windows go from the first row to the last, each through all parts; backward
+windows go from the last part to the first, and in a part from the last row to the first. Pure counting, so that plans
+and simulations need no tensors.
+"""
+
+
+class Cursor:
+    """Counts what has been run of `num_rows` rows and `num_parts` parts that have a backward pass."""
+
+    def __init__(self, num_rows: int, num_parts: int) -> None:
+        self.num_rows, self.num_parts = num_rows, num_parts
+        self.num_forward_rows = 0
+        self.num_parts_done = 0
+        self.num_backward_rows = num_rows  # rows of the current part that are still to be reversed
+
+    @property
+    def forward_done(self) -> bool:
+        return self.num_forward_rows == self.num_rows
+
+    @property
+    def done(self) -> bool:
+        return self.forward_done and self.num_parts_done == self.num_parts
+
+    def next_forward(self, max_rows: int) -> tuple[int, int]:
+        """First and last-plus-one row of the next forward window of at most this many rows."""
+        start = self.num_forward_rows
+        end = min(start + max_rows, self.num_rows)
+        assert start < end, "the forward pass is done, or the window is empty"
+        return start, end
+
+    def advance_forward(self, num_rows: int) -> None:
+        self.num_forward_rows += num_rows
+        assert self.num_forward_rows <= self.num_rows
+
+    def next_backward(self, max_rows: int) -> tuple[int, int]:
+        """First and last-plus-one row of the current part's next backward window."""
+        assert self.forward_done and not self.done, "there is nothing to run backward"
+        assert max_rows > 0, "a tasklet has rows"
+        return max(0, self.num_backward_rows - max_rows), self.num_backward_rows
+
+    def advance_backward(self, num_rows: int) -> bool:
+        """Returns whether the current part is done; the next one begins at its last row."""
+        self.num_backward_rows -= num_rows
+        assert self.num_backward_rows >= 0
+        if self.num_backward_rows:
+            return False
+        self.num_parts_done += 1
+        self.num_backward_rows = self.num_rows
+        return True

@@ -1,0 +1,68 @@
+"""Which examples every optimizer step of a job takes: a pure function of the data, the configuration and the seed, so
+that a job can go on at any step, and uses each example once per epoch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.examples import Example, bins_of, epoch_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackMembers:
+    """The examples of one pack; first_row: its first row among all that the job ever trains on."""
+
+    examples: tuple[Example, ...]
+    first_row: int
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(example.tokens) for example in self.examples)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(example.num_trained for example in self.examples)
+
+    @property
+    def mean_keys(self) -> float:
+        """Mean number of keys that a row attends to."""
+        return sum(len(e.tokens) * (len(e.tokens) + 1) / 2 for e in self.examples) / self.num_rows
+
+
+def packs_of(examples: Sequence[Example], *, max_rows: int, first_row: int = 0) -> list[PackMembers]:
+    """The packs of some examples, one behind the other."""
+    packs = []
+    for members in bins_of(examples, max_rows=max_rows):
+        packs.append(PackMembers(examples=tuple(members), first_row=first_row))
+        first_row += packs[-1].num_rows
+    return packs
+
+
+class TrainingOrder:
+    """The optimizer steps of a job, each a batch of examples; an epoch's last batch may be smaller."""
+
+    def __init__(self, examples: Sequence[Example], config: TuningConfig) -> None:
+        assert examples, "a job has examples"
+        self.examples, self.config = examples, config
+        self.steps_per_epoch = -(-len(examples) // config.batch_size)
+        self.num_steps = self.steps_per_epoch * config.num_epochs
+        self._order = lru_cache(maxsize=2)(self._epoch)
+
+    def packs(self, step: int) -> list[PackMembers]:
+        """The packs of an optimizer step (from 0)."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        order, rows_before = self._order(epoch)
+        start = batch * self.config.batch_size
+        members = [self.examples[index] for index in order[start : start + self.config.batch_size]]
+        first_row = epoch * rows_before[-1] + rows_before[start]
+        return packs_of(members, max_rows=self.config.pack_tokens, first_row=first_row)
+
+    def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
+        """The order of an epoch's examples, and how many rows lie before each of them (and before the end)."""
+        config = self.config
+        order = epoch_order(len(self.examples), seed=config.seed, epoch=epoch, shuffle=config.shuffle)
+        lengths = (len(self.examples[index].tokens) for index in order)
+        return order, list(accumulate(lengths, initial=0))
