@@ -8,7 +8,10 @@ CoserveError
 │   ├── UnsupportedModelError   a family or a configuration that coserve does not run
 │   └── WeightsError            weights that are missing, extra, misshapen, damaged or of the wrong type
 ├── AdapterError        an adapter that cannot be used with this model
-└── DataError           training data that cannot be used
+├── DataError           training data that cannot be used
+├── RequestError        a request that cannot be served as it was asked
+├── JobError            a fine-tuning job that cannot be run as it was asked, or that is not there
+└── DeviceMemoryError   the device ran out of memory within a step
 
 Every message is one line that says what is wrong and what would be right. Broken invariants inside coserve are plain
 ``assert`` statements: no input should ever reach them.
@@ -49,3 +52,15 @@ class AdapterError(CoserveError):
 
 class DataError(CoserveError):
     """Training data that cannot be used; the message names lines and reasons."""
+
+
+class RequestError(CoserveError):
+    """A request that cannot be served as it was asked."""
+
+
+class JobError(CoserveError):
+    """A fine-tuning job that cannot be run as it was asked, or that is not there."""
+
+
+class DeviceMemoryError(CoserveError):
+    """The device ran out of memory within a step; nothing of the step has been applied."""

@@ -126,6 +126,23 @@ class Adapter:
             if copy.data_ptr() != master.data_ptr():
                 copy.copy_(master)
 
+    def snapshot(self) -> "Adapter":
+        """A copy of the parameters as they are now, which later training does not touch."""
+        copy = Adapter.__new__(Adapter)
+        copy.backbone, copy.config, copy.sites = self.backbone, self.config, self.sites
+        copy.masters = {name: master.clone() for name, master in self.masters.items()}
+        copy._attached = self._attached  # the graphs are the same
+        shares_masters = self.backbone.dtype == torch.float32
+        prefix = self.backbone.architecture.prefix
+        copy._compute = {
+            part: {
+                name: copy.masters[prefix(part) + name] if shares_masters else value.clone()
+                for name, value in tensors.items()
+            }
+            for part, tensors in self._compute.items()
+        }
+        return copy
+
     @cached_property
     def _attached(self) -> dict[bool, dict[Part, AttachedGraph]]:
         graphs = self.backbone.architecture.graphs

@@ -16,7 +16,7 @@ import torch
 
 from coserve.errors import GraphError
 from coserve.graph.operators import operator
-from coserve.graph.operators.base import Operator
+from coserve.graph.operators.base import Cost, Load, Operator
 
 Kind = Literal["row", "constant", "weight", "parameter"]
 
@@ -131,6 +131,14 @@ class Graph:
     def slot_specs(self, node: Node) -> dict[str, TensorSpec]:
         """The tensors of a node by slot."""
         return {slot: self.spec[name] for slot, name in node.tensor.items()}
+
+    def node_cost(self, node: Node, load: Load) -> Cost:
+        """Cost of one forward execution of a node."""
+        return node.operator.cost(self.slot_specs(node), node.attribute, load)
+
+    def cost(self, load: Load) -> Cost:
+        """Cost of all nodes."""
+        return sum((self.node_cost(node, load) for node in self.nodes), Cost())
 
 
 class GraphBuilder:

@@ -67,23 +67,19 @@ class Program:
 
     def forward_cost(self, load: Load) -> Cost:
         """Cost of the forward nodes."""
-        return sum((_cost(self.graph, node, load) for node in self.graph.nodes), Cost())
+        return self.graph.cost(load)
 
     def backward_cost(self, load: Load) -> Cost:
         """Cost of the backward instructions, recomputation included."""
         total = Cost()
         for step in self.backward:
             if step.kind == "recompute":
-                total += _cost(self.graph, step.node, load)
+                total += self.graph.node_cost(step.node, load)
             else:
                 wanted = [slot for slot in step.wanted if slot in step.node.input]
                 specs = self.graph.slot_specs(step.node)
                 total += step.node.operator.vjp_cost(wanted, specs, step.node.attribute, load)
         return total
-
-
-def _cost(graph: Graph, node: Node, load: Load) -> Cost:
-    return node.operator.cost(graph.slot_specs(node), node.attribute, load)
 
 
 def compile_program(

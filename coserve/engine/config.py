@@ -1,0 +1,38 @@
+"""How an engine is set up."""
+
+from dataclasses import dataclass
+
+from coserve.scheduling.policies import make_policy
+from coserve.settings import is_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """ValueError at birth names the field and its range.
+
+    policy: see `coserve.scheduling.policies`. ttft_s: objective of requests that bring none, seconds to the first
+    token. tpot_s: likewise, mean seconds between later tokens; None: 2.5 × a decode step alone on this device.
+    memory_bytes: of the page pool, for keys and values and fine-tuning's activations; None: a share of what is free.
+    block_tokens: tokens of a page. max_requests: sequences that run at once. max_step_rows: rows of a forward pass.
+    """
+
+    policy: str = "slack"
+    ttft_s: float = 2.0
+    tpot_s: float | None = None
+    memory_bytes: int | None = None
+    block_tokens: int = 16
+    max_requests: int = 256
+    max_step_rows: int = 2048
+
+    def __post_init__(self) -> None:
+        make_policy(self.policy)
+        for name in ("ttft_s", "tpot_s"):
+            value = getattr(self, name)
+            if (value is not None or name == "ttft_s") and (not is_number(value) or value <= 0):
+                raise ValueError(f"{name} must be a number of seconds above 0, not {value!r}")
+        for name in ("memory_bytes", "block_tokens", "max_requests", "max_step_rows"):
+            value = getattr(self, name)
+            if value is None and name == "memory_bytes":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")

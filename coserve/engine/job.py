@@ -1,0 +1,201 @@
+"""A fine-tuning job as the engine sees it: packs of one optimizer step after the other, and what came of them.
+
+A job goes through the optimizer steps of its `TrainingOrder`. Each is packs, one at a time: memory is taken, forward
+windows and backward tasklets run, gradients are added to the step's; then the update. In between it measures the loss
+of the validation set, forward only, and publishes versions. A pack can be dropped at any moment: it is begun again, and
+everything else stands.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from coserve.engine.runner import Trainer
+from coserve.scheduling.plan import JobView
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.examples import Example
+from coserve.tuning.objective import LossSums
+from coserve.tuning.order import PackMembers, TrainingOrder, packs_of
+
+JobState = Literal["running", "paused", "succeeded", "failed", "cancelled"]
+EventKind = Literal["step", "evaluation", "version", "pack_dropped", "succeeded", "failed", "cancelled"]
+
+# A gradient that is not finite skips its optimizer step; so many in a row fail the job.
+_MAX_BAD_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEvent:
+    """Something happened to a job after `step` optimizer steps.
+
+    loss, token_accuracy: means over trained tokens, of the step or of the validation set. learning_rate, norm (of the
+    gradient before clipping; None: it was not finite, and the step was skipped): of a step. version: its label.
+    """
+
+    job: str
+    kind: EventKind
+    step: int
+    now_s: float
+    loss: float | None = None
+    token_accuracy: float | None = None
+    num_trained: int = 0
+    norm: float | None = None
+    learning_rate: float | None = None
+    version: str | None = None
+    message: str = ""
+
+
+class Job:
+    """Bookkeeping of one job; the engine asks `view`, and tells it what was run."""
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        name: str,
+        config: TuningConfig,
+        examples: Sequence[Example],
+        validation: Sequence[Example],
+        trainer: Trainer,
+    ) -> None:
+        self.id, self.name, self.config, self.trainer = id, name, config, trainer
+        self.state: JobState = "running"
+        self.order = TrainingOrder(examples, config)
+        self.num_steps_done = 0
+        self.num_rows_run = 0  # forward rows and reversed rows, for sharing the device among jobs
+        self.num_tokens_trained = 0  # rows of packs whose gradients are in
+        self.num_drops = 0
+        self.error: str | None = None
+        self.evaluating = False
+        self.sums = LossSums()  # of the packs that are done, of the step or the evaluation
+        self._validation = tuple(validation)
+        self._num_bad_steps = 0
+        self._waiting: deque[PackMembers] = deque(self.order.packs(0))
+        self._pack: PackMembers | None = None
+
+    # -- questions ----------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ("running", "paused")
+
+    @property
+    def wants_pack(self) -> PackMembers | None:
+        """The pack to begin next, if it is time for one."""
+        if self.state != "running" or self._pack is not None or not self._waiting:
+            return None
+        return self._waiting[0]
+
+    @property
+    def has_pack(self) -> bool:
+        return self._pack is not None
+
+    @property
+    def pack_progress(self) -> int:
+        """Rows of the pack that have been run, each part backward counted as one pass."""
+        cursor = self.trainer.cursor
+        return 0 if cursor is None else cursor.num_forward_rows + cursor.num_parts_done * cursor.num_rows
+
+    @property
+    def update_due(self) -> bool:
+        return self.state == "running" and self._pack is None and not self._waiting and not self.evaluating
+
+    def view(self) -> JobView | None:
+        """What a policy may do with it now; None: nothing."""
+        if self.state != "running":
+            return None
+        counts, cursor = self.trainer.counts, self.trainer.cursor
+        if self._pack is None or cursor is None:
+            return JobView(self.id, "update", 0, 0, 0, 0.0, 0.0, counts) if self.update_due else None
+        if not cursor.forward_done:
+            phase, rows_left = "forward", cursor.num_rows - cursor.num_forward_rows
+        else:
+            phase, rows_left = "backward", cursor.num_backward_rows
+        share = self._pack.num_trained / self._pack.num_rows
+        parts_left = cursor.num_parts - cursor.num_parts_done
+        keys = self._pack.mean_keys
+        return JobView(self.id, phase, cursor.num_rows, rows_left, parts_left, keys, share, counts)  # type: ignore[arg-type]
+
+    # -- what happened ------------------------------------------------------------
+
+    def begin_pack(self) -> None:
+        """Take the memory of the next pack; BudgetError changes nothing."""
+        self.trainer.begin(self._waiting[0], evaluate=self.evaluating)
+        self._pack = self._waiting.popleft()
+
+    def drop_pack(self) -> None:
+        """Give the pack's memory back; it will be begun again."""
+        assert self._pack is not None
+        self.trainer.drop()
+        self._waiting.appendleft(self._pack)
+        self._pack = None
+        self.num_drops += 1
+
+    def finish_pack_if_done(self) -> bool:
+        """Collect the pack's sums once it is through. Returns whether an evaluation is complete with it."""
+        cursor = self.trainer.cursor
+        if self._pack is None or cursor is None or not cursor.done:
+            return False
+        self.sums.add(self.trainer.finish())
+        if not self.evaluating:
+            self.num_tokens_trained += self._pack.num_rows
+        self._pack = None
+        return self.evaluating and not self._waiting
+
+    def finish_update(self, norm: float | None, now_s: float) -> JobEvent:
+        """An optimizer step has been made (norm None: skipped, since the gradient was not finite)."""
+        sums, step = self.sums, self.num_steps_done
+        rate = self.config.optimizer.learning_rate_at(step, self.order.num_steps)
+        self.num_steps_done += 1
+        self._num_bad_steps = 0 if norm is not None else self._num_bad_steps + 1
+        if self._num_bad_steps == _MAX_BAD_STEPS:
+            self.error = f"the gradient was not finite in {_MAX_BAD_STEPS} optimizer steps in a row"
+        self.sums = LossSums()
+        return JobEvent(
+            job=self.id,
+            kind="step",
+            step=self.num_steps_done,
+            now_s=now_s,
+            loss=sums.mean_loss,
+            token_accuracy=sums.token_accuracy,
+            num_trained=sums.num_trained,
+            norm=norm,
+            learning_rate=rate,
+        )
+
+    def start_evaluation(self) -> bool:
+        """Measure the validation set next, if there is one."""
+        if not self._validation:
+            return False
+        self.evaluating = True
+        self._waiting.extend(packs_of(self._validation, max_rows=self.config.pack_tokens))
+        return True
+
+    def finish_evaluation(self, now_s: float) -> JobEvent:
+        sums, self.sums, self.evaluating = self.sums, LossSums(), False
+        return JobEvent(
+            job=self.id,
+            kind="evaluation",
+            step=self.num_steps_done,
+            now_s=now_s,
+            loss=sums.mean_loss,
+            token_accuracy=sums.token_accuracy,
+            num_trained=sums.num_trained,
+        )
+
+    def start_step(self) -> bool:
+        """Turn to the packs of the next optimizer step; False if all are done."""
+        if self.num_steps_done == self.order.num_steps:
+            return False
+        self._waiting.extend(self.order.packs(self.num_steps_done))
+        return True
+
+    def end(self, state: JobState) -> None:
+        """It is over: its memory goes back."""
+        self.state = state
+        if self._pack is not None:
+            self.trainer.drop()
+            self._pack = None
+        self._waiting.clear()
+        self.trainer.close()

@@ -1,0 +1,254 @@
+"""The profile of a model on this device: a few seconds of measurements at the first start, kept on disk.
+
+What is measured are the engine's own pieces: spans in pages through all blocks, the head with sampling, the loss, the
+tasklets and the optimizer step of a reference adapter (LoRA of rank 16 at every linear layer).
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import coserve
+from coserve.adapters.base import Adapter
+from coserve.adapters.lora import LoraConfig
+from coserve.engine.sampling import SamplingParams, SamplingRow, sample
+from coserve.memory.kv_cache import KvCache, kv_page_bytes
+from coserve.memory.pages import PagePool
+from coserve.models.backbone import Backbone
+from coserve.models.batch import Bypasses, Span, forward, logits
+from coserve.scheduling.counts import job_counts, model_counts
+from coserve.scheduling.latency import Curve, Profile
+from coserve.tuning.objective import chunk_rows, loss_and_gradient
+from coserve.tuning.optimizer import AdapterOptimizer, OptimizerConfig
+from coserve.tuning.pack import make_pack
+from coserve.tuning.programs import TrainingPrograms, training_programs
+from coserve.tuning.training_pass import TrainingPass
+
+_log = logging.getLogger(__name__)
+
+_FORWARD_ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_BACKWARD_ROWS = (32, 64, 128, 256, 512, 1024)
+_HEAD_ROWS = (1, 4, 16, 64)
+_LOSS_ROWS = (8, 32, 128, 512)
+_WINDOW_ROWS = 256
+_MANY_SPANS, _SHORT, _LONG = 8, 16, 512
+_BLOCK_TOKENS = 16
+# A piece is measured so often, or until it has taken so long; a curve ends where one measurement takes longer.
+_REPEATS, _PATIENCE_S, _TOO_LONG_S = 5, 0.6, 1.0
+
+
+def load_profile(backbone: Backbone, directory: Path | None = None) -> Profile:
+    """The profile of a model on this device: from disk, or measured now and kept there.
+
+    directory: default `$COSERVE_HOME/profiles`, or `~/.coserve/profiles`.
+    """
+    directory = directory or Path(os.environ.get("COSERVE_HOME", "~/.coserve")).expanduser() / "profiles"
+    key = _identity(backbone)
+    path = directory / (hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24] + ".json")
+    with suppress(OSError, ValueError, TypeError, KeyError):  # whatever is wrong with it, it can be measured again
+        stored = json.loads(path.read_text())
+        return Profile.from_json(stored["profile"])
+    _log.info("measuring how fast %s runs on %s, once", backbone.name, key["device"])
+    profile = measure_profile(backbone)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({"of": key, "profile": profile.to_json()}, indent=1))
+        part.replace(path)
+    except OSError as error:
+        _log.warning("the profile could not be kept in %s: %s", directory, error)
+    return profile
+
+
+def _identity(backbone: Backbone) -> dict[str, Any]:
+    """What a profile depends on."""
+    config = backbone.architecture.config
+    shape = {name: value for name, value in sorted(config.to_dict().items()) if not name.startswith("_")}
+    if backbone.device.type == "cuda":
+        device = torch.cuda.get_device_name(backbone.device)
+    else:
+        device = f"{_processor()}, {torch.get_num_threads()} threads"
+    return {
+        "device": device,
+        "model": hashlib.sha256(json.dumps(shape, default=str, sort_keys=True).encode()).hexdigest(),
+        "dtype": str(backbone.dtype),
+        "torch": torch.__version__,
+        "coserve": coserve.__version__,
+    }
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def measure_profile(backbone: Backbone) -> Profile:
+    """Measure; see the module."""
+    with torch.inference_mode():
+        return _Measurement(backbone).profile()
+
+
+class _Measurement:
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+        architecture = backbone.architecture
+        # Models of few positions are measured as far as they go.
+        self.most_rows = min(max(_FORWARD_ROWS), architecture.max_positions - 1)
+        num_tokens = max(_MANY_SPANS * (_LONG + 2 * _BLOCK_TOKENS), 2 * self.most_rows)
+        num_pages = num_tokens // _BLOCK_TOKENS + _MANY_SPANS
+        pool = PagePool(num_pages, kv_page_bytes(backbone, _BLOCK_TOKENS), backbone.device)
+        pool.storage.zero_()
+        self.cache = KvCache(backbone, pool, block_tokens=_BLOCK_TOKENS)
+        self.adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
+        self.programs: TrainingPrograms = training_programs(self.adapter)
+
+    def profile(self) -> Profile:
+        counts = job_counts(self.adapter, self.programs)
+        num_layers = self.backbone.architecture.num_layers
+        long = min(_LONG, self.backbone.architecture.max_positions - 2)
+        rows = min(_WINDOW_ROWS, self.most_rows // 2)
+        self._forward(1, rows=rows)  # warm up
+
+        one_span, spans = self._forward(1, rows=_MANY_SPANS), self._forward(_MANY_SPANS, past=_SHORT)
+        s_per_span = max(0.0, (spans - one_span) / (_MANY_SPANS - 1))
+        s_per_key = (self._forward(_MANY_SPANS, past=long) - spans) / (_MANY_SPANS * max(1, long - _SHORT))
+        s_per_key = max(0.0, s_per_key)
+        near, past = self._forward(1, rows=rows), min(3 * rows, self.backbone.architecture.max_positions - rows)
+        s_per_pair = max(0.0, (self._forward(1, rows=rows, past=past) - near) / max(1, rows * past))
+        bypasses = self.adapter.bypasses()
+        with_networks, without = self._forward(1, bypasses=bypasses), self._forward(1)
+        s_per_network = max(0.0, (with_networks - without) / counts.num_networks)
+        window = self._window(rows) - near - counts.num_networks * s_per_network
+
+        def trunk(n: int) -> float:
+            return self._forward(1, rows=n) - n * n / 2 * s_per_pair - n * s_per_key - s_per_span
+
+        pair_backward = 2.5 * s_per_pair / num_layers
+        return Profile(
+            model=model_counts(self.backbone),
+            job=counts,
+            forward=self._curve(_FORWARD_ROWS, trunk),
+            head=self._curve(_HEAD_ROWS, self._head),
+            loss=self._curve(_LOSS_ROWS, self._loss),
+            backward=self._curve(_BACKWARD_ROWS, lambda n: self._tasklet(n) - n * n / 2 * pair_backward),
+            s_per_pair=s_per_pair,
+            backward_s_per_pair=pair_backward,
+            s_per_key=s_per_key,
+            s_per_span=s_per_span,
+            s_per_network=s_per_network,
+            s_per_window_row=max(0.0, window / rows),
+            s_per_parameter=self._update() / counts.num_parameters,
+            update_s=0.0,
+        )
+
+    def _curve(self, rows: tuple[int, ...], seconds: Callable[[int], float]) -> Curve:
+        found: dict[int, float] = {}
+        for n in rows:
+            if n > self.most_rows and len(found) > 1:
+                break
+            found[n] = max(1e-7, seconds(n))
+            if found[n] > _TOO_LONG_S and len(found) > 1:
+                break
+        return Curve(rows=tuple(found), seconds=tuple(found.values()))
+
+    def _median_s(self, run: Callable[[], object]) -> float:
+        """Seconds of one call; the first one is not counted."""
+        run()
+        found: list[float] = []
+        while len(found) < _REPEATS and (not found or sum(found) < _PATIENCE_S):
+            start = self._time_s()
+            run()
+            found.append(self._time_s() - start)
+        return median(found)
+
+    def _time_s(self) -> float:
+        if self.backbone.device.type == "cuda":
+            torch.cuda.synchronize(self.backbone.device)
+        return time.perf_counter()
+
+    def _forward(self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None) -> float:
+        """Spans of so many rows each, behind so many tokens in the cache."""
+        sequences = [self.cache.open([]) for _ in range(spans)]
+        tokens = torch.zeros(rows, dtype=torch.int64)
+        for sequence in sequences:
+            sequence.reserve(past)
+            sequence.commit(past)
+            sequence.reserve(rows)
+        seconds = self._median_s(lambda: forward(self.backbone, [s.rows(tokens, bypasses) for s in sequences]))
+        for sequence in sequences:
+            sequence.close()
+        return seconds
+
+    def _pass(self, num_rows: int) -> TrainingPass:
+        """A pack with hardly any trained rows: the loss is measured by itself."""
+        pack = make_pack([([0] * num_rows, [False] * (num_rows - 1) + [True])])
+        return TrainingPass(self.adapter, self.programs, pack)
+
+    def _window(self, rows: int) -> float:
+        training = self._pass(rows)
+
+        def run() -> None:
+            spans: list[Span] = [training.next_window(rows)]
+            forward(self.backbone, spans)
+
+        seconds = self._median_s(run)
+        training.release()
+        return seconds
+
+    def _tasklet(self, rows: int) -> float:
+        """One of all tasklets of a pass, so that weights come from memory as they do in a step."""
+        found: list[float] = []
+        for _ in range(3):
+            training = self._pass(rows)
+            training.finish_window(forward(self.backbone, [training.next_window(rows)]))
+            start = self._time_s()
+            while not training.done:
+                training.next_tasklet(rows).run()
+            found.append((self._time_s() - start) / len(self.programs.parts))
+            if sum(found) * len(self.programs.parts) > _PATIENCE_S:
+                break
+        return min(found)
+
+    def _head(self, rows: int) -> float:
+        hidden = torch.zeros(
+            rows, self.backbone.architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device
+        )
+        chosen = [SamplingRow(params=SamplingParams(temperature=0.0), seed=0) for _ in range(rows)]
+        return self._median_s(lambda: sample(logits(self.backbone, hidden), chosen))
+
+    def _loss(self, rows: int) -> float:
+        hidden = torch.zeros(
+            rows, self.backbone.architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device
+        )
+        targets = torch.zeros(rows, dtype=torch.int64, device=self.backbone.device)
+        constants = {"targets": targets, "row_keys": targets}
+
+        def run() -> None:
+            loss_and_gradient(
+                self.programs.loss,
+                hidden,
+                constants,
+                weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
+                accumulators={},
+                max_rows=chunk_rows(self.backbone.architecture.vocab_size),
+            )
+
+        return self._median_s(run)
+
+    def _update(self) -> float:
+        optimizer = AdapterOptimizer(self.adapter.masters, OptimizerConfig(learning_rate=1e-12))
+        gradients = {name: torch.zeros_like(master) for name, master in self.adapter.masters.items()}
+        return self._median_s(lambda: optimizer.step(gradients, num_trained=1, num_steps=1))

@@ -1,0 +1,167 @@
+"""A request as the engine sees it: one sequence that is to go on, what has come of it, and when it is over."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from coserve.engine.sampling import SamplingParams, SamplingRow
+from coserve.engine.text import TextStream
+from coserve.engine.versions import AdapterVersion
+from coserve.memory.kv_cache import PagedSequence
+from coserve.scheduling.plan import RequestView
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slo:
+    """A request's objectives: seconds to its first token, and mean seconds between later ones."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """A chosen token with its log-probability, and the likeliest tokens in its place with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What a step brought a request: tokens, the text that can be shown now, and on the last one why it is over.
+
+    index: which of the request's `n` sequences. stop_reason: the stop string or token id that ended it. error: in one
+    line, if finish_reason is "error".
+    """
+
+    request: str
+    index: int = 0
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+
+
+class Request:
+    """One sequence of a request. `sequence` is None while it waits for pages."""
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        request: str,
+        index: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        version: AdapterVersion | None,
+        slo: Slo,
+        arrival_s: float,
+        end_tokens: frozenset[int],
+        text: TextStream | None,
+        leader: "Request | None" = None,
+    ) -> None:
+        """leader: the sequence with the same prompt that runs first, so that this one finds its pages."""
+        self.id, self.request, self.index, self.leader = id, request, index, leader
+        self.prompt, self.params, self.seed = list(prompt), params, seed
+        self.version, self.slo, self.arrival_s = version, slo, arrival_s
+        self.tokens = list(prompt)  # and the output behind it
+        self.num_output = 0
+        self.sequence: PagedSequence | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s = arrival_s
+        self.finish_reason: FinishReason | None = None
+        self.num_cached_tokens: int | None = None
+        self.num_preemptions = 0
+        self._end_tokens = end_tokens
+        self._stop_tokens = end_tokens | set(params.stop_token_ids)
+        self._text = text
+
+    @property
+    def may_start(self) -> bool:
+        """Whether its turn has come to be admitted."""
+        leader = self.leader
+        return leader is None or leader.first_token_s is not None or leader.finish_reason is not None
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens to run before the next one can be chosen."""
+        assert self.sequence is not None
+        return len(self.tokens) - self.sequence.length
+
+    def view(self) -> RequestView:
+        assert self.sequence is not None
+        length = self.sequence.length
+        version = self.version
+        return RequestView(
+            self.id,
+            len(self.tokens) - length,
+            length,
+            self.num_output,
+            self.arrival_s,
+            self.first_token_s,
+            self.last_token_s,
+            self.slo.ttft_s,
+            self.slo.tpot_s,
+            version.key if version else "",
+            version.num_networks if version else 0,
+        )
+
+    def sampling_row(self) -> SamplingRow:
+        """How its next token is to be chosen."""
+        output = self.tokens[len(self.prompt) :] if self.params.penalizes else range(self.num_output)
+        forbidden = self._stop_tokens if self.num_output < self.params.min_tokens else ()
+        return SamplingRow(
+            params=self.params, seed=self.seed, prompt=self.prompt, output=output, forbidden=tuple(forbidden)
+        )
+
+    def accept(self, chosen: TokenLogprob, now_s: float) -> Chunk:
+        """Take the next token; the chunk says whether that was the last."""
+        token = chosen.token
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        self.tokens.append(token)
+        self.num_output += 1
+        text, stop_reason = "", None
+        if token in self._stop_tokens and self.num_output > self.params.min_tokens:
+            # The end is not part of the text.
+            self.finish_reason, stop_reason = "stop", None if token in self._end_tokens else token
+        else:
+            if self._text is not None:
+                text = self._text.push(token, may_stop=self.num_output > self.params.min_tokens)
+                stop_reason = self._text.stopped
+            if stop_reason is not None:
+                self.finish_reason = "stop"
+            elif self.num_output >= self.params.max_tokens:
+                self.finish_reason = "length"
+        if self.finish_reason is not None and self._text is not None and self._text.stopped is None:
+            text += self._text.finish()
+        return Chunk(
+            request=self.request,
+            index=self.index,
+            tokens=(token,),
+            text=text,
+            logprobs=() if self.params.logprobs is None else (chosen,),
+            finish_reason=self.finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=self.num_cached_tokens or 0,
+        )
+
+    def end(self, reason: FinishReason, error: str | None = None) -> Chunk:
+        """It is over without a further token."""
+        self.finish_reason = reason
+        text = self._text.finish() if self._text is not None else ""
+        return Chunk(request=self.request, index=self.index, text=text, finish_reason=reason, error=error)

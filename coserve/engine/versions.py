@@ -1,0 +1,95 @@
+"""Which adapters there are to serve: names, their immutable versions `name@step`, and who is reading them."""
+
+import itertools
+from dataclasses import dataclass
+
+from coserve.errors import AdapterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterVersion:
+    """key: never given twice, so that what was computed under it (K and V) can never be mistaken for another's."""
+
+    name: str
+    step: int
+    key: str
+    num_networks: int
+
+    @property
+    def label(self) -> str:
+        """What requests call it."""
+        return f"{self.name}@{self.step}"
+
+
+class AdapterVersions:
+    """The registry. Versions that are unloaded, or superseded in passing, stay until their last reader is gone."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, dict[int, AdapterVersion]] = {}
+        self._readers: dict[str, int] = {}
+        self._passing: set[str] = set()
+        self._gone: list[str] = []
+        self._serial = itertools.count()
+
+    def new_key(self, name: str, step: int) -> str:
+        """A key for a version to come."""
+        return f"{name}@{step}#{next(self._serial)}"
+
+    def publish(self, name: str, step: int, key: str, *, num_networks: int, passing: bool = False) -> AdapterVersion:
+        """Make a version the newest of its name. passing: the next one takes its place."""
+        versions = self._versions.setdefault(name, {})
+        for old in [version for version in versions.values() if version.key in self._passing or version.step == step]:
+            self._forget(versions.pop(old.step))
+        versions[step] = AdapterVersion(name=name, step=step, key=key, num_networks=num_networks)
+        self._readers[key] = 0
+        if passing:
+            self._passing.add(key)
+        return versions[step]
+
+    def resolve(self, label: str) -> AdapterVersion:
+        """The newest version of a name, or the one of `name@step`; AdapterError lists what there is."""
+        name, _, step = label.rpartition("@")
+        if name in self._versions and step.isdecimal():
+            if (found := self._versions[name].get(int(step))) is not None:
+                return found
+            have = ", ".join(str(one) for one in self._versions[name])
+            raise AdapterError(f"adapter {name!r} has no version {step}; it has {have}")
+        if label in self._versions:
+            return next(reversed(self._versions[label].values()))
+        raise AdapterError(f"there is no adapter {label!r}; there are: {', '.join(self._versions) or 'none'}")
+
+    def labels(self) -> list[str]:
+        """Every version's label."""
+        return [version.label for versions in self._versions.values() for version in versions.values()]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._versions
+
+    def hold(self, version: AdapterVersion) -> None:
+        """Count one more reader."""
+        self._readers[version.key] += 1
+
+    def release(self, version: AdapterVersion) -> None:
+        """Count one reader less."""
+        self._readers[version.key] -= 1
+        if not self._readers[version.key] and self._versions.get(version.name, {}).get(version.step) != version:
+            self._gone.append(version.key)
+            del self._readers[version.key]
+
+    def unload(self, name: str) -> None:
+        """No new request finds it; AdapterError if there is no such name."""
+        if name not in self._versions:
+            self.resolve(name)
+        for version in self._versions.pop(name).values():
+            self._forget(version)
+
+    def take_gone(self) -> list[str]:
+        """Keys that nobody reads or finds any more, once each."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def _forget(self, version: AdapterVersion) -> None:
+        self._passing.discard(version.key)
+        if not self._readers[version.key]:
+            self._gone.append(version.key)
+            del self._readers[version.key]

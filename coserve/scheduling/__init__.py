@@ -1,0 +1,18 @@
+"""Scheduling: what a policy sees (View), what it decides (Plan), what it believes steps cost (LatencyModel)."""
+
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.plan import JobView, Plan, PlannedRows, PlannedTasklets, RequestView, View
+from coserve.scheduling.policies import POLICIES, Policy, make_policy
+
+__all__ = [
+    "POLICIES",
+    "JobView",
+    "LatencyModel",
+    "Plan",
+    "PlannedRows",
+    "PlannedTasklets",
+    "Policy",
+    "RequestView",
+    "View",
+    "make_policy",
+]

@@ -1,0 +1,148 @@
+"""Building a plan piece by piece: what policies share. A policy says how much time there is; here is what fits."""
+
+from collections.abc import Callable, Sequence
+
+from coserve.scheduling.latency import ForwardLoad, LatencyModel
+from coserve.scheduling.plan import JobView, Plan, PlannedRows, PlannedTasklets, RequestView, View
+
+# Rows that the first waiting prompt gets in every step, however late other requests are: it must move on, and so few
+# rows cost little beside those that decode.
+LEAST_PREFILL_ROWS = 64
+# The smallest window of a job, unless it is all that is left.
+LEAST_WINDOW_ROWS = 16
+# A window may cost so many times per row what the longest one would; a smaller one waits until more time has been saved
+# up, where that can be: slack is spent in lumps.
+MOST_WINDOW_COST = 1.5
+
+
+class PlanBuilder:
+    """A plan that grows, and what it will take so far."""
+
+    def __init__(self, view: View, latency: LatencyModel) -> None:
+        self._latency, self._max_rows = latency, view.max_rows
+        self._load = ForwardLoad()
+        self._rows: list[PlannedRows] = []
+        self._tasklets: list[PlannedTasklets] = []
+        self._updates: list[str] = []
+        self._forward_s = self._backward_s = self._update_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """What the plan takes, without a margin."""
+        return self._forward_s + self._backward_s + self._update_s
+
+    def build(self) -> Plan:
+        return Plan(
+            rows=tuple(self._rows),
+            tasklets=tuple(self._tasklets),
+            updates=tuple(self._updates),
+            forward_s=self._forward_s,
+            backward_s=self._backward_s,
+            update_s=self._update_s,
+        )
+
+    def decode(self, requests: Sequence[RequestView]) -> None:
+        """One row for each of them."""
+        add, append = self._load.add_request, self._rows.append
+        for request in requests:
+            add(request, 1)
+            append(PlannedRows(request.id, "decode", request.num_past, 1))
+        self._forward_s = self._latency.forward_s(self._load)
+
+    def prefill(self, requests: Sequence[RequestView], budget_s: float) -> bool:
+        """Their tokens, in this order, as far as the time goes. Returns whether all of them are in."""
+        for index, request in enumerate(requests):
+            longest = min(request.num_rows, self._max_rows - self._load.rows)
+            least = min(longest, LEAST_PREFILL_ROWS)
+            if longest < 1:
+                return False
+            if index and self._with_prompt_s(request, least) > budget_s:
+                return False
+            rows = _most(least, longest, lambda rows, r=request: self._with_prompt_s(r, rows) <= budget_s)  # type: ignore[misc]
+            self._load.add_request(request, rows)
+            self._rows.append(PlannedRows(request.id, "prefill", request.num_past, rows))
+            self._forward_s = self._latency.forward_s(self._load)
+            if rows < request.num_rows:
+                return False
+        return True
+
+    def tune(self, jobs: Sequence[JobView], budget_s: float, *, patient: bool = False) -> None:
+        """Of each job in turn, the largest piece of its current phase that fits into what is left of the time.
+
+        patient: there will be more time in a later step, so windows that cost too much per row may wait for it.
+        """
+        for job in jobs:
+            left_s = budget_s - self.seconds
+            if left_s <= 0:
+                return
+            if job.phase == "update":
+                self._update(job, left_s)
+            elif job.phase == "backward":
+                self._backward(job, left_s)
+            else:
+                self._window(job, left_s, patient)
+
+    def _update(self, job: JobView, left_s: float) -> None:
+        seconds = self._latency.update_s(job)
+        if seconds <= left_s:
+            self._updates.append(job.id)
+            self._update_s += seconds
+
+    def _backward(self, job: JobView, left_s: float) -> None:
+        """Tasklets of as many rows as possible: first what is left of the current part, then whole parts."""
+        rows = job.num_rows_left
+        seconds = self._latency.tasklet_s(job, rows)
+        while seconds > left_s and rows > LEAST_WINDOW_ROWS:
+            rows = max(LEAST_WINDOW_ROWS, rows // 2)
+            seconds = self._latency.tasklet_s(job, rows)
+        if seconds > left_s:
+            return
+        if rows < job.num_rows_left:
+            num_tasklets = _times(seconds, left_s, job.num_rows_left // rows)
+            self._backward_s += num_tasklets * seconds
+        else:
+            rows = job.num_rows
+            whole_s = self._latency.tasklet_s(job, rows)
+            num_whole = _times(whole_s, left_s - seconds, job.num_parts_left - 1)
+            num_tasklets = 1 + num_whole
+            self._backward_s += seconds + num_whole * whole_s
+        self._tasklets.append(PlannedTasklets(job.id, rows, num_tasklets))
+
+    def _window(self, job: JobView, left_s: float, patient: bool) -> None:
+        longest = min(job.num_rows_left, self._max_rows - self._load.rows)
+        least = min(job.num_rows_left, LEAST_WINDOW_ROWS)
+        before_s = self._forward_s
+
+        def extra_s(rows: int) -> float:
+            return self._latency.with_window_s(self._load, job, rows) - before_s
+
+        if longest < least or extra_s(least) > left_s:
+            return
+        rows = _most(least, longest, lambda rows: extra_s(rows) <= left_s)
+        if patient and rows < longest and extra_s(rows) / rows > MOST_WINDOW_COST * extra_s(longest) / longest:
+            return
+        self._latency.add_window(self._load, job, rows)
+        self._rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, rows))
+        self._forward_s = self._latency.forward_s(self._load)
+
+    def _with_prompt_s(self, request: RequestView, rows: int) -> float:
+        return self._latency.with_request_s(self._load, request, rows)
+
+
+def _times(seconds: float, within_s: float, most: int) -> int:
+    """How many times something fits, `most` at most."""
+    return most if most * seconds <= within_s else int(within_s / seconds)
+
+
+def _most(least: int, most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from `least` to `most` that fits, to within a sixteenth; `least` if none does."""
+    if fits(most):
+        return most
+    low, high = least, most
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

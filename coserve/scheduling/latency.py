@@ -1,0 +1,266 @@
+"""How long a step will take: counted costs times measured curves, corrected by what steps really took.
+
+LLMStation section 4.2 and HARLI section 5 predict from linear models of counted work, and trust records over models
+once there are some. So here: a `Profile` holds seconds by number of rows, measured once (or made from a datasheet), for
+the pieces that a step is made of; the counts of `scheduling.counts` carry it over to other adapters and lengths; and
+every measured step moves a correction for steps of its kind. The margin is what recent predictions were wrong by.
+"""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from coserve.scheduling.counts import JobCounts, ModelCounts
+from coserve.scheduling.plan import JobView, RequestView
+
+# Rows up to which curves are tables.
+_TABLE_ROWS = 4096
+# Weight of the newest step in a correction, and steps whose errors the margin looks at.
+_CORRECTION_WEIGHT = 0.15
+_NUM_ERRORS = 256
+_NUM_STEPS_PER_MARGIN = 16
+_MARGIN_QUANTILE = 0.95
+_LEAST_MARGIN, _MOST_MARGIN = 0.02, 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Seconds at some numbers of rows, rising; between them as a line, beyond them as the last line goes on."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.seconds) or len(self.rows) < 2 or list(self.rows) != sorted(set(self.rows)):
+            raise ValueError(f"a curve needs two rising numbers of rows or more, not {self.rows}")
+
+    def at(self, rows: int) -> float:
+        if rows <= 0:
+            return 0.0
+        if rows <= self.rows[0]:
+            return self.seconds[0]
+        high = min(bisect_right(self.rows, rows), len(self.rows) - 1)
+        (r0, r1), (s0, s1) = self.rows[high - 1 : high + 1], self.seconds[high - 1 : high + 1]
+        return s0 + (s1 - s0) * (rows - r0) / (r1 - r0)
+
+    def table(self) -> list[float]:
+        """Seconds by number of rows, never falling, however noisy the measurements were."""
+        values, highest = [], 0.0
+        for rows in range(_TABLE_ROWS + 1):
+            highest = max(highest, self.at(rows))
+            values.append(highest)
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What a device needs for the pieces of a step of one model.
+
+    forward: rows of requests through all blocks. head: rows through the head, and choosing a token of each. loss:
+    trained rows through the head, forward and backward. backward: a tasklet of the reference job (`job`), on rows
+    without keys. s_per_pair, backward_s_per_pair: attention of a row to a key of its window in all blocks, and in one
+    block backward. s_per_key: a key that a span's attention reads. s_per_span: a span more. s_per_network: a bypass
+    network more. s_per_window_row: what a window's row of the reference job costs more than a request's (its
+    networks, and saving). s_per_parameter, update_s: an optimizer step, by what it moves and at least.
+    """
+
+    model: ModelCounts
+    job: JobCounts
+    forward: Curve
+    head: Curve
+    loss: Curve
+    backward: Curve
+    s_per_pair: float
+    backward_s_per_pair: float
+    s_per_key: float
+    s_per_span: float
+    s_per_network: float
+    s_per_window_row: float
+    s_per_parameter: float
+    update_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Profile":
+        """The inverse; ValueError, TypeError or KeyError for anything else."""
+        curves = {
+            name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))
+            for name in ("forward", "head", "loss", "backward")
+        }
+        counts = {"model": ModelCounts(**fields["model"]), "job": JobCounts(**fields["job"])}
+        return cls(**{**fields, **curves, **counts})
+
+
+@dataclass(kw_only=True, slots=True)
+class ForwardLoad:
+    """What a forward pass is made of; sums that grow as rows are added.
+
+    pairs: of a row and a key in windows and prefill chunks. keys: that are read. networks: bypass networks that run.
+    window_rows: each weighed by its job's cost beside the reference job's.
+    """
+
+    rows: int = 0
+    sampled: int = 0
+    trained: int = 0
+    spans: int = 0
+    pairs: float = 0.0
+    keys: int = 0
+    networks: int = 0
+    window_rows: float = 0.0
+    versions: set[str] = field(default_factory=set)
+
+    def add_request(self, request: RequestView, rows: int) -> None:
+        """The next rows of a request."""
+        self.rows += rows
+        self.spans += 1
+        self.keys += request.num_past + rows
+        if rows > 1:
+            self.pairs += rows * (request.num_past + rows / 2)
+        if rows == request.num_rows:
+            self.sampled += 1
+        if request.version and request.version not in self.versions:
+            self.versions.add(request.version)
+            self.networks += request.num_networks
+
+
+class LatencyModel:
+    """Seconds of what a plan holds. Arithmetic alone: no clock, no I/O."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._forward, self._head = profile.forward.table(), profile.head.table()
+        self._loss, self._backward = profile.loss.table(), profile.backward.table()
+        self._corrections: dict[tuple[str, int, bool], float] = {}
+        self._section_corrections: dict[str, float] = {}
+        self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
+        self._num_steps = 0
+        self.margin = 0.1  # until errors are known
+        # For one job, what rows weigh beside the reference job's: (window rows, tasklets).
+        self._weights: dict[JobCounts, tuple[float, float, float]] = {}
+
+    # -- questions --------------------------------------------------------------
+
+    def forward_s(self, load: ForwardLoad) -> float:
+        """Seconds of a forward pass, with sampling and the loss of windows."""
+        if not load.rows:
+            return 0.0
+        return self._raw_forward_s(load) * self._correction("forward", load.rows, load.window_rows > 0)
+
+    def decode_s(self, *, num_requests: int, context: int) -> float:
+        """Seconds of a step that decodes requests with so many tokens in the cache, and does nothing else."""
+        return self.forward_s(
+            ForwardLoad(rows=num_requests, sampled=num_requests, spans=num_requests, keys=num_requests * (context + 1))
+        )
+
+    def with_request_s(self, load: ForwardLoad, request: RequestView, rows: int) -> float:
+        """The same with some rows of a request's prompt added to it; the load stays as it is."""
+        p = self.profile
+        raw = self._raw_forward_s(load) - _at(self._forward, load.rows) + _at(self._forward, load.rows + rows)
+        raw += rows * (request.num_past + rows / 2) * p.s_per_pair + (request.num_past + rows) * p.s_per_key
+        raw += p.s_per_span
+        if request.version and request.version not in load.versions:
+            raw += request.num_networks * p.s_per_network
+        return raw * self._correction("forward", load.rows + rows, load.window_rows > 0)
+
+    def with_window_s(self, load: ForwardLoad, job: JobView, rows: int) -> float:
+        """The same with a window of a job added to it; the load stays as it is."""
+        raw = self._raw_forward_s(load) - _at(self._forward, load.rows) - _at(self._loss, load.trained)
+        trained = load.trained + round(rows * job.trained_share)
+        raw += _at(self._forward, load.rows + rows) + _at(self._loss, trained) + self._window_s(job, rows)
+        return raw * self._correction("forward", load.rows + rows, True)
+
+    def add_window(self, load: ForwardLoad, job: JobView, rows: int) -> None:
+        """Add a window to a load."""
+        load.rows += rows
+        load.trained += round(rows * job.trained_share)
+        load.spans += 1
+        load.pairs += rows * job.keys
+        load.networks += job.counts.num_networks
+        load.window_rows += rows * self._weigh(job.counts)[0]
+
+    def tasklet_s(self, job: JobView, rows: int) -> float:
+        """Seconds of one tasklet."""
+        _, by_row, pair_s = self._weigh(job.counts)
+        raw = _at(self._backward, rows) * by_row + rows * job.keys * pair_s
+        return raw * self._correction("backward", rows, False)
+
+    def update_s(self, job: JobView) -> float:
+        """Seconds of an optimizer step."""
+        raw = self.profile.update_s + job.counts.num_parameters * self.profile.s_per_parameter
+        return raw * self._correction("update", job.counts.num_parameters, False)
+
+    # -- what was learned -------------------------------------------------------
+
+    def observe(self, section: str, rows: int, windows: bool, *, predicted_s: float, measured_s: float) -> None:
+        """A section ("forward", "backward", "update") of a step was predicted with its correction, and took so long."""
+        if predicted_s <= 0 or measured_s <= 0:
+            return
+        key = (section, rows.bit_length(), windows)
+        old = self._correction(section, rows, windows)
+        # One step that was held up by something else must not move it far.
+        ratio = min(2.0, max(0.5, measured_s / predicted_s))
+        weight = _CORRECTION_WEIGHT if key in self._corrections else 0.5
+        self._corrections[key] = old * ratio**weight
+        whole = self._section_corrections.get(section, 1.0)
+        self._section_corrections[section] = whole * (old * ratio / whole) ** _CORRECTION_WEIGHT
+
+    def observe_step(self, *, predicted_s: float, measured_s: float) -> None:
+        """A whole step: what the margin is made of."""
+        if predicted_s <= 0 or measured_s <= 0:
+            return
+        self._errors.append(measured_s / predicted_s - 1)
+        self._num_steps += 1
+        if self._num_steps % _NUM_STEPS_PER_MARGIN == 0:
+            late = sorted(self._errors)[int(_MARGIN_QUANTILE * (len(self._errors) - 1))]
+            self.margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, late))
+
+    def recent_errors(self) -> Sequence[float]:
+        """|measured - predicted| / measured of recent steps, sorted."""
+        return sorted(abs(error) / (1 + error) for error in self._errors)
+
+    # -- arithmetic -------------------------------------------------------------
+
+    def _raw_forward_s(self, load: ForwardLoad) -> float:
+        p = self.profile
+        return (
+            _at(self._forward, load.rows)
+            + _at(self._head, load.sampled)
+            + _at(self._loss, load.trained)
+            + load.pairs * p.s_per_pair
+            + load.keys * p.s_per_key
+            + load.spans * p.s_per_span
+            + load.networks * p.s_per_network
+            + load.window_rows * p.s_per_window_row
+        )
+
+    def _window_s(self, job: JobView, rows: int) -> float:
+        """What a window costs beside its rows' way through the blocks and the loss."""
+        p = self.profile
+        own = job.keys * p.s_per_pair + self._weigh(job.counts)[0] * p.s_per_window_row
+        return rows * own + p.s_per_span + job.counts.num_networks * p.s_per_network
+
+    def _weigh(self, counts: JobCounts) -> tuple[float, float, float]:
+        """Of a job beside the reference job: a window's row, a tasklet's rows; and seconds of a pair backward."""
+        if counts not in self._weights:
+            job, p = self.profile.job, self.profile
+            pair = counts.backward_flops_per_pair / max(1.0, job.backward_flops_per_pair)
+            self._weights[counts] = (
+                counts.flops_per_row / max(1.0, job.flops_per_row),
+                counts.backward_flops_per_row / max(1.0, job.backward_flops_per_row),
+                pair * p.backward_s_per_pair,
+            )
+        return self._weights[counts]
+
+    def _correction(self, section: str, rows: int, windows: bool) -> float:
+        found = self._corrections.get((section, rows.bit_length(), windows))
+        return found if found is not None else self._section_corrections.get(section, 1.0)
+
+
+def _at(table: list[float], rows: int) -> float:
+    if rows <= _TABLE_ROWS:
+        return table[rows]
+    return table[-1] + (table[-1] - table[_TABLE_ROWS // 2]) / (_TABLE_ROWS // 2) * (rows - _TABLE_ROWS)

@@ -1,0 +1,56 @@
+"""The default: requests first, then as much fine-tuning as fits before the tightest deadline.
+
+A running request's next token is due when its mean time per output token would reach the objective (what earlier
+tokens came early is banked), and no later than a gap that a reader would notice. A waiting request's first token is
+due at arrival + TTFT. The time to the tightest of these is the step's budget.
+
+Two things keep p99 what it says. A little of the bank is never spent, so that a step that takes longer than predicted
+finds it there. And no step with fine-tuning in it is planned to last longer than `arrival_wait_s`, which bounds what a
+request that arrives just after planning waits for: with nothing else running, its first row enters the next step.
+"""
+
+from math import inf
+
+from coserve.scheduling.building import PlanBuilder
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.plan import Plan, RequestView, View
+
+# The longest gap between two tokens of a request, in units of its TPOT objective.
+MOST_GAP_TPOTS = 4.0
+# What is kept in the bank: so many TPOTs, saved up over the first so many tokens.
+RESERVE_TPOTS, RESERVE_TOKENS = 2.0, 8
+# Share of the TTFT objective that an arrival may wait for a step to end; a step of one TPOT is always allowed, up to
+# the second share.
+ARRIVAL_SHARE, MOST_ARRIVAL_SHARE = 0.1, 0.25
+
+
+def plan(view: View, latency: LatencyModel) -> Plan:
+    """See the module."""
+    build = PlanBuilder(view, latency)
+    patience = 1 + latency.margin
+    decoding = [request for request in view.requests if request.num_rows == 1]
+    prompts = [request for request in view.requests if request.num_rows > 1]
+    build.decode(decoding)
+    if prompts:
+        prompts.sort(key=due_at_s)
+        due_s = min([due_at_s(request) for request in decoding], default=inf)
+        if not build.prefill(prompts, (due_s - view.now_s) / patience):
+            return build.build()
+    due_s = min([due_at_s(request, RESERVE_TPOTS) for request in view.requests], default=inf)
+    budget_s, wait_s = (due_s - view.now_s) / patience, arrival_wait_s(view)
+    build.tune(view.jobs, min(budget_s, wait_s), patient=budget_s < wait_s)
+    return build.build()
+
+
+def arrival_wait_s(view: View) -> float:
+    """The longest that a request waits for the step that runs when it arrives."""
+    return max(ARRIVAL_SHARE * view.ttft_s, min(2 * view.tpot_s, MOST_ARRIVAL_SHARE * view.ttft_s))
+
+
+def due_at_s(request: RequestView, reserve_tpots: float = 0.0) -> float:
+    """When a request's next token is due, with so much of the bank kept once the request is under way."""
+    if request.first_token_s is None:
+        return request.arrival_s + request.ttft_s
+    reserve = reserve_tpots * min(1.0, request.num_output / RESERVE_TOKENS)
+    banked_s = request.first_token_s + (request.num_output - reserve) * request.tpot_s
+    return min(banked_s, request.last_token_s + MOST_GAP_TPOTS * request.tpot_s)

@@ -1,0 +1,79 @@
+"""Devices by their datasheets, and the profile that a roofline gives a model on them."""
+
+from dataclasses import dataclass
+
+from coserve.adapters.base import Adapter
+from coserve.adapters.lora import LoraConfig
+from coserve.models.backbone import Backbone
+from coserve.scheduling.counts import job_counts, model_counts
+from coserve.scheduling.latency import Curve, Profile
+from coserve.tuning.programs import training_programs
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Bytes of an optimizer step per parameter: gradient, master and two moments in float32, read, and all but one written.
+_UPDATE_BYTES = 28
+# A backward pass moves about so many times the bytes of a forward pass over the same rows, beside the weights.
+_LOSS_BYTES_PER_LOGIT = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Sustained rates of a device: what large matrix products and streaming reads reach, not what the paper says.
+
+    call_s: what starting one operator costs.
+    """
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    call_s: float
+
+
+def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
+    """The profile of a model (on the "meta" device, or any) on hardware that is not here.
+
+    Every piece takes the longer of its arithmetic and its memory traffic, and a call for each operator.
+    """
+    architecture = backbone.architecture
+    adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
+    programs = training_programs(adapter)
+    model, job = model_counts(backbone), job_counts(adapter, programs)
+    num_calls = sum(len(architecture.graphs[part].nodes) for part in architecture.parts[:-1])
+    block_bytes = model.flops_per_row / 2 * backbone.dtype.itemsize
+    head_bytes = model.head_flops_per_row / 2 * backbone.dtype.itemsize
+    num_parts = max(1, job.num_parts)
+
+    def seconds(flops: float, num_bytes: float) -> float:
+        return max(flops / hardware.flops_per_s, num_bytes / hardware.bytes_per_s)
+
+    def curve(flops_per_row: float, weight_bytes: float, bytes_per_row: float, calls: float) -> Curve:
+        return Curve(
+            rows=_ROWS,
+            seconds=tuple(
+                seconds(n * flops_per_row, weight_bytes + n * bytes_per_row) + calls * hardware.call_s for n in _ROWS
+            ),
+        )
+
+    row_bytes = 20 * architecture.hidden_size * backbone.dtype.itemsize * architecture.num_layers
+    saved_bytes = programs.saved_bytes_per_token(backbone.dtype)
+    return Profile(
+        model=model,
+        job=job,
+        forward=curve(model.flops_per_row, block_bytes, row_bytes, num_calls),
+        head=curve(model.head_flops_per_row, head_bytes, architecture.vocab_size * backbone.dtype.itemsize, 8),
+        loss=curve(2 * model.head_flops_per_row, 2 * head_bytes, _LOSS_BYTES_PER_LOGIT * architecture.vocab_size, 20),
+        backward=curve(
+            job.backward_flops_per_row,
+            block_bytes / num_parts,
+            (2 * row_bytes + saved_bytes) / num_parts,
+            2 * num_calls / num_parts,
+        ),
+        s_per_pair=model.flops_per_pair / hardware.flops_per_s,
+        backward_s_per_pair=job.backward_flops_per_pair / hardware.flops_per_s,
+        s_per_key=model.kv_bytes_per_key / hardware.bytes_per_s,
+        s_per_span=hardware.call_s,
+        s_per_network=3 * hardware.call_s,
+        s_per_window_row=seconds(job.flops_per_row, 2 * saved_bytes),
+        s_per_parameter=_UPDATE_BYTES / hardware.bytes_per_s,
+        update_s=10 * hardware.call_s,
+    )

@@ -1,0 +1,89 @@
+"""Drives an engine on a modelled runner through arrivals: an hour of simulated time in seconds, the same each time."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+from coserve.engine.core import EngineCore, Event
+from coserve.engine.request import Slo
+from coserve.engine.sampling import SamplingParams
+from coserve.simulate.modelled_runner import ModelledRunner
+
+# A device with nothing to do looks for work this often.
+_IDLE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A request that comes at a moment of simulated time, of so many tokens, and asks for so many."""
+
+    at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    slo: Slo | None = None
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A simulation after a step."""
+
+    now_s: float
+    num_running: int
+    num_waiting: int
+    num_tokens_trained: int
+
+
+class Simulation:
+    """An engine core on a `ModelledRunner`, and the arrivals that it is to serve."""
+
+    def __init__(self, engine: EngineCore, arrivals: Iterable[Arrival], *, seed: int = 0) -> None:
+        """seed: of the prompts' tokens, which no two requests share."""
+        assert isinstance(engine.runner, ModelledRunner)
+        self.engine, self._clock = engine, engine.runner.clock
+        self._arrivals = sorted(arrivals, key=lambda arrival: arrival.at_s)
+        self._next = 0
+        self._random = Random(seed)
+        self._vocab_size = engine.runner.backbone.architecture.vocab_size
+
+    def run(self, until_s: float, *, on_event: Callable[[Event], None] | None = None) -> Iterator[Snapshot]:
+        """Run to a moment of simulated time, or until nothing is left to do; a snapshot after every step."""
+        engine = self.engine
+        while self._clock.now() < until_s:
+            self._arrive()
+            if not engine.has_work:
+                if self._next == len(self._arrivals):
+                    return
+                self._clock.advance(max(0.0, self._arrivals[self._next].at_s - self._clock.now()))
+                continue
+            for event in engine.step():
+                if on_event is not None:
+                    on_event(event)
+            if engine.last_plan.is_empty:
+                self._wait(until_s)
+            stats = engine.stats()
+            yield Snapshot(
+                now_s=self._clock.now(),
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                num_tokens_trained=stats.num_tokens_trained,
+            )
+
+    def _arrive(self) -> None:
+        now_s = self._clock.now()
+        while self._next < len(self._arrivals) and self._arrivals[self._next].at_s <= now_s:
+            arrival = self._arrivals[self._next]
+            self._next += 1
+            self.engine.add_tokens(
+                self._random.choices(range(self._vocab_size), k=arrival.num_prompt_tokens),
+                SamplingParams(max_tokens=arrival.num_output_tokens, temperature=0.0),
+                slo=arrival.slo,
+                adapter=arrival.adapter,
+                arrival_s=arrival.at_s,
+            )
+
+    def _wait(self, until_s: float) -> None:
+        """Nothing could be run: time goes on to the next arrival."""
+        now_s = self._clock.now()
+        upcoming_s = self._arrivals[self._next].at_s if self._next < len(self._arrivals) else until_s
+        self._clock.advance(min(max(upcoming_s - now_s, 1e-6), _IDLE_S))
