@@ -90,6 +90,14 @@ def test_top_p_of_flat_and_peaked_rows_is_what_sorting_gives(monkeypatch, spread
         assert token == expected
 
 
+@pytest.mark.parametrize("top_k", [3, 1024, 2000])
+def test_of_equal_tokens_the_first_are_kept(top_k):
+    logits = rnd(1, 5_000).round()
+    kept = logits[0].sort(stable=True, descending=True).indices[:top_k]
+    rows = [SamplingRow(params=SamplingParams(top_k=top_k), seed=seed) for seed in range(100)]
+    assert torch.isin(sample(logits.expand(100, -1), rows).tokens, kept).all()
+
+
 def test_a_row_without_numbers_leaves_the_others_alone():
     logits = rnd(3, 3_000)
     rows = [SamplingRow(params=SamplingParams(top_p=0.99), seed=seed) for seed in range(3)]
