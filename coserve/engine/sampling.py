@@ -1,12 +1,12 @@
 """Choosing the next token of many requests in one batched pass.
 
-The order: penalties on the logits, logit bias, forbidden tokens, temperature, min-p, top-k, top-p. A
-draw uses one uniform number that is a pure function of the request's seed and the token's place in it, so a seeded
-request gives the same tokens in any company. Log-probabilities are those of the model, before all of that.
+The order: penalties on the logits, logit bias, forbidden tokens, temperature, min-p, top-k, top-p. A draw uses one
+uniform number that is a pure function of the request's seed and the token's place in it, so a seeded request gives the
+same tokens in any company. Log-probabilities are those of the model, before all of that.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -19,6 +19,13 @@ from coserve.settings import is_number
 _LEAST_TEMPERATURE = 1e-5
 # Candidates among which top-k and top-p are looked for first.
 _NUM_CANDIDATES = 1024
+# Where top-p needs more tokens than that, probability is counted in bins, which reach this far below the likeliest
+# score: what lies deeper has less of it than top_p can tell from 1.
+_NUM_BINS = 4096
+_DEPTH = 32.0
+# A CPU works on so few rows at a time that they stay in its caches; an accelerator on so many that it is busy.
+_ROWS_AT_ONCE = {"cpu": 8}
+_ROWS_AT_ONCE_ELSEWHERE = 64
 _MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 
 
@@ -113,25 +120,59 @@ class SamplingParams:
             raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")
 
 
+class TokenCounts:
+    """Which tokens a request has used, for its penalties: those of its prompt, and how often each is in its output.
+
+    A request whose params penalize keeps one and adds every token it is given; no others need one.
+    """
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(prompt))}
+        self._tokens = array("q", self._slots)
+        self._uses = array("f", bytes(4 * len(self._slots)))
+
+    def add(self, token: int) -> None:
+        """A token of the output."""
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._tokens):
+            self._tokens.append(token)
+            self._uses.append(0)
+        self._uses[slot] += 1
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Distinct tokens int64 [n], n above 0, and their uses in the output float32 [n]; views on the CPU, to be
+        dropped before the next `add`.
+        """
+        return torch.frombuffer(self._tokens, dtype=torch.int64), torch.frombuffer(self._uses, dtype=torch.float32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingRow:
     """One request, at the point where its next token is chosen.
 
-    seed: of its draws. prompt, output: token ids so far. forbidden: ids that must not come now (the ends of a request
-    that is still below its min_tokens).
+    seed: of its draws. place: how many tokens it has been given so far. counts: of its tokens, for params that penalize
+    (ValueError if they are missing). forbidden: ids that must not come now (the ends of a request that is still below
+    its min_tokens).
     """
 
     params: SamplingParams
     seed: int
-    prompt: Sequence[int] = ()
-    output: Sequence[int] = ()
+    place: int = 0
+    counts: TokenCounts | None = None
     forbidden: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.counts is None and self.params.penalizes:
+            raise ValueError("params with a penalty need the counts of the tokens so far")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """tokens int64 [n]; logprobs float32 [n], of the chosen tokens; the likeliest tokens of each row and their logprobs
-    [n, k], with k the most that any row asked for (0: nobody did).
+    """tokens int64 [n]; logprobs float32 [n], of the chosen tokens, or [0] if no row asked for any; the likeliest
+    tokens of each row and their logprobs [n, k], with k the most that any row asked for.
     """
 
     tokens: Tensor
@@ -142,18 +183,32 @@ class Sampled:
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """Choose a token for each row of logits [n, vocabulary]; `logits` stays as it is."""
+    drawn, adjusted, plain = [], [], []
+    for index, row in enumerate(rows):
+        if row.params.temperature >= _LEAST_TEMPERATURE:
+            drawn.append(index)
+        elif row.counts or row.params.logit_bias or row.forbidden:
+            adjusted.append(index)
+        else:
+            plain.append(index)
+    tokens = logits.argmax(-1) if plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    at_once = _ROWS_AT_ONCE.get(logits.device.type, _ROWS_AT_ONCE_ELSEWHERE)
+    for indices, choose in ((adjusted, _likeliest), (drawn, _draw)):
+        for start in range(0, len(indices), at_once):
+            few = indices[start : start + at_once]
+            which = torch.tensor(few, device=logits.device)
+            tokens[which] = choose(logits[which].float(), [rows[index] for index in few])
+    return _report(logits, tokens, rows)
+
+
+def _report(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+    asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+    if not asked:
+        none = logits.new_empty(len(rows), 0, dtype=torch.float32)
+        return Sampled(tokens=tokens, logprobs=none.new_empty(0), top_tokens=none.long(), top_logprobs=none)
     raw = logits.float()
-    scores = _adjusted(raw, rows)
-    tokens = scores.argmax(-1)
-    if drawn := [index for index, row in enumerate(rows) if row.params.temperature >= _LEAST_TEMPERATURE]:
-        which = torch.tensor(drawn, device=logits.device)
-        tokens[which] = _draw(scores[which], [rows[index] for index in drawn])
-    return _report(raw, tokens, max(row.params.logprobs or 0 for row in rows))
-
-
-def _report(raw: Tensor, tokens: Tensor, k: int) -> Sampled:
     norm = raw.logsumexp(-1)
-    top = raw.topk(min(k, raw.shape[1]), -1)
+    top = raw.topk(min(max(asked), raw.shape[1]), -1)
     return Sampled(
         tokens=tokens,
         logprobs=raw.gather(1, tokens[:, None])[:, 0] - norm,
@@ -162,92 +217,148 @@ def _report(raw: Tensor, tokens: Tensor, k: int) -> Sampled:
     )
 
 
-def _adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Logit bias, penalties and forbidden tokens, as sparse changes: most rows and most tokens have none."""
-    changes = _Changes()
-    for index, row in enumerate(rows):
-        for token, bias in row.params.logit_bias.items():
-            changes.add(index, token, bias)
-        if row.params.penalizes:
-            used = Counter(row.output)
-            for token in used.keys() | set(row.prompt):
-                penalty = row.params.presence_penalty * (token in used) + row.params.frequency_penalty * used[token]
-                changes.add(index, token, -penalty, row.params.repetition_penalty)
-        for token in row.forbidden:
-            changes.add(index, token, float("-inf"))
-    return changes.applied(raw)
+def _likeliest(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The token of the highest score of each row, after its adjustments; `scores` is used up."""
+    _adjust_(scores, rows)
+    return scores.argmax(-1)
 
 
-class _Changes:
-    """What happens to single logits: first divided or multiplied by a factor, then added to."""
+def _column(rows: Sequence[SamplingRow], name: str, device: torch.device) -> Tensor:
+    return torch.tensor([getattr(row.params, name) for row in rows], device=device)[:, None]
 
-    def __init__(self) -> None:
-        self._at: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def add(self, row: int, token: int, addend: float, factor: float = 1.0) -> None:
-        before, scale = self._at.get((row, token), (0.0, 1.0))
-        self._at[row, token] = before + addend, scale * factor
+def _adjust_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Penalties, logit bias and forbidden tokens, as sparse changes: most rows and most tokens have none."""
+    _penalize_(scores, rows)
+    if biases := [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]:
+        where = torch.tensor([(index, token) for index, token, _ in biases], device=scores.device).T
+        addends = torch.tensor([bias for *_, bias in biases], dtype=torch.float32, device=scores.device)
+        scores[where[0], where[1]] += addends
+    if forbidden := [(index, token) for index, row in enumerate(rows) for token in row.forbidden]:
+        where = torch.tensor(forbidden, device=scores.device).T
+        scores[where[0], where[1]] = float("-inf")
 
-    def applied(self, raw: Tensor) -> Tensor:
-        if not self._at:
-            return raw
-        where = torch.tensor(list(self._at), device=raw.device).T
-        addend, factor = torch.tensor(list(self._at.values()), device=raw.device).T
-        values = raw[where[0], where[1]]
-        scores = raw.clone()
-        scores[where[0], where[1]] = torch.where(values > 0, values / factor, values * factor) + addend
-        return scores
+
+def _penalize_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    counted = [(index, row.counts.tensors()) for index, row in enumerate(rows) if row.params.penalizes and row.counts]
+    if not counted:
+        return
+    device = scores.device
+    sizes = torch.tensor([len(tokens) for _, (tokens, _) in counted])
+    index = torch.tensor([index for index, _ in counted]).repeat_interleave(sizes).to(device)
+    tokens = torch.cat([tokens for _, (tokens, _) in counted]).to(device)
+    uses = torch.cat([uses for _, (_, uses) in counted]).to(device)
+    repetition, presence, frequency = (
+        _column(rows, f"{kind}_penalty", device)[index, 0] for kind in ("repetition", "presence", "frequency")
+    )
+    values = scores[index, tokens]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    scores[index, tokens] = values - (presence * (uses > 0) + frequency * uses)
 
 
 def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """One token per row, all with temperature above 0."""
-
-    def column(name: str) -> Tensor:
-        return torch.tensor([getattr(row.params, name) for row in rows], device=scores.device)[:, None]
-
-    scores = scores / column("temperature")
+    """One token per row, all with temperature above 0; `scores` is used up."""
+    device = scores.device
+    _adjust_(scores, rows)
+    scores /= _column(rows, "temperature", device)
     if any(row.params.min_p > 0 for row in rows):
-        floor = scores.amax(-1, keepdim=True) + column("min_p").log()
-        scores = scores.masked_fill(scores < floor, float("-inf"))
-    if cut := [index for index, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1]:
-        which = torch.tensor(cut, device=scores.device)
-        scores[which] = _cut(scores[which], column("top_k")[which], column("top_p")[which])
-    # Inverse transform sampling: the first token at which the cumulative probability exceeds a uniform number.
-    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum_(-1)
-    target = _uniform(rows).to(scores.device)[:, None] * cumulative[:, -1:]
-    tokens: Tensor = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return tokens.clamp_(max=scores.shape[1] - 1)  # the product above may round up to the sum itself
+        floor = scores.amax(-1, keepdim=True) + _column(rows, "min_p", device).log()
+        scores.masked_fill_(scores < floor, float("-inf"))
+    uniform = _uniform(rows).to(device)[:, None]
+    cut = [row.params.top_k > 0 or row.params.top_p < 1 for row in rows]
+    if not any(cut):
+        return _inverse(scores, uniform)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
+    if not all(cut):
+        whole = torch.tensor(cut, device=device).logical_not().nonzero()[:, 0]
+        tokens[whole] = _inverse(scores[whole], uniform[whole])
+    which = torch.tensor(cut, device=device).nonzero()[:, 0]
+    some = [row for row, is_cut in zip(rows, cut, strict=True) if is_cut]
+    top_k, top_p = _column(some, "top_k", device), _column(some, "top_p", device).double()
+    most = max(_NUM_CANDIDATES, *(row.params.top_k for row in some))
+    tokens[which] = _draw_cut(scores[which], uniform[which], top_k, top_p, min(most, scores.shape[1]))
+    return tokens
 
 
-def _cut(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the top_k likeliest tokens, and of those the fewest whose probabilities sum to top_p.
+def _draw_cut(scores: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int) -> Tensor:
+    """Draw among the top_k likeliest tokens (all, where it is not above 0), and of those among the fewest whose
+    probabilities sum to top_p; of equal ones, the first in the vocabulary are kept.
 
-    Most rows find all of those among a few candidates; only the others are sorted whole.
+    All of top_k are among the candidates. Most rows have all of top_p there, too; the others look at all tokens.
     """
-    few = scores.topk(min(_NUM_CANDIDATES, scores.shape[1]))
-    total = scores.logsumexp(-1, keepdim=True)
-    mass = (few.values - total).exp().sum(-1, keepdim=True)
-    enough = torch.where(top_k > 0, top_k <= few.values.shape[1], mass >= top_p)[:, 0]
-    kept = torch.full_like(scores, float("-inf"))
-    kept.scatter_(1, few.indices, _kept(few.values, total, top_k, top_p))
-    if not bool(enough.all()):
-        rest = (~enough).nonzero()[:, 0]
-        ordered, order = scores[rest].sort(-1, descending=True)
-        kept[rest] = kept[rest].scatter_(1, order, _kept(ordered, total[rest], top_k[rest], top_p[rest]))
-    return kept
+    ordered, candidates = scores.topk(num_candidates)
+    within = (top_k <= 0) | (torch.arange(num_candidates, device=scores.device) < top_k)
+    # Shares are of what top-k leaves.
+    left = ordered.masked_fill(~within, float("-inf")).logsumexp(-1, keepdim=True)
+    total = torch.where(top_k > 0, left, scores.logsumexp(-1, keepdim=True))
+    shares = (ordered - total).double().exp_()
+    reach = shares.cumsum(-1)
+    least, ties = _edge(ordered, within & (reach - shares < top_p))
+    # In the order of the vocabulary, so that a number leads to the same token as in the whole row.
+    candidates = candidates.sort(-1).values
+    tokens = candidates.gather(1, _draw_above(scores.gather(1, candidates), least, ties, uniform)[:, None])[:, 0]
+    if num_candidates < scores.shape[1]:
+        # Said so that rows without numbers (a broken model's) are in neither.
+        short = ((top_k <= 0) & (reach[:, -1:] < top_p))[:, 0]
+        if bool(short.any()):
+            least[short], ties[short] = _nucleus(scores[short], total[short], top_p[short])
+        open_ended = short | (least == ordered[:, -1:])[:, 0]
+        if bool(open_ended.any()):
+            tokens[open_ended] = _draw_above(*(each[open_ended] for each in (scores, least, ties, uniform)))
+    return tokens
 
 
-def _kept(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The likeliest scores in falling order, those that are cut at -inf; total [n, 1]: logsumexp of the whole rows."""
-    rank = torch.arange(ordered.shape[1], device=ordered.device)
-    ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), float("-inf"))
-    total = torch.where(top_k > 0, ordered.logsumexp(-1, keepdim=True), total)
-    probabilities = (ordered - total).exp()
-    before = probabilities.cumsum(-1) - probabilities
-    return ordered.masked_fill((before >= top_p) & (rank > 0), float("-inf"))
+def _edge(ordered: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The least score that is kept, and how many equal to it are [n, 1] each; of scores in falling order [n, m], the
+    first is kept in any case.
+    """
+    number = kept.sum(-1, keepdim=True).clamp_(min=1)
+    least = ordered.gather(1, number - 1)
+    return least, number - (ordered > least).sum(-1, keepdim=True)
+
+
+def _nucleus(scores: Tensor, total: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The `_edge` of the fewest likeliest tokens whose probabilities sum to top_p, in whole rows [n, vocabulary];
+    total [n, 1]: logsumexp of the rows.
+
+    Without sorting: probability is summed in bins of similar scores, and only the bin in which it reaches top_p is
+    looked at token by token.
+    """
+    most = scores.amax(-1, keepdim=True)
+    depth = (most - scores.amin(-1, keepdim=True)).clamp_(1e-6, _DEPTH)
+    bins = ((most - scores) * ((_NUM_BINS - 1) / depth)).clamp_(max=_NUM_BINS - 1).long()
+    shares = (scores - total).double().exp_()
+    first = torch.arange(0, len(scores) * _NUM_BINS, _NUM_BINS, device=scores.device)[:, None]
+    bins += first  # every row has bins of its own
+    sums, sizes = (
+        torch.bincount(bins.flatten(), weights, len(scores) * _NUM_BINS).view(len(scores), _NUM_BINS)
+        for weights in (shares.flatten(), None)
+    )
+    above = sums.cumsum(-1) - sums
+    edge = (above < top_p).sum(-1, keepdim=True) - 1
+    ordered = scores.masked_fill(bins != edge + first, float("-inf")).topk(int(sizes.gather(1, edge).max())).values
+    shares = (ordered - total).double().exp_()
+    return _edge(ordered, above.gather(1, edge) + shares.cumsum(-1) - shares < top_p)
+
+
+def _draw_above(scores: Tensor, least: Tensor, ties: Tensor, uniform: Tensor) -> Tensor:
+    """Draw among the scores above `least`, and the first `ties` that are equal to it."""
+    equal = scores == least
+    kept = (scores > least) | (equal & (equal.cumsum(-1, dtype=torch.int32) <= ties.int()))
+    return _inverse(scores.masked_fill(~kept, float("-inf")), uniform)
+
+
+def _inverse(scores: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse transform sampling: the first place in each row at which the cumulative probability exceeds its number
+    of uniform [n, 1].
+    """
+    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum_(-1)
+    target = uniform * cumulative[:, -1:]
+    places: Tensor = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return places.clamp_(max=scores.shape[1] - 1)  # the product above may round up to the sum itself
 
 
 def _uniform(rows: Sequence[SamplingRow]) -> Tensor:
     """A number in [0, 1) for each row, float64 [n], from its seed and the place of the token to come."""
-    places = ((row.seed % 2**64) << 32 | len(row.output) for row in rows)
+    places = ((row.seed % 2**64) << 32 | row.place for row in rows)
     return torch.tensor([Random(place).random() for place in places], dtype=torch.float64)

@@ -10,13 +10,20 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from coserve.engine.sampling import SamplingParams, SamplingRow, sample
+from coserve.engine.sampling import SamplingParams, SamplingRow, TokenCounts, sample
 
 VOCAB = 50
 
 
 def rnd(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def counts(prompt: list[int], output: list[int]) -> TokenCounts:
+    kept = TokenCounts(prompt)
+    for token in output:
+        kept.add(token)
+    return kept
 
 
 def distribution(logits: torch.Tensor, draws: int = 5_000, **params) -> torch.Tensor:
@@ -68,6 +75,47 @@ def test_a_few_candidates_give_what_sorting_gives(monkeypatch, params):
     assert torch.equal(sample(logits, rows).tokens, whole)
 
 
+@pytest.mark.parametrize("spread", [0, 1e-3, 1, 30])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.9999])
+def test_top_p_of_flat_and_peaked_rows_is_what_sorting_gives(monkeypatch, spread, top_p):
+    """Half precision: many tokens are equal, and of those the first are kept."""
+    monkeypatch.setattr("coserve.engine.sampling._NUM_CANDIDATES", 8)
+    logits = (rnd(1, 3_001, seed=4) * spread).bfloat16()
+    ordered, order = logits.double().softmax(-1).sort(stable=True, descending=True)
+    kept = order[0, (ordered.cumsum(-1) - ordered)[0] < top_p]
+    rows = [SamplingRow(params=SamplingParams(top_p=top_p), seed=seed) for seed in range(20)]
+    weights = logits[0].double().masked_fill(~torch.isin(torch.arange(3_001), kept), float("-inf")).softmax(-1)
+    for row, token in zip(rows, sample(logits.expand(20, -1), rows).tokens, strict=True):
+        expected = sample(weights.log()[None], [SamplingRow(params=SamplingParams(), seed=row.seed)]).tokens
+        assert token == expected
+
+
+@pytest.mark.parametrize("top_k", [3, 1024, 2000])
+def test_of_equal_tokens_the_first_are_kept(top_k):
+    logits = rnd(1, 5_000).round()
+    kept = logits[0].sort(stable=True, descending=True).indices[:top_k]
+    rows = [SamplingRow(params=SamplingParams(top_k=top_k), seed=seed) for seed in range(100)]
+    assert torch.isin(sample(logits.expand(100, -1), rows).tokens, kept).all()
+
+
+def test_a_row_without_numbers_leaves_the_others_alone():
+    logits = rnd(3, 3_000)
+    rows = [SamplingRow(params=SamplingParams(top_p=0.99), seed=seed) for seed in range(3)]
+    expected = sample(logits, rows).tokens
+    for broken in (float("nan"), float("inf"), float("-inf")):
+        logits[1] = broken
+        tokens = sample(logits, rows).tokens
+        assert torch.equal(tokens[[0, 2]], expected[[0, 2]]) and 0 <= tokens[1] < 3_000
+
+
+def test_equal_tokens_do_not_depend_on_the_company_either():
+    logits = rnd(2, 5_000).bfloat16()
+    company = SamplingRow(params=SamplingParams(top_k=4_000), seed=0)
+    for seed in range(30):
+        row = SamplingRow(params=SamplingParams(top_p=0.6), seed=seed)
+        assert sample(logits[:1], [row]).tokens[0] == sample(logits, [row, company]).tokens[0]
+
+
 @pytest.mark.parametrize("temperature", [1e-40, 1e-12, 1e-5])
 def test_a_tiny_temperature_takes_the_likeliest(temperature):
     logits = rnd(5, VOCAB) * 30
@@ -92,7 +140,7 @@ def test_a_row_does_not_depend_on_its_company():
         *(SamplingParams(min_p=0.3), SamplingParams(temperature=0.3), SamplingParams(presence_penalty=1.5)),
         SamplingParams(logit_bias={4: 50.0}),
     ]
-    rows = [SamplingRow(params=p, seed=i, prompt=[1, 2], output=[3] * i) for i, p in enumerate(params)]
+    rows = [SamplingRow(params=p, seed=i, place=i, counts=counts([1, 2], [3] * i)) for i, p in enumerate(params)]
     together = sample(logits, rows).tokens
     alone = [int(sample(logits[i : i + 1], rows[i : i + 1]).tokens) for i in range(8)]
     assert together.tolist() == alone
@@ -102,7 +150,7 @@ def test_draws_come_from_the_seed_and_the_place():
     logits = torch.zeros(1, VOCAB)
 
     def draw(seed: int, place: int) -> int:
-        return int(sample(logits, [SamplingRow(params=SamplingParams(), seed=seed, output=[0] * place)]).tokens)
+        return int(sample(logits, [SamplingRow(params=SamplingParams(), seed=seed, place=place)]).tokens)
 
     assert [draw(5, place) for place in range(20)] == [draw(5, place) for place in range(20)]
     assert [draw(5, place) for place in range(20)] != [draw(6, place) for place in range(20)]
@@ -115,7 +163,7 @@ def test_repetition_penalty_is_transformers():
     expected = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([prompt + output]), logits.clone())
     biased = {int(token): -100.0 for token in range(VOCAB) if token not in (1, 2, 3, 7)}
     params = SamplingParams(temperature=0, repetition_penalty=1.8, logit_bias=biased)
-    token = int(sample(logits, [SamplingRow(params=params, seed=0, prompt=prompt, output=output)]).tokens)
+    token = int(sample(logits, [SamplingRow(params=params, seed=0, counts=counts(prompt, output))]).tokens)
     assert token == max((1, 2, 3, 7), key=lambda candidate: float(expected[0, candidate]))
 
 
@@ -125,7 +173,7 @@ def test_presence_and_frequency_penalties_count_the_output_alone():
 
     def choose(output, **penalties) -> int:
         params = SamplingParams(temperature=0, **penalties)
-        return int(sample(logits, [SamplingRow(params=params, seed=0, prompt=[0, 1, 2], output=output)]).tokens)
+        return int(sample(logits, [SamplingRow(params=params, seed=0, counts=counts([0, 1, 2], output))]).tokens)
 
     assert choose([]) == 0
     assert choose([], presence_penalty=2) == 0, "the prompt is not penalised"
@@ -159,13 +207,37 @@ def test_logprobs_are_the_models_own():
     top = expected.topk(4)
     torch.testing.assert_close(result.top_logprobs, top.values)
     assert torch.equal(result.top_tokens, top.indices)
-    assert sample(logits, [rows[2]] * 3).top_tokens.shape == (3, 0)
+    unasked = sample(logits, [rows[2]] * 3)
+    assert unasked.logprobs.shape == (0,) and unasked.top_tokens.shape == unasked.top_logprobs.shape == (3, 0)
+    chosen = sample(logits, [SamplingRow(params=SamplingParams(logprobs=0), seed=0)] * 3)
+    assert chosen.logprobs.shape == (3,) and chosen.top_tokens.shape == (3, 0)
+
+
+def test_counts_that_penalties_need_are_not_forgotten():
+    with pytest.raises(ValueError, match="need the counts"):
+        SamplingRow(params=SamplingParams(frequency_penalty=0.5), seed=0)
+
+
+def test_counts_take_tokens_while_requests_run():
+    """Every step sees what was added since the step before, and rows of different lengths keep apart."""
+    logits = torch.zeros(2, VOCAB)
+    params = SamplingParams(temperature=0, frequency_penalty=1)
+    held = [TokenCounts(), TokenCounts([5])]
+    seen = []
+    for _ in range(3):
+        tokens = sample(logits, [SamplingRow(params=params, seed=0, counts=each) for each in held]).tokens.tolist()
+        seen.append(tokens)
+        held[0].add(tokens[0])
+    assert seen == [[0, 0], [1, 0], [2, 0]]
 
 
 def test_the_logits_stay_as_they_are_and_half_precision_is_taken():
     logits = rnd(2, VOCAB).bfloat16()
     before = logits.clone()
-    rows = [SamplingRow(params=SamplingParams(top_p=0.5, presence_penalty=1), seed=s, output=[1]) for s in range(2)]
+    rows = [
+        SamplingRow(params=SamplingParams(top_p=0.5, presence_penalty=1), seed=s, counts=counts([], [1]))
+        for s in range(2)
+    ]
     sample(logits, rows)
     assert torch.equal(logits, before)
 
