@@ -4,7 +4,8 @@ Shapes: n query rows, m keys, Hq query heads, Hkv key heads (Hq is a multiple of
 The n queries are the last n positions of the m keys: query i sees keys j <= m - n + i, and with a sliding window of w
 only the last w of those.
 
-`PlainAttention` is the reference, in float32, on any device. `CpuAttention` is the fast one for CPUs. Both follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one
+`PlainAttention` is the reference, in float32, on any device. `CpuAttention` is the fast one for CPUs. Both
+follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one
 log-sum-exp per query and head, and the backward pass rebuilds the probabilities from them. Both cut a run into tiles of
 query rows, each with the keys that it can see, so that scores or masks of n × m elements never exist.
 """
