@@ -4,8 +4,8 @@ Shapes: n query rows, m keys, Hq query heads, Hkv key heads (Hq is a multiple of
 The n queries are the last n positions of the m keys: query i sees keys j <= m - n + i, and with a sliding window of w
 only the last w of those.
 
-`PlainAttention` is the reference, in float32, on any device. `CpuFlashAttention` is the tiled kernel that PyTorch ships
-for CPUs. Both follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one
+`PlainAttention` is the reference, in float32, on any device. `CpuAttention` is the fast one for CPUs. Both
+follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one
 log-sum-exp per query and head, and the backward pass rebuilds the probabilities from them. Both cut a run into tiles of
 query rows, each with the keys that it can see, so that scores or masks of n × m elements never exist.
 """
@@ -21,6 +21,8 @@ from torch import Tensor
 _MAX_TILE_ELEMENTS = 1 << 22
 # Rows below which a tile is not worth cutting.
 _MIN_TILE_ROWS = 64
+# Elements of a tile's scores that a CPU core's cache holds.
+_CACHED_TILE_ELEMENTS = 1 << 18
 
 
 class AttentionKernel(ABC):
@@ -59,7 +61,7 @@ class AttentionKernel(ABC):
         The gradients of k and v are added to key_grads and value_grads, float32 [m, Hkv, D].
         """
         parts = []
-        for rows, keys in self._tiles(q, k, sliding_window):
+        for rows, keys in self._tiles(q, k, sliding_window, backward=True):
             dq, dk, dv = self._backward_tile(
                 grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale, sliding_window
             )
@@ -68,11 +70,13 @@ class AttentionKernel(ABC):
             value_grads[keys] += dv
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _tiles(self, q: Tensor, k: Tensor, sliding_window: int | None) -> Iterator[tuple[slice, slice]]:
+    def _tiles(
+        self, q: Tensor, k: Tensor, sliding_window: int | None, *, backward: bool = False
+    ) -> Iterator[tuple[slice, slice]]:
         """Query rows, and the keys that they see. A tile is a run of its own: its queries are the last of its keys."""
         n, m = q.shape[0], k.shape[0]
         span = m if sliding_window is None else min(m, 2 * sliding_window)
-        size = self._rows_of_a_tile(n, m, q.shape[1], span, sliding_window)
+        size = (self._backward_rows if backward else self._forward_rows)(n, m, q.shape[1], span, sliding_window)
         if sliding_window is not None:  # a tile of more rows than the window would mostly score hidden keys
             size = min(size, max(sliding_window, _MIN_TILE_ROWS))
         for start in range(0, n, size):
@@ -81,8 +85,12 @@ class AttentionKernel(ABC):
             yield slice(start, end), slice(first_key, m - n + end)
 
     @abstractmethod
-    def _rows_of_a_tile(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
+    def _forward_rows(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
         """How many query rows to do at once, when a tile sees about `span` keys."""
+
+    @abstractmethod
+    def _backward_rows(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
+        """The same for the backward pass."""
 
     @abstractmethod
     def _forward_tile(
@@ -113,30 +121,36 @@ def _hidden_keys(n: int, m: int, sliding_window: int | None, device: torch.devic
     return hidden
 
 
+def _by_key_head(x: Tensor, num_key_heads: int) -> Tensor:
+    """[n, Hq, D] -> a new float32 tensor [Hkv, G * n, D]."""
+    n, num_heads, width = x.shape
+    made = torch.empty(num_key_heads, num_heads // num_key_heads, n, width, dtype=torch.float32, device=x.device)
+    made.copy_(x.reshape(n, num_key_heads, -1, width).permute(1, 2, 0, 3))
+    return made.view(num_key_heads, -1, width)
+
+
+def _by_row(x: Tensor, n: int) -> Tensor:
+    """The inverse: [Hkv, G * n, D] -> [n, Hq, D]."""
+    return x.view(x.shape[0], -1, n, x.shape[2]).permute(2, 0, 1, 3).reshape(n, -1, x.shape[2])
+
+
 class PlainAttention(AttentionKernel):
     """The reference kernel: float32 arithmetic on whole tiles of scores, any device."""
 
-    def _rows_of_a_tile(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
+    def _forward_rows(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
         return max(1, _MAX_TILE_ELEMENTS // (num_heads * span))
+
+    _backward_rows = _forward_rows
 
     def _scores(self, q: Tensor, k: Tensor, scale: float, sliding_window: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [Hkv, G * n, D] and keys [Hkv, m, D] by key head, and their masked scores [Hkv, G * n, m],
         float32.
         """
-        queries, keys = self._by_key_head(q, k.shape[1]), k.float().transpose(0, 1)
+        queries, keys = _by_key_head(q, k.shape[1]), k.float().transpose(0, 1)
         scores = torch.matmul(queries, keys.transpose(1, 2)) * scale
         hidden = _hidden_keys(q.shape[0], k.shape[0], sliding_window, q.device)
         scores.view(k.shape[1], -1, *hidden.shape).masked_fill_(hidden, float("-inf"))
         return queries, keys, scores
-
-    def _by_key_head(self, x: Tensor, num_key_heads: int) -> Tensor:
-        """[n, Hq, D] -> float32 [Hkv, G * n, D]."""
-        grouped = x.float().reshape(x.shape[0], num_key_heads, -1, x.shape[2])
-        return grouped.permute(1, 2, 0, 3).reshape(num_key_heads, -1, x.shape[2])
-
-    def _by_row(self, x: Tensor, n: int) -> Tensor:
-        """The inverse: [Hkv, G * n, D] -> [n, Hq, D]."""
-        return x.view(x.shape[0], -1, n, x.shape[2]).permute(2, 0, 1, 3).reshape(n, -1, x.shape[2])
 
     def _forward_tile(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None
@@ -144,7 +158,7 @@ class PlainAttention(AttentionKernel):
         _, _, scores = self._scores(q, k, scale, sliding_window)
         lse = scores.logsumexp(-1, keepdim=True)
         out = torch.matmul((scores - lse).exp_(), v.float().transpose(0, 1))
-        return self._by_row(out, q.shape[0]).to(q.dtype), self._by_row(lse, q.shape[0])[..., 0]
+        return _by_row(out, q.shape[0]).to(q.dtype), _by_row(lse, q.shape[0])[..., 0]
 
     def _backward_tile(
         self,
@@ -159,40 +173,41 @@ class PlainAttention(AttentionKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = k.shape[1]
         queries, keys, scores = self._scores(q, k, scale, sliding_window)
-        probabilities = (scores - self._by_key_head(lse[..., None], heads)).exp_()
-        out_grad = self._by_key_head(grad, heads)
-        delta = (out_grad * self._by_key_head(out, heads)).sum(-1, keepdim=True)
+        probabilities = (scores - _by_key_head(lse[..., None], heads)).exp_()
+        out_grad = _by_key_head(grad, heads)
+        delta = (out_grad * _by_key_head(out, heads)).sum(-1, keepdim=True)
         score_grad = torch.matmul(out_grad, v.float().permute(1, 2, 0)).sub_(delta).mul_(probabilities).mul_(scale)
-        dq = self._by_row(torch.matmul(score_grad, keys), q.shape[0]).to(q.dtype)
+        dq = _by_row(torch.matmul(score_grad, keys), q.shape[0]).to(q.dtype)
         dk = torch.matmul(score_grad.transpose(1, 2), queries).transpose(0, 1)
         dv = torch.matmul(probabilities.transpose(1, 2), out_grad).transpose(0, 1)
         return dq, dk, dv
 
 
-class CpuFlashAttention(AttentionKernel):
-    """PyTorch's tiled CPU kernel; the same results as `PlainAttention`, to rounding.
+class CpuAttention(AttentionKernel):
+    """Forward, PyTorch's tiled kernel; backward, batched float32 products on tiles that stay in the caches, since
+    PyTorch's own takes several times as long. The same results as `PlainAttention`, to rounding.
 
-    Its causal flag means "query i sees keys j <= i", which is right only for n = m; other tiles pass an additive mask.
+    The forward kernel's causal flag means "query i sees keys j <= i", which is right only for n = m; other tiles pass
+    an additive mask.
     """
 
-    def _rows_of_a_tile(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
+    def _forward_rows(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
         needs_no_mask = n == m and (sliding_window is None or m <= sliding_window)
         return n if needs_no_mask else max(1, _MAX_TILE_ELEMENTS // span)
 
-    def _visibility(self, q: Tensor, k: Tensor, sliding_window: int | None) -> tuple[bool, Tensor | None]:
-        """Whether the kernel's own causal rule is right, and else the mask (None: everything is visible)."""
-        n, m = q.shape[0], k.shape[0]
-        slides = sliding_window is not None and m > sliding_window
-        if slides or 1 < n < m:
-            return False, _additive_mask(n, m, sliding_window if slides else None, q.dtype)
-        return n == m, None
+    def _backward_rows(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
+        return max(_MIN_TILE_ROWS, _CACHED_TILE_ELEMENTS // (num_heads * span))
 
     def _forward_tile(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None
     ) -> tuple[Tensor, Tensor]:
-        causal, mask = self._visibility(q, k, sliding_window)
+        n, m = q.shape[0], k.shape[0]
+        slides = sliding_window is not None and m > sliding_window
+        mask = None
+        if slides or 1 < n < m:
+            mask = _additive_mask(n, m, sliding_window if slides else None, q.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)), 0.0, causal, attn_mask=mask, scale=scale
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), 0.0, mask is None and n == m, attn_mask=mask, scale=scale
         )
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
@@ -207,11 +222,21 @@ class CpuFlashAttention(AttentionKernel):
         scale: float,
         sliding_window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        causal, mask = self._visibility(q, k, sliding_window)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(x.transpose(0, 1)[None] for x in (grad, q, k, v, out, lse)), 0.0, causal, attn_mask=mask, scale=scale
-        )
-        dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
+        n, m, heads = q.shape[0], k.shape[0], k.shape[1]
+        queries, out_grad = _by_key_head(q, heads).mul_(scale), _by_key_head(grad, heads)
+        keys, values = (x.float().transpose(0, 1) for x in (k, v))
+        delta = torch.matmul(grad.float()[:, :, None], out.float()[..., None])[..., 0]
+        # Scores less the log-sum-exp; hidden ones are in the last n keys, unless a sliding window hides early ones too.
+        probabilities = torch.baddbmm(_by_key_head(lse[..., None], heads).neg_(), queries, keys.transpose(1, 2))
+        first = 0 if sliding_window is not None and m > sliding_window else m - n
+        hidden = _hidden_keys(n, m, sliding_window, q.device)[:, first:]
+        probabilities.view(heads, -1, n, m)[..., first:].masked_fill_(hidden, float("-inf"))
+        probabilities.exp_()
+        score_grad = torch.baddbmm(_by_key_head(delta, heads).neg_(), out_grad, values.transpose(1, 2))
+        score_grad.mul_(probabilities)
+        dq = _by_row(torch.matmul(score_grad, keys).mul_(scale), n).to(q.dtype)
+        dk = torch.matmul(score_grad.transpose(1, 2), queries).transpose(0, 1)
+        dv = torch.matmul(probabilities.transpose(1, 2), out_grad).transpose(0, 1)
         return dq, dk, dv
 
 
@@ -226,4 +251,4 @@ def _additive_mask(n: int, m: int, sliding_window: int | None, dtype: torch.dtyp
 
 def attention_kernel(device: torch.device) -> AttentionKernel:
     """The kernel for a device; called once, when the model is built."""
-    return CpuFlashAttention() if device.type == "cpu" else PlainAttention()
+    return CpuAttention() if device.type == "cpu" else PlainAttention()

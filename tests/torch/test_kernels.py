@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from coserve.kernels.attention import CpuFlashAttention, PlainAttention, attention_kernel
+from coserve.kernels import linear
+from coserve.kernels.attention import CpuAttention, PlainAttention, attention_kernel
 from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
 from coserve.kernels.dropout import dropout_mask, keys_of_part, row_keys
 
@@ -24,7 +25,7 @@ def test_the_cpu_kernel_and_its_plain_twin_agree_on_the_same_inputs(n, m, slidin
     q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
     settings = {"scale": 0.3, "sliding_window": sliding_window}
     results = []
-    for kernel in (PlainAttention(), CpuFlashAttention()):
+    for kernel in (PlainAttention(), CpuAttention()):
         out, lse = kernel.forward(q, k, v, **settings)
         assert lse.shape == (n, 6)
         assert lse.dtype == torch.float32
@@ -34,7 +35,7 @@ def test_the_cpu_kernel_and_its_plain_twin_agree_on_the_same_inputs(n, m, slidin
         torch.testing.assert_close(fast, plain, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("kernel", [PlainAttention(), CpuFlashAttention()])
+@pytest.mark.parametrize("kernel", [PlainAttention(), CpuAttention()])
 @pytest.mark.parametrize(("n", "m"), [(11, 20), (20, 20)])
 @pytest.mark.parametrize("sliding_window", [None, 6])
 def test_kernels_work_in_tiles_with_the_same_result(monkeypatch, kernel, n, m, sliding_window):
@@ -54,10 +55,10 @@ def test_kernels_work_in_tiles_with_the_same_result(monkeypatch, kernel, n, m, s
 
 def test_a_sliding_window_makes_no_mask_of_all_keys():
     q, k = torch.randn(3000, 1, 8), torch.randn(3000, 1, 8)
-    tiles = list(CpuFlashAttention()._tiles(q, k, 500))
+    tiles = list(CpuAttention()._tiles(q, k, 500))
     assert [rows.start for rows, _ in tiles[1:]] == [rows.stop for rows, _ in tiles[:-1]]
     assert max((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in tiles) < 3000 * 3000
-    assert list(CpuFlashAttention()._tiles(q[:1], k, 500)) == [(slice(0, 1), slice(2500, 3000))]
+    assert list(CpuAttention()._tiles(q[:1], k, 500)) == [(slice(0, 1), slice(2500, 3000))]
 
 
 def test_the_plain_kernel_against_torch():
@@ -76,7 +77,7 @@ def test_the_plain_kernel_against_torch():
 
 
 def test_the_kernel_is_chosen_by_device():
-    assert isinstance(attention_kernel(torch.device("cpu")), CpuFlashAttention)
+    assert isinstance(attention_kernel(torch.device("cpu")), CpuAttention)
     assert isinstance(attention_kernel(torch.device("meta")), PlainAttention)
 
 
@@ -127,3 +128,19 @@ def test_row_keys_do_not_repeat():
     assert keys.unique().numel() > 60000 - 10
     assert int(keys.min()) >= 0
     assert int(keys.max()) < 2**32
+
+
+@pytest.mark.parametrize("rows", [1, 16, 47, 48, 130])
+@pytest.mark.parametrize("tile", [1 << 21, 40 * 24])
+def test_wide_products_of_bfloat16_are_the_plain_ones(rows, tile, monkeypatch):
+    monkeypatch.setattr(linear, "_TILE_ELEMENTS", tile)
+    monkeypatch.setattr(linear, "_is_emulated", lambda x: False)
+    x, weight, bias, grad = (torch.randn(*shape).bfloat16() for shape in ((rows, 24), (90, 24), (90,), (rows, 90)))
+    for wide, plain in (
+        (linear.wide_product(x, weight), linear.product(x, weight)),
+        (linear.wide_product(x, weight, bias), linear.product(x, weight, bias)),
+        (linear.wide_input_gradient(grad, weight), linear.input_gradient(grad, weight)),
+        (linear.wide_weight_gradient(grad, x), linear.weight_gradient(grad, x)),
+    ):
+        assert wide.shape == plain.shape
+        torch.testing.assert_close(wide.float(), plain.float(), rtol=2e-2, atol=5e-2)

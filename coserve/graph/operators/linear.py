@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Load, Operator, Shape, Shapes, Values
 from coserve.kernels.dropout import dropout_mask
+from coserve.kernels.linear import input_gradient, product, weight_gradient
 
 if TYPE_CHECKING:
     from coserve.graph.ir import TensorSpec
@@ -26,16 +27,16 @@ class Linear(Operator):
         return {"y": ((shapes["weight"][0],), None)}
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        return {"y": torch.nn.functional.linear(values["x"], values["weight"], values.get("bias"))}
+        return {"y": product(values["x"], values["weight"], values.get("bias"))}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
-            result["x"] = dy @ values["weight"]
+            result["x"] = input_gradient(dy, values["weight"])
         if "weight" in wanted:
-            result["weight"] = dy.T @ values["x"]
+            result["weight"] = weight_gradient(dy, values["x"])
         if "bias" in wanted:
             result["bias"] = dy.float().sum(0)
         return result
@@ -67,16 +68,16 @@ class DropoutLinear(Linear):
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
         x = self._drop(values["x"], values, attributes)
-        return {"y": torch.nn.functional.linear(x, values["weight"])}
+        return {"y": product(x, values["weight"])}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
-            result["x"] = self._drop(dy @ values["weight"], values, attributes)
+            result["x"] = self._drop(input_gradient(dy, values["weight"]), values, attributes)
         if "weight" in wanted:
-            result["weight"] = dy.T @ self._drop(values["x"], values, attributes)
+            result["weight"] = weight_gradient(dy, self._drop(values["x"], values, attributes))
         return result
 
 

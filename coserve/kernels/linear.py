@@ -1,0 +1,83 @@
+"""Products of rows with a weight: y = x W^T, and the two products of its gradient.
+
+The plain functions leave the choice to PyTorch. A CPU that has no instruction for products of bfloat16 emulates them at
+a quarter of its float32 speed; there the wide functions convert a tile of the weight at a time, and multiply in
+float32. Either way the sums are float32, and the result is rounded once.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
+_TILE_ELEMENTS = 1 << 21
+# From how many rows on a conversion pays.
+_MIN_WIDE_ROWS = 16
+# Below how many rows float32 products are faster with the weight as the left factor.
+_FEW_ROWS = 48
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
+    if _is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
+        return wide_product(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """dx = dy W; grad [n, out], weight [out, in] -> [n, in]."""
+    if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
+        return wide_input_gradient(grad, weight)
+    return grad @ weight
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs nothing."""
+    if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
+        return wide_weight_gradient(grad, x)
+    return grad.T @ x
+
+
+def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product` in float32 arithmetic, rounded to x's dtype."""
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    rows = x.float()
+    for tile in _tiles(weight):
+        if x.shape[0] < _FEW_ROWS:
+            y = torch.mm(weight[tile].float(), rows.T).T
+        else:
+            y = torch.mm(rows, weight[tile].float().T)
+        out[:, tile] = y if bias is None else y.add_(bias[tile])
+    return out
+
+
+def wide_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """`input_gradient` in float32 arithmetic, rounded to grad's dtype."""
+    tiles = _tiles(weight)
+    total = torch.mm(grad[:, tiles[0]].float(), weight[tiles[0]].float())
+    for tile in tiles[1:]:
+        total.addmm_(grad[:, tile].float(), weight[tile].float())
+    return total.to(grad.dtype)
+
+
+def wide_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """`weight_gradient` in float32."""
+    return torch.mm(grad.float().T, x.float())
+
+
+def _tiles(weight: Tensor) -> list[slice]:
+    """Runs of a weight's rows."""
+    num_rows, size = weight.shape[0], max(1, _TILE_ELEMENTS // weight.shape[1])
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+def _is_emulated(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _multiplies_bfloat16()
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has an instruction for sums of products of bfloat16."""
+    found = torch.cpu.get_capabilities()
+    return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16"))
