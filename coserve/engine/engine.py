@@ -122,8 +122,8 @@ class Engine(EngineCore):
             raise RequestError("generate takes a list of prompts; for one prompt, a list of one")
         names: list[str] = []
         try:
-            for prompt in prompts:
-                names.append(self.add(prompt, params, adapter=adapter))
+            for prompt in prompts:  # not in one expression: those that were added must be known if one is refused
+                names.append(self.add(prompt, params, adapter=adapter))  # noqa: PERF401
         except BaseException:
             for name in names:
                 self.cancel(name)

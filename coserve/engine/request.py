@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from coserve.engine.sampling import SamplingParams, SamplingRow
+from coserve.engine.sampling import SamplingParams, SamplingRow, TokenCounts
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion
 from coserve.memory.kv_cache import PagedSequence
@@ -88,6 +88,7 @@ class Request:
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
         self._text = text
+        self._counts = TokenCounts(prompt) if params.penalizes else None
 
     @property
     def may_start(self) -> bool:
@@ -121,10 +122,9 @@ class Request:
 
     def sampling_row(self) -> SamplingRow:
         """How its next token is to be chosen."""
-        output = self.tokens[len(self.prompt) :] if self.params.penalizes else range(self.num_output)
-        forbidden = self._stop_tokens if self.num_output < self.params.min_tokens else ()
+        forbidden = tuple(self._stop_tokens) if self.num_output < self.params.min_tokens else ()
         return SamplingRow(
-            params=self.params, seed=self.seed, prompt=self.prompt, output=output, forbidden=tuple(forbidden)
+            params=self.params, seed=self.seed, place=self.num_output, counts=self._counts, forbidden=forbidden
         )
 
     def accept(self, chosen: TokenLogprob, now_s: float) -> Chunk:
@@ -135,7 +135,10 @@ class Request:
         self.last_token_s = now_s
         self.tokens.append(token)
         self.num_output += 1
-        text, stop_reason = "", None
+        if self._counts is not None:
+            self._counts.add(token)
+        text = ""
+        stop_reason: str | int | None = None
         if token in self._stop_tokens and self.num_output > self.params.min_tokens:
             # The end is not part of the text.
             self.finish_reason, stop_reason = "stop", None if token in self._end_tokens else token

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
+from math import nan
 
 import torch
 from torch import Tensor
@@ -195,7 +196,10 @@ class TorchRunner:
             return []
         users = [(1, self._bypasses(request)) for request in requests]
         chosen = sample(logits(self.backbone, hidden[last_rows], users), [r.sampling_row() for r in requests])
-        tokens, logprobs = chosen.tokens.tolist(), chosen.logprobs.tolist()
+        tokens = chosen.tokens.tolist()
+        if not chosen.logprobs.numel():
+            return [TokenLogprob(token=token, logprob=nan) for token in tokens]
+        logprobs = chosen.logprobs.tolist()
         top_tokens, top_logprobs = chosen.top_tokens.tolist(), chosen.top_logprobs.tolist()
         found = []
         for index, request in enumerate(requests):
