@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import coserve
+from coserve.cli.bench import bench
 from coserve.cli.inspect import inspect
 from coserve.errors import CoserveError
 
@@ -46,6 +47,7 @@ def version() -> None:
 
 
 app.command()(inspect)
+app.command()(bench)
 
 
 def main() -> None:

@@ -1,0 +1,102 @@
+"""The others: transformers decoding, and PEFT training, on the same weights."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.base import Adapter
+from coserve.adapters.lora import LoraConfig
+from coserve.bench.machine import now_s, time_s
+from coserve.errors import CoserveError
+from coserve.models.backbone import Backbone
+from coserve.tuning.optimizer import OptimizerConfig
+
+
+def transformers_model(backbone: Backbone) -> Any:
+    """transformers' model with the backbone's weights (a second copy)."""
+    from transformers import AutoModelForCausalLM
+
+    architecture = backbone.architecture
+    model = AutoModelForCausalLM.from_config(architecture.config, dtype=backbone.dtype, attn_implementation="sdpa")
+    model = model.to(backbone.device).eval()
+    own = {
+        architecture.prefix(part) + name: tensor
+        for part in architecture.parts
+        for name, tensor in backbone.weights[part].items()
+    }
+    missing = set(model.load_state_dict(own, strict=False).missing_keys) - {"lm_head.weight"}
+    if missing:
+        raise CoserveError(f"transformers has weights of its own: {', '.join(sorted(missing)[:3])}")
+    return model
+
+
+def decode_step_s(model: Any, prompts: Tensor, *, num_tokens: int) -> float:
+    """Seconds that `generate` takes for a token more of each prompt [batch, context], greedily."""
+
+    def generate_s(count: int) -> float:
+        with torch.inference_mode():
+            return time_s(
+                lambda: model.generate(
+                    prompts,
+                    attention_mask=torch.ones_like(prompts),
+                    min_new_tokens=count,
+                    max_new_tokens=count,
+                    do_sample=False,
+                    pad_token_id=0,
+                ),
+                prompts.device,
+            )
+
+    return (generate_s(1 + num_tokens) - generate_s(1)) / num_tokens
+
+
+class PeftTrainer:
+    """PEFT with autograd and torch's AdamW, on sequences that are trained on whole."""
+
+    def __init__(self, backbone: Backbone, lora: LoraConfig, optimizer: OptimizerConfig) -> None:
+        try:
+            import peft
+        except ImportError:
+            raise CoserveError("this experiment compares with PEFT: pip install peft") from None
+        adapter = Adapter(backbone, lora)
+        fields = {name: value for name, value in lora.to_peft().items() if name not in ("peft_type", "inference_mode")}
+        fields["target_modules"] = sorted(adapter.sites)
+        self.model = peft.get_peft_model(transformers_model(backbone), peft.LoraConfig(**fields))
+        self.model.train()
+        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._device = backbone.device
+        self._frozen = {tensor.untyped_storage().data_ptr() for tensor in self.model.parameters()}
+
+    def step_s(self, tokens: Tensor) -> float:
+        """Seconds of an optimizer step on a batch [sequences, length]."""
+        start = now_s(self._device)
+        self.model(input_ids=tokens, labels=tokens).loss.backward()
+        if self._max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return now_s(self._device) - start
+
+    def activation_bytes(self, tokens: Tensor) -> int:
+        """Bytes that autograd holds between forward and backward, weights apart."""
+        held: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._frozen:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = self.model(input_ids=tokens, labels=tokens).loss
+        del loss
+        return sum(held.values())

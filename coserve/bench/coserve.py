@@ -1,0 +1,152 @@
+"""The whole: steady streams that decode with an objective, and a job in what they leave over."""
+
+import time
+from dataclasses import dataclass, field
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+
+from coserve.bench.baselines import PeftTrainer
+from coserve.bench.machine import percentile
+from coserve.bench.train import LORA
+from coserve.engine.config import EngineConfig
+from coserve.engine.core import RequestRecord
+from coserve.engine.engine import Engine
+from coserve.engine.request import Chunk, Slo
+from coserve.engine.sampling import SamplingParams
+from coserve.models.backbone import Backbone
+from coserve.scheduling.policies import make_policy
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.examples import Example
+
+_MEMORY_BYTES = 4 << 30
+_TTFT_S = 2.0
+# The objective of a stream, in units of a step in which the streams decode alone.
+_OBJECTIVE_STEPS = 2.5
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 64
+_SEQUENCE = 512
+
+
+@dataclass(kw_only=True)
+class _Phase:
+    """What one policy reached."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    num_tokens_trained: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tuning_tokens_per_s(self) -> float:
+        return self.num_tokens_trained / self.seconds
+
+    def tpot_ms(self, share: float) -> float:
+        return 1e3 * percentile([record.tpot_s for record in self.records if record.tpot_s is not None], share)
+
+    def ttft_ms(self, share: float) -> float:
+        return 1e3 * percentile([record.ttft_s for record in self.records], share)
+
+    @property
+    def attainment(self) -> float:
+        return sum(record.attained for record in self.records) / len(self.records) if self.records else float("nan")
+
+
+def run(backbone: Backbone, *, runs: int, streams: int = 4, num_jobs: int = 1, seconds: float = 60.0) -> dict[str, Any]:
+    """In turns, `runs` times: the streams alone, the streams with jobs, the jobs alone, PEFT alone.
+
+    The objective is set from the first turn of the streams alone. `seconds` is divided among the turns of a policy.
+    """
+    engine = Engine(backbone, EngineConfig(memory_bytes=_MEMORY_BYTES, ttft_s=_TTFT_S))
+    bench = _Bench(engine, streams=streams, num_jobs=num_jobs)
+    warm_up = bench.phase("inference-only", seconds / 4)
+    solo_s = median(warm_up.step_s)
+    bench.slo = Slo(ttft_s=_TTFT_S, tpot_s=_OBJECTIVE_STEPS * solo_s)
+    alone, both, jobs = _Phase(), _Phase(), _Phase()
+    peft_s: list[float] = []
+    peft = PeftTrainer(backbone, LORA, TuningConfig().optimizer)
+    tokens = torch.randint(backbone.architecture.vocab_size, (1, _SEQUENCE), device=backbone.device)
+    peft.step_s(tokens)
+    bench.phase("slack", seconds / 4)  # the latency model sees both kinds of step before anything counts
+    for _ in range(runs):
+        bench.phase("inference-only", seconds / runs, alone)
+        bench.phase("slack", seconds / runs, both)
+        bench.phase("tuning-only", seconds / runs / 2, jobs)
+        until_s = time.perf_counter() + seconds / runs / 2
+        while time.perf_counter() < until_s:
+            peft_s.append(peft.step_s(tokens))
+    return {
+        "streams": streams,
+        "jobs": num_jobs,
+        "objective_tpot_ms": 1e3 * bench.slo.tpot_s,
+        "objective_ttft_ms": 1e3 * bench.slo.ttft_s,
+        "solo_step_ms": 1e3 * solo_s,
+        "tpot_p50_ms": both.tpot_ms(0.5),
+        "tpot_p99_ms": both.tpot_ms(0.99),
+        "ttft_p99_ms": both.ttft_ms(0.99),
+        "attainment": both.attainment,
+        "requests": len(both.records),
+        "tuning_tokens_per_s": both.tuning_tokens_per_s,
+        "inference_only_tpot_p50_ms": alone.tpot_ms(0.5),
+        "inference_only_tpot_p99_ms": alone.tpot_ms(0.99),
+        "inference_only_ttft_p99_ms": alone.ttft_ms(0.99),
+        "inference_only_attainment": alone.attainment,
+        "tuning_only_tokens_per_s": jobs.tuning_tokens_per_s,
+        "peft_alone_tokens_per_s": _SEQUENCE / median(peft_s),
+        "prediction_error_median": percentile(both.errors, 0.5),
+        "prediction_error_p95": percentile(both.errors, 0.95),
+    }
+
+
+class _Bench:
+    """An engine whose streams never end: a request that is over is followed by the next."""
+
+    def __init__(self, engine: Engine, *, streams: int, num_jobs: int) -> None:
+        self._engine, self._streams, self._random = engine, streams, Random(0)
+        self.slo = engine.slo
+        vocab_size = engine.backbone.architecture.vocab_size
+        for index in range(num_jobs):
+            rows = [self._random.choices(range(vocab_size), k=_SEQUENCE) for _ in range(64)]
+            examples = [Example(tokens=tuple(tokens), trained=(True,) * _SEQUENCE) for tokens in rows]
+            config = TuningConfig(num_epochs=100_000, batch_size=4, max_sequence_length=_SEQUENCE, seed=index)
+            engine.submit(examples, config, adapter=LORA)
+
+    def phase(self, policy: str, seconds: float, into: _Phase | None = None) -> _Phase:
+        """Run a policy for so long, and add up what it reached."""
+        phase, engine = into or _Phase(), self._engine
+        engine.policy = make_policy(policy)
+        num_open = 0
+        serves, num_trained = policy != "tuning-only", self._num_trained()
+        engine.records.clear()
+        start_s = now_s = time.perf_counter()
+        while now_s - start_s < seconds or num_open:
+            if serves and now_s - start_s < seconds:
+                while num_open < self._streams:
+                    self._arrive()
+                    num_open += 1
+            before_s = now_s
+            for event in engine.step():
+                num_open -= isinstance(event, Chunk) and event.finish_reason is not None
+            now_s = time.perf_counter()
+            plan = engine.last_plan
+            if plan.is_empty:
+                continue
+            phase.errors.append(abs(plan.predicted_s - (now_s - before_s)) / (now_s - before_s))
+            if all(rows.kind == "decode" for rows in plan.rows) and len(plan.rows) == self._streams:
+                phase.step_s.append(now_s - before_s)
+        phase.records += engine.records
+        phase.num_tokens_trained += self._num_trained() - num_trained
+        phase.seconds += now_s - start_s
+        return phase
+
+    def _arrive(self) -> None:
+        prompt = self._random.choices(range(self._engine.backbone.architecture.vocab_size), k=_PROMPT_TOKENS)
+        # Lengths differ, so that streams do not all end at once.
+        length = self._random.randint(_OUTPUT_TOKENS // 2, _OUTPUT_TOKENS * 3 // 2)
+        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+        self._engine.add_tokens(prompt, params, slo=self.slo)
+
+    def _num_trained(self) -> int:
+        return self._engine.stats().num_tokens_trained

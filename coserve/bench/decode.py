@@ -1,0 +1,64 @@
+"""How fast requests decode: against reading the weights and the cache once, and against transformers."""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from coserve.bench.baselines import decode_step_s, transformers_model
+from coserve.bench.machine import now_s, read_bytes_per_s, weight_bytes
+from coserve.engine.config import EngineConfig
+from coserve.engine.engine import Engine
+from coserve.engine.request import Slo
+from coserve.engine.sampling import SamplingParams
+from coserve.memory.kv_cache import kv_page_bytes
+from coserve.models.backbone import Backbone
+from coserve.scheduling.counts import model_counts
+
+_NUM_TOKENS = 16
+_BATCHES = (1, 4, 8)
+
+
+def run(backbone: Backbone, *, runs: int, context: int = 512, batches: Sequence[int] = _BATCHES) -> dict[str, Any]:
+    """Decode steps of the engine, and of transformers, in turns; medians over `runs` turns."""
+    page_bytes = kv_page_bytes(backbone, 16)
+    pages = max(batches) * (-(-(context + 2 * _NUM_TOKENS) // 16) + 1)
+    engine = Engine(backbone, EngineConfig(policy="inference-only", memory_bytes=2 * pages * page_bytes))
+    model = transformers_model(backbone)
+    generator = torch.Generator().manual_seed(0)
+    per_key = model_counts(backbone).kv_bytes_per_key
+    rows = []
+    for batch in batches:
+        ours, theirs, floors = [], [], []
+        for _ in range(runs):
+            prompts = torch.randint(backbone.architecture.vocab_size, (batch, context), generator=generator)
+            ours.append(_engine_step_s(engine, prompts.tolist()))
+            theirs.append(decode_step_s(model, prompts.to(backbone.device), num_tokens=_NUM_TOKENS))
+            num_bytes = weight_bytes(backbone) + batch * (context + _NUM_TOKENS // 2) * per_key
+            floors.append(num_bytes / read_bytes_per_s(backbone.device))
+        rows.append(
+            {
+                "batch": batch,
+                "context": context,
+                "step_ms": 1e3 * median(ours),
+                "floor_ms": 1e3 * median(floors),
+                "transformers_ms": 1e3 * median(theirs),
+            }
+        )
+    return {"rows": rows}
+
+
+def _engine_step_s(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
+    """Median seconds of a step in which every request decodes."""
+    params = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS + 4, ignore_eos=True)
+    patient = Slo(ttft_s=1e3, tpot_s=1e3)  # so that prompts are not cut into pieces for the sake of those that decode
+    for prompt in prompts:
+        engine.add_tokens(prompt, params, slo=patient)
+    steps = []
+    while engine.has_requests:
+        start = now_s(engine.backbone.device)
+        engine.step()
+        if len(engine.last_plan.rows) == len(prompts) and all(rows.kind == "decode" for rows in engine.last_plan.rows):
+            steps.append(now_s(engine.backbone.device) - start)
+    return median(steps)

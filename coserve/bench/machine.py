@@ -1,0 +1,87 @@
+"""What an experiment has to say about the machine, and how it takes time."""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from coserve.models.backbone import Backbone
+
+# Read in one go to find the bandwidth; much larger than any cache.
+_BUFFER_BYTES = 512 << 20
+
+
+def best_dtype(device: torch.device) -> str:
+    """What a machine's matrix units are made for: bfloat16 where it has instructions for it, float32 elsewhere."""
+    if device.type == "cuda":
+        return "bfloat16"
+    with suppress(OSError):
+        flags = Path("/proc/cpuinfo").read_text()
+        return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+    return "bfloat16" if platform.machine() == "arm64" else "float32"
+
+
+def describe(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} threads"
+
+
+def now_s(device: torch.device) -> float:
+    """The time, with everything done that was asked of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def time_s(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call."""
+    start = now_s(device)
+    run()
+    return now_s(device) - start
+
+
+def read_bytes_per_s(device: torch.device) -> float:
+    """Bandwidth of streaming reads: the fastest of a few sums over a large buffer."""
+    buffer = torch.ones(_BUFFER_BYTES // 4, device=device)
+    buffer.sum()
+    return _BUFFER_BYTES / min(time_s(buffer.sum, device) for _ in range(5))
+
+
+def weight_bytes(backbone: Backbone) -> int:
+    """Bytes of weights that a forward pass reads: all but a table of embeddings that is not also the head."""
+    weights = {
+        id(tensor.untyped_storage()): tensor.nbytes
+        for part, tensors in backbone.weights.items()
+        for tensor in tensors.values()
+        if part != "embed"
+    }
+    return sum(weights.values())
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that so large a share does not exceed; nan without values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+__all__ = [
+    "best_dtype",
+    "describe",
+    "median",
+    "now_s",
+    "percentile",
+    "read_bytes_per_s",
+    "time_s",
+    "weight_bytes",
+]

@@ -1,0 +1,68 @@
+"""How fast an adapter trains, and what that keeps in memory: against PEFT on the same data."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from coserve.adapters.lora import LoraConfig
+from coserve.bench.baselines import PeftTrainer
+from coserve.bench.machine import now_s
+from coserve.engine.config import EngineConfig
+from coserve.engine.engine import Engine
+from coserve.engine.job import JobEvent
+from coserve.models.backbone import Backbone
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.examples import Example
+
+LORA = LoraConfig(r=16, alpha=32, target_modules="all-linear")
+_SEQUENCES = (512, 1024)
+_MEMORY_BYTES = 4 << 30
+
+
+def run(backbone: Backbone, *, runs: int, sequences: Sequence[int] = _SEQUENCES) -> dict[str, Any]:
+    """Optimizer steps of one sequence each, in turns; medians over `runs` turns."""
+    engine = Engine(backbone, EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES))
+    peft = PeftTrainer(backbone, LORA, TuningConfig().optimizer)
+    rows = []
+    for length in sequences:
+        generator = torch.Generator().manual_seed(length)
+        data = torch.randint(backbone.architecture.vocab_size, (runs + 1, length), generator=generator)
+        job = _EngineJob(engine, data.tolist(), TuningConfig(batch_size=1, shuffle=False))
+        ours, theirs = [], []
+        for index in range(runs + 1):  # the first turn warms up
+            ours.append(job.step_s())
+            theirs.append(peft.step_s(data[index : index + 1].to(backbone.device)))
+        rows.append(
+            {
+                "sequence": length,
+                "tokens_per_s": length / median(ours[1:]),
+                "peft_tokens_per_s": length / median(theirs[1:]),
+                "activation_bytes": job.activation_bytes,
+                "peft_activation_bytes": peft.activation_bytes(data[:1].to(backbone.device)),
+            }
+        )
+    return {"rows": rows}
+
+
+class _EngineJob:
+    """A job whose optimizer steps are taken one at a time."""
+
+    def __init__(self, engine: Engine, sequences: Sequence[Sequence[int]], config: TuningConfig) -> None:
+        self._engine = engine
+        config = replace(config, max_sequence_length=max(map(len, sequences)))
+        examples = [Example(tokens=tuple(tokens), trained=(True,) * len(tokens)) for tokens in sequences]
+        self._job = engine.submit(examples, config, adapter=LORA)
+        self.activation_bytes = 0
+
+    def step_s(self) -> float:
+        device = self._engine.backbone.device
+        start = now_s(device)
+        while True:
+            events = self._engine.step()
+            pages = self._engine.pool.num_pages_by_owner().get("activations", 0)
+            self.activation_bytes = max(self.activation_bytes, pages * self._engine.pool.page_bytes)
+            if any(isinstance(event, JobEvent) and event.kind == "step" for event in events):
+                return now_s(device) - start
