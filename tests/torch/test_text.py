@@ -215,6 +215,14 @@ def test_a_stop_string_ends_the_text_in_the_middle_of_a_token():
         assert "".join(streamed(tokenizer, [], tokens, stop=(stop,))) == "Hello world".split(stop)[0]
 
 
+def test_nothing_follows_a_stop_string_not_even_a_character_that_has_begun():
+    tokenizer = byte_level()
+    # E0, A1, and 82 together with F0 9F: the end of a character and the start of another.
+    tokens = [tokenizer.convert_tokens_to_ids(token) for token in ("à", "¡", "ĤðŁ")]
+    assert streamed(tokenizer, [], tokens) == ["", "", "\u0842", "\ufffd"]
+    assert streamed(tokenizer, [], tokens, stop=("\u0842",)) == ["", "", "", ""]
+
+
 @pytest.mark.parametrize(
     ("stop", "expected"), [(("abcde", "cd"), ("ab", "cd")), (("bc", "abc"), ("", "abc")), (("zz", "e"), ("abcd", "e"))]
 )
