@@ -116,14 +116,14 @@ class TextStream:
         elif len(self._window) - self._num_read > _MAX_UNFINISHED:
             # No character is that long, so these bytes are none; only the last tokens may still become one.
             start = num_read = len(self._window) - _MAX_UNFINISHED
-            unsettled = min(unsettled, _MAX_UNFINISHED)
-        settled = len(text) - unsettled
+            unsettled = min(unsettled, len(self._decode(self._window[start:])))
+        # Not less than before: a decoder may take characters back while it waits for the next one's bytes.
+        settled = max(self._num_settled, len(text) - unsettled)
         piece = text[self._num_settled : settled]
+        self._num_settled = settled
         if start:
             self._window = self._window[start:]
-            self._num_settled = max(0, len(self._decode(self._window)) - unsettled)
-        else:  # a decoder may take whole characters back while it waits for the next one's bytes
-            self._num_settled = max(self._num_settled, settled)
+            self._num_settled += len(self._decode(self._window)) - len(text)
         self._num_read = num_read - start
         return piece
 

@@ -1,9 +1,10 @@
 """Streamed text against whole decodes: nothing is shown that later tokens change, nothing of a stop string."""
 
 from functools import cache
+from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -137,6 +138,18 @@ def test_spaces_between_words_survive_special_and_unknown_tokens(make):
     assert "".join(shown) == tokenizer.decode([*the, end, *cat])[len("the") :]
 
 
+def test_bytes_that_never_make_a_character_are_replaced_as_the_decoder_does():
+    tokenizer = byte_level()
+    first, next_byte = (tokenizer.convert_tokens_to_ids(token) for token in "ðŁ")  # F0 and 9F, how emoji begin
+    for count in range(1, 6):
+        for tokens in product((first, next_byte), repeat=count):
+            assert "".join(streamed(tokenizer, [], [*tokens, *ids(tokenizer, "é")])) == decoded(
+                tokenizer, [*tokens, *ids(tokenizer, "é")]
+            )
+            assert "".join(streamed(tokenizer, [], list(tokens))) == decoded(tokenizer, list(tokens))
+
+
+@settings(deadline=None)
 @given(tokens=st.lists(st.integers(0, 379), max_size=40), split=st.integers(0, 5), data=st.data())
 def test_any_bytes_make_up_the_decoders_text_up_to_a_stop_string(tokens, split, data):
     tokenizer = byte_level()
@@ -147,6 +160,23 @@ def test_any_bytes_make_up_the_decoders_text_up_to_a_stop_string(tokens, split, 
     assert "".join(streamed(tokenizer, prompt, output, stop=strings)) == cut_at_stop(text, strings)
 
 
+@settings(deadline=None)
+@given(tokens=st.lists(st.integers(0, 300) | st.sampled_from([0xE6, 0xA6, 0xBE]), max_size=20))
+def test_byte_fallback_takes_nothing_back(tokens):
+    """Where the decoder would (bytes that are no UTF-8 spoil the characters before them), what was shown stays.
+
+    Tokens are bytes plus one; the three that come often are those of 好.
+    """
+    tokenizer = sentencepiece()
+    whole, pieces = decoded(tokenizer, tokens), streamed(tokenizer, [], tokens)
+    if "\ufffd" not in whole:
+        assert "".join(pieces) == whole
+    letters = [c for c in whole if c != "\ufffd"]
+    shown = iter("".join(pieces))
+    assert all(letter in shown for letter in letters), "in the same order, with nothing missing"
+
+
+@settings(deadline=None)
 @given(words=st.lists(st.sampled_from(["the", " cat", "好", "🙂", " ", "e\u0301", "aa", "\n", "你"])), data=st.data())
 def test_any_text_of_sentencepiece_tokens_up_to_a_stop_string(words, data):
     for make in (sentencepiece, metaspace):
@@ -183,6 +213,14 @@ def test_a_stop_string_ends_the_text_in_the_middle_of_a_token():
     assert any(len(tokenizer.decode([token])) > 3 for token in tokens)
     for stop in ("ello", "o w", "H", "rld"):
         assert "".join(streamed(tokenizer, [], tokens, stop=(stop,))) == "Hello world".split(stop)[0]
+
+
+def test_nothing_follows_a_stop_string_not_even_a_character_that_has_begun():
+    tokenizer = byte_level()
+    # E0, A1, and 82 together with F0 9F: the end of a character and the start of another.
+    tokens = [tokenizer.convert_tokens_to_ids(token) for token in ("à", "¡", "ĤðŁ")]
+    assert streamed(tokenizer, [], tokens) == ["", "", "\u0842", "\ufffd"]
+    assert streamed(tokenizer, [], tokens, stop=("\u0842",)) == ["", "", "", ""]
 
 
 @pytest.mark.parametrize(
@@ -231,5 +269,5 @@ def test_the_work_for_a_token_does_not_grow(make, word, monkeypatch):
         stream = TextStream(tokenizer, tokens[:1] * 1000, stop=("aaaa",))
         for token in tokens:
             stream.push(token)
-        assert len(lengths) <= 5 + 2 * len(tokens) and max(lengths, default=0) <= 13
+        assert len(lengths) <= 5 + 3 * len(tokens) and max(lengths, default=0) <= 13
         lengths.clear()
