@@ -43,10 +43,8 @@ class PlanBuilder:
 
     def decode(self, requests: Sequence[RequestView]) -> None:
         """One row for each of them."""
-        add, append = self._load.add_request, self._rows.append
-        for request in requests:
-            add(request, 1)
-            append(PlannedRows(request.id, "decode", request.num_past, 1))
+        self._load.add_decodes(requests)
+        self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
         self._forward_s = self._latency.forward_s(self._load)
 
     def prefill(self, requests: Sequence[RequestView], budget_s: float) -> bool:

@@ -113,6 +113,16 @@ class ForwardLoad:
     window_rows: float = 0.0
     versions: set[str] = field(default_factory=set)
 
+    def add_decodes(self, requests: Sequence[RequestView]) -> None:
+        """One row of each of many requests whose next token can be chosen behind it, quickly."""
+        num_requests = len(requests)
+        self.rows += num_requests
+        self.spans += num_requests
+        self.sampled += num_requests
+        self.keys += num_requests + sum([request.num_past for request in requests])
+        for version, num_networks in {request.version: request.num_networks for request in requests}.items():
+            self._add_version(version, num_networks)
+
     def add_request(self, request: RequestView, rows: int) -> None:
         """The next rows of a request."""
         self.rows += rows
@@ -122,9 +132,12 @@ class ForwardLoad:
             self.pairs += rows * (request.num_past + rows / 2)
         if rows == request.num_rows:
             self.sampled += 1
-        if request.version and request.version not in self.versions:
-            self.versions.add(request.version)
-            self.networks += request.num_networks
+        self._add_version(request.version, request.num_networks)
+
+    def _add_version(self, version: str, num_networks: int) -> None:
+        if version and version not in self.versions:
+            self.versions.add(version)
+            self.networks += num_networks
 
 
 class LatencyModel:
