@@ -11,7 +11,7 @@ query rows, each with the keys that it can see, so that scores or masks of n × 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -23,6 +23,39 @@ _MAX_TILE_ELEMENTS = 1 << 22
 _MIN_TILE_ROWS = 64
 # Elements of a tile's scores that a CPU core's cache holds.
 _CACHED_TILE_ELEMENTS = 1 << 18
+
+
+class PageTable:
+    """Where the keys of rows lie that are each the last of a sequence of its own.
+
+    pages: per row, the numbers of the pages with its keys, in order. lengths: per row, how many keys it has. What lies
+    in a last page behind these must be finite.
+    """
+
+    def __init__(self, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = tuple(lengths)
+        self.width = max(len(row) for row in pages)
+        # int64 [n * width], filled up with pages of the row's own
+        filled = [[*row, *[row[0]] * (self.width - len(row))] for row in pages]
+        self.pages = torch.tensor(filled, device=device).flatten()
+        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
+
+    def gather(self, pages: Tensor) -> Tensor:
+        """[num_pages, block_tokens, Hkv * D] -> the keys of all rows [n, width * block_tokens, Hkv * D]."""
+        return pages.index_select(0, self.pages).view(len(self.lengths), -1, pages.shape[2])
+
+    def mask(self, num_keys: int, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
+        """0 where a row sees a gathered key and -inf elsewhere, [n, 1, 1, num_keys]; the layers of a step share it."""
+        key = num_keys, sliding_window, dtype
+        if key not in self._masks:
+            lengths = torch.tensor(self.lengths, device=self.pages.device)[:, None]
+            position = torch.arange(num_keys, device=self.pages.device)
+            hidden = position >= lengths
+            if sliding_window is not None:
+                hidden |= position < lengths - sliding_window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[key] = mask[:, None, None]
+        return self._masks[key]
 
 
 class AttentionKernel(ABC):
@@ -40,6 +73,22 @@ class AttentionKernel(ABC):
         ]
         if len(parts) == 1:
             return parts[0]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def forward_paged(
+        self, q: Tensor, keys: Tensor, values: Tensor, table: PageTable, *, scale: float, sliding_window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` for rows of n sequences: q [n, Hq, D], keys and values [num_pages, block_tokens, Hkv * D]."""
+        parts = [
+            self.forward(
+                q[i : i + 1],
+                *(x[i, :length].view(length, -1, q.shape[2]) for x in (k, v)),
+                scale=scale,
+                sliding_window=sliding_window,
+            )
+            for k, v in [(table.gather(keys), table.gather(values))]
+            for i, length in enumerate(table.lengths)
+        ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def backward(
@@ -198,13 +247,35 @@ class CpuAttention(AttentionKernel):
     def _backward_rows(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
         return max(_MIN_TILE_ROWS, _CACHED_TILE_ELEMENTS // (num_heads * span))
 
+    def forward_paged(
+        self, q: Tensor, keys: Tensor, values: Tensor, table: PageTable, *, scale: float, sliding_window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """All rows in one call; the query heads of a key head stand as its rows, so that each key is read once.
+
+        Sums depend, to rounding, on how far the longest row's keys reach. So in float32, where a row's result must be
+        the same in any company, each runs alone.
+        """
+        if q.dtype == torch.float32:
+            return super().forward_paged(q, keys, values, table, scale=scale, sliding_window=sliding_window)
+        n, num_heads, width = q.shape
+        k, v = (x.view(n, x.shape[1], -1, width).transpose(1, 2) for x in (table.gather(keys), table.gather(values)))
+        mask = table.mask(k.shape[2], sliding_window, q.dtype)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.reshape(n, k.shape[1], -1, width), k, v, 0.0, False, attn_mask=mask, scale=scale
+        )
+        return out.reshape(n, num_heads, width), lse.reshape(n, num_heads)
+
     def _forward_tile(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None
     ) -> tuple[Tensor, Tensor]:
         n, m = q.shape[0], k.shape[0]
+        if n == 1:  # as in `forward_paged`; the tile has only keys that the row sees
+            q, k, v = q.view(1, k.shape[1], -1, q.shape[2]), k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+            return out.reshape(1, -1, q.shape[3]), lse.reshape(1, -1)
         slides = sliding_window is not None and m > sliding_window
         mask = None
-        if slides or 1 < n < m:
+        if slides or n < m:
             mask = _additive_mask(n, m, sliding_window if slides else None, q.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.transpose(0, 1)[None] for x in (q, k, v)), 0.0, mask is None and n == m, attn_mask=mask, scale=scale

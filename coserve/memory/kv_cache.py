@@ -3,14 +3,15 @@
 A page is laid out [num_layers, 2, block_tokens, Hkv * D] in the compute dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from coserve.errors import BudgetError
-from coserve.graph.operators.attention import Segment
+from coserve.graph.operators.attention import PagedSegment, Segment
+from coserve.kernels.attention import PageTable
 from coserve.memory.pages import PagePool
 from coserve.memory.prefix_index import Chain, PrefixIndex
 from coserve.models.backbone import Backbone
@@ -149,21 +150,33 @@ class _PagedRows(Span):
         start, end = sequence.length, sequence.length + tokens.shape[0]
         self.tokens, self.bypasses = tokens.to(device), bypasses
         self.positions = torch.arange(start, end, device=device)
-        self._cache, self._end = cache, end
+        self.cache, self.end = cache, end
         self._sequence, self._pages = sequence, sequence.pages
-        self._table = torch.tensor(sequence.pages, device=device)
-        self._rows = self._table[self.positions // cache.block_tokens], self.positions % cache.block_tokens
+        self.pages = sequence.pages[: cache.num_pages(end)]
+        self._table = torch.tensor(self.pages, device=device)
+        self.place = self._table[self.positions // cache.block_tokens], self.positions % cache.block_tokens
+        last, used = divmod(end - 1, cache.block_tokens)
+        if (
+            start <= last * cache.block_tokens
+        ):  # it begins its last page: what lies there behind its tokens must be finite
+            cache.pages[:, :, sequence.pages[last], used + 1 :] = 0
+
+    def check_open(self) -> None:
+        assert self._sequence.pages is self._pages, "the sequence was closed"
 
     def keep(self, part: Part) -> Keep:
-        assert self._sequence.pages is self._pages, "the sequence was closed"
-        if not isinstance(part, int):
-            return Keep()
-        names = self._cache.backbone.architecture.graphs[part].carried
-        layer = self._cache.pages[part]
-        return Keep(rows={name: _Rows(target, *self._rows) for name, target in zip(names, layer, strict=True)})
+        self.check_open()
+        return _keep(self.cache, part, *self.place)
+
+    @property
+    def kin(self) -> Hashable:
+        return self.cache if self.tokens.shape[0] == 1 else None
+
+    def joined(self, others: Sequence["_PagedRows"]) -> Span:
+        return _LastRows(self.cache, [self, *others])
 
     def segments(self, layer: int) -> Sequence[Segment]:
-        keys, values = self._cache.pages[layer]
+        keys, values = self.cache.pages[layer]
         return [
             Segment(
                 rows=slice(0, self.tokens.shape[0]),
@@ -174,4 +187,42 @@ class _PagedRows(Span):
 
     def _gather(self, pages: Tensor) -> Tensor:
         """[num_pages, block_tokens, width] -> the sequence's rows [end, width]."""
-        return pages[self._table].flatten(0, 1)[: self._end]
+        return pages.index_select(0, self._table).flatten(0, 1)[: self.end]
+
+
+class _LastRows(Span):
+    """The last rows of several sequences, such as the tokens that are decoded in a step."""
+
+    def __init__(self, cache: KvCache, spans: Sequence[_PagedRows]) -> None:
+        self.tokens, self.positions = (torch.cat([getattr(s, name) for s in spans]) for name in ("tokens", "positions"))
+        self._cache, self._spans = cache, spans
+        self._place = [torch.cat(parts) for parts in zip(*(span.place for span in spans), strict=True)]
+        # Rows whose numbers of pages are alike (to a factor of two) share a table.
+        sizes: dict[int, list[int]] = {}
+        for row, span in enumerate(spans):
+            sizes.setdefault(cache.num_pages(span.end).bit_length(), []).append(row)
+        device = cache.backbone.device
+        self._tables = [
+            (
+                slice(0, len(spans)) if len(sizes) == 1 else torch.tensor(rows, device=device),
+                PageTable([spans[i].pages for i in rows], [spans[i].end for i in rows], device),
+            )
+            for rows in sizes.values()
+        ]
+
+    def keep(self, part: Part) -> Keep:
+        for span in self._spans:
+            span.check_open()
+        return _keep(self._cache, part, *self._place)
+
+    def segments(self, layer: int) -> Sequence[PagedSegment]:
+        keys, values = self._cache.pages[layer]
+        return [PagedSegment(rows=rows, keys=keys, values=values, table=table) for rows, table in self._tables]
+
+
+def _keep(cache: KvCache, part: Part, pages: Tensor, offsets: Tensor) -> Keep:
+    """K and V of a block's rows into their places."""
+    if not isinstance(part, int):
+        return Keep()
+    names = cache.backbone.architecture.graphs[part].carried
+    return Keep(rows={name: _Rows(x, pages, offsets) for name, x in zip(names, cache.pages[part], strict=True)})

@@ -6,10 +6,10 @@ mechanism for all: a training window keeps its program's saved set, and a reques
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Protocol
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from coserve.graph.bypass import Network
 from coserve.graph.execute import run_graph, run_node
 from coserve.graph.ir import Node
-from coserve.graph.operators.attention import AttentionContext, Segment
+from coserve.graph.operators.attention import AttentionContext, PagedSegment, Segment
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 
@@ -73,19 +73,31 @@ class Span(ABC):
         return {}
 
     @abstractmethod
-    def segments(self, layer: int) -> Sequence[Segment]:
+    def segments(self, layer: int) -> Sequence[Segment | PagedSegment]:
         """Who attends to what in a block; rows count from the start of the span."""
+
+    @property
+    def kin(self) -> Hashable:
+        """Neighbours of equal kin are kept, and attend, as one span (`joined`), whatever bypasses each takes; None:
+        alone.
+        """
+        return None
+
+    def joined(self, others: Sequence[Any]) -> "Span":
+        """One span, without bypasses, for this one's rows and those of its kin behind them."""
+        raise NotImplementedError
 
 
 def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     """Run the spans through the embedding and all blocks: [n, hidden_size] for the head, rows in the spans' order."""
     assert spans, "a batch has at least one span"
     rows = _slices(spans)
+    kept = _joined(spans)
     constants = backbone.constants(torch.cat([s.tokens for s in spans]), torch.cat([s.positions for s in spans]))
     x = None
     for part in backbone.architecture.parts[:-1]:
-        groups = [_Group(span, own, part) for span, own in zip(spans, rows, strict=True)]
-        x = _run_part(backbone, part, x, constants, groups)
+        takers = [_Taker(span, own, part) for span, own in zip(spans, rows, strict=True) if span.bypasses]
+        x = _run_part(backbone, part, x, constants, takers, [_Keeper(span, own, part) for span, own in kept])
     assert x is not None
     return x
 
@@ -99,8 +111,8 @@ def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypass
     spans = [_HeadRows(num_rows, bypasses) for num_rows, bypasses in users or [(hidden.shape[0], None)]]
     rows = _slices(spans)
     assert rows[-1].stop == hidden.shape[0], "the users' rows are all the rows"
-    groups = [_Group(span, own, "head") for span, own in zip(spans, rows, strict=True)]
-    return _run_part(backbone, "head", hidden, {}, groups)
+    takers = [_Taker(span, own, "head") for span, own in zip(spans, rows, strict=True) if span.bypasses]
+    return _run_part(backbone, "head", hidden, {}, takers, ())
 
 
 def _slices(spans: Sequence[Span]) -> list[slice]:
@@ -108,14 +120,31 @@ def _slices(spans: Sequence[Span]) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
+def _joined(spans: Sequence[Span]) -> list[tuple[Span, slice]]:
+    """The spans with their rows, neighbours of equal kin as one."""
+    result = []
+    pairs = zip(spans, _slices(spans), strict=True)
+    for _, members in groupby(pairs, key=lambda pair: id(pair[0]) if pair[0].kin is None else pair[0].kin):
+        (first, rows), *others = members
+        if first.kin is not None:
+            first = first.joined([span for span, _ in others])
+        result.append((first, slice(rows.start, others[-1][1].stop if others else rows.stop)))
+    return result
+
+
 def _run_part(
-    backbone: Backbone, part: Part, x: Tensor | None, constants: Mapping[str, Tensor], groups: Sequence["_Group"]
+    backbone: Backbone,
+    part: Part,
+    x: Tensor | None,
+    constants: Mapping[str, Tensor],
+    takers: Sequence["_Taker"],
+    keepers: Sequence["_Keeper"],
 ) -> Tensor:
     """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's output."""
     graph = backbone.architecture.graphs[part]
-    segments = tuple(segment for group in groups for segment in group.segments())
+    segments = tuple(segment for keeper in keepers for segment in keeper.segments)
     context = AttentionContext(kernel=backbone.attention, segments=segments)
-    after = _AfterNode(groups)
+    after = _AfterNode(takers, keepers)
     values: dict[str, Tensor] = dict(constants)
     if x is not None:
         values["x"] = x
@@ -124,37 +153,34 @@ def _run_part(
     return values[graph.outputs[0]]
 
 
-class _Group:
-    """A span's rows in one part: which bypasses they take, and what is kept of them."""
+class _Taker:
+    """A span's rows in one part, and which bypasses they take."""
 
     def __init__(self, span: Span, rows: slice, part: Part) -> None:
-        self.rows, self._span, self._part = rows, span, part
-        self.networks = span.bypasses.get(part, {}) if span.bypasses is not None else {}
-        self.keep, self.constants = span.keep(part), span.constants(part)
+        assert span.bypasses is not None
+        self.rows, self.networks, self.constants = rows, span.bypasses.get(part, {}), span.constants(part)
 
-    def segments(self) -> Sequence[Segment]:
-        """The span's segments, with rows counted from the start of the batch."""
-        if not isinstance(self._part, int):
-            return ()
-        start = self.rows.start
-        return [
-            replace(segment, rows=slice(start + segment.rows.start, start + segment.rows.stop))
-            for segment in self._span.segments(self._part)
-        ]
+
+class _Keeper:
+    """A span's rows in one part, what is kept of them, and whom they attend to (rows from the start of the batch)."""
+
+    def __init__(self, span: Span, rows: slice, part: Part) -> None:
+        self.rows, self.keep = rows, span.keep(part)
+        self.segments = [segment.moved(rows.start) for segment in span.segments(part)] if isinstance(part, int) else []
 
 
 class _AfterNode:
     """What happens behind each node of a part: bypasses add to its output, then the spans save what they keep of it."""
 
-    def __init__(self, groups: Sequence[_Group]) -> None:
-        self._bypassed = _neighbours(groups)
-        self._savers: dict[str, list[_Group]] = {}
-        self._signs: dict[str, list[tuple[_Group, str, Node]]] = {}
-        for group in groups:
-            for name in group.keep.rows:
-                self._savers.setdefault(name, []).append(group)
-            for sign, node in group.keep.packed_signs.items():
-                self._signs.setdefault(node.inputs[0][1], []).append((group, sign, node))
+    def __init__(self, takers: Sequence[_Taker], keepers: Sequence[_Keeper]) -> None:
+        self._bypassed = _neighbours(takers)
+        self._savers: dict[str, list[_Keeper]] = {}
+        self._signs: dict[str, list[tuple[_Keeper, str, Node]]] = {}
+        for keeper in keepers:
+            for name in keeper.keep.rows:
+                self._savers.setdefault(name, []).append(keeper)
+            for sign, node in keeper.keep.packed_signs.items():
+                self._signs.setdefault(node.inputs[0][1], []).append((keeper, sign, node))
 
     def __call__(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
         for run in self._bypassed:
@@ -166,15 +192,17 @@ class _AfterNode:
     def save(self, name: str, value: Tensor, first_row: int = 0) -> None:
         """Copy a tensor's rows to every span that keeps them; `value` begins at row `first_row` of the batch."""
         last_row = first_row + value.shape[0]
-        for group in self._savers.get(name, ()):
-            if first_row <= group.rows.start < last_row:
-                group.keep.rows[name].copy_(value[group.rows.start - first_row : group.rows.stop - first_row])
-        for group, sign, node in self._signs.get(name, ()):
-            packed = run_node(node, {name: value[group.rows.start - first_row : group.rows.stop - first_row]}, {}, None)
-            group.keep.rows[sign].copy_(packed[sign])
+        for keeper in self._savers.get(name, ()):
+            if first_row <= keeper.rows.start < last_row:
+                keeper.keep.rows[name].copy_(value[keeper.rows.start - first_row : keeper.rows.stop - first_row])
+        for keeper, sign, node in self._signs.get(name, ()):
+            packed = run_node(
+                node, {name: value[keeper.rows.start - first_row : keeper.rows.stop - first_row]}, {}, None
+            )
+            keeper.keep.rows[sign].copy_(packed[sign])
 
     def _run_network(
-        self, bound: BoundNetwork, run: Sequence[_Group], node: Node, values: MutableMapping[str, Tensor]
+        self, bound: BoundNetwork, run: Sequence[_Taker], node: Node, values: MutableMapping[str, Tensor]
     ) -> None:
         """Run a bypass on the rows of neighbours that share it, save what they keep of its inside, add its result in
         place.
@@ -190,7 +218,7 @@ class _AfterNode:
                 if name in values:
                     local[name] = values[name][rows]
                 else:
-                    local[name] = torch.cat([group.constants[name] for group in run])
+                    local[name] = torch.cat([taker.constants[name] for taker in run])
             made = run_node(inner, local, bound.parameters, None)
             local.update(made)
             for name, value in made.items():
@@ -198,17 +226,17 @@ class _AfterNode:
         output[rows] += local[network.result]
 
 
-def _neighbours(groups: Sequence[_Group]) -> list[list[_Group]]:
-    """Groups that take bypasses, those that stand side by side and take the same ones together."""
-    runs: list[list[_Group]] = []
-    for group in groups:
-        if not group.networks:
+def _neighbours(takers: Sequence[_Taker]) -> list[list[_Taker]]:
+    """Spans that take bypasses, those that stand side by side and take the same ones together."""
+    runs: list[list[_Taker]] = []
+    for taker in takers:
+        if not taker.networks:
             continue
         last = runs[-1][-1] if runs else None
-        if last is not None and last.networks is group.networks and last.rows.stop == group.rows.start:
-            runs[-1].append(group)
+        if last is not None and last.networks is taker.networks and last.rows.stop == taker.rows.start:
+            runs[-1].append(taker)
         else:
-            runs.append([group])
+            runs.append([taker])
     return runs
 
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from coserve.kernels import linear
-from coserve.kernels.attention import CpuAttention, PlainAttention, attention_kernel
+from coserve.kernels.attention import CpuAttention, PageTable, PlainAttention, attention_kernel
 from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
 from coserve.kernels.dropout import dropout_mask, keys_of_part, row_keys
 
@@ -144,3 +144,23 @@ def test_wide_products_of_bfloat16_are_the_plain_ones(rows, tile, monkeypatch):
     ):
         assert wide.shape == plain.shape
         torch.testing.assert_close(wide.float(), plain.float(), rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_whose_keys_lie_in_pages(sliding_window, dtype):
+    torch.manual_seed(0)
+    pages, lengths, block, heads, width = ((3, 1, 6), (5,), (0, 2)), (11, 2, 8), 4, 2, 16
+    q = torch.randn(3, 6, width).to(dtype)
+    k, v = (torch.randn(7, block, heads * width).to(dtype) for _ in range(2))
+    settings = {"scale": 0.3, "sliding_window": sliding_window}
+    table = PageTable(pages, lengths, q.device)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for kernel in (PlainAttention(), CpuAttention()):
+        out, lse = kernel.forward_paged(q, k, v, table, **settings)
+        assert out.shape == q.shape and out.dtype == dtype and lse.dtype == torch.float32
+        for i, (numbers, length) in enumerate(zip(pages, lengths, strict=True)):
+            keys, values = (x[list(numbers)].flatten(0, 1)[:length].view(length, heads, width) for x in (k, v))
+            row, norm = PlainAttention().forward(q[i : i + 1], keys, values, **settings)
+            torch.testing.assert_close(out[i : i + 1], row, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(lse[i : i + 1], norm, atol=tolerance, rtol=tolerance)

@@ -24,8 +24,8 @@ def make_pool(num_pages: int = 20, page_bytes: int = 64) -> PagePool:
     return PagePool(num_pages, page_bytes, CPU)
 
 
-def make_cache(num_pages: int = 40, family: str = "llama") -> KvCache:
-    backbone = make_backbone(family)
+def make_cache(num_pages: int = 40, family: str = "llama", dtype: str = "float32") -> KvCache:
+    backbone = make_backbone(family, dtype)
     return KvCache(backbone, make_pool(num_pages, kv_page_bytes(backbone, BLOCK)), block_tokens=BLOCK)
 
 
@@ -362,3 +362,26 @@ def test_requests_and_a_job_share_one_pool():
         run(cache, sequence, random_tokens(1, 2))
         cache.check_integrity()
     assert worst_error(training.gradients, expected.gradients) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 5e-2)])
+def test_sequences_of_all_lengths_decode_together_as_each_does_alone(dtype, tolerance):
+    """Pages come with whatever was in them, and rows with any adapter."""
+    cache = make_cache(num_pages=60, dtype=dtype)
+    cache.pages.fill_(torch.nan)
+    adapters = [make_adapter(cache.backbone, seed=seed).bypasses() for seed in (1, 2)]
+    bypasses = [None, adapters[0], None, adapters[1], adapters[0]]
+    lengths, last = (30, 3, 9, 4, 1), torch.tensor([7])
+    sequences, expected = [], []
+    for length, own in zip(lengths, bypasses, strict=True):
+        tokens = random_tokens(length, length)
+        plain, paged = CachedSequence(cache.backbone, length + 1, own), cache.open([])
+        paged.reserve(length)
+        forward(cache.backbone, [plain.extend(tokens)])
+        forward(cache.backbone, [paged.rows(tokens, own)])
+        paged.commit(length)
+        paged.reserve(9)
+        sequences.append(paged)
+        expected.append(forward(cache.backbone, [plain.extend(last)]))
+    together = [seq.rows(last, own) for seq, own in zip(sequences, bypasses, strict=True)]
+    torch.testing.assert_close(forward(cache.backbone, together), torch.cat(expected), atol=tolerance, rtol=tolerance)

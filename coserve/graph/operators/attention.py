@@ -1,7 +1,7 @@
 """Causal self-attention: the one operator that looks at whom a row belongs to."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Load, Operator, Shape, Shapes, Values
-from coserve.kernels.attention import AttentionKernel
+from coserve.kernels.attention import AttentionKernel, PageTable
 
 if TYPE_CHECKING:
     from coserve.graph.ir import TensorSpec
@@ -28,6 +28,41 @@ class Segment:
     key_grads: Tensor | None = None  # float32 [m, Hkv * D], added to in the backward pass
     value_grads: Tensor | None = None
 
+    def moved(self, start: int) -> "Segment":
+        """The segment, when its rows stand `start` further."""
+        return replace(self, rows=slice(start + self.rows.start, start + self.rows.stop))
+
+    def attend(self, kernel: AttentionKernel, q: Tensor, attributes: Attributes) -> tuple[Tensor, Tensor]:
+        """Attention of its rows: q [n, Hq, D] -> output [n, Hq, D], log-sum-exp [n, Hq]."""
+        num_key_heads = attributes["num_key_value_heads"]
+        keys, values = _heads(self.keys(), num_key_heads), _heads(self.values(), num_key_heads)
+        settings = {name: attributes[name] for name in ("scale", "sliding_window")}
+        return kernel.forward(q, keys, values, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedSegment:
+    """Rows that are each the last of a sequence of its own, whose keys lie in pages. They run forward only.
+
+    rows: int64 [n], or a run of n. keys, values: [num_pages, block_tokens, Hkv * D].
+    """
+
+    rows: Tensor | slice
+    keys: Tensor
+    values: Tensor
+    table: PageTable
+
+    def moved(self, start: int) -> "PagedSegment":
+        """The segment, when its rows stand `start` further."""
+        if isinstance(self.rows, slice):
+            return replace(self, rows=slice(start + self.rows.start, start + self.rows.stop))
+        return replace(self, rows=self.rows + start)
+
+    def attend(self, kernel: AttentionKernel, q: Tensor, attributes: Attributes) -> tuple[Tensor, Tensor]:
+        """Attention of its rows: q [n, Hq, D] -> output [n, Hq, D], log-sum-exp [n, Hq]."""
+        settings = {name: attributes[name] for name in ("scale", "sliding_window")}
+        return kernel.forward_paged(q, self.keys, self.values, self.table, **settings)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionContext:
@@ -39,7 +74,7 @@ class AttentionContext:
     """
 
     kernel: AttentionKernel
-    segments: tuple[Segment, ...] = field(default=())
+    segments: tuple[Segment | PagedSegment, ...] = field(default=())
     key_grads: Tensor | None = None
     value_grads: Tensor | None = None
 
@@ -66,13 +101,7 @@ class Attention(Operator):
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[0], attributes["num_heads"], dtype=torch.float32, device=q.device)
         for segment in context.segments:
-            y, norm = context.kernel.forward(
-                _heads(q[segment.rows], attributes["num_heads"]),
-                _heads(segment.keys(), attributes["num_key_value_heads"]),
-                _heads(segment.values(), attributes["num_key_value_heads"]),
-                scale=attributes["scale"],
-                sliding_window=attributes["sliding_window"],
-            )
+            y, norm = segment.attend(context.kernel, _heads(q[segment.rows], attributes["num_heads"]), attributes)
             out[segment.rows] = y.flatten(1)
             lse[segment.rows] = norm
         return {"y": out, "lse": lse}
@@ -89,6 +118,7 @@ class Attention(Operator):
         assert context.key_grads is not None and context.value_grads is not None
         dq = torch.empty_like(q)
         for segment in context.segments:
+            assert isinstance(segment, Segment), "rows in pages run forward only"
             assert segment.key_grads is not None and segment.value_grads is not None
             rows, num_heads, num_key_heads = segment.rows, attributes["num_heads"], attributes["num_key_value_heads"]
             grad = context.kernel.backward(
