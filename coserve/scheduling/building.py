@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import JobView, Plan, PlannedRows, PlannedTasklets, RequestView, View
 
-# Rows that the first waiting prompt gets in every step, however late other requests are: it must move on, and so few
-# rows cost little beside those that decode.
+# The smallest piece of a prompt, unless it is all that is left.
 LEAST_PREFILL_ROWS = 64
 # The smallest window of a job, unless it is all that is left.
 LEAST_WINDOW_ROWS = 16
@@ -47,14 +46,17 @@ class PlanBuilder:
         self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
         self._forward_s = self._latency.forward_s(self._load)
 
-    def prefill(self, requests: Sequence[RequestView], budget_s: float) -> bool:
-        """Their tokens, in this order, as far as the time goes. Returns whether all of them are in."""
+    def prefill(self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True) -> bool:
+        """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
+
+        urgent: the first one gets its smallest piece in any case.
+        """
         for index, request in enumerate(requests):
             longest = min(request.num_rows, self._max_rows - self._load.rows)
             least = min(longest, LEAST_PREFILL_ROWS)
             if longest < 1:
                 return False
-            if index and self._with_prompt_s(request, least) > budget_s:
+            if (index or not urgent) and self._with_prompt_s(request, least) > budget_s:
                 return False
             rows = _most(least, longest, lambda rows, r=request: self._with_prompt_s(r, rows) <= budget_s)  # type: ignore[misc]
             self._load.add_request(request, rows)
@@ -79,6 +81,20 @@ class PlanBuilder:
                 self._backward(job, left_s)
             else:
                 self._window(job, left_s, patient)
+
+    def progress(self, jobs: Sequence[JobView]) -> None:
+        """The smallest piece of the first job, however long it takes, if there is nothing else in the plan."""
+        if self.seconds or not jobs:
+            return
+        job, unbounded_s = jobs[0], 1e9
+        if job.phase == "update":
+            self._update(job, unbounded_s)
+        elif job.phase == "backward":
+            rows = min(job.num_rows_left, LEAST_WINDOW_ROWS)
+            self._tasklets.append(PlannedTasklets(job.id, rows, 1))
+            self._backward_s += self._latency.tasklet_s(job, rows)
+        else:
+            self._window(job._replace(num_rows_left=min(job.num_rows_left, LEAST_WINDOW_ROWS)), unbounded_s, False)
 
     def _update(self, job: JobView, left_s: float) -> None:
         seconds = self._latency.update_s(job)

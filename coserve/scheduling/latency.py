@@ -169,6 +169,10 @@ class LatencyModel:
             ForwardLoad(rows=num_requests, sampled=num_requests, spans=num_requests, keys=num_requests * (context + 1))
         )
 
+    def prompt_s(self, rows: int) -> float:
+        """Seconds of so many tokens of prompts alone, attention apart."""
+        return _at(self._forward, rows) * self._correction("forward", rows, False)
+
     def with_request_s(self, load: ForwardLoad, request: RequestView, rows: int) -> float:
         """The same with some rows of a request's prompt added to it; the load stays as it is."""
         p = self.profile

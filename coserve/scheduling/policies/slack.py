@@ -19,6 +19,9 @@ from coserve.scheduling.plan import Plan, RequestView, View
 MOST_GAP_TPOTS = 4.0
 # What is kept in the bank: so many TPOTs, saved up over the first so many tokens.
 RESERVE_TPOTS, RESERVE_TOKENS = 2.0, 8
+# Prompts leave so much in the bank, too, until the first of them has less time than so many times what all of them
+# take; then they may have all of it, and something in any case.
+PROMPT_RESERVE_TPOTS, URGENT_TIMES = 1.0, 3.0
 # Share of the TTFT objective that an arrival may wait for a step to end; a step of one TPOT is always allowed, up to
 # the second share.
 ARRIVAL_SHARE, MOST_ARRIVAL_SHARE = 0.1, 0.25
@@ -32,12 +35,17 @@ def plan(view: View, latency: LatencyModel) -> Plan:
     build.decode(decoding)
     if len(decoding) < len(view.requests):
         prompts = sorted((request for request in view.requests if request.num_rows > 1), key=due_at_s)
-        due_s = min([due_at_s(request) for request in decoding], default=inf)
-        if not build.prefill(prompts, (due_s - view.now_s) / patience):
+        alone_s = latency.prompt_s(sum([request.num_rows for request in prompts]))
+        urgent = view.now_s + URGENT_TIMES * alone_s > due_at_s(prompts[0])
+        kept = 0.0 if urgent else PROMPT_RESERVE_TPOTS
+        due_s = min([due_at_s(request, kept) for request in decoding], default=inf)
+        if not build.prefill(prompts, (due_s - view.now_s) / patience, urgent=urgent):
             return build.build()
     due_s = min([due_at_s(request, RESERVE_TPOTS) for request in view.requests], default=inf)
     budget_s, wait_s = (due_s - view.now_s) / patience, arrival_wait_s(view)
     build.tune(view.jobs, min(budget_s, wait_s), patient=budget_s < wait_s)
+    if not view.requests:
+        build.progress(view.jobs)
     return build.build()
 
 
