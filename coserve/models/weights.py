@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from coserve.errors import WeightsError
+from coserve.kernels.linear import stored
 from coserve.models.base import Architecture, Part
 
 Weights = dict[Part, dict[str, Tensor]]
@@ -44,7 +45,7 @@ def load_weights(architecture: Architecture, directory: Path, *, dtype: torch.dt
     for file, entries in groupby(found.values(), key=lambda entry: entry.file):
         with _open(file) as reader:
             for name in (entry.name for entry in entries if entry.name in architecture.weight_shapes):
-                loaded[name] = reader.get_tensor(name).to(device=device, dtype=dtype)
+                loaded[name] = _stored(architecture, name, reader.get_tensor(name).to(device=device, dtype=dtype))
     if architecture.tied and _HEAD in found:
         _check_tied_head(found[_HEAD].file, loaded[f"{architecture.embedding_name}.weight"])
     return by_part(architecture, loaded)
@@ -103,8 +104,15 @@ def random_weights(architecture: Architecture, *, dtype: torch.dtype, device: to
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, 0.02, generator=generator)
-        weights[name] = tensor
+        weights[name] = _stored(architecture, name, tensor)
     return by_part(architecture, weights)
+
+
+def _stored(architecture: Architecture, name: str, tensor: Tensor) -> Tensor:
+    """A weight in its layout; a table of embeddings that is also the head has the head's."""
+    is_head = architecture.tied and name == f"{architecture.embedding_name}.weight"
+    is_linear = is_head or (name.endswith(".weight") and name.removesuffix(".weight") in architecture.linear_sites)
+    return stored(tensor) if is_linear else tensor
 
 
 def absent_weights(architecture: Architecture, *, dtype: torch.dtype) -> Weights:
