@@ -412,7 +412,8 @@ class EngineCore:
                 if needed <= self.cache.num_available or self._reclaim(needed):
                     request.sequence.reserve(request.num_rows)
                 else:
-                    self._preempt(max(self._running.values(), key=lambda running: running.arrival_s))
+                    # Of those that came at once, the one that was admitted last.
+                    self._preempt(max(reversed(self._running.values()), key=lambda running: running.arrival_s))
 
     def _reclaim(self, num_pages: int) -> bool:
         """Drop packs, those that lose least first, until so many pages are available. Drops none in vain."""
