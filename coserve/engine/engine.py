@@ -64,7 +64,7 @@ class Engine(EngineCore):
         """Take the memory; the first start on a device measures its profile, which takes some seconds.
 
         Args:
-            end_tokens: ids that end a text.
+            end_tokens: ids that end a text; those that the model does not have are of no effect.
 
         Raises:
             BudgetError: memory_bytes is too little for a request.
@@ -77,7 +77,7 @@ class Engine(EngineCore):
             raise BudgetError(f"the page pool needs {2 * page_bytes} bytes or more, for two pages")
         super().__init__(runner, latency or LatencyModel(runner.profile()), config, num_pages=num_pages)
         self.backbone, self.tokenizer = backbone, tokenizer
-        self._ends = frozenset(end_tokens)
+        self._ends = frozenset(token for token in end_tokens if 0 <= token < backbone.architecture.vocab_size)
 
     @classmethod
     def load(
