@@ -333,6 +333,11 @@ class EngineCore:
 
     def step(self) -> list[Event]:
         """Plan, run, apply once; returns what came of it. Without work it does nothing."""
+        self._advance()
+        return self._take(lambda event: True)
+
+    def _advance(self) -> None:
+        """A step; what came of it is in the outbox."""
         started_s = self.runner.clock.now()
         self._admit()
         self._grow()
@@ -342,7 +347,11 @@ class EngineCore:
         if not plan.is_empty:
             self._run(plan, started_s)
         self._drop_unread_versions()
-        events, self._outbox = self._outbox, []
+
+    def _take(self, is_wanted: Callable[[Event], bool]) -> list[Event]:
+        """Events out of the outbox; the others stay for the next step."""
+        events = [event for event in self._outbox if is_wanted(event)]
+        self._outbox = [event for event in self._outbox if not is_wanted(event)]
         return events
 
     def stats(self) -> EngineStats:

@@ -115,38 +115,45 @@ class Engine(EngineCore):
     ) -> list[Completion]:
         """Answer prompts, all at once; jobs go on meanwhile. Of each prompt, its `n` completions one after the other.
 
+        What else happens meanwhile comes out of the next `step`; so it is with `stream` and `tune`.
+
         Raises:
-            RequestError: one of them cannot be served; then none is.
+            RequestError: one of them cannot be served, or the device failed it; then none is.
         """
         if isinstance(prompts, str):
             raise RequestError("generate takes a list of prompts; for one prompt, a list of one")
-        names: list[str] = []
+        collected = _Collector()
         try:
-            for prompt in prompts:  # not in one expression: those that were added must be known if one is refused
-                names.append(self.add(prompt, params, adapter=adapter))  # noqa: PERF401
-        except BaseException:
-            for name in names:
+            for prompt in prompts:
+                collected.expect(self.add(prompt, params, adapter=adapter))
+            while any(name in self._requests for name in collected.names):
+                self._advance()
+                for event in self._take(collected.wants):
+                    collected.take(event)
+        finally:
+            for name in collected.names:
                 self.cancel(name)
-            raise
-        collected = _Collector(names, (params or SamplingParams()).n)
-        while collected.is_open:
-            for event in self.step():
-                collected.take(event)
-        return [completion for name in names for completion in collected.completions(name)]
+            self._take(collected.wants)
+        return [completion for name in collected.names for completion in collected.completions(name)]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[Chunk]:
         """The chunks of one request as they come; closing the iterator early cancels it."""
-        name, num_open = self.add(prompt, params, adapter=adapter), (params or SamplingParams()).n
+        name = self.add(prompt, params, adapter=adapter)
+
+        def take() -> list[Chunk]:
+            mine = self._take(lambda event: isinstance(event, Chunk) and event.request == name)
+            return [chunk for chunk in mine if isinstance(chunk, Chunk)]
+
         try:
-            while num_open:
-                for event in self.step():
-                    if isinstance(event, Chunk) and event.request == name:
-                        num_open -= event.finish_reason is not None
-                        yield event
+            while name in self._requests:
+                self._advance()
+                yield from take()
+            yield from take()  # if it was cancelled between two steps
         finally:
             self.cancel(name)
+            take()
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt."""
@@ -218,12 +225,14 @@ class Engine(EngineCore):
         Raises:
             JobError: it failed; and as `submit`.
         """
-        job_id, events = self.submit(data, config, adapter=adapter, name=name, validation=validation), []
+        job_id = self.submit(data, config, adapter=adapter, name=name, validation=validation)
+        events: list[Event] = []
         while not self.jobs[job_id].is_over:
-            events += [event for event in self.step() if isinstance(event, JobEvent) and event.job == job_id]
+            self._advance()
+            events += self._take(lambda event: isinstance(event, JobEvent) and event.job == job_id)
         if self.jobs[job_id].state != "succeeded":
             raise JobError(f"job {job_id} has {self.jobs[job_id].state}: {self.jobs[job_id].error or ''}")
-        return events
+        return [event for event in events if isinstance(event, JobEvent)]
 
     def _examples(self, data: Data, config: TuningConfig) -> list[Example]:
         if isinstance(data, str | Path):
@@ -244,21 +253,25 @@ class Engine(EngineCore):
 class _Collector:
     """Puts the chunks of some requests together."""
 
-    def __init__(self, names: Sequence[str], n: int) -> None:
-        self._chunks: dict[str, dict[int, list[Chunk]]] = {name: {} for name in names}
-        self._num_open = dict.fromkeys(names, n)
+    def __init__(self) -> None:
+        self._chunks: dict[str, dict[int, list[Chunk]]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._chunks)
+
+    def expect(self, name: str) -> None:
+        """Its chunks are wanted."""
+        self._chunks[name] = {}
+
+    def wants(self, event: Event) -> bool:
+        return isinstance(event, Chunk) and event.request in self._chunks
 
     def take(self, event: Event) -> None:
-        if not isinstance(event, Chunk) or event.request not in self._chunks:
-            return
+        assert isinstance(event, Chunk)
         self._chunks[event.request].setdefault(event.index, []).append(event)
         if event.finish_reason == "error":
             raise RequestError(f"request {event.request}: {event.error}")
-        self._num_open[event.request] -= event.finish_reason is not None
-
-    @property
-    def is_open(self) -> bool:
-        return any(self._num_open.values())
 
     def completions(self, name: str) -> Iterator[Completion]:
         for index, chunks in sorted(self._chunks[name].items()):
