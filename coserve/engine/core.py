@@ -209,6 +209,8 @@ class EngineCore:
     def _check_name(self, name: str) -> None:
         if not name or "@" in name:
             raise AdapterError(f"{name!r} is no name for an adapter: it must not be empty, nor have an @")
+        if any(job.name == name and not job.is_over for job in self.jobs.values()):
+            raise AdapterError(f"a job is making the adapter {name!r}")
         if name in self.versions:
             raise AdapterError(f"there is an adapter {name!r} already")
 
@@ -243,8 +245,6 @@ class EngineCore:
             raise JobError(f"there is a job {job_id!r} already")
         if not examples:
             raise JobError("a job needs examples")
-        if any(job.name == name and not job.is_over for job in self.jobs.values()):
-            raise AdapterError(f"another job is making the adapter {name!r}")
         self._check_name(name)
         self._check_examples([*examples, *validation])
         start = adapter if isinstance(adapter, AdapterConfig) else self.versions.resolve(adapter).key
