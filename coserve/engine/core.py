@@ -594,13 +594,13 @@ class EngineCore:
         latency.observe_step(predicted_s=plan.predicted_s, measured_s=step_s)
 
     def _recover(self, plan: Plan, work: Work, message: str) -> None:
-        """The device ran out of memory: jobs make room first, then steps get smaller, then requests fail."""
+        """The device ran out of memory: jobs make room first, then steps get smaller, then a request fails."""
         packs = self._drop_planned(plan, message)
         num_rows = sum(rows.num_rows for rows in work.requests)
         if packs:
             return
-        if num_rows > len(work.requests):
-            self._max_step_rows = max(1, num_rows // 2)
+        if num_rows > 1:
+            self._max_step_rows = num_rows // 2
             return
         for rows in work.requests:
             self._outbox.append(rows.request.end("error", f"the device ran out of memory: {message}"))
