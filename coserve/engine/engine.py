@@ -237,16 +237,17 @@ class Engine(EngineCore):
     def _examples(self, data: Data, config: TuningConfig) -> list[Example]:
         if isinstance(data, str | Path):
             try:
-                lines: list[Any] = Path(data).read_text().splitlines()
+                # Not splitlines: JSON's strings may hold what Unicode calls the end of a line.
+                lines: list[Any] = Path(data).read_text("utf-8").split("\n")
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{data} cannot be read as text: {error}") from None
         else:
             lines = list(data)
-        if lines and all(isinstance(line, Example) for line in lines):
-            return [_cut(example, config.max_sequence_length) for example in lines]
+            if all(isinstance(line, Example) for line in lines):
+                return [_cut(example, config.max_sequence_length) for example in lines]
         if self.tokenizer is None:
             raise DataError(f"{self.backbone.name} has no tokenizer: examples must be token ids")
-        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        texts = [_json_line(number, line) for number, line in enumerate(lines, 1)]
         return read_examples(texts, self.tokenizer, max_sequence_length=config.max_sequence_length)
 
 
@@ -286,6 +287,15 @@ class _Collector:
                 finish_reason=last.finish_reason,
                 stop_reason=last.stop_reason,
             )
+
+
+def _json_line(number: int, line: Any) -> str:
+    if isinstance(line, str):
+        return line
+    try:
+        return json.dumps(line)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"line {number}: is no JSON: {error}") from None
 
 
 def _cut(example: Example, length: int) -> Example:
