@@ -192,10 +192,10 @@ def assert_nothing_is_held(engine: EngineCore) -> None:
 
 @cache
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of `VOCAB` tokens: characters as they are."""
+    """A byte-level tokenizer of `VOCAB` tokens: most of ASCII's characters, and the bytes of U+2028."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    letters = [letter for letter in alphabet if letter.isascii()][: VOCAB - 3]
-    vocab = {letter: token for token, letter in enumerate(["<end>", "Ġ", "Ċ", *letters])}
+    letters = [letter for letter in alphabet if letter.isascii()]
+    vocab = {letter: token for token, letter in enumerate(["<end>", *"ĠĊâĢ¨", *letters][:VOCAB])}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -24,7 +24,7 @@ from support import CONFIGS, FAMILIES, VOCAB, make_backbone, random_tokens
 from coserve.adapters import Adapter, LoraConfig
 from coserve.engine.request import Chunk, Slo
 from coserve.engine.sampling import SamplingParams
-from coserve.errors import AdapterError, BudgetError, CoserveError, RequestError
+from coserve.errors import AdapterError, BudgetError, DeviceMemoryError, RequestError
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.optimizer import OptimizerConfig
 
@@ -630,6 +630,59 @@ def test_an_adapter_without_effect_shares_no_pages_with_the_bare_model():
     assert engine.cache.prefixes.num_evictable >= 2 * 5
 
 
-def test_errors_are_of_coserves_tree():
-    assert issubclass(RequestError, CoserveError)
-    assert issubclass(AdapterError, CoserveError)
+# -- memory of the device ---------------------------------------------------------------
+
+
+def limit_rows(engine, most):
+    """The device runs out of memory in every forward pass of more rows. Returns the widths that were tried."""
+    run, widths = engine.runner.run, []
+
+    def limited(work):
+        widths.append(sum(rows.num_rows for rows in (*work.requests, *work.windows)))
+        if widths[-1] > most:
+            raise DeviceMemoryError("no more")
+        return run(work)
+
+    engine.runner.run = limited
+    return widths
+
+
+def test_steps_never_have_more_rows_than_they_may():
+    engine = make_engine(max_step_rows=3)
+    widths = limit_rows(engine, 3)
+    assert_greedy(engine, "llama", (1,) * 7)
+    assert max(widths) == 3
+    assert_nothing_is_held(engine)
+
+
+def test_steps_get_smaller_when_the_device_runs_out_of_memory():
+    """Also where all rows are tokens of requests that decode: none of them fails while fewer would do."""
+    engine = make_engine()
+    widths = limit_rows(engine, 4)
+    assert_greedy(engine, "llama")
+    assert widths[0] == sum(LENGTHS)
+    assert_nothing_is_held(engine)
+
+
+def test_a_request_that_the_device_has_no_memory_for_fails_with_the_reason():
+    engine = make_engine()
+    limit_rows(engine, 0)
+    one = engine.add([1, 2, 3], greedy())
+    (last,) = final_chunks(drain(engine), one)
+    assert (last.finish_reason, last.error) == ("error", "the device ran out of memory: no more")
+    with pytest.raises(RequestError, match=r"request request-\d: the device ran out of memory: no more"):
+        engine.generate(prompts_of((4, 9)), greedy())
+    assert_nothing_is_held(engine)
+    assert engine.step() == []
+
+
+def test_a_job_goes_on_after_steps_had_to_be_small():
+    engine = make_engine()
+    limit_rows(engine, 0)
+    engine.add(prompts_of((20,))[0], greedy())
+    drain(engine)
+    del engine.runner.run
+    engine.submit(examples_of((20, 9)), TuningConfig(), adapter=LoraConfig(r=2))
+    for _ in range(100):
+        engine.step()
+    assert engine.jobs["job-1"].state == "succeeded"
