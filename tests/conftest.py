@@ -4,6 +4,7 @@ beside each other."""
 import importlib.util
 import os
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,9 @@ from hypothesis import settings
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+# What is measured of devices is kept on disk: not where the user has it.
+os.environ["COSERVE_HOME"] = mkdtemp(prefix="coserve-home-")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

@@ -209,6 +209,8 @@ class EngineCore:
     def _check_name(self, name: str) -> None:
         if not name or "@" in name:
             raise AdapterError(f"{name!r} is no name for an adapter: it must not be empty, nor have an @")
+        if any(job.name == name and not job.is_over for job in self.jobs.values()):
+            raise AdapterError(f"a job is making the adapter {name!r}")
         if name in self.versions:
             raise AdapterError(f"there is an adapter {name!r} already")
 
@@ -243,8 +245,6 @@ class EngineCore:
             raise JobError(f"there is a job {job_id!r} already")
         if not examples:
             raise JobError("a job needs examples")
-        if any(job.name == name and not job.is_over for job in self.jobs.values()):
-            raise AdapterError(f"another job is making the adapter {name!r}")
         self._check_name(name)
         self._check_examples([*examples, *validation])
         start = adapter if isinstance(adapter, AdapterConfig) else self.versions.resolve(adapter).key
@@ -333,6 +333,11 @@ class EngineCore:
 
     def step(self) -> list[Event]:
         """Plan, run, apply once; returns what came of it. Without work it does nothing."""
+        self._advance()
+        return self._take(lambda event: True)
+
+    def _advance(self) -> None:
+        """A step; what came of it is in the outbox."""
         started_s = self.runner.clock.now()
         self._admit()
         self._grow()
@@ -342,7 +347,11 @@ class EngineCore:
         if not plan.is_empty:
             self._run(plan, started_s)
         self._drop_unread_versions()
-        events, self._outbox = self._outbox, []
+
+    def _take(self, is_wanted: Callable[[Event], bool]) -> list[Event]:
+        """Events out of the outbox; the others stay for the next step."""
+        events = [event for event in self._outbox if is_wanted(event)]
+        self._outbox = [event for event in self._outbox if not is_wanted(event)]
         return events
 
     def stats(self) -> EngineStats:
@@ -412,7 +421,8 @@ class EngineCore:
                 if needed <= self.cache.num_available or self._reclaim(needed):
                     request.sequence.reserve(request.num_rows)
                 else:
-                    self._preempt(max(self._running.values(), key=lambda running: running.arrival_s))
+                    # Of those that came at once, the one that was admitted last.
+                    self._preempt(max(reversed(self._running.values()), key=lambda running: running.arrival_s))
 
     def _reclaim(self, num_pages: int) -> bool:
         """Drop packs, those that lose least first, until so many pages are available. Drops none in vain."""
@@ -584,13 +594,13 @@ class EngineCore:
         latency.observe_step(predicted_s=plan.predicted_s, measured_s=step_s)
 
     def _recover(self, plan: Plan, work: Work, message: str) -> None:
-        """The device ran out of memory: jobs make room first, then steps get smaller, then requests fail."""
+        """The device ran out of memory: jobs make room first, then steps get smaller, then a request fails."""
         packs = self._drop_planned(plan, message)
         num_rows = sum(rows.num_rows for rows in work.requests)
         if packs:
             return
-        if num_rows > len(work.requests):
-            self._max_step_rows = max(1, num_rows // 2)
+        if num_rows > 1:
+            self._max_step_rows = num_rows // 2
             return
         for rows in work.requests:
             self._outbox.append(rows.request.end("error", f"the device ran out of memory: {message}"))

@@ -64,7 +64,7 @@ class Engine(EngineCore):
         """Take the memory; the first start on a device measures its profile, which takes some seconds.
 
         Args:
-            end_tokens: ids that end a text.
+            end_tokens: ids that end a text; those that the model does not have are of no effect.
 
         Raises:
             BudgetError: memory_bytes is too little for a request.
@@ -77,7 +77,7 @@ class Engine(EngineCore):
             raise BudgetError(f"the page pool needs {2 * page_bytes} bytes or more, for two pages")
         super().__init__(runner, latency or LatencyModel(runner.profile()), config, num_pages=num_pages)
         self.backbone, self.tokenizer = backbone, tokenizer
-        self._ends = frozenset(end_tokens)
+        self._ends = frozenset(token for token in end_tokens if 0 <= token < backbone.architecture.vocab_size)
 
     @classmethod
     def load(
@@ -115,38 +115,45 @@ class Engine(EngineCore):
     ) -> list[Completion]:
         """Answer prompts, all at once; jobs go on meanwhile. Of each prompt, its `n` completions one after the other.
 
+        What else happens meanwhile comes out of the next `step`; so it is with `stream` and `tune`.
+
         Raises:
-            RequestError: one of them cannot be served; then none is.
+            RequestError: one of them cannot be served, or the device failed it; then none is.
         """
         if isinstance(prompts, str):
             raise RequestError("generate takes a list of prompts; for one prompt, a list of one")
-        names: list[str] = []
+        collected = _Collector()
         try:
-            for prompt in prompts:  # not in one expression: those that were added must be known if one is refused
-                names.append(self.add(prompt, params, adapter=adapter))  # noqa: PERF401
-        except BaseException:
-            for name in names:
+            for prompt in prompts:
+                collected.expect(self.add(prompt, params, adapter=adapter))
+            while any(name in self._requests for name in collected.names):
+                self._advance()
+                for event in self._take(collected.wants):
+                    collected.take(event)
+        finally:
+            for name in collected.names:
                 self.cancel(name)
-            raise
-        collected = _Collector(names, (params or SamplingParams()).n)
-        while collected.is_open:
-            for event in self.step():
-                collected.take(event)
-        return [completion for name in names for completion in collected.completions(name)]
+            self._take(collected.wants)
+        return [completion for name in collected.names for completion in collected.completions(name)]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[Chunk]:
         """The chunks of one request as they come; closing the iterator early cancels it."""
-        name, num_open = self.add(prompt, params, adapter=adapter), (params or SamplingParams()).n
+        name = self.add(prompt, params, adapter=adapter)
+
+        def take() -> list[Chunk]:
+            mine = self._take(lambda event: isinstance(event, Chunk) and event.request == name)
+            return [chunk for chunk in mine if isinstance(chunk, Chunk)]
+
         try:
-            while num_open:
-                for event in self.step():
-                    if isinstance(event, Chunk) and event.request == name:
-                        num_open -= event.finish_reason is not None
-                        yield event
+            while name in self._requests:
+                self._advance()
+                yield from take()
+            yield from take()  # if it was cancelled between two steps
         finally:
             self.cancel(name)
+            take()
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt."""
@@ -218,47 +225,54 @@ class Engine(EngineCore):
         Raises:
             JobError: it failed; and as `submit`.
         """
-        job_id, events = self.submit(data, config, adapter=adapter, name=name, validation=validation), []
+        job_id = self.submit(data, config, adapter=adapter, name=name, validation=validation)
+        events: list[Event] = []
         while not self.jobs[job_id].is_over:
-            events += [event for event in self.step() if isinstance(event, JobEvent) and event.job == job_id]
+            self._advance()
+            events += self._take(lambda event: isinstance(event, JobEvent) and event.job == job_id)
         if self.jobs[job_id].state != "succeeded":
             raise JobError(f"job {job_id} has {self.jobs[job_id].state}: {self.jobs[job_id].error or ''}")
-        return events
+        return [event for event in events if isinstance(event, JobEvent)]
 
     def _examples(self, data: Data, config: TuningConfig) -> list[Example]:
         if isinstance(data, str | Path):
             try:
-                lines: list[Any] = Path(data).read_text().splitlines()
+                # Not splitlines: JSON's strings may hold what Unicode calls the end of a line.
+                lines: list[Any] = Path(data).read_text("utf-8").split("\n")
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{data} cannot be read as text: {error}") from None
         else:
             lines = list(data)
-        if lines and all(isinstance(line, Example) for line in lines):
-            return [_cut(example, config.max_sequence_length) for example in lines]
+            if all(isinstance(line, Example) for line in lines):
+                return [_cut(example, config.max_sequence_length) for example in lines]
         if self.tokenizer is None:
             raise DataError(f"{self.backbone.name} has no tokenizer: examples must be token ids")
-        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        texts = [_json_line(number, line) for number, line in enumerate(lines, 1)]
         return read_examples(texts, self.tokenizer, max_sequence_length=config.max_sequence_length)
 
 
 class _Collector:
     """Puts the chunks of some requests together."""
 
-    def __init__(self, names: Sequence[str], n: int) -> None:
-        self._chunks: dict[str, dict[int, list[Chunk]]] = {name: {} for name in names}
-        self._num_open = dict.fromkeys(names, n)
+    def __init__(self) -> None:
+        self._chunks: dict[str, dict[int, list[Chunk]]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._chunks)
+
+    def expect(self, name: str) -> None:
+        """Its chunks are wanted."""
+        self._chunks[name] = {}
+
+    def wants(self, event: Event) -> bool:
+        return isinstance(event, Chunk) and event.request in self._chunks
 
     def take(self, event: Event) -> None:
-        if not isinstance(event, Chunk) or event.request not in self._chunks:
-            return
+        assert isinstance(event, Chunk)
         self._chunks[event.request].setdefault(event.index, []).append(event)
         if event.finish_reason == "error":
             raise RequestError(f"request {event.request}: {event.error}")
-        self._num_open[event.request] -= event.finish_reason is not None
-
-    @property
-    def is_open(self) -> bool:
-        return any(self._num_open.values())
 
     def completions(self, name: str) -> Iterator[Completion]:
         for index, chunks in sorted(self._chunks[name].items()):
@@ -273,6 +287,15 @@ class _Collector:
                 finish_reason=last.finish_reason,
                 stop_reason=last.stop_reason,
             )
+
+
+def _json_line(number: int, line: Any) -> str:
+    if isinstance(line, str):
+        return line
+    try:
+        return json.dumps(line)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"line {number}: is no JSON: {error}") from None
 
 
 def _cut(example: Example, length: int) -> Example:

@@ -1,6 +1,7 @@
 """Building a plan piece by piece: what policies share. A policy says how much time there is; here is what fits."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import JobView, Plan, PlannedRows, PlannedTasklets, RequestView, View
@@ -41,7 +42,9 @@ class PlanBuilder:
         )
 
     def decode(self, requests: Sequence[RequestView]) -> None:
-        """One row for each of them."""
+        """One row for each of them; if that is too many, for those that wait longest."""
+        if len(requests) > self._max_rows:
+            requests = sorted(requests, key=lambda request: request.last_token_s)[: self._max_rows]
         self._load.add_decodes(requests)
         self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
         self._forward_s = self._latency.forward_s(self._load)
@@ -70,31 +73,33 @@ class PlanBuilder:
         """Of each job in turn, the largest piece of its current phase that fits into what is left of the time.
 
         patient: there will be more time in a later step, so windows that cost too much per row may wait for it.
+
+        A device that has nothing else to do makes the smallest step there is, whatever the time: no later one would
+        have more.
         """
         for job in jobs:
             left_s = budget_s - self.seconds
             if left_s <= 0:
-                return
+                break
             if job.phase == "update":
                 self._update(job, left_s)
             elif job.phase == "backward":
                 self._backward(job, left_s)
             else:
                 self._window(job, left_s, patient)
+        if jobs and not (self._rows or self._tasklets or self._updates):
+            self._least(jobs[0])
 
-    def progress(self, jobs: Sequence[JobView]) -> None:
-        """The smallest piece of the first job, however long it takes, if there is nothing else in the plan."""
-        if self.seconds or not jobs:
-            return
-        job, unbounded_s = jobs[0], 1e9
+    def _least(self, job: JobView) -> None:
+        """The smallest piece of a job."""
+        rows = min(job.num_rows_left, LEAST_WINDOW_ROWS)
         if job.phase == "update":
-            self._update(job, unbounded_s)
+            self._update(job, inf)
         elif job.phase == "backward":
-            rows = min(job.num_rows_left, LEAST_WINDOW_ROWS)
             self._tasklets.append(PlannedTasklets(job.id, rows, 1))
             self._backward_s += self._latency.tasklet_s(job, rows)
         else:
-            self._window(job._replace(num_rows_left=min(job.num_rows_left, LEAST_WINDOW_ROWS)), unbounded_s, False)
+            self._add_window(job, min(rows, self._max_rows))
 
     def _update(self, job: JobView, left_s: float) -> None:
         seconds = self._latency.update_s(job)
@@ -124,7 +129,7 @@ class PlanBuilder:
 
     def _window(self, job: JobView, left_s: float, patient: bool) -> None:
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
-        least = min(job.num_rows_left, LEAST_WINDOW_ROWS)
+        least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
         before_s = self._forward_s
 
         def extra_s(rows: int) -> float:
@@ -135,6 +140,9 @@ class PlanBuilder:
         rows = _most(least, longest, lambda rows: extra_s(rows) <= left_s)
         if patient and rows < longest and extra_s(rows) / rows > MOST_WINDOW_COST * extra_s(longest) / longest:
             return
+        self._add_window(job, rows)
+
+    def _add_window(self, job: JobView, rows: int) -> None:
         self._latency.add_window(self._load, job, rows)
         self._rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, rows))
         self._forward_s = self._latency.forward_s(self._load)

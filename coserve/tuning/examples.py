@@ -35,11 +35,15 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One line: token ids, and for each whether it is trained on."""
+    """One line: token ids, and for each whether it is trained on; ValueError if those are not as many."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
     truncated: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.trained):
+            raise ValueError(f"{len(self.tokens)} tokens came with {len(self.trained)} marks of which are trained on")
 
     @property
     def num_trained(self) -> int:

@@ -44,8 +44,6 @@ def plan(view: View, latency: LatencyModel) -> Plan:
     due_s = min([due_at_s(request, RESERVE_TPOTS) for request in view.requests], default=inf)
     budget_s, wait_s = (due_s - view.now_s) / patience, arrival_wait_s(view)
     build.tune(view.jobs, min(budget_s, wait_s), patient=budget_s < wait_s)
-    if not view.requests:
-        build.progress(view.jobs)
     return build.build()
 
 

@@ -16,6 +16,4 @@ def plan(view: View, latency: LatencyModel) -> Plan:
     build.decode([request for request in view.requests if request.num_rows == 1])
     build.prefill([request for request in view.requests if request.num_rows > 1], objective_s)
     build.tune(view.jobs, objective_s)
-    if not view.requests:
-        build.progress(view.jobs)
     return build.build()

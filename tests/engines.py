@@ -1,0 +1,202 @@
+"""Engines on the tiny models of `support`, whose plans do not depend on how fast this machine is."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from support import VOCAB, make_backbone, make_model, peft_twin, random_tokens
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from coserve.engine.config import EngineConfig
+from coserve.engine.core import EngineCore, Event
+from coserve.engine.engine import Engine
+from coserve.engine.request import Chunk
+from coserve.engine.sampling import SamplingParams
+from coserve.memory.kv_cache import kv_page_bytes
+from coserve.scheduling import LatencyModel, Plan, PlannedRows, PlannedTasklets, View
+from coserve.simulate import Hardware, roofline_profile
+from coserve.tuning.examples import Example
+
+FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)
+BLOCK = 4
+
+
+class FixedLatency(LatencyModel):
+    """Believes its profile, whatever this machine's steps take."""
+
+    def observe(self, *args: Any, **named: Any) -> None:
+        pass
+
+    def observe_step(self, **named: Any) -> None:
+        pass
+
+
+class TickingClock:
+    """A moment later each time."""
+
+    def __init__(self, tick_s: float = 1e-6) -> None:
+        self._now_s, self._tick_s = 0.0, tick_s
+
+    def now(self) -> float:
+        self._now_s += self._tick_s
+        return self._now_s
+
+
+@cache
+def _profile(name: str, hardware: Hardware) -> Any:
+    return roofline_profile(make_backbone(name), hardware)
+
+
+def make_engine(
+    name: str = "llama", *, num_pages: int = 600, hardware: Hardware = FAST, tokenizer: Any = None, **settings: Any
+) -> Engine:
+    """An engine on `support.make_backbone(name)`; settings: of EngineConfig, and `end_tokens`."""
+    backbone = make_backbone(name)
+    end_tokens = settings.pop("end_tokens", ())
+    block = settings.setdefault("block_tokens", BLOCK)
+    settings.setdefault("tpot_s", 1.0)
+    config = EngineConfig(memory_bytes=num_pages * kv_page_bytes(backbone, block), **settings)
+    latency = FixedLatency(_profile(name, hardware))
+    engine = Engine(backbone, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
+    engine.runner.clock = TickingClock()  # type: ignore[assignment]
+    return engine
+
+
+def random_policy(seed: int) -> Callable[[View, LatencyModel], Plan]:
+    """Any plan that the engine could be given: some of the requests, in chunks, and any pieces of jobs."""
+    rng = Random(seed)
+
+    def plan(view: View, latency: LatencyModel) -> Plan:
+        rows, tasklets, updates, room = [], [], [], view.max_rows
+        for request in view.requests:
+            num_rows = min(room, request.num_rows, rng.choice((1, 2, 3, 5, 8, 1000)))
+            if num_rows and rng.random() < 0.9:
+                kind = "decode" if request.num_rows == 1 else "prefill"
+                rows.append(PlannedRows(request.id, kind, request.num_past, num_rows))
+                room -= num_rows
+        for job in view.jobs:
+            if rng.random() < 0.2:
+                continue
+            if job.phase == "update":
+                updates.append(job.id)
+            elif job.phase == "backward":
+                tasklets.append(PlannedTasklets(job.id, *_some_tasklets(rng, job.num_rows_left, job.num_parts_left)))
+            elif num_rows := min(room, job.num_rows_left, rng.choice((1, 3, 7, 20, 1000))):
+                rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, num_rows))
+                room -= num_rows
+        return Plan(rows=tuple(rows), tasklets=tuple(tasklets), updates=tuple(updates))
+
+    return plan
+
+
+def _some_tasklets(rng: Random, num_rows_left: int, num_parts_left: int) -> tuple[int, int]:
+    """Rows and number of tasklets, of which there are at least so many."""
+    num_rows = rng.choice((2, 5, 11, 1000))
+    return num_rows, rng.randint(1, -(-num_rows_left // num_rows) + num_parts_left - 1)
+
+
+def prompts_of(lengths: Iterable[int], seed: int = 0) -> list[list[int]]:
+    return [random_tokens(length, seed + 1000 * index).tolist() for index, length in enumerate(lengths)]
+
+
+def examples_of(lengths: Iterable[int], seed: int = 0) -> list[Example]:
+    """Examples of these lengths, with some tokens that are not trained on."""
+    rng = Random(seed)
+    return [
+        Example(
+            tokens=tuple(rng.choices(range(VOCAB), k=length)),
+            trained=tuple(rng.random() < 0.7 or index == length - 1 for index in range(length)),
+        )
+        for length in lengths
+    ]
+
+
+def expected_tokens(prompt: Sequence[int], max_tokens: int, name: str = "llama", **lora: Any) -> tuple[int, ...]:
+    """What transformers' greedy search says; lora: settings of `peft_twin`."""
+    return _expected(name, tuple(prompt), max_tokens, tuple(sorted((k, _frozen(v)) for k, v in lora.items())))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@cache
+def _expected(name: str, prompt: tuple[int, ...], max_tokens: int, lora: tuple[Any, ...]) -> tuple[int, ...]:
+    model = oracle(name, lora)
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@cache
+def oracle(name: str, lora: tuple[Any, ...] = ()) -> Any:
+    """The transformers or PEFT model."""
+    if not lora:
+        return make_model(name)
+    return peft_twin(name, **{k: list(v) if isinstance(v, tuple) else v for k, v in lora})[0].eval()
+
+
+def adapter_directory(name: str = "llama", **lora: Any) -> str:
+    """Where `peft_twin(name, **lora)` is saved by PEFT."""
+    directory = Path(mkdtemp(prefix="coserve-served-"))
+    peft_twin(name, **lora)[0].save_pretrained(directory)
+    return str(directory)
+
+
+def greedy(max_tokens: int = 8, **named: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **named)
+
+
+def drain(engine: EngineCore, *, most_steps: int = 3000) -> list[Event]:
+    """Step until no request is left, with every invariant checked; the events."""
+    events: list[Event] = []
+    for _ in range(most_steps):
+        if not engine.has_requests:
+            return events + engine.step()
+        events += engine.step()
+        engine.check_integrity()
+    raise AssertionError(f"requests are left after {most_steps} steps: {engine.stats()}")
+
+
+def tokens_by_request(events: Iterable[Event]) -> dict[str, tuple[int, ...]]:
+    """What came of each request (of its first sequence)."""
+    found: dict[str, tuple[int, ...]] = {}
+    for event in events:
+        if isinstance(event, Chunk) and event.index == 0:
+            found[event.request] = found.get(event.request, ()) + event.tokens
+    return found
+
+
+def assert_nothing_is_held(engine: EngineCore) -> None:
+    """Every page is free or a cached beginning, and those can be had."""
+    engine.check_integrity()
+    assert not engine.has_requests
+    owners = engine.pool.num_pages_by_owner()
+    assert owners.get("kv", 0) == engine.cache.prefixes.num_evictable
+    engine.cache.evict(engine.pool.num_pages)
+    assert engine.pool.num_free == engine.pool.num_pages - owners.get("activations", 0)
+
+
+@cache
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of `VOCAB` tokens: most of ASCII's characters, and the bytes of U+2028."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [letter for letter in alphabet if letter.isascii()]
+    vocab = {letter: token for token, letter in enumerate(["<end>", *"ĠĊâĢ¨", *letters][:VOCAB])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
