@@ -36,15 +36,15 @@ from coserve.tuning.training_pass import TrainingPass
 
 _log = logging.getLogger(__name__)
 
-_FORWARD_ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_BACKWARD_ROWS = (32, 64, 128, 256, 512, 1024)
+_FORWARD_ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+_BACKWARD_ROWS = (32, 128, 512)
 _HEAD_ROWS = (1, 4, 16, 64)
 _LOSS_ROWS = (8, 32, 128, 512)
 _WINDOW_ROWS = 256
 _MANY_SPANS, _SHORT, _LONG = 8, 16, 512
 _BLOCK_TOKENS = 16
-# A piece is measured so often, or until it has taken so long; a curve ends where one measurement takes longer.
-_REPEATS, _PATIENCE_S, _TOO_LONG_S = 5, 0.6, 1.0
+# A piece is measured so often, or until it has taken so long; a curve ends where one measurement takes too long.
+_REPEATS, _PATIENCE_S, _TOO_LONG_S = 5, 0.25, 1.0
 
 
 def load_profile(backbone: Backbone, directory: Path | None = None) -> Profile:
@@ -165,14 +165,13 @@ class _Measurement:
         return Curve(rows=tuple(found), seconds=tuple(found.values()))
 
     def _median_s(self, run: Callable[[], object]) -> float:
-        """Seconds of one call; the first one is not counted."""
-        run()
+        """Seconds of one call; the first one is not counted, unless it takes so long that nothing else matters."""
         found: list[float] = []
-        while len(found) < _REPEATS and (not found or sum(found) < _PATIENCE_S):
+        while len(found) <= _REPEATS and sum(found) < _PATIENCE_S:
             start = self._time_s()
             run()
             found.append(self._time_s() - start)
-        return median(found)
+        return median(found[1:] or found)
 
     def _time_s(self) -> float:
         if self.backbone.device.type == "cuda":
