@@ -38,11 +38,21 @@ class PageTable:
         # int64 [n * width], filled up with pages of the row's own
         filled = [[*row, *[row[0]] * (self.width - len(row))] for row in pages]
         self.pages = torch.tensor(filled, device=device).flatten()
+        self._gathered: Tensor | None = None
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
 
-    def gather(self, pages: Tensor) -> Tensor:
-        """[num_pages, block_tokens, Hkv * D] -> the keys of all rows [n, width * block_tokens, Hkv * D]."""
-        return pages.index_select(0, self.pages).view(len(self.lengths), -1, pages.shape[2])
+    def gather(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [num_pages, block_tokens, Hkv * D] -> those of all rows [n, width * block_tokens, Hkv * D], valid
+        until the next call.
+        """
+        # The layers of a step use the same memory: taking it anew for each costs more than filling it.
+        shape = (2, self.pages.shape[0], *keys.shape[1:])
+        if self._gathered is None or self._gathered.shape != shape or self._gathered.dtype != keys.dtype:
+            self._gathered = torch.empty(shape, dtype=keys.dtype, device=keys.device)
+        for pages, out in zip((keys, values), self._gathered, strict=True):
+            torch.index_select(pages, 0, self.pages, out=out)
+        found = self._gathered.view(2, len(self.lengths), -1, keys.shape[2])
+        return found[0], found[1]
 
     def mask(self, num_keys: int, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
         """0 where a row sees a gathered key and -inf elsewhere, [n, 1, 1, num_keys]; the layers of a step share it."""
@@ -86,7 +96,7 @@ class AttentionKernel(ABC):
                 scale=scale,
                 sliding_window=sliding_window,
             )
-            for k, v in [(table.gather(keys), table.gather(values))]
+            for k, v in [table.gather(keys, values)]
             for i, length in enumerate(table.lengths)
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
@@ -258,7 +268,7 @@ class CpuAttention(AttentionKernel):
         if q.dtype == torch.float32:
             return super().forward_paged(q, keys, values, table, scale=scale, sliding_window=sliding_window)
         n, num_heads, width = q.shape
-        k, v = (x.view(n, x.shape[1], -1, width).transpose(1, 2) for x in (table.gather(keys), table.gather(values)))
+        k, v = (x.view(n, x.shape[1], -1, width).transpose(1, 2) for x in table.gather(keys, values))
         mask = table.mask(k.shape[2], sliding_window, q.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.reshape(n, k.shape[1], -1, width), k, v, 0.0, False, attn_mask=mask, scale=scale
