@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -26,6 +27,7 @@ from support import FAMILIES, make_backbone, make_model, summed_loss
 
 from coserve.adapters import Adapter, LoraConfig, save_adapter
 from coserve.engine.job import JobEvent
+from coserve.engine.request import Chunk
 from coserve.engine.sampling import SamplingParams
 from coserve.errors import AdapterError, DataError, JobError
 from coserve.simulate import Hardware
@@ -150,21 +152,25 @@ def test_validation_losses_are_pefts():
         assert events[-1].kind == "succeeded"
 
 
+# Its masks are the same whatever is dropped and begun again.
+DROPOUT = replace(LORA, dropout=0.2)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The adapter and losses of a job that had the engine for itself."""
     engine = make_engine()
-    events = engine.tune(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine")
+    events = engine.tune(examples_of(LENGTHS), CONFIG, adapter=DROPOUT, name="mine")
     directory = tmp_path_factory.mktemp("undisturbed")
     return saved(engine, "mine", directory), [event.loss for event in of_kind(events, "step")]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_job_ends_the_same_under_any_plan_in_any_company(seed, undisturbed, tmp_path):
     """Traffic on a small pool, packs dropped, requests preempted, tiny windows, another job, pauses."""
     rng, engine = Random(seed), make_engine(num_pages=105)
     engine.policy = random_policy(seed)
-    mine = engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine")
+    mine = engine.submit(examples_of(LENGTHS), CONFIG, adapter=DROPOUT, name="mine")
     other = TuningConfig(num_epochs=2, batch_size=2, max_pack_tokens=12)
     engine.submit(examples_of((6, 10, 3), 9), other, adapter=LoraConfig(r=7), name="other")
     events, asked, preempted = [], {}, 0
@@ -235,13 +241,12 @@ def test_a_job_moves_on_however_slow_the_device_is():
 # -- pausing, cancelling, going on ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_job_that_is_cancelled_at_any_moment_gives_everything_back(seed, undisturbed, tmp_path):
-    rng = Random(seed)
-    for num_steps in rng.sample(range(1, 60), 6):
+def test_a_job_that_is_cancelled_at_any_moment_gives_everything_back(undisturbed, tmp_path):
+    rng = Random(0)
+    for seed, num_steps in enumerate((1, 2, 3, 5, 8, 13, 21, 34, 55)):
         engine = make_engine()
         engine.policy = random_policy(seed)
-        gone = engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="gone", validation=examples_of((9,)))
+        gone = engine.submit(examples_of(LENGTHS), CONFIG, adapter=DROPOUT, name="gone", validation=examples_of((9,)))
         stays = engine.submit(examples_of((6, 10), 9), TuningConfig(num_epochs=20), adapter=LORA)
         for _ in range(num_steps):
             engine.step()
@@ -260,11 +265,9 @@ def test_a_job_that_is_cancelled_at_any_moment_gives_everything_back(seed, undis
         engine.cancel_job(stays)
         assert engine.pool.num_free == engine.pool.num_pages
         assert "gone" not in engine.versions
-        # The name is free again, and the same job makes the same adapter.
-        if num_steps % 2:
-            continue
-        engine.tune(examples_of(LENGTHS), CONFIG, adapter=LORA, name="gone")
-        assert distance(saved(engine, "gone", tmp_path), undisturbed[0]) < 1e-5
+    # The name is free again, and the same job makes the same adapter.
+    engine.tune(examples_of(LENGTHS), CONFIG, adapter=DROPOUT, name="gone")
+    assert distance(saved(engine, "gone", tmp_path), undisturbed[0]) < 1e-5
 
 
 def test_a_paused_job_rests_and_an_engine_with_nothing_else_has_no_work():
@@ -334,13 +337,26 @@ def test_a_live_job_serves_every_step_and_frees_what_is_passed():
     assert [key.split("#")[0] for key in engine.runner._versions] == ["live@9"]
 
 
+def test_an_adapter_of_the_same_name_and_step_shares_nothing_with_the_one_before_it():
+    engine, (prompt,) = make_engine(), prompts_of((20,))
+    answers = []
+    for seed in (0, 1):
+        engine.tune(examples_of(LENGTHS, seed), CONFIG, adapter=LORA, name="same")
+        request = engine.add(prompt, greedy(8), adapter="same@9")
+        events = drain(engine)
+        assert [event.num_cached_tokens for event in events if isinstance(event, Chunk)][-1] == 0
+        answers.append(tokens_by_request(events)[request])
+        engine.unload_adapter("same")
+    assert answers[0] != answers[1]
+
+
 # -- failure -----------------------------------------------------------------------------
 
 
 def test_a_job_without_numbers_fails_alone(undisturbed, tmp_path):
     engine = make_engine()
     engine.policy = random_policy(2)
-    mine = engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine")
+    mine = engine.submit(examples_of(LENGTHS), CONFIG, adapter=DROPOUT, name="mine")
     absurd = TuningConfig(num_epochs=30, batch_size=2, optimizer=OptimizerConfig(learning_rate=1e30), live=True)
     broken = engine.submit(examples_of((12, 9, 6), 3), absurd, adapter=LORA, name="broken")
     asked, events = {}, []

@@ -238,7 +238,7 @@ def test_storms_on_a_modelled_device(operations, seed, anyhow, max_step_rows, ma
     run_storm(Storm(runner, seed, anyhow=anyhow, max_step_rows=max_step_rows, max_requests=max_requests), operations)
 
 
-@settings(max_examples=20, **UNHURRIED)
+@settings(max_examples=10, **UNHURRIED)
 @given(**STORMS)
 def test_storms_on_torch(operations, seed, anyhow, max_step_rows, max_requests):
     runner = TorchRunner(make_backbone())
