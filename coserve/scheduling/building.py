@@ -1,5 +1,6 @@
 """Building a plan piece by piece: what policies share. A policy says how much time there is; here is what fits."""
 
+import sys
 from collections.abc import Callable, Sequence
 
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
@@ -7,7 +8,7 @@ from coserve.scheduling.plan import JobView, Plan, PlannedRows, PlannedTasklets,
 
 # The smallest piece of a prompt, unless it is all that is left.
 LEAST_PREFILL_ROWS = 64
-# The smallest window of a job, unless it is all that is left.
+# The smallest window of a job, unless it is all that is left, or a forward pass may not have so many rows.
 LEAST_WINDOW_ROWS = 16
 # A window may cost so many times per row what the longest one would; a smaller one waits until more time has been saved
 # up, where that can be: slack is spent in lumps.
@@ -94,7 +95,7 @@ class PlanBuilder:
             self._tasklets.append(PlannedTasklets(job.id, rows, 1))
             self._backward_s += self._latency.tasklet_s(job, rows)
         else:
-            self._window(job._replace(num_rows_left=min(job.num_rows_left, LEAST_WINDOW_ROWS)), unbounded_s, False)
+            self._window(job, unbounded_s, False, most=LEAST_WINDOW_ROWS)
 
     def _update(self, job: JobView, left_s: float) -> None:
         seconds = self._latency.update_s(job)
@@ -122,9 +123,9 @@ class PlanBuilder:
             self._backward_s += seconds + num_whole * whole_s
         self._tasklets.append(PlannedTasklets(job.id, rows, num_tasklets))
 
-    def _window(self, job: JobView, left_s: float, patient: bool) -> None:
-        longest = min(job.num_rows_left, self._max_rows - self._load.rows)
-        least = min(job.num_rows_left, LEAST_WINDOW_ROWS)
+    def _window(self, job: JobView, left_s: float, patient: bool, *, most: int = sys.maxsize) -> None:
+        longest = min(job.num_rows_left, self._max_rows - self._load.rows, most)
+        least = min(job.num_rows_left, self._max_rows, LEAST_WINDOW_ROWS)
         before_s = self._forward_s
 
         def extra_s(rows: int) -> float:
