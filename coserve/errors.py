@@ -63,4 +63,4 @@ class JobError(CoserveError):
 
 
 class DeviceMemoryError(CoserveError):
-    """The device ran out of memory within a step; nothing of the step has been applied."""
+    """The device ran out of memory."""

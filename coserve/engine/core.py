@@ -16,7 +16,7 @@ from coserve.adapters.base import AdapterConfig
 from coserve.engine.config import EngineConfig
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.request import Chunk, Request, Slo
-from coserve.engine.runner import RequestRows, Runner, StepResult, Tasklets, Update, WindowRows, Work
+from coserve.engine.runner import RequestRows, Runner, StepFailedError, StepResult, Tasklets, Update, WindowRows, Work
 from coserve.engine.sampling import SamplingParams
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion, AdapterVersions
@@ -458,7 +458,7 @@ class EngineCore:
                 continue
             try:
                 job.begin_pack()
-            except BudgetError:  # enough pages, but not side by side
+            except (BudgetError, DeviceMemoryError):  # enough pages, but not side by side; or no memory beside them
                 continue
 
     def _drop_pack(self, job: Job) -> None:
@@ -506,11 +506,13 @@ class EngineCore:
         work = self._work(plan)
         try:
             result = self.runner.run(work)
-        except DeviceMemoryError as error:
-            self._recover(plan, work, str(error))
+        except StepFailedError as error:
+            self._recover(plan, work, error)
             return
-        except BaseException:
-            # Whatever it was: the step's packs are in an unknown state. Everything else is as it was.
+        except BaseException as error:
+            # Whatever it was: the step's packs and updates are in an unknown state. Everything else is as it was.
+            for job_id in plan.updates:
+                self._fail(self.jobs[job_id], f"the device failed within an optimizer step: {error!r}")
             self._drop_planned(plan)
             raise
         now_s = self.runner.clock.now()
@@ -552,8 +554,7 @@ class EngineCore:
     def _apply_update(self, job: Job, norm: float | None, now_s: float) -> None:
         self._outbox.append(job.finish_update(norm, now_s))
         if job.error is not None:
-            job.end("failed")
-            self._outbox.append(self._job_event(job, "failed", message=job.error))
+            self._fail(job, job.error)
             return
         step, config = job.num_steps_done, job.config
         last = step == job.order.num_steps
@@ -561,6 +562,8 @@ class EngineCore:
             self._publish(job, passing=not last)
         elif last or (config.publish_every_steps and step % config.publish_every_steps == 0):
             self._publish(job)
+        if job.is_over:
+            return
         due = last or (config.evaluate_every_steps and step % config.evaluate_every_steps == 0)
         if not (due and job.start_evaluation()):
             self._go_on(job, now_s)
@@ -573,7 +576,11 @@ class EngineCore:
 
     def _publish(self, job: Job, *, passing: bool = False) -> None:
         key = self.versions.new_key(job.name, job.num_steps_done)
-        job.trainer.publish(key)
+        try:
+            job.trainer.publish(key)
+        except DeviceMemoryError as error:
+            self._fail(job, f"out of memory where {job.name}@{job.num_steps_done} was to be kept: {error}")
+            return
         version = self.versions.publish(
             job.name, job.num_steps_done, key, num_networks=job.trainer.counts.num_networks, passing=passing
         )
@@ -593,11 +600,19 @@ class EngineCore:
             latency.observe("update", size, False, predicted_s=plan.update_s, measured_s=result.update_s)
         latency.observe_step(predicted_s=plan.predicted_s, measured_s=step_s)
 
-    def _recover(self, plan: Plan, work: Work, message: str) -> None:
-        """The device ran out of memory: jobs make room first, then steps get smaller, then a request fails."""
-        packs = self._drop_planned(plan, message)
+    def _recover(self, plan: Plan, work: Work, error: StepFailedError) -> None:
+        """The device ran out of memory: jobs make room first, then steps get smaller, then a request fails.
+
+        Optimizer steps that had been made stand; those that had not begun are made later.
+        """
+        message, now_s, num_made = str(error), self.runner.clock.now(), len(error.norms)
+        for job_id, norm in zip(plan.updates, error.norms, strict=False):
+            self._apply_update(self.jobs[job_id], norm, now_s)
+        if error.broken_update:
+            self._fail(self.jobs[plan.updates[num_made]], f"out of memory within an optimizer step: {message}")
+        num_packs = self._drop_planned(plan)
         num_rows = sum(rows.num_rows for rows in work.requests)
-        if packs:
+        if num_packs or plan.updates:
             return
         if num_rows > 1:
             self._max_step_rows = num_rows // 2
@@ -606,17 +621,17 @@ class EngineCore:
             self._outbox.append(rows.request.end("error", f"the device ran out of memory: {message}"))
             self._leave(rows.request)
 
-    def _drop_planned(self, plan: Plan, message: str | None = None) -> int:
-        """Drop the packs that took part in a failed step, fail jobs whose update did; returns how many there were."""
-        for job_id in plan.updates:  # half of its parameters may have moved
-            job = self.jobs[job_id]
-            job.error = f"the device failed within an optimizer step: {message or 'see the log'}"
-            job.end("failed")
-            self._outbox.append(self._job_event(job, "failed", message=job.error))
+    def _fail(self, job: Job, message: str) -> None:
+        job.error = message
+        job.end("failed")
+        self._outbox.append(self._job_event(job, "failed", message=message))
+
+    def _drop_planned(self, plan: Plan) -> int:
+        """Drop the packs that took part in a failed step; returns how many there were."""
         names = {rows.item for rows in plan.rows if rows.kind == "window"} | {part.job for part in plan.tasklets}
         for name in names:
             self._drop_pack(self.jobs[name])
-        return len(names) + len(plan.updates)
+        return len(names)
 
     # -- endings ----------------------------------------------------------------------
 

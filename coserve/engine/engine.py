@@ -35,6 +35,9 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 # A JSONL file, its lines (as text or as objects), or examples that are tokens already.
 Data = str | Path | Iterable[str] | Iterable[Mapping[str, Any]] | Iterable[Example]
 
+# Steps without a plan after which a job is not waited for any longer.
+_MOST_EMPTY_STEPS = 1000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
@@ -227,8 +230,13 @@ class Engine(EngineCore):
         """
         job_id = self.submit(data, config, adapter=adapter, name=name, validation=validation)
         events: list[Event] = []
+        num_empty = 0
         while not self.jobs[job_id].is_over:
             self._advance()
+            num_empty = num_empty + 1 if self.last_plan.is_empty else 0
+            if num_empty == _MOST_EMPTY_STEPS:
+                self.cancel_job(job_id)
+                raise JobError(f"job {job_id} does not move on: policy {self.config.policy} runs no jobs")
             events += self._take(lambda event: isinstance(event, JobEvent) and event.job == job_id)
         if self.jobs[job_id].state != "succeeded":
             raise JobError(f"job {job_id} has {self.jobs[job_id].state}: {self.jobs[job_id].error or ''}")

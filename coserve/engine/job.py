@@ -149,8 +149,9 @@ class Job:
         rate = self.config.optimizer.learning_rate_at(step, self.order.num_steps)
         self.num_steps_done += 1
         self._num_bad_steps = 0 if norm is not None else self._num_bad_steps + 1
-        if self._num_bad_steps == _MAX_BAD_STEPS:
-            self.error = f"the gradient was not finite in {_MAX_BAD_STEPS} optimizer steps in a row"
+        never = self.num_steps_done == self.order.num_steps == self._num_bad_steps
+        if never or self._num_bad_steps == _MAX_BAD_STEPS:
+            self.error = f"the gradient was not finite in {self._num_bad_steps} optimizer steps in a row"
         self.sums = LossSums()
         return JobEvent(
             job=self.id,

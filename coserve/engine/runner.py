@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from coserve.adapters.base import AdapterConfig
 from coserve.engine.request import Request, TokenLogprob
+from coserve.errors import DeviceMemoryError
 from coserve.memory.activations import PooledMemory
 from coserve.models.backbone import Backbone
 from coserve.scheduling.counts import JobCounts
@@ -33,7 +34,9 @@ class Trainer(Protocol):
         ...
 
     def begin(self, pack: PackMembers, *, evaluate: bool) -> None:
-        """Take the memory of a pack's pass, of training or of measuring the loss alone; BudgetError takes nothing."""
+        """Take the memory of a pack's pass, of training or of measuring the loss alone; BudgetError and
+        DeviceMemoryError take nothing.
+        """
         ...
 
     def drop(self) -> None:
@@ -45,7 +48,7 @@ class Trainer(Protocol):
         ...
 
     def publish(self, key: str) -> None:
-        """Keep a copy of the adapter as it is, to be served under this key."""
+        """Keep a copy of the adapter as it is, to be served under this key; DeviceMemoryError keeps none."""
         ...
 
     def close(self) -> None:
@@ -94,6 +97,19 @@ class Work:
     windows: Sequence[WindowRows] = ()
 
 
+class StepFailedError(DeviceMemoryError):
+    """The device ran out of memory within a step. Packs that took part must be dropped; requests may run the same rows
+    again.
+
+    norms: of the updates that had been made by then, as in `StepResult`. broken_update: whether the one behind them was
+    under way, so that its parameters may be half moved.
+    """
+
+    def __init__(self, message: str, *, norms: Sequence[float | None] = (), broken_update: bool = False) -> None:
+        super().__init__(message)
+        self.norms, self.broken_update = tuple(norms), broken_update
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """tokens: of the sampled requests, in their order. norms: of the updates, None where the gradient was not finite.
@@ -126,14 +142,14 @@ class Runner(Protocol):
         """Run a step. Cursors move on; pages of requests are written, and for the engine to count.
 
         Raises:
-            DeviceMemoryError: packs that took part must be dropped; requests may run the same rows again.
+            StepFailedError: the device ran out of memory.
         """
         ...
 
     def trainer(
         self, adapter: AdapterConfig | str, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
     ) -> Trainer:
-        """Make the tensors of a job; adapter: a fresh one, or the key of a version to go on from."""
+        """Make the tensors of a job; adapter: a fresh one, or the key of a version to go on from. DeviceMemoryError."""
         ...
 
     def load_adapter(self, key: str, directory: str) -> int:

@@ -13,7 +13,7 @@ from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import load_adapter, save_adapter
 from coserve.engine.profiling import load_profile
 from coserve.engine.request import Request, TokenLogprob
-from coserve.engine.runner import RequestRows, StepResult, Tasklets, Update, WindowRows, Work
+from coserve.engine.runner import RequestRows, StepFailedError, StepResult, Tasklets, Update, WindowRows, Work
 from coserve.engine.sampling import sample
 from coserve.errors import DeviceMemoryError
 from coserve.memory.activations import PooledMemory, group_bytes
@@ -55,7 +55,7 @@ class TorchTrainer:
         self._programs = training_programs(adapter, keys=mean_keys)
         self._evaluation = evaluation_programs(adapter, keys=mean_keys)
         self.counts = job_counts(adapter, self._programs)
-        self.optimizer = AdapterOptimizer(adapter.masters, config.optimizer)
+        self.optimizer: AdapterOptimizer | None = AdapterOptimizer(adapter.masters, config.optimizer)
         self.training_pass: TrainingPass | None = None
         self._seed, self._memory = config.seed, memory
         self._gradients: dict[str, Tensor] | None = None
@@ -71,15 +71,16 @@ class TorchTrainer:
         return sum(self._memory.num_pages(group_bytes(shapes)) for shapes in groups)
 
     def begin(self, pack: PackMembers, *, evaluate: bool) -> None:
-        self.training_pass = TrainingPass(
-            self.adapter,
-            self._evaluation if evaluate else self._programs,
-            pack_of(pack.examples),
-            dropout_seed=self._seed,
-            first_row=pack.first_row,
-            memory=self._memory,
-            training=not evaluate,
-        )
+        with _device_memory():
+            self.training_pass = TrainingPass(
+                self.adapter,
+                self._evaluation if evaluate else self._programs,
+                pack_of(pack.examples),
+                dropout_seed=self._seed,
+                first_row=pack.first_row,
+                memory=self._memory,
+                training=not evaluate,
+            )
 
     def drop(self) -> None:
         if self.training_pass is not None:
@@ -101,17 +102,18 @@ class TorchTrainer:
     def update(self, num_trained: int, num_steps: int) -> float | None:
         """The optimizer step over the gradients of all packs since the last."""
         gradients, self._gradients = self._gradients, None
-        assert gradients is not None
+        assert gradients is not None and self.optimizer is not None
         norm = self.optimizer.step(gradients, num_trained=num_trained, num_steps=num_steps)
         self.adapter.publish()
         return norm
 
     def publish(self, key: str) -> None:
-        self._versions[key] = self.adapter.snapshot()
+        with _device_memory():
+            self._versions[key] = self.adapter.snapshot()
 
     def close(self) -> None:
         self.drop()
-        self._gradients = None
+        self._gradients = self.optimizer = None
 
 
 class TorchRunner:
@@ -123,29 +125,39 @@ class TorchRunner:
         self._versions: dict[str, Adapter] = {}
 
     def run(self, work: Work) -> StepResult:
-        with torch.inference_mode(), _device_memory():
-            marks = [self._time_s()]
-            for tasklets in work.tasklets:
-                self._run_tasklets(tasklets)
-            marks.append(self._time_s())
-            norms = [self._update(update) for update in work.updates]
-            marks.append(self._time_s())
-            tokens = self._forward(work) if work.requests or work.windows else ()
-            marks.append(self._time_s())
+        norms: list[float | None] = []
+        updating = False
+        try:
+            with torch.inference_mode(), _device_memory():
+                marks = [self._time_s()]
+                for tasklets in work.tasklets:
+                    self._run_tasklets(tasklets)
+                marks.append(self._time_s())
+                for update in work.updates:
+                    updating = True
+                    norms.append(self._update(update))
+                    updating = False
+                marks.append(self._time_s())
+                tokens = self._forward(work) if work.requests or work.windows else ()
+                marks.append(self._time_s())
+        except DeviceMemoryError as error:
+            raise StepFailedError(str(error), norms=norms, broken_update=updating) from error
         backward_s, update_s, forward_s = (end - start for start, end in pairwise(marks))
         return StepResult(tokens=tokens, norms=norms, forward_s=forward_s, backward_s=backward_s, update_s=update_s)
 
     def trainer(
         self, adapter: AdapterConfig | str, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
     ) -> TorchTrainer:
-        if isinstance(adapter, AdapterConfig):
-            fresh = Adapter(self.backbone, adapter, seed=config.seed)
-        else:
-            fresh = self._versions[adapter].snapshot()
-        return TorchTrainer(fresh, config, mean_keys=mean_keys, memory=memory, versions=self._versions)
+        with _device_memory():
+            if isinstance(adapter, AdapterConfig):
+                fresh = Adapter(self.backbone, adapter, seed=config.seed)
+            else:
+                fresh = self._versions[adapter].snapshot()
+            return TorchTrainer(fresh, config, mean_keys=mean_keys, memory=memory, versions=self._versions)
 
     def load_adapter(self, key: str, directory: str) -> int:
-        self._versions[key] = adapter = load_adapter(self.backbone, directory)
+        with _device_memory():
+            self._versions[key] = adapter = load_adapter(self.backbone, directory)
         return len(adapter.sites)
 
     def save_adapter(self, key: str, directory: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from coserve.errors import BudgetError
 
 _FREE, _TAKEN = b"\x01", b"\x00"
+_FREE_BYTE, _TAKEN_BYTE = _FREE[0], _TAKEN[0]
 
 
 class PagePool:
@@ -30,6 +31,7 @@ class PagePool:
         self._free = bytearray(_FREE * num_pages)
         self._num_free = num_pages
         self._owner: dict[int, str] = {}
+        self._num_by_owner: Counter[str] = Counter()
 
     @property
     def num_free(self) -> int:
@@ -65,15 +67,17 @@ class PagePool:
 
     def give_back(self, owner: str, pages: Iterable[int]) -> None:
         """The inverse of both; the pages must be the owner's."""
+        owners, free = self._owner, self._free
         for page in pages:
-            assert self._owner.get(page) == owner, f"page {page} is {self._owner.get(page)}'s, not {owner}'s"
-            del self._owner[page]
-            self._free[page : page + 1] = _FREE
+            assert owners.get(page) == owner, f"page {page} is {owners.get(page)}'s, not {owner}'s"
+            del owners[page]
+            free[page] = _FREE_BYTE
             self._num_free += 1
+            self._num_by_owner[owner] -= 1
 
     def num_pages_by_owner(self) -> dict[str, int]:
         """How many pages each owner has."""
-        return dict(Counter(self._owner.values()))
+        return dict(+self._num_by_owner)
 
     def check_integrity(self) -> None:
         """Assert that free and owned pages are the pool, and apart."""
@@ -81,9 +85,11 @@ class PagePool:
         assert len(free) == self._num_free
         assert free.isdisjoint(self._owner)
         assert len(free) + len(self._owner) == self.num_pages
+        assert +self._num_by_owner == Counter(self._owner.values())
 
     def _lend(self, owner: str, pages: Sequence[int]) -> None:
         for page in pages:
-            self._free[page : page + 1] = _TAKEN
-            self._owner[page] = owner
+            self._free[page] = _TAKEN_BYTE
+        self._owner.update(dict.fromkeys(pages, owner))
         self._num_free -= len(pages)
+        self._num_by_owner[owner] += len(pages)

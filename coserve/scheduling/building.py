@@ -8,7 +8,7 @@ from coserve.scheduling.plan import JobView, Plan, PlannedRows, PlannedTasklets,
 
 # The smallest piece of a prompt, unless it is all that is left.
 LEAST_PREFILL_ROWS = 64
-# The smallest window of a job, unless it is all that is left.
+# The smallest window of a job, unless it is all that is left, or a forward pass may not have so many rows.
 LEAST_WINDOW_ROWS = 16
 # A window may cost so many times per row what the longest one would; a smaller one waits until more time has been saved
 # up, where that can be: slack is spent in lumps.

@@ -100,7 +100,7 @@ class ForwardLoad:
     """What a forward pass is made of; sums that grow as rows are added.
 
     pairs: of a row and a key in windows and prefill chunks. keys: that are read. networks: bypass networks that run.
-    window_rows: each weighed by its job's cost beside the reference job's.
+    windows: how many there are. window_rows: theirs, each weighed by its job's cost beside the reference job's.
     """
 
     rows: int = 0
@@ -110,6 +110,7 @@ class ForwardLoad:
     pairs: float = 0.0
     keys: int = 0
     networks: int = 0
+    windows: int = 0
     window_rows: float = 0.0
     versions: set[str] = field(default_factory=set)
 
@@ -161,7 +162,7 @@ class LatencyModel:
         """Seconds of a forward pass, with sampling and the loss of windows."""
         if not load.rows:
             return 0.0
-        return self._raw_forward_s(load) * self._correction("forward", load.rows, load.window_rows > 0)
+        return self._raw_forward_s(load) * self._correction("forward", load.rows, load.windows > 0)
 
     def decode_s(self, *, num_requests: int, context: int) -> float:
         """Seconds of a step that decodes requests with so many tokens in the cache, and does nothing else."""
@@ -177,11 +178,14 @@ class LatencyModel:
         """The same with some rows of a request's prompt added to it; the load stays as it is."""
         p = self.profile
         raw = self._raw_forward_s(load) - _at(self._forward, load.rows) + _at(self._forward, load.rows + rows)
-        raw += rows * (request.num_past + rows / 2) * p.s_per_pair + (request.num_past + rows) * p.s_per_key
-        raw += p.s_per_span
+        raw += (request.num_past + rows) * p.s_per_key + p.s_per_span
+        if rows > 1:
+            raw += rows * (request.num_past + rows / 2) * p.s_per_pair
+        if rows == request.num_rows:
+            raw += _at(self._head, load.sampled + 1) - _at(self._head, load.sampled)
         if request.version and request.version not in load.versions:
             raw += request.num_networks * p.s_per_network
-        return raw * self._correction("forward", load.rows + rows, load.window_rows > 0)
+        return raw * self._correction("forward", load.rows + rows, load.windows > 0)
 
     def with_window_s(self, load: ForwardLoad, job: JobView, rows: int) -> float:
         """The same with a window of a job added to it; the load stays as it is."""
@@ -197,6 +201,7 @@ class LatencyModel:
         load.spans += 1
         load.pairs += rows * job.keys
         load.networks += job.counts.num_networks
+        load.windows += 1
         load.window_rows += rows * self._weigh(job.counts)[0]
 
     def tasklet_s(self, job: JobView, rows: int) -> float:

@@ -4,7 +4,7 @@ that a job can go on at any step, and uses each example once per epoch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from coserve.tuning.config import TuningConfig
@@ -13,20 +13,23 @@ from coserve.tuning.examples import Example, bins_of, epoch_order
 
 @dataclass(frozen=True, kw_only=True)
 class PackMembers:
-    """The examples of one pack; first_row: its first row among all that the job ever trains on."""
+    """The examples of one pack; first_row: its first row among all that the job ever trains on.
+
+    Its numbers are asked for in every step, so they are counted once.
+    """
 
     examples: tuple[Example, ...]
     first_row: int
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return sum(len(example.tokens) for example in self.examples)
 
-    @property
+    @cached_property
     def num_trained(self) -> int:
         return sum(example.num_trained for example in self.examples)
 
-    @property
+    @cached_property
     def mean_keys(self) -> float:
         """Mean number of keys that a row attends to."""
         return sum(len(e.tokens) * (len(e.tokens) + 1) / 2 for e in self.examples) / self.num_rows

@@ -23,8 +23,9 @@ from support import CONFIGS, FAMILIES, VOCAB, make_backbone, random_tokens
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.engine.request import Chunk, Slo
+from coserve.engine.runner import StepFailedError
 from coserve.engine.sampling import SamplingParams
-from coserve.errors import AdapterError, BudgetError, DeviceMemoryError, RequestError
+from coserve.errors import AdapterError, BudgetError, RequestError
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.optimizer import OptimizerConfig
 
@@ -640,7 +641,7 @@ def limit_rows(engine, most):
     def limited(work):
         widths.append(sum(rows.num_rows for rows in (*work.requests, *work.windows)))
         if widths[-1] > most:
-            raise DeviceMemoryError("no more")
+            raise StepFailedError("no more")
         return run(work)
 
     engine.runner.run = limited

@@ -1,0 +1,738 @@
+"""Policies are pure functions from a view to a plan, and plans keep what they promise by the latency model's word."""
+
+import copy
+import json
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import make_backbone
+
+from coserve.adapters import Adapter, LoraConfig
+from coserve.models import Backbone, load_backbone
+from coserve.scheduling import POLICIES, JobView, LatencyModel, Plan, RequestView, View, make_policy
+from coserve.scheduling.building import LEAST_PREFILL_ROWS, LEAST_WINDOW_ROWS, MOST_WINDOW_COST, PlanBuilder
+from coserve.scheduling.counts import JobCounts, job_counts, model_counts
+from coserve.scheduling.latency import Curve, ForwardLoad, Profile
+from coserve.scheduling.policies.slack import MOST_GAP_TPOTS, RESERVE_TOKENS, RESERVE_TPOTS, arrival_wait_s, due_at_s
+from coserve.simulate import Hardware, roofline_profile
+from coserve.tuning import training_programs
+
+CPU = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
+GPU = Hardware(name="gpu", flops_per_s=4e14, bytes_per_s=2e12, call_s=5e-6)
+SLOW = Hardware(name="slow", flops_per_s=1e10, bytes_per_s=1e9, call_s=1e-4)
+EPSILON = 1e-9
+
+
+@cache
+def _backbone() -> Backbone:
+    return load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
+
+
+@cache
+def make_profile(hardware: Hardware = CPU) -> Profile:
+    return roofline_profile(_backbone(), hardware)
+
+
+@cache
+def _latency(hardware: Hardware) -> LatencyModel:
+    return LatencyModel(make_profile(hardware))
+
+
+def make_latency(hardware: Hardware = CPU, *, margin: float = 0.1) -> LatencyModel:
+    """One that has learned nothing yet."""
+    latency = copy.copy(_latency(hardware))  # its tables take a while
+    latency._corrections, latency._section_corrections = {}, {}
+    latency._errors = latency._errors.copy()
+    latency.margin = margin
+    return latency
+
+
+def decoding(id: str = "r", **fields: float | None) -> RequestView:
+    """A request that decodes, at 10 s: ten tokens since 8 s, one every 0.2 s, of which 0.4 s may be taken."""
+    view = RequestView(id, 1, 100, 10, 5.0, 8.0, 9.9, 2.0, 0.4)
+    return view._replace(**fields)  # type: ignore[arg-type]
+
+
+def prompt(id: str = "p", rows: int = 200, **fields: float) -> RequestView:
+    """A request that has just come, at 10 s."""
+    return RequestView(id, rows, 0, 0, 10.0, None, 10.0, 2.0, 0.4)._replace(**fields)  # type: ignore[arg-type]
+
+
+def job(
+    id: str = "j", phase: str = "forward", rows: int = 1024, left: int | None = None, *, parts_left: int = 24
+) -> JobView:
+    left = rows if left is None else left
+    return JobView(id, phase, rows, left, parts_left, 128.0, 1.0, make_profile().job)  # type: ignore[arg-type]
+
+
+def view(*items: RequestView | JobView, **fields: float) -> View:
+    return View(
+        now_s=fields.pop("now_s", 10.0),
+        requests=tuple(item for item in items if isinstance(item, RequestView)),
+        jobs=tuple(item for item in items if isinstance(item, JobView)),
+        **{"ttft_s": 2.0, "tpot_s": 0.4, **fields},  # type: ignore[arg-type]
+    )
+
+
+def plan(policy: str, seen: View, latency: LatencyModel | None = None) -> Plan:
+    return make_policy(policy)(seen, latency or make_latency())
+
+
+def rows_of(made: Plan, kind: str) -> dict[str, int]:
+    return {rows.item: rows.rows for rows in made.rows if rows.kind == kind}
+
+
+def tunes(made: Plan) -> bool:
+    return bool(rows_of(made, "window") or made.tasklets or made.updates)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    """An engine with any requests and jobs, some of them late."""
+    rng = draw(st.randoms(use_true_random=False))
+    now_s, requests = 100.0, []
+    tpot_s, ttft_s = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.5, 2.0, 10.0])
+    for index in range(rng.choice([0, 0, 1, 3, 20])):
+        arrival_s = now_s - rng.uniform(0, 1.5 * ttft_s)
+        item = RequestView(f"r{index}", rng.randint(1, 600), 0, 0, arrival_s, None, arrival_s, ttft_s, tpot_s)
+        if rng.random() < 0.7:
+            num_output = rng.randint(1, 50)
+            first_s = now_s - num_output * tpot_s * rng.uniform(0.3, 1.1)
+            last_s = rng.uniform(first_s, now_s)
+            item = item._replace(first_token_s=first_s, last_token_s=last_s, num_output=num_output)
+            item = item._replace(num_rows=1 if rng.random() < 0.9 else item.num_rows, num_past=rng.randint(1, 2000))
+        if rng.random() < 0.3:
+            item = item._replace(version=f"v{rng.randint(0, 2)}", num_networks=168)
+        requests.append(item)
+    jobs = []
+    for index in range(rng.choice([0, 1, 1, 4])):
+        phase, rows = rng.choice(["forward", "backward", "update"]), rng.choice([40, 256, 1024])
+        jobs.append(job(f"j{index}", phase, rows, rng.randint(1, rows), parts_left=rng.randint(1, 24)))
+    return View(
+        now_s=now_s,
+        requests=tuple(requests),
+        jobs=tuple(jobs),
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        max_rows=rng.choice([30, 512, 2048]),
+    )
+
+
+devices = st.sampled_from([CPU, GPU, SLOW])
+
+
+# -- all policies -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["slack", "token-fusion", "inference-only"])
+@settings(deadline=None, max_examples=60)
+@given(views(), devices)
+def test_every_decoding_request_gets_its_row_in_every_plan(policy, seen, hardware):
+    made = plan(policy, seen, make_latency(hardware))
+    wanted = [request.id for request in seen.requests if request.num_rows == 1]
+    assert [rows.item for rows in made.rows if rows.kind == "decode"] == wanted
+    assert all(rows.rows == 1 for rows in made.rows if rows.kind == "decode")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(deadline=None, max_examples=60)
+@given(views(), devices)
+def test_plans_are_what_the_engine_can_run(policy, seen, hardware):
+    made = plan(policy, seen, make_latency(hardware))
+    requests, jobs = {r.id: r for r in seen.requests}, {j.id: j for j in seen.jobs}
+    named = [rows.item for rows in made.rows] + [part.job for part in made.tasklets] + list(made.updates)
+    assert len(set(named)) == len(named), "each item has one piece in a step"
+    num_decoding = len(rows_of(made, "decode"))
+    assert sum(rows.rows for rows in made.rows) <= max(seen.max_rows, num_decoding)
+    for rows in made.rows:
+        if rows.kind == "window":
+            item = jobs[rows.item]
+            assert item.phase == "forward" and 1 <= rows.rows <= item.num_rows_left
+            assert rows.start == item.num_rows - item.num_rows_left
+            assert rows.rows >= min(LEAST_WINDOW_ROWS, item.num_rows_left, seen.max_rows)
+        else:
+            assert 1 <= rows.rows <= requests[rows.item].num_rows and rows.start == requests[rows.item].num_past
+    for part in made.tasklets:
+        item = jobs[part.job]
+        assert item.phase == "backward" and part.num_tasklets >= 1
+        assert part.rows >= min(LEAST_WINDOW_ROWS, item.num_rows_left)
+        in_current = -(-item.num_rows_left // part.rows)
+        in_part = -(-item.num_rows // part.rows)
+        assert part.num_tasklets <= in_current + (item.num_parts_left - 1) * in_part
+    assert all(jobs[name].phase == "update" for name in made.updates)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(deadline=None, max_examples=30)
+@given(views(), devices)
+def test_the_same_view_gives_the_same_plan_and_stays_as_it_was(policy, seen, hardware):
+    latency, before = make_latency(hardware), copy.deepcopy(seen)
+    first = plan(policy, seen, latency)
+    assert plan(policy, seen, latency) == first == plan(policy, before, make_latency(hardware))
+    assert seen == before
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(deadline=None, max_examples=60)
+@given(views(), devices)
+def test_a_plan_says_what_it_takes(policy, seen, hardware):
+    """The sums that grow with a plan are those of the plan as a whole."""
+    latency = make_latency(hardware)
+    made = plan(policy, seen, latency)
+    requests, jobs = {r.id: r for r in seen.requests}, {j.id: j for j in seen.jobs}
+    load, backward_s = ForwardLoad(), 0.0
+    for rows in made.rows:
+        if rows.kind == "window":
+            latency.add_window(load, jobs[rows.item], rows.rows)
+        else:
+            load.add_request(requests[rows.item], rows.rows)
+    for part in made.tasklets:
+        item = jobs[part.job]
+        left, parts_left = item.num_rows_left, item.num_parts_left
+        for _ in range(part.num_tasklets):
+            backward_s += latency.tasklet_s(item, min(part.rows, left))
+            left -= min(part.rows, left)
+            if not left:
+                left, parts_left = item.num_rows, parts_left - 1
+    assert made.forward_s == pytest.approx(latency.forward_s(load))
+    assert made.backward_s == pytest.approx(backward_s)
+    assert made.update_s == pytest.approx(sum(latency.update_s(jobs[name]) for name in made.updates))
+
+
+def test_no_policy_but_those_that_there_are():
+    with pytest.raises(ValueError, match="policy 'fifo' is not one of slack, token-fusion, inference-only, tuning-on"):
+        make_policy("fifo")
+
+
+# -- slack: when tokens are due -------------------------------------------------------
+
+
+def test_a_first_token_is_due_when_its_objective_says():
+    assert due_at_s(prompt(arrival_s=3.0, ttft_s=2.5)) == 5.5
+    assert due_at_s(prompt(arrival_s=3.0, ttft_s=2.5), RESERVE_TPOTS) == 5.5, "nothing is in the bank yet"
+
+
+def test_tokens_that_came_early_are_banked():
+    request = decoding(first_token_s=8.0, num_output=10, last_token_s=11.5, tpot_s=0.4)
+    assert due_at_s(request) == 8.0 + 10 * 0.4
+    assert due_at_s(request, 2.0) == pytest.approx(8.0 + 8 * 0.4), "but for what is kept"
+
+
+def test_no_gap_between_tokens_is_longer_than_a_reader_would_bear():
+    request = decoding(first_token_s=0.0, num_output=1000, last_token_s=10.0, tpot_s=0.4)
+    assert due_at_s(request) == due_at_s(request, RESERVE_TPOTS) == pytest.approx(10.0 + MOST_GAP_TPOTS * 0.4)
+
+
+def test_the_reserve_is_saved_up_over_the_first_tokens():
+    requests = [decoding(num_output=n, last_token_s=20.0) for n in range(1, 13)]
+    kept = [due_at_s(request) - due_at_s(request, 2.0) for request in requests]
+    share = [min(1.0, n / RESERVE_TOKENS) for n in range(1, 13)]
+    assert kept == pytest.approx([2.0 * 0.4 * each for each in share])
+    assert due_at_s(decoding(num_output=1), 2.0) > 8.0, "the second token may take a while from the start"
+
+
+# -- slack: budgets -------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=300)
+@given(views(), devices, st.sampled_from([0.02, 0.1, 0.5]))
+def test_fine_tuning_ends_before_the_tightest_deadline_by_prediction(seen, hardware, margin):
+    latency = make_latency(hardware, margin=margin)
+    made = plan("slack", seen, latency)
+    if not tunes(made):
+        return
+    least = PlanBuilder(seen, latency)
+    least.tune(seen.jobs, 0.0)
+    indivisible = not seen.requests and made == least.build()
+    deadline_s = min((due_at_s(request, RESERVE_TPOTS) for request in seen.requests), default=inf) - seen.now_s
+    assert made.predicted_s * (1 + margin) <= deadline_s + EPSILON
+    assert made.predicted_s <= arrival_wait_s(seen) + EPSILON or indivisible
+    prompts = [request for request in seen.requests if request.num_rows > 1]
+    assert rows_of(made, "prefill") == {request.id: request.num_rows for request in prompts}
+
+
+@settings(deadline=None, max_examples=300)
+@given(views(), devices, st.sampled_from([0.02, 0.1, 0.5]))
+def test_prompts_end_before_the_tightest_deadline_by_prediction(seen, hardware, margin):
+    latency = make_latency(hardware, margin=margin)
+    made = plan("inference-only", seen, latency)
+    prefill = [rows for rows in made.rows if rows.kind == "prefill"]
+    requests = {request.id: request for request in seen.requests}
+    smallest = len(prefill) == 1 and prefill[0].rows == min(LEAST_PREFILL_ROWS, requests[prefill[0].item].num_rows)
+    cramped = len(prefill) == 1 and sum(rows.rows for rows in made.rows) == seen.max_rows
+    if not prefill or smallest or cramped:
+        return
+    deadline_s = min((due_at_s(r) for r in seen.requests if r.num_rows == 1), default=inf) - seen.now_s
+    assert made.predicted_s * (1 + margin) <= deadline_s + EPSILON
+
+
+def test_what_was_banked_is_spent_on_fine_tuning():
+    poor, rich = decoding(num_output=9), decoding(num_output=11)
+    little, much = (plan("slack", view(request, job(), ttft_s=20.0, tpot_s=1.0)) for request in (poor, rich))
+    assert rows_of(little, "window")["j"] < rows_of(much, "window")["j"]
+    assert much.predicted_s * 1.1 == pytest.approx(due_at_s(rich, RESERVE_TPOTS) - 10.0, rel=0.1), "all of it"
+
+
+def test_a_late_request_stops_fine_tuning_and_is_served_itself():
+    late = decoding(num_output=4, last_token_s=9.5)
+    assert due_at_s(late) < 10.0
+    for phase in ("forward", "backward", "update"):
+        assert tunes(plan("slack", view(decoding(), job(phase=phase))))
+        made = plan("slack", view(decoding(), late._replace(id="late"), job(phase=phase)))
+        assert not tunes(made) and rows_of(made, "decode") == {"r": 1, "late": 1}
+
+
+def test_a_request_that_has_only_its_reserve_left_stops_fine_tuning():
+    request = decoding(num_output=6)
+    assert due_at_s(request, RESERVE_TPOTS) <= 10.0 < due_at_s(request) - 0.2
+    assert not tunes(plan("slack", view(request, job(phase="backward"))))
+
+
+def test_nothing_is_tuned_while_a_prompt_is_not_wholly_in():
+    much, little = prompt(rows=2000, ttft_s=20.0), prompt(rows=100, ttft_s=20.0)
+    for phase in ("forward", "backward", "update"):
+        items = decoding(num_output=50, last_token_s=10.0), job(phase=phase)
+        made = plan("slack", view(much, *items, ttft_s=20.0, tpot_s=1.0))
+        assert not tunes(made) and 0 < rows_of(made, "prefill")["p"] < 2000
+        assert tunes(plan("slack", view(little, *items, ttft_s=20.0, tpot_s=1.0)))
+
+
+def test_a_tight_first_token_bounds_the_step_that_brings_it():
+    tight = prompt(rows=64, arrival_s=8.4, ttft_s=2.0)  # due in 0.4 s
+    made = plan("slack", view(tight, job(), ttft_s=2.0, tpot_s=0.4))
+    free = plan("slack", view(tight._replace(arrival_s=10.0), job(), ttft_s=2.0, tpot_s=0.4))
+    assert made.predicted_s * 1.1 <= 0.4 < free.predicted_s * 1.1
+
+
+def test_longer_margins_leave_less_to_jobs():
+    items = decoding(num_output=9), job()
+    sure, unsure = (
+        rows_of(plan("slack", view(*items, ttft_s=20.0), make_latency(margin=m)), "window")["j"] for m in (0.02, 0.4)
+    )
+    assert unsure < sure
+
+
+# -- slack: steps that an arrival might meet --------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(views(), devices)
+def test_idle_steps_end_soon_or_are_one_indivisible_piece(seen, hardware):
+    idle, latency = replace(seen, requests=()), make_latency(hardware)
+    made = plan("slack", idle, latency)
+    assert made.is_empty == (not idle.jobs), "jobs always go on"
+    if made.predicted_s <= arrival_wait_s(idle):
+        return
+    first = idle.jobs[0]
+    assert [rows.item for rows in made.rows] + [t.job for t in made.tasklets] + list(made.updates) == [first.id]
+    least = min(first.num_rows_left, LEAST_WINDOW_ROWS)
+    assert sum(rows.rows for rows in made.rows) == (least if first.phase == "forward" else 0)
+    assert [tuple(part) for part in made.tasklets] == ([(first.id, least, 1)] if first.phase == "backward" else [])
+    assert all(made.predicted_s > arrival_wait_s(idle) for _ in idle.jobs)
+
+
+def test_the_longest_step_follows_from_the_objectives():
+    assert arrival_wait_s(view(ttft_s=2.0, tpot_s=0.01)) == pytest.approx(0.2), "a share of the TTFT"
+    assert arrival_wait_s(view(ttft_s=2.0, tpot_s=0.15)) == pytest.approx(0.3), "two TPOTs where that is more"
+    assert arrival_wait_s(view(ttft_s=2.0, tpot_s=5.0)) == pytest.approx(0.5), "up to a larger share"
+
+
+def test_an_idle_device_is_used_up_to_that():
+    seen = view(job(phase="forward"))
+    made = plan("slack", seen)
+    assert 0.9 * arrival_wait_s(seen) < made.predicted_s <= arrival_wait_s(seen)
+
+
+# -- slack: prompts -------------------------------------------------------------------
+
+
+def test_prompts_go_in_the_order_of_their_deadlines():
+    items = prompt("patient", 60, ttft_s=9.0), prompt("hasty", 60, ttft_s=1.0), prompt("middle", 60, ttft_s=3.0)
+    made = plan("slack", view(*items))
+    assert [rows.item for rows in made.rows] == ["hasty", "middle", "patient"]
+
+
+def test_an_urgent_prompt_gets_rows_however_late_others_are():
+    late = decoding(num_output=1)
+    urgent = prompt(rows=500, arrival_s=8.5)
+    assert due_at_s(late) < 10.0
+    made = plan("slack", view(late, urgent, prompt("next", 500)))
+    assert rows_of(made, "prefill") == {"p": LEAST_PREFILL_ROWS}
+    assert rows_of(made, "decode") == {"r": 1}
+
+
+def test_a_prompt_with_time_leaves_decoding_requests_some_of_their_bank():
+    latency = make_latency()
+    patient, urgent = prompt(rows=200, ttft_s=50.0), prompt(rows=200, ttft_s=0.5)
+    late = decoding(num_output=5, last_token_s=9.9)  # due now
+    assert due_at_s(late, 1.0) < 10.0
+    assert rows_of(plan("slack", view(late, patient), latency), "prefill") == {}
+    assert rows_of(plan("slack", view(late, urgent), latency), "prefill") == {"p": LEAST_PREFILL_ROWS}
+    # With a bank: the patient one stops one TPOT before the deadline, the urgent one goes up to it.
+    banked = decoding(num_output=8, last_token_s=9.9)
+    deadline_s = due_at_s(banked) - 10.0
+    left, taken = (
+        plan("slack", view(banked, each._replace(num_rows=2000), tpot_s=0.4), latency) for each in (patient, urgent)
+    )
+    assert left.predicted_s * 1.1 <= deadline_s - 0.4 + EPSILON
+    assert deadline_s - 0.4 < taken.predicted_s * 1.1 <= deadline_s + EPSILON
+
+
+def test_no_forward_pass_has_more_rows_than_allowed():
+    made = plan("slack", view(decoding(), prompt(rows=500), prompt("q", 500), job(), max_rows=300))
+    assert rows_of(made, "prefill") == {"p": 299} and not tunes(made)
+    made = plan("slack", view(job(), ttft_s=1000.0, max_rows=100))
+    assert rows_of(made, "window") == {"j": 100}
+
+
+def test_jobs_go_on_where_only_small_passes_are_allowed():
+    """As after the device ran out of memory with requests alone."""
+    made = plan("slack", view(job(), max_rows=3))
+    assert rows_of(made, "window") == {"j": 3}
+
+
+# -- windows --------------------------------------------------------------------------
+
+
+def test_crumbs_of_time_are_saved_up():
+    """Right behind a token there is little in the bank: a window that would cost much per row waits for more."""
+    latency = make_latency()
+    alone_s = latency.decode_s(num_requests=1, context=100)
+    load = ForwardLoad()
+    load.add_decodes([decoding()])
+    longest = min(1024, View(now_s=0.0).max_rows)
+    least_s, longest_s = (latency.with_window_s(load, job(), n) - alone_s for n in (LEAST_WINDOW_ROWS, longest))
+    taken, refused = set(), 0
+    for hundredths in range(1, 400):
+        budget_s = alone_s + least_s + hundredths * 0.001
+        request = decoding(num_output=20, tpot_s=10.0, last_token_s=10.0 + budget_s * 1.1 - MOST_GAP_TPOTS * 10.0)
+        made = plan("slack", view(request, job(), ttft_s=1000.0, tpot_s=10.0), latency)
+        windows = rows_of(made, "window")
+        if not windows:
+            refused += 1
+            continue
+        taken.add(windows["j"])
+        extra_s = made.predicted_s - alone_s
+        assert extra_s / windows["j"] <= MOST_WINDOW_COST * longest_s / longest + EPSILON
+    assert refused and taken
+    # Where waiting would bring no more, since steps are no longer than this anyway, it takes what there is.
+    wait_s = alone_s + least_s * 1.01
+    made = plan("slack", view(decoding(num_output=20, last_token_s=10.0), job(), ttft_s=wait_s * 10, tpot_s=0.01))
+    assert rows_of(made, "window")["j"] < min(taken)
+
+
+def test_the_rest_of_a_pack_may_be_a_small_window():
+    assert rows_of(plan("slack", view(job(left=3))), "window") == {"j": 3}
+    tight = view(decoding(num_output=9), job(left=3), ttft_s=20.0)
+    assert rows_of(plan("slack", tight), "window") == {"j": 3}
+
+
+def test_jobs_are_served_in_turn_and_phases_share_a_step():
+    first, second, third = job("a", left=64), job("b", "backward"), job("c", "update")
+    made = plan("slack", view(first, second, third, ttft_s=20.0))
+    assert rows_of(made, "window") == {"a": 64}
+    assert [part.job for part in made.tasklets] == ["b"] and made.updates == ("c",)
+    assert made.forward_s and made.backward_s and made.update_s
+    # Where there is time for one alone, it goes to the one that was served least.
+    for jobs in ((job("a"), job("b")), (job("b"), job("a"))):
+        assert list(rows_of(plan("slack", view(*jobs)), "window")) == [jobs[0].id]
+
+
+def test_a_pack_goes_backward_over_several_parts_in_one_step():
+    made = plan("slack", view(job(phase="backward", rows=1024, left=100, parts_left=24), ttft_s=1000.0))
+    assert made.tasklets == (("j", 1024, 24),), "the rest of one part, and all others whole"
+    made = plan("slack", view(job(phase="backward", rows=1024, left=1024, parts_left=24), ttft_s=0.2, tpot_s=0.01))
+    (part,) = made.tasklets
+    assert part.rows < 1024 and made.predicted_s <= arrival_wait_s(view(ttft_s=0.2, tpot_s=0.01))
+
+
+# -- the other policies -----------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 30), st.integers(0, 400), st.floats(0.15, 3.0), st.sampled_from([CPU, GPU]))
+def test_token_fusion_fills_every_step_up_to_the_objective(num_decoding, num_prompt_rows, objective_s, hardware):
+    latency, window = make_latency(hardware), job(rows=4000)
+    requests = [decoding(f"r{i}", tpot_s=objective_s) for i in range(num_decoding)]
+    if num_prompt_rows > 1:
+        requests.append(prompt(rows=num_prompt_rows, tpot_s=objective_s))
+    made = plan("token-fusion", view(*requests, window, max_rows=8000), latency)
+    load = ForwardLoad()
+    for request in requests:
+        load.add_request(request, {**rows_of(made, "decode"), **rows_of(made, "prefill")}.get(request.id, 0))
+    if (rows := rows_of(made, "window").get("j", 0)) == 0:
+        assert latency.with_window_s(load, window, LEAST_WINDOW_ROWS) > objective_s
+        return
+    assert latency.with_window_s(load, window, rows) <= objective_s + EPSILON
+    more = rows + max(1, rows // 16)
+    assert more > window.num_rows_left or latency.with_window_s(load, window, more) > objective_s
+
+
+def test_token_fusion_has_no_memory():
+    """Tokens that came early or late in the past count for nothing."""
+    early, late = decoding(num_output=100, last_token_s=10.0), decoding(num_output=1, last_token_s=8.0)
+    assert plan("token-fusion", view(early, job())) == plan("token-fusion", view(late, job()))
+    assert plan("slack", view(early, job())) != plan("slack", view(late, job()))
+
+
+def test_tuning_only_knows_no_requests_and_inference_only_no_jobs():
+    items = decoding(), prompt(), job("a"), job("b", "backward"), job("c", "update")
+    tuning, inference = plan("tuning-only", view(*items)), plan("inference-only", view(*items))
+    assert [rows.kind for rows in tuning.rows] == ["window"] and rows_of(tuning, "window") == {"a": 1024}
+    assert tuning.tasklets == (("b", 1024, 24),) and tuning.updates == ("c",)
+    assert inference == plan("slack", view(*items[:2])) and not tunes(inference)
+
+
+# -- the latency model --------------------------------------------------------------------
+
+
+def test_profiles_come_back_from_json():
+    profile = make_profile()
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    with pytest.raises(KeyError):
+        Profile.from_json({})
+    with pytest.raises(TypeError):
+        Profile.from_json({**profile.to_json(), "colour": "red"})
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.floats(1e-6, 10.0)), min_size=2, max_size=8, unique_by=lambda p: p[0])
+)
+def test_curves_never_fall_however_noisy_they_were_measured(points):
+    rows, seconds = zip(*sorted(points), strict=True)
+    curve = Curve(rows=rows, seconds=seconds)
+    assert [curve.at(n) for n in rows] == pytest.approx(seconds), "a curve goes through its points"
+    table = curve.table()
+    assert table[0] == 0.0 and all(earlier <= later for earlier, later in pairwise(table))
+    latency = LatencyModel(replace(make_profile(), forward=curve))
+    times = [latency.prompt_s(n) for n in range(0, 9000, 100)]
+    assert times == sorted(times), "and none falls beyond its end"
+
+
+def test_curves_need_points_in_order():
+    for rows in ((1,), (2, 1), (1, 1), ()):
+        with pytest.raises(ValueError, match="two rising numbers of rows"):
+            Curve(rows=rows, seconds=(1.0,) * len(rows))
+
+
+loads = st.builds(
+    ForwardLoad,
+    rows=st.integers(1, 3000),
+    sampled=st.integers(0, 100),
+    trained=st.integers(0, 1000),
+    spans=st.integers(1, 100),
+    pairs=st.floats(0, 1e6),
+    keys=st.integers(0, 100_000),
+    networks=st.integers(0, 1000),
+    windows=st.integers(0, 2),
+    window_rows=st.floats(0, 1000),
+)
+
+
+@settings(deadline=None)
+@given(loads, st.sampled_from(["rows", "sampled", "trained", "spans", "pairs", "keys", "networks", "window_rows"]))
+def test_more_of_anything_takes_no_less_time(load, what):
+    latency, more = make_latency(), copy.deepcopy(load)
+    setattr(more, what, getattr(load, what) + 50)
+    assert latency.forward_s(more) >= latency.forward_s(load)
+    if what in ("rows", "keys", "pairs", "networks") and more.rows > 128:
+        assert latency.forward_s(more) > latency.forward_s(load)
+
+
+@cache
+def taught_latency() -> LatencyModel:
+    """One whose corrections differ from one number of rows to the next."""
+    latency = make_latency()
+    for index, rows in enumerate((1, 3, 6, 20, 40, 90, 200, 400, 900, 1800)):
+        for windows in (False, True):
+            latency.observe("forward", rows, windows, predicted_s=1.0, measured_s=0.6 + 0.1 * index + 0.05 * windows)
+    return latency
+
+
+@settings(deadline=None)
+@given(loads, st.integers(1, 500), st.booleans(), st.sampled_from(["", "v"]), st.booleans())
+def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, known):
+    latency = taught_latency()
+    if known:
+        load.versions.add("v")
+    request = prompt(rows=rows if last else rows + 1, num_past=77)._replace(version=version, num_networks=168)
+    foreseen_s = latency.with_request_s(load, request, rows)
+    load.add_request(request, rows)
+    assert foreseen_s == pytest.approx(latency.forward_s(load))
+
+
+@settings(deadline=None)
+@given(loads, st.integers(1, 500), st.floats(0.0, 1.0), st.sampled_from([0.0, 1e6, 5e7]))
+def test_what_a_window_would_add_is_what_it_adds(load, rows, trained_share, flops_per_row):
+    latency = taught_latency()
+    counts = replace(make_profile().job, flops_per_row=flops_per_row)
+    window = job()._replace(trained_share=trained_share, counts=counts)
+    foreseen_s = latency.with_window_s(load, window, rows)
+    latency.add_window(load, window, rows)
+    assert foreseen_s == pytest.approx(latency.forward_s(load))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
+def test_decodes_are_added_together_as_they_are_one_by_one(pasts):
+    requests = [
+        decoding(f"r{i}", num_past=past)._replace(version="v" * (i % 3), num_networks=7) for i, past in enumerate(pasts)
+    ]
+    together, single = ForwardLoad(), ForwardLoad()
+    together.add_decodes(requests)
+    for request in requests:
+        single.add_request(request, 1)
+    assert together == single
+
+
+def test_jobs_are_weighed_beside_the_reference_job():
+    latency, reference = make_latency(), make_profile().job
+    half = replace(reference, flops_per_row=reference.flops_per_row / 2, num_networks=reference.num_networks // 2)
+    light, heavy = job()._replace(counts=half), job()
+    assert latency.with_window_s(ForwardLoad(), light, 256) < latency.with_window_s(ForwardLoad(), heavy, 256)
+    fewer = replace(reference, backward_flops_per_row=reference.backward_flops_per_row / 3, backward_flops_per_pair=0.0)
+    keyless = job()._replace(keys=0.0)
+    assert latency.tasklet_s(keyless._replace(counts=fewer), 256) == pytest.approx(latency.tasklet_s(keyless, 256) / 3)
+    assert latency.tasklet_s(job()._replace(keys=5000.0), 256) > latency.tasklet_s(job(), 256)
+
+
+# -- what it learns ---------------------------------------------------------------------
+
+
+def observed(latency: LatencyModel, rows: int, bias: float, *, windows: bool = False) -> float:
+    """One step on a device that takes `bias` times what the profile says; returns how far the prediction was off."""
+    load = ForwardLoad(rows=rows, spans=1, windows=int(windows))
+    predicted_s, measured_s = latency.forward_s(load), bias * make_latency().forward_s(load)
+    latency.observe("forward", rows, windows, predicted_s=predicted_s, measured_s=measured_s)
+    latency.observe_step(predicted_s=predicted_s, measured_s=measured_s)
+    return predicted_s / measured_s - 1
+
+
+@pytest.mark.parametrize("bias", [0.5, 0.8, 1.4, 3.0])
+def test_a_biased_device_is_known_after_some_tens_of_steps(bias):
+    latency = make_latency()
+    errors = [abs(observed(latency, 40 + step % 20, bias)) for step in range(40)]
+    assert errors[0] > 0.15
+    assert max(errors[25:]) < 0.02
+
+
+def test_what_one_size_of_step_taught_helps_with_others():
+    latency = make_latency()
+    for _ in range(30):
+        observed(latency, 50, 1.4)
+    assert abs(observed(latency, 500, 1.4)) < 0.05
+    assert abs(observed(make_latency(), 500, 1.4)) > 0.25
+
+
+def test_sizes_and_kinds_of_steps_are_corrected_apart():
+    latency = make_latency()
+    for _ in range(60):
+        observed(latency, 50, 1.4)
+        observed(latency, 1000, 0.9)
+        observed(latency, 50, 2.0, windows=True)
+    assert abs(observed(latency, 50, 1.4)) < 0.02
+    assert abs(observed(latency, 1000, 0.9)) < 0.02
+    assert abs(observed(latency, 50, 2.0, windows=True)) < 0.02
+
+
+@pytest.mark.parametrize("outlier", [0.001, 100.0])
+def test_one_outlier_moves_predictions_a_little_at_most(outlier):
+    latency, load = make_latency(), ForwardLoad(rows=50, spans=1)
+    for _ in range(40):
+        observed(latency, 50, 1.4)
+    before_s, margin = latency.forward_s(load), latency.margin
+    observed(latency, 50, outlier)
+    assert latency.forward_s(load) == pytest.approx(before_s, rel=0.12)
+    assert latency.margin <= margin
+    for _ in range(20):
+        observed(latency, 50, 1.4)
+    assert latency.forward_s(load) == pytest.approx(before_s, rel=0.01), "and it is forgotten"
+
+
+def test_the_first_step_of_its_kind_is_not_believed_without_bounds():
+    latency, load = make_latency(), ForwardLoad(rows=50, spans=1)
+    before_s = latency.forward_s(load)
+    observed(latency, 50, 1000.0)
+    assert latency.forward_s(load) < 1.5 * before_s
+
+
+def test_steps_that_took_no_time_teach_nothing():
+    latency, load = make_latency(), ForwardLoad(rows=50, spans=1)
+    before_s = latency.forward_s(load)
+    for times in ({"predicted_s": 0.0, "measured_s": 1.0}, {"predicted_s": 1.0, "measured_s": 0.0}):
+        latency.observe("forward", 50, False, **times)
+        latency.observe_step(**times)
+    assert latency.forward_s(load) == before_s and not latency.recent_errors()
+
+
+def test_the_margin_follows_recent_errors_within_bounds():
+    latency = make_latency()
+
+    def steps(*ratios: float) -> float:
+        for index in range(320):
+            latency.observe_step(predicted_s=1.0, measured_s=ratios[index % len(ratios)])
+        return latency.margin
+
+    assert steps(1.0) == pytest.approx(0.02), "never less than a little"
+    assert steps(0.7) == pytest.approx(0.02), "steps that end early are no error to fear"
+    assert steps(*[1.0] * 8, 1.2, 1.2) == pytest.approx(0.2)
+    assert steps(*[1.0] * 99, 3.0) == pytest.approx(0.02), "one in a hundred is not what it is for"
+    assert steps(3.0) == pytest.approx(0.5), "never more than half"
+    assert latency.recent_errors() == pytest.approx([2 / 3] * 256)
+
+
+# -- counts -------------------------------------------------------------------------------
+
+# The tiny model: hidden 32, intermediate 48, 4 heads of 8 for queries and 2 for keys and values, 3 blocks.
+_BLOCK_WEIGHTS = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
+
+
+def test_a_model_costs_two_flops_per_weight_and_row():
+    counts = model_counts(make_backbone("llama"))
+    elementwise = 2 * 4 * 32 + 3 * (32 + 16) + 5 * 48 + 2 * 32  # norms, rotations, the gate, residuals
+    assert counts.flops_per_row == 3 * (2 * _BLOCK_WEIGHTS + elementwise)
+    assert counts.flops_per_pair == 3 * 2 * 2 * 32, "a row with a key: a product for the score, one with the value"
+    assert counts.head_flops_per_row == 2 * 32 * 97 + 4 * 32
+    assert counts.kv_bytes_per_key == 3 * 2 * 16 * 4
+
+
+def lora_counts(targets: list[str], r: int = 4) -> JobCounts:
+    adapter = Adapter(make_backbone("llama"), LoraConfig(r=r, target_modules=targets))
+    return job_counts(adapter, training_programs(adapter))
+
+
+def test_a_job_costs_what_its_networks_add():
+    counts = lora_counts(["q_proj", "down_proj"])
+    products = 2 * 4 * (32 + 32) + 2 * 4 * (48 + 32)
+    assert counts.flops_per_row == 3 * (products + 2 * 4 + 2 * 32), "and scaling, and adding to the layer's output"
+    assert counts.num_networks == 6 and counts.num_parts == 3
+    assert counts.num_parameters == 3 * 4 * (32 + 32 + 48 + 32)
+
+
+def test_backward_passes_cost_an_input_gradient_per_weight_above_the_lowest_network():
+    counts = lora_counts(["down_proj"])
+    # Gradients of B and A, and what lies between; the lowest block needs no more, those above also all of x.
+    lowest = 2 * 4 * 32 + 2 * 4 * 32 + 2 * 4 * 48
+    above = 2 * _BLOCK_WEIGHTS + lowest + 2 * 4 * 48
+    assert 1.0 <= 3 * counts.backward_flops_per_row / (lowest + 2 * above) < 1.1, "and elementwise work"
+    # Two of the three blocks reverse their attention: four products with keys or values, and the scores again.
+    assert counts.backward_flops_per_pair == pytest.approx(2 / 3 * 2.5 * 4 * 32)
+    more = lora_counts(["down_proj"], r=8)
+    assert more.backward_flops_per_row > counts.backward_flops_per_row
+    assert more.flops_per_row > 1.9 * counts.flops_per_row - 3 * 2 * 32
+
+
+def test_counting_needs_no_weights():
+    meta = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
+    counts = model_counts(meta)
+    weights = 896 * (896 + 2 * 128) + 896 * 896 + 3 * 896 * 4864
+    assert counts.flops_per_row == pytest.approx(24 * 2 * weights, rel=0.01)
+    assert counts.head_flops_per_row == pytest.approx(2 * 896 * 151_936, rel=0.01)
+    assert all(tensor.device == torch.device("meta") for part in meta.weights.values() for tensor in part.values())
