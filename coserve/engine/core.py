@@ -545,7 +545,7 @@ class EngineCore:
                 touched[item].num_rows_run += num_rows
         for item, num_rows, number in plan.tasklets:
             touched[item] = self.jobs[item]
-            touched[item].num_rows_run += num_rows * number // max(1, touched[item].trainer.counts.num_parts)
+            touched[item].num_rows_run += num_rows * number / max(1, touched[item].trainer.counts.num_parts)
         for job in touched.values():
             if job.finish_pack_if_done():
                 self._outbox.append(job.finish_evaluation(now_s))
@@ -593,11 +593,14 @@ class EngineCore:
             num_rows = sum(rows.rows for rows in plan.rows)
             windows = any(rows.kind == "window" for rows in plan.rows)
             latency.observe("forward", num_rows, windows, predicted_s=plan.forward_s, measured_s=result.forward_s)
-        for tasklets in plan.tasklets:
-            latency.observe("backward", tasklets.rows, False, predicted_s=plan.backward_s, measured_s=result.backward_s)
-        for job in plan.updates:
-            size = self.jobs[job].trainer.counts.num_parameters
-            latency.observe("update", size, False, predicted_s=plan.update_s, measured_s=result.update_s)
+        # A section's time teaches once for each size in it, however many jobs have pieces of that size.
+        sizes = {tasklets.rows.bit_length(): tasklets.rows for tasklets in plan.tasklets}
+        for num_rows in sizes.values():
+            latency.observe("backward", num_rows, False, predicted_s=plan.backward_s, measured_s=result.backward_s)
+        numbers = [self.jobs[job].trainer.counts.num_parameters for job in plan.updates]
+        sizes = {number.bit_length(): number for number in numbers}
+        for number in sizes.values():
+            latency.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
         latency.observe_step(predicted_s=plan.predicted_s, measured_s=step_s)
 
     def _recover(self, plan: Plan, work: Work, error: StepFailedError) -> None:

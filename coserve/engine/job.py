@@ -63,7 +63,7 @@ class Job:
         self.state: JobState = "running"
         self.order = TrainingOrder(examples, config)
         self.num_steps_done = 0
-        self.num_rows_run = 0  # forward rows and reversed rows, for sharing the device among jobs
+        self.num_rows_run = 0.0  # forward rows and reversed rows, for sharing the device among jobs
         self.num_tokens_trained = 0  # rows of packs whose gradients are in
         self.num_drops = 0
         self.error: str | None = None

@@ -6,8 +6,8 @@ from math import inf
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import JobView, Plan, PlannedRows, PlannedTasklets, RequestView, View
 
-# The smallest piece of a prompt, unless it is all that is left.
-LEAST_PREFILL_ROWS = 64
+# The smallest piece of a prompt that has to go on, and of one that rides along; unless it is all that is left.
+LEAST_PREFILL_ROWS, LEAST_RIDING_ROWS = 64, 16
 # The smallest window of a job, unless it is all that is left, or a forward pass may not have so many rows.
 LEAST_WINDOW_ROWS = 16
 # A window may cost so many times per row what the longest one would; a smaller one waits until more time has been saved
@@ -52,14 +52,15 @@ class PlanBuilder:
     def prefill(self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
 
-        urgent: the first one gets its smallest piece in any case.
+        urgent: the first one has to go on: it gets its smallest piece in any case.
         """
         for index, request in enumerate(requests):
             longest = min(request.num_rows, self._max_rows - self._load.rows)
-            least = min(longest, LEAST_PREFILL_ROWS)
+            must = urgent and index == 0
+            least = min(longest, LEAST_PREFILL_ROWS if must else LEAST_RIDING_ROWS)
             if longest < 1:
                 return False
-            if (index or not urgent) and self._with_prompt_s(request, least) > budget_s:
+            if not must and self._with_prompt_s(request, least) > budget_s:
                 return False
             rows = _most(least, longest, lambda rows, r=request: self._with_prompt_s(r, rows) <= budget_s)  # type: ignore[misc]
             self._load.add_request(request, rows)

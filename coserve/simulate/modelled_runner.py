@@ -70,6 +70,7 @@ class ModelledTrainer:
         if self.cursor.forward_done:
             for group in [group for group in self._runs if group not in self._programs.parts and group != "workspace"]:
                 self._memory.give_back_run(self._runs.pop(group))
+            self._release_if_done()
 
     def backward(self, max_rows: int) -> int:
         """A tasklet has been run; returns its rows."""
@@ -78,12 +79,12 @@ class ModelledTrainer:
         part = self._programs.parts[self.cursor.num_parts_done]
         if self.cursor.advance_backward(end - start):
             self._memory.give_back_run(self._runs.pop(part))
+            self._release_if_done()
         return end - start
 
     def drop(self) -> None:
-        for run in self._runs.values():
-            self._memory.give_back_run(run)
-        self._runs, self.cursor, self.pack = {}, None, None
+        self._release()
+        self.cursor, self.pack = None, None
 
     def finish(self) -> LossSums:
         assert self.cursor is not None and self.cursor.done and self.pack is not None
@@ -102,6 +103,17 @@ class ModelledTrainer:
 
     def close(self) -> None:
         self.drop()
+
+    def _release_if_done(self) -> None:
+        """As soon as nothing is left to run, before anybody collects the result."""
+        assert self.cursor is not None
+        if self.cursor.done:
+            self._release()
+
+    def _release(self) -> None:
+        for run in self._runs.values():
+            self._memory.give_back_run(run)
+        self._runs = {}
 
     def _groups(self, num_rows: int, *, evaluate: bool) -> dict[object, int]:
         """Bytes of what a pass takes: its workspace, and what it saves of each part."""

@@ -1,0 +1,71 @@
+"""Microseconds that a policy takes for the plan of one step: 64 requests and 8 jobs, in every phase.
+
+    python benchmarks/plan_time.py
+
+A plan is made while the device waits: the target is 100 us. Prints a table, and one line of JSON.
+"""
+
+import json
+import timeit
+from statistics import median
+
+from coserve.models import load_backbone
+from coserve.scheduling import JobView, LatencyModel, RequestView, View, make_policy
+from coserve.simulate import Hardware, roofline_profile
+
+NUM_REQUESTS, NUM_JOBS = 64, 8
+PHASES = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "update": ("update",),
+    "all": ("forward", "backward", "update"),
+}
+POLICIES = ("slack", "token-fusion")
+NOW_S, REPEATS, NUMBER = 10.0, 200, 10
+
+
+def make_view(phases: tuple[str, ...], latency: LatencyModel, *, num_prompts: int) -> View:
+    """Requests with time to spare, some of them prompts that fit as a whole, so that jobs get their turn."""
+    requests = [
+        RequestView(f"r{i}", 1, 500 + i, 40, 0.0, 8.0, NOW_S, 20.0, 2.0, f"adapter-{i % 4}", 168)
+        for i in range(NUM_REQUESTS - num_prompts)
+    ]
+    requests += [RequestView(f"p{i}", 40, 0, 0, NOW_S, None, NOW_S, 20.0, 2.0) for i in range(num_prompts)]
+    jobs = [
+        JobView(f"j{i}", phases[i % len(phases)], 1024, 1024 - 100 * i, 24, 128.0, 1.0, latency.profile.job)  # type: ignore[arg-type]
+        for i in range(NUM_JOBS)
+    ]
+    return View(now_s=NOW_S, requests=tuple(requests), jobs=tuple(jobs), ttft_s=20.0, tpot_s=2.0)
+
+
+def main() -> None:
+    """Measure and print."""
+    backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
+    hardware = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
+    latency = LatencyModel(roofline_profile(backbone, hardware))
+    results = []
+    print(f"{NUM_REQUESTS} requests, {NUM_JOBS} jobs\n\npolicy        phases    prompts   min us   median us")
+    for policy in POLICIES:
+        plan = make_policy(policy)
+        for name, phases in PHASES.items():
+            for num_prompts in (0, 4):
+                view = make_view(phases, latency, num_prompts=num_prompts)
+                made = plan(view, latency)
+                assert len(made.rows) >= NUM_REQUESTS, "every request is served"
+                times = timeit.repeat(lambda plan=plan, view=view: plan(view, latency), number=NUMBER, repeat=REPEATS)
+                least, middle = (1e6 * f(times) / NUMBER for f in (min, median))
+                print(f"{policy:13} {name:9} {num_prompts:7} {least:8.0f} {middle:11.0f}")
+                results.append(
+                    {
+                        "policy": policy,
+                        "phases": name,
+                        "prompts": num_prompts,
+                        "min_us": round(least, 1),
+                        "median_us": round(middle, 1),
+                    }
+                )
+    print(json.dumps({"requests": NUM_REQUESTS, "jobs": NUM_JOBS, "plans": results}))
+
+
+if __name__ == "__main__":
+    main()
