@@ -36,7 +36,7 @@ class _Phase:
     records: list[RequestRecord] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
-    num_tokens_trained: int = 0
+    num_tokens_trained: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -148,5 +148,6 @@ class _Bench:
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
         self._engine.add_tokens(prompt, params, slo=self.slo)
 
-    def _num_trained(self) -> int:
-        return self._engine.stats().num_tokens_trained
+    def _num_trained(self) -> float:
+        """Tokens that jobs have gone through, half of each forward and half backward: a phase may end within a pack."""
+        return sum(job.num_rows_run for job in self._engine.jobs.values()) / 2

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -164,14 +163,17 @@ class _Measurement:
                 break
         return Curve(rows=tuple(found), seconds=tuple(found.values()))
 
-    def _median_s(self, run: Callable[[], object]) -> float:
-        """Seconds of one call; the first one is not counted, unless it takes so long that nothing else matters."""
+    def _fastest_s(self, run: Callable[[], object]) -> float:
+        """Seconds of one call, the fastest of some: whatever else the machine does now, it may not do later.
+
+        The first one is not counted, unless it takes so long that nothing else matters.
+        """
         found: list[float] = []
         while len(found) <= _REPEATS and sum(found) < _PATIENCE_S:
             start = self._time_s()
             run()
             found.append(self._time_s() - start)
-        return median(found[1:] or found)
+        return min(found[1:] or found)
 
     def _time_s(self) -> float:
         if self.backbone.device.type == "cuda":
@@ -186,7 +188,7 @@ class _Measurement:
             sequence.reserve(past)
             sequence.commit(past)
             sequence.reserve(rows)
-        seconds = self._median_s(lambda: forward(self.backbone, [s.rows(tokens, bypasses) for s in sequences]))
+        seconds = self._fastest_s(lambda: forward(self.backbone, [s.rows(tokens, bypasses) for s in sequences]))
         for sequence in sequences:
             sequence.close()
         return seconds
@@ -203,7 +205,7 @@ class _Measurement:
             spans: list[Span] = [training.next_window(rows)]
             forward(self.backbone, spans)
 
-        seconds = self._median_s(run)
+        seconds = self._fastest_s(run)
         training.release()
         return seconds
 
@@ -226,7 +228,7 @@ class _Measurement:
             rows, self.backbone.architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device
         )
         chosen = [SamplingRow(params=SamplingParams(temperature=0.0), seed=0) for _ in range(rows)]
-        return self._median_s(lambda: sample(logits(self.backbone, hidden), chosen))
+        return self._fastest_s(lambda: sample(logits(self.backbone, hidden), chosen))
 
     def _loss(self, rows: int) -> float:
         hidden = torch.zeros(
@@ -245,9 +247,9 @@ class _Measurement:
                 max_rows=chunk_rows(self.backbone.architecture.vocab_size),
             )
 
-        return self._median_s(run)
+        return self._fastest_s(run)
 
     def _update(self) -> float:
         optimizer = AdapterOptimizer(self.adapter.masters, OptimizerConfig(learning_rate=1e-12))
         gradients = {name: torch.zeros_like(master) for name, master in self.adapter.masters.items()}
-        return self._median_s(lambda: optimizer.step(gradients, num_trained=1, num_steps=1))
+        return self._fastest_s(lambda: optimizer.step(gradients, num_trained=1, num_steps=1))

@@ -149,7 +149,7 @@ class LatencyModel:
         self._forward, self._head = profile.forward.table(), profile.head.table()
         self._loss, self._backward = profile.loss.table(), profile.backward.table()
         self._corrections: dict[tuple[str, int, bool], float] = {}
-        self._section_corrections: dict[str, float] = {}
+        self._section_corrections: dict[str, float] = {}  # and of all sections together, under ""
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
         self._num_steps = 0
         self.margin = 0.1  # until errors are known
@@ -227,8 +227,9 @@ class LatencyModel:
         ratio = min(2.0, max(0.5, measured_s / predicted_s))
         weight = _CORRECTION_WEIGHT if key in self._corrections else 0.5
         self._corrections[key] = old * ratio**weight
-        whole = self._section_corrections.get(section, 1.0)
-        self._section_corrections[section] = whole * (old * ratio / whole) ** _CORRECTION_WEIGHT
+        for wider in (section, ""):
+            whole = self._section_corrections.get(wider, 1.0)
+            self._section_corrections[wider] = whole * (old * ratio / whole) ** _CORRECTION_WEIGHT
 
     def observe_step(self, *, predicted_s: float, measured_s: float) -> None:
         """A whole step: what the margin is made of."""
@@ -279,7 +280,9 @@ class LatencyModel:
 
     def _correction(self, section: str, rows: int, windows: bool) -> float:
         found = self._corrections.get((section, rows.bit_length(), windows))
-        return found if found is not None else self._section_corrections.get(section, 1.0)
+        if found is None:  # steps of its kind have not been seen: it will be wrong as the most similar ones are
+            found = self._section_corrections.get(section)
+        return found if found is not None else self._section_corrections.get("", 1.0)
 
 
 def _at(table: list[float], rows: int) -> float:

@@ -29,7 +29,7 @@ RESERVE_TPOTS, RESERVE_TOKENS = 2.0, 8
 PROMPT_RESERVE_TPOTS, URGENT_TIMES = 1.0, 3.0
 # Share of the TTFT objective that an arrival may wait for a step to end; a step of one TPOT is always allowed, up to
 # the second share.
-ARRIVAL_SHARE, MOST_ARRIVAL_SHARE = 0.1, 0.25
+ARRIVAL_SHARE, MOST_ARRIVAL_SHARE = 0.1, 0.5
 
 
 def plan(view: View, latency: LatencyModel) -> Plan:
