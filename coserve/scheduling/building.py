@@ -49,14 +49,14 @@ class PlanBuilder:
         self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
         self._forward_s = self._latency.forward_s(self._load)
 
-    def prefill(self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True) -> bool:
+    def prefill(self, requests: Sequence[RequestView], budget_s: float, *, pressing: bool = True) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
 
-        urgent: the first one has to go on: it gets its smallest piece in any case.
+        pressing: the first one has to go on: it gets its smallest piece in any case.
         """
         for index, request in enumerate(requests):
             longest = min(request.num_rows, self._max_rows - self._load.rows)
-            must = urgent and index == 0
+            must = pressing and index == 0
             least = min(longest, LEAST_PREFILL_ROWS if must else LEAST_RIDING_ROWS)
             if longest < 1:
                 return False

@@ -268,15 +268,16 @@ class LatencyModel:
 
     def _weigh(self, counts: JobCounts) -> tuple[float, float, float]:
         """Of a job beside the reference job: a window's row, a tasklet's rows; and seconds of a pair backward."""
-        if counts not in self._weights:
+        weights = self._weights.get(counts)
+        if weights is None:
             job, p = self.profile.job, self.profile
             pair = counts.backward_flops_per_pair / max(1.0, job.backward_flops_per_pair)
-            self._weights[counts] = (
+            weights = self._weights[counts] = (
                 counts.flops_per_row / max(1.0, job.flops_per_row),
                 counts.backward_flops_per_row / max(1.0, job.backward_flops_per_row),
                 pair * p.backward_s_per_pair,
             )
-        return self._weights[counts]
+        return weights
 
     def _correction(self, section: str, rows: int, windows: bool) -> float:
         found = self._corrections.get((section, rows.bit_length(), windows))

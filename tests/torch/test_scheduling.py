@@ -358,22 +358,24 @@ def test_prompts_go_in_the_order_of_their_deadlines():
     assert [rows.item for rows in made.rows] == ["hasty", "middle", "patient"]
 
 
-def test_an_urgent_prompt_gets_rows_however_late_others_are():
+def test_a_pressing_prompt_gets_rows_however_late_others_are():
     late = decoding(num_output=1)
-    urgent = prompt(rows=500, arrival_s=8.5)
+    pressing = prompt(rows=500, arrival_s=8.5)
     assert due_at_s(late) < 10.0
-    made = plan("slack", view(late, urgent, prompt("next", 500)))
+    made = plan("slack", view(late, pressing, prompt("next", 500)))
     assert rows_of(made, "prefill") == {"p": LEAST_PREFILL_ROWS}
     assert rows_of(made, "decode") == {"r": 1}
 
 
 def test_a_prompt_with_time_leaves_decoding_requests_some_of_their_bank():
     latency = make_latency()
-    patient, urgent = prompt(rows=200, ttft_s=50.0), prompt(rows=200, ttft_s=0.5)
+    patient, urgent = prompt(rows=200, ttft_s=50.0), prompt(rows=200, ttft_s=0.6)
     late = decoding(num_output=5, last_token_s=9.9)  # due now
     assert due_at_s(late, 1.0) < 10.0
     assert rows_of(plan("slack", view(late, patient), latency), "prefill") == {}
-    assert rows_of(plan("slack", view(late, urgent), latency), "prefill") == {"p": LEAST_PREFILL_ROWS}
+    assert rows_of(plan("slack", view(late, urgent), latency), "prefill") == {}, "there is nothing to take"
+    pressing = urgent._replace(ttft_s=0.4)
+    assert rows_of(plan("slack", view(late, pressing), latency), "prefill") == {"p": LEAST_PREFILL_ROWS}
     # With a bank: the patient one stops one TPOT before the deadline, the urgent one goes up to it.
     banked = decoding(num_output=8, last_token_s=9.9)
     deadline_s = due_at_s(banked) - 10.0

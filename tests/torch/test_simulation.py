@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from random import Random
+from statistics import mean, stdev
 
 import pytest
 from support import make_backbone
@@ -280,15 +281,26 @@ def test_fine_tuning_takes_what_was_banked_up_to_the_objective():
 
 
 def test_a_device_slower_than_its_profile_is_found_out():
-    """With so many jobs that a step holds many pieces of one size."""
     slower = Hardware(
         name="slower", flops_per_s=CPU.flops_per_s / 1.4, bytes_per_s=CPU.bytes_per_s / 1.4, call_s=1.4e-5
     )
-    engine = make_engine(hardware=slower, expected=CPU, num_jobs=24, length=64, ttft_s=20.0, num_pages=20_000)
-    run(engine, poisson(0.2, 200), 60.0)
-    assert quantile(list(engine.latency.recent_errors()), 0.5) > 0.0
-    run(engine, poisson(0.2, 200), 300.0)
+    engine = make_engine(hardware=slower, expected=CPU, num_jobs=2)
+    run(engine, poisson(0.2, 30), 10.0)
+    assert max(engine.latency.recent_errors()) > 0.25
+    run(engine, poisson(0.2, 190, start_s=10.0), 200.0)
     assert quantile(list(engine.latency.recent_errors()), 0.9) < 0.02
+
+
+def test_noise_is_averaged_however_many_jobs_have_pieces_in_a_step():
+    """Their time is one measurement, and not one for each of them."""
+    engine, untaught = make_engine(hardware=GPU, num_jobs=16, length=16, noise=0.15), LatencyModel(make_profile(GPU))
+    corrections, num_pieces = [], 0
+    for _ in Simulation(engine, []).run(8.0):
+        num_pieces = max(num_pieces, len(engine.last_plan.tasklets))
+        view = next(view for job in engine.jobs.values() if (view := job.view()))
+        corrections.append(engine.latency.tasklet_s(view, 128) / untaught.tasklet_s(view, 128))
+    assert num_pieces > 8 and len(corrections) > 30
+    assert stdev(corrections[10:]) < 0.08 and mean(corrections[10:]) == pytest.approx(1.0, abs=0.08)
 
 
 # -- what jobs get ----------------------------------------------------------------------------

@@ -9,9 +9,10 @@ finds it there. And no step with fine-tuning in it is planned to last longer tha
 request that arrives just after planning waits for: with nothing else running, its first row enters the next step.
 
 What that promises: where requests alone leave `MOST_ARRIVAL_SHARE` of the TTFT objective and 15% of the TPOT objective
-at p99, both are held at p99 beside any number of jobs. Nearer to the edge the wait for a running step may be what
-breaks TTFT, and requests that queued up meanwhile, and so run side by side, may break TPOT by some per cent.
-tests/torch/test_simulation.py holds random loads against this.
+at p99, both are held at p99 beside jobs, on devices where a few more decoding requests make no longer step. Nearer to
+the edge the wait for a running step may be what breaks TTFT; and where decoding is bound by arithmetic, requests that
+queued up meanwhile, and so run side by side, may break TPOT. tests/torch/test_simulation.py holds random loads against
+this.
 """
 
 from math import inf
@@ -25,8 +26,9 @@ MOST_GAP_TPOTS = 4.0
 # What is kept in the bank: so many TPOTs, saved up over the first so many tokens.
 RESERVE_TPOTS, RESERVE_TOKENS = 2.0, 8
 # Prompts leave so much in the bank, too, until the first of them has less time than so many times what all of them
-# take; then they may have all of it, and something in any case.
-PROMPT_RESERVE_TPOTS, URGENT_TIMES = 1.0, 3.0
+# take; then they may have all of it. With less than so many times, the first has to go on whoever is late for it: what
+# a decode step leaves of a TPOT is about half of the time.
+PROMPT_RESERVE_TPOTS, URGENT_TIMES, PRESSING_TIMES = 1.0, 3.0, 2.0
 # Share of the TTFT objective that an arrival may wait for a step to end; a step of one TPOT is always allowed, up to
 # the second share.
 ARRIVAL_SHARE, MOST_ARRIVAL_SHARE = 0.1, 0.5
@@ -41,10 +43,10 @@ def plan(view: View, latency: LatencyModel) -> Plan:
     if len(decoding) < len(view.requests):
         prompts = sorted((request for request in view.requests if request.num_rows > 1), key=due_at_s)
         alone_s = latency.prompt_s(sum([request.num_rows for request in prompts]))
-        urgent = view.now_s + URGENT_TIMES * alone_s > due_at_s(prompts[0])
-        kept = 0.0 if urgent else PROMPT_RESERVE_TPOTS
+        left_s = due_at_s(prompts[0]) - view.now_s
+        kept = 0.0 if URGENT_TIMES * alone_s > left_s else PROMPT_RESERVE_TPOTS
         due_s = min([due_at_s(request, kept) for request in decoding], default=inf)
-        if not build.prefill(prompts, (due_s - view.now_s) / patience, urgent=urgent):
+        if not build.prefill(prompts, (due_s - view.now_s) / patience, pressing=PRESSING_TIMES * alone_s > left_s):
             return build.build()
     due_s = min([due_at_s(request, RESERVE_TPOTS) for request in view.requests], default=inf)
     budget_s, wait_s = (due_s - view.now_s) / patience, arrival_wait_s(view)
