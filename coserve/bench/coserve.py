@@ -63,7 +63,7 @@ def run(backbone: Backbone, *, runs: int, streams: int = 4, num_jobs: int = 1, s
     bench = _Bench(engine, streams=streams, num_jobs=num_jobs)
     warm_up = bench.phase("inference-only", seconds / 4)
     solo_s = median(warm_up.step_s)
-    bench.slo = Slo(ttft_s=_TTFT_S, tpot_s=_OBJECTIVE_STEPS * solo_s)
+    bench.slo = engine.slo = Slo(ttft_s=_TTFT_S, tpot_s=_OBJECTIVE_STEPS * solo_s)
     alone, both, jobs = _Phase(), _Phase(), _Phase()
     peft_s: list[float] = []
     peft = PeftTrainer(backbone, LORA, TuningConfig().optimizer)
@@ -121,8 +121,13 @@ class _Bench:
         serves, num_trained = policy != "tuning-only", self._num_trained()
         engine.records.clear()
         start_s = now_s = time.perf_counter()
+        counted = False
         while now_s - start_s < seconds or num_open:
-            if serves and now_s - start_s < seconds:
+            if now_s - start_s >= seconds and not counted:  # what follows has ever fewer streams
+                counted = True
+                phase.num_tokens_trained += self._num_trained() - num_trained
+                phase.seconds += now_s - start_s
+            if serves and not counted:
                 while num_open < self._streams:
                     self._arrive()
                     num_open += 1
@@ -137,8 +142,9 @@ class _Bench:
             if all(rows.kind == "decode" for rows in plan.rows) and len(plan.rows) == self._streams:
                 phase.step_s.append(now_s - before_s)
         phase.records += engine.records
-        phase.num_tokens_trained += self._num_trained() - num_trained
-        phase.seconds += now_s - start_s
+        if not counted:
+            phase.num_tokens_trained += self._num_trained() - num_trained
+            phase.seconds += now_s - start_s
         return phase
 
     def _arrive(self) -> None:

@@ -538,15 +538,9 @@ class EngineCore:
     def _apply_jobs(self, plan: Plan, result: StepResult, now_s: float) -> None:
         for job_id, norm in zip(plan.updates, result.norms, strict=True):
             self._apply_update(self.jobs[job_id], norm, now_s)
-        touched: dict[str, Job] = {}
-        for item, kind, _, num_rows in plan.rows:
-            if kind == "window":
-                touched[item] = self.jobs[item]
-                touched[item].num_rows_run += num_rows
-        for item, num_rows, number in plan.tasklets:
-            touched[item] = self.jobs[item]
-            touched[item].num_rows_run += num_rows * number / max(1, touched[item].trainer.counts.num_parts)
-        for job in touched.values():
+        items = [rows.item for rows in plan.rows if rows.kind == "window"] + [part.job for part in plan.tasklets]
+        for job in [self.jobs[item] for item in items]:
+            job.count_rows()
             if job.finish_pack_if_done():
                 self._outbox.append(job.finish_evaluation(now_s))
                 self._go_on(job, now_s)

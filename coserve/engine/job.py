@@ -71,6 +71,7 @@ class Job:
         self.sums = LossSums()  # of the packs that are done, of the step or the evaluation
         self._validation = tuple(validation)
         self._num_bad_steps = 0
+        self._num_rows_counted = 0.0  # of the pack, in num_rows_run
         self._waiting: deque[PackMembers] = deque(self.order.packs(0))
         self._pack: PackMembers | None = None
 
@@ -123,6 +124,7 @@ class Job:
         """Take the memory of the next pack; BudgetError changes nothing."""
         self.trainer.begin(self._waiting[0], evaluate=self.evaluating)
         self._pack = self._waiting.popleft()
+        self._num_rows_counted = 0.0
 
     def drop_pack(self) -> None:
         """Give the pack's memory back; it will be begun again."""
@@ -131,6 +133,16 @@ class Job:
         self._waiting.appendleft(self._pack)
         self._pack = None
         self.num_drops += 1
+
+    def count_rows(self) -> None:
+        """Some of the pack has been run; a row counts once forward, and once backward through all parts."""
+        cursor = self.trainer.cursor
+        if cursor is None:
+            return
+        num_reversed = (cursor.num_parts_done + 1) * cursor.num_rows - cursor.num_backward_rows
+        num_rows = cursor.num_forward_rows + num_reversed / max(1, cursor.num_parts)
+        self.num_rows_run += num_rows - self._num_rows_counted
+        self._num_rows_counted = num_rows
 
     def finish_pack_if_done(self) -> bool:
         """Collect the pack's sums once it is through. Returns whether an evaluation is complete with it."""

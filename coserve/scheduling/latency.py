@@ -19,10 +19,15 @@ from coserve.scheduling.plan import JobView, RequestView
 _TABLE_ROWS = 4096
 # Weight of the newest step in a correction, and steps whose errors the margin looks at.
 _CORRECTION_WEIGHT = 0.15
+# How much of a correction is left after a step in which nothing of its kind was seen.
+_TRUST_PER_STEP = 0.97
 _NUM_ERRORS = 256
 _NUM_STEPS_PER_MARGIN = 16
 _MARGIN_QUANTILE = 0.95
 _LEAST_MARGIN, _MOST_MARGIN = 0.02, 0.5
+
+# Section, the order of magnitude of its rows, and whether windows are among them.
+_Kind = tuple[str, int, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +153,9 @@ class LatencyModel:
         self.profile = profile
         self._forward, self._head = profile.forward.table(), profile.head.table()
         self._loss, self._backward = profile.loss.table(), profile.backward.table()
-        self._corrections: dict[tuple[str, int, bool], float] = {}
-        self._section_corrections: dict[str, float] = {}  # and of all sections together, under ""
+        # For steps of a kind, for a section, and (under "") for all: what predictions are off by, and when it was seen.
+        self._seen: dict[_Kind | str, tuple[float, int]] = {}
+        self._corrections: dict[_Kind, float] = {}  # worked out from these, until the next step
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
         self._num_steps = 0
         self.margin = 0.1  # until errors are known
@@ -221,15 +227,17 @@ class LatencyModel:
         """A section ("forward", "backward", "update") of a step was predicted with its correction, and took so long."""
         if predicted_s <= 0 or measured_s <= 0:
             return
-        key = (section, rows.bit_length(), windows)
+        kind = (section, rows.bit_length(), windows)
         old = self._correction(section, rows, windows)
         # One step that was held up by something else must not move it far.
         ratio = min(2.0, max(0.5, measured_s / predicted_s))
-        weight = _CORRECTION_WEIGHT if key in self._corrections else 0.5
-        self._corrections[key] = old * ratio**weight
+        weight = _CORRECTION_WEIGHT if kind in self._seen else 0.5
+        found: dict[_Kind | str, float] = {kind: old * ratio**weight}
         for wider in (section, ""):
-            whole = self._section_corrections.get(wider, 1.0)
-            self._section_corrections[wider] = whole * (old * ratio / whole) ** _CORRECTION_WEIGHT
+            whole = self._wider(wider)
+            found[wider] = whole * (old * ratio / whole) ** _CORRECTION_WEIGHT
+        self._seen |= {key: (correction, self._num_steps) for key, correction in found.items()}
+        self._corrections.clear()
 
     def observe_step(self, *, predicted_s: float, measured_s: float) -> None:
         """A whole step: what the margin is made of."""
@@ -237,6 +245,7 @@ class LatencyModel:
             return
         self._errors.append(measured_s / predicted_s - 1)
         self._num_steps += 1
+        self._corrections.clear()
         if self._num_steps % _NUM_STEPS_PER_MARGIN == 0:
             late = sorted(self._errors)[int(_MARGIN_QUANTILE * (len(self._errors) - 1))]
             self.margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, late))
@@ -280,10 +289,26 @@ class LatencyModel:
         return weights
 
     def _correction(self, section: str, rows: int, windows: bool) -> float:
-        found = self._corrections.get((section, rows.bit_length(), windows))
-        if found is None:  # steps of its kind have not been seen: it will be wrong as the most similar ones are
-            found = self._section_corrections.get(section)
-        return found if found is not None else self._section_corrections.get("", 1.0)
+        kind = (section, rows.bit_length(), windows)
+        if kind not in self._corrections:
+            self._corrections[kind] = self._aged(kind, self._wider(section))
+        return self._corrections[kind]
+
+    def _wider(self, section: str) -> float:
+        """The correction of a section, or ("") of all."""
+        every = self._aged("", 1.0)
+        return self._aged(section, every) if section else every
+
+    def _aged(self, key: _Kind | str, wider: float) -> float:
+        """A correction that gives way to the wider one the longer it was not seen: a kind of step that once took very
+        long would never be tried again.
+        """
+        if key not in self._seen:
+            return wider
+        correction, step = self._seen[key]
+        trust = _TRUST_PER_STEP ** (self._num_steps - step)
+        found: float = wider * (correction / wider) ** trust
+        return found
 
 
 def _at(table: list[float], rows: int) -> float:

@@ -16,7 +16,13 @@ from support import make_backbone
 from coserve.adapters import Adapter, LoraConfig
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import POLICIES, JobView, LatencyModel, Plan, RequestView, View, make_policy
-from coserve.scheduling.building import LEAST_PREFILL_ROWS, LEAST_WINDOW_ROWS, MOST_WINDOW_COST, PlanBuilder
+from coserve.scheduling.building import (
+    LEAST_PREFILL_ROWS,
+    LEAST_RIDING_ROWS,
+    LEAST_WINDOW_ROWS,
+    MOST_WINDOW_COST,
+    PlanBuilder,
+)
 from coserve.scheduling.counts import JobCounts, job_counts, model_counts
 from coserve.scheduling.latency import Curve, ForwardLoad, Profile
 from coserve.scheduling.policies.slack import MOST_GAP_TPOTS, RESERVE_TOKENS, RESERVE_TPOTS, arrival_wait_s, due_at_s
@@ -47,7 +53,7 @@ def _latency(hardware: Hardware) -> LatencyModel:
 def make_latency(hardware: Hardware = CPU, *, margin: float = 0.1) -> LatencyModel:
     """One that has learned nothing yet."""
     latency = copy.copy(_latency(hardware))  # its tables take a while
-    latency._corrections, latency._section_corrections = {}, {}
+    latency._corrections, latency._seen = {}, {}
     latency._errors = latency._errors.copy()
     latency.margin = margin
     return latency
@@ -340,7 +346,7 @@ def test_idle_steps_end_soon_or_are_one_indivisible_piece(seen, hardware):
 def test_the_longest_step_follows_from_the_objectives():
     assert arrival_wait_s(view(ttft_s=2.0, tpot_s=0.01)) == pytest.approx(0.2), "a share of the TTFT"
     assert arrival_wait_s(view(ttft_s=2.0, tpot_s=0.15)) == pytest.approx(0.3), "two TPOTs where that is more"
-    assert arrival_wait_s(view(ttft_s=2.0, tpot_s=5.0)) == pytest.approx(0.5), "up to a larger share"
+    assert arrival_wait_s(view(ttft_s=2.0, tpot_s=5.0)) == pytest.approx(1.0), "up to half of it"
 
 
 def test_an_idle_device_is_used_up_to_that():
@@ -384,6 +390,15 @@ def test_a_prompt_with_time_leaves_decoding_requests_some_of_their_bank():
     )
     assert left.predicted_s * 1.1 <= deadline_s - 0.4 + EPSILON
     assert deadline_s - 0.4 < taken.predicted_s * 1.1 <= deadline_s + EPSILON
+
+
+def test_prompts_ride_along_in_small_pieces_where_rows_are_dear():
+    """64 rows would take longer than the longest gap between tokens, however much was banked."""
+    latency = make_latency(Hardware(name="dear", flops_per_s=6e11, bytes_per_s=1e12, call_s=5e-6))
+    request, patient = decoding(num_output=500, last_token_s=10.0, tpot_s=0.01), prompt(rows=200, ttft_s=50.0)
+    assert latency.prompt_s(LEAST_PREFILL_ROWS) > MOST_GAP_TPOTS * 0.01
+    made = plan("slack", view(request, patient, tpot_s=0.01), latency)
+    assert LEAST_RIDING_ROWS <= rows_of(made, "prefill")["p"] < LEAST_PREFILL_ROWS
 
 
 def test_no_forward_pass_has_more_rows_than_allowed():

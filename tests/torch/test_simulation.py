@@ -32,6 +32,7 @@ from coserve.tuning.order import packs_of
 CPU = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
 FAST_CPU = Hardware(name="fast-cpu", flops_per_s=2e12, bytes_per_s=40e9, call_s=1e-5)
 GPU = Hardware(name="gpu", flops_per_s=5e13, bytes_per_s=1e12, call_s=5e-6)
+SLOW = Hardware(name="slow", flops_per_s=1e11, bytes_per_s=1e10, call_s=1e-4)
 ALL = LoraConfig(r=16, target_modules="all-linear")
 ENDLESS = TuningConfig(num_epochs=100_000)
 
@@ -352,6 +353,17 @@ def test_jobs_share_the_device_about_equally(rate):
     run(engine, poisson(rate, 300), 300.0)
     rows = [job.num_rows_run for job in engine.jobs.values()]
     assert max(rows) - min(rows) < 0.05 * max(rows) + 1024, "up to a pack"
+
+
+@pytest.mark.parametrize("hardware", [CPU, SLOW, GPU])
+def test_every_row_counts_once_forward_and_once_backward(hardware):
+    """However small the pieces are that it is run in."""
+    engine = make_engine(hardware=hardware, length=50, ttft_s=0.5)
+    run(engine, [], 120.0 if hardware is not GPU else 3.0)
+    (job,) = engine.jobs.values()
+    pack = 8 * 50
+    assert job.num_tokens_trained >= 5 * pack
+    assert 2 * job.num_tokens_trained - 1e-6 <= job.num_rows_run < 2 * (job.num_tokens_trained + pack)
 
 
 def test_a_job_that_comes_later_does_not_stop_the_others():
