@@ -20,7 +20,7 @@ _TABLE_ROWS = 4096
 # Weight of the newest step in a correction, and steps whose errors the margin looks at.
 _CORRECTION_WEIGHT = 0.15
 # How much of a correction is left after a step in which nothing of its kind was seen.
-_TRUST_PER_STEP = 0.97
+_TRUST_PER_STEP = 0.99
 _NUM_ERRORS = 256
 _NUM_STEPS_PER_MARGIN = 16
 _MARGIN_QUANTILE = 0.95
@@ -228,14 +228,16 @@ class LatencyModel:
         if predicted_s <= 0 or measured_s <= 0:
             return
         kind = (section, rows.bit_length(), windows)
-        old = self._correction(section, rows, windows)
+        # What the correction would have had to be. (It was predicted with one that age had moved.)
+        right = self._correction(section, rows, windows)
         # One step that was held up by something else must not move it far.
-        ratio = min(2.0, max(0.5, measured_s / predicted_s))
-        weight = _CORRECTION_WEIGHT if kind in self._seen else 0.5
-        found: dict[_Kind | str, float] = {kind: old * ratio**weight}
-        for wider in (section, ""):
-            whole = self._wider(wider)
-            found[wider] = whole * (old * ratio / whole) ** _CORRECTION_WEIGHT
+        right *= min(2.0, max(0.5, measured_s / predicted_s))
+        found: dict[_Kind | str, float] = {}
+        for key in (kind, section, ""):
+            old, weight = self._seen[key][0] if key in self._seen else 1.0, _CORRECTION_WEIGHT
+            if key == kind and kind not in self._seen:
+                old, weight = self._wider(section), 0.5
+            found[key] = old * (right / old) ** weight
         self._seen |= {key: (correction, self._num_steps) for key, correction in found.items()}
         self._corrections.clear()
 

@@ -440,7 +440,7 @@ def test_crumbs_of_time_are_saved_up():
     assert refused and taken
     # Where waiting would bring no more, since steps are no longer than this anyway, it takes what there is.
     wait_s = alone_s + least_s * 1.01
-    made = plan("slack", view(decoding(num_output=20, last_token_s=10.0), job(), ttft_s=wait_s * 10, tpot_s=0.01))
+    made = plan("slack", view(decoding(num_output=20, last_token_s=10.0), job(), ttft_s=wait_s * 2, tpot_s=0.01))
     assert rows_of(made, "window")["j"] < min(taken)
 
 
@@ -637,7 +637,7 @@ def test_a_biased_device_is_known_after_some_tens_of_steps(bias):
     latency = make_latency()
     errors = [abs(observed(latency, 40 + step % 20, bias)) for step in range(40)]
     assert errors[0] > 0.15
-    assert max(errors[25:]) < 0.02
+    assert max(errors[30:]) < 0.02
 
 
 def test_what_one_size_of_step_taught_helps_with_others():
