@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 
 import torch
 
+from coserve.engine.profiling import device_name
 from coserve.models.backbone import Backbone
 
 # Read in one go to find the bandwidth; much larger than any cache.
@@ -29,12 +29,8 @@ def best_dtype(device: torch.device) -> str:
 def describe(device: torch.device) -> str:
     """The device in words."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} threads"
+        return device_name(device)
+    return f"{device_name(device)} of {os.cpu_count()}"
 
 
 def now_s(device: torch.device) -> float:
@@ -73,15 +69,3 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The value that so large a share does not exceed; nan without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
-
-
-__all__ = [
-    "best_dtype",
-    "describe",
-    "median",
-    "now_s",
-    "percentile",
-    "read_bytes_per_s",
-    "time_s",
-    "weight_bytes",
-]

@@ -14,7 +14,7 @@ from random import Random
 
 from coserve.adapters.base import AdapterConfig
 from coserve.engine.config import EngineConfig
-from coserve.engine.job import Job, JobEvent
+from coserve.engine.job import EventKind, Job, JobEvent
 from coserve.engine.request import Chunk, Request, Slo
 from coserve.engine.runner import RequestRows, Runner, StepFailedError, StepResult, Tasklets, Update, WindowRows, Work
 from coserve.engine.sampling import SamplingParams
@@ -662,10 +662,10 @@ class EngineCore:
             )
         )
 
-    def _job_event(self, job: Job, kind: str, *, version: str | None = None, message: str = "") -> JobEvent:
+    def _job_event(self, job: Job, kind: EventKind, *, version: str | None = None, message: str = "") -> JobEvent:
         return JobEvent(
             job=job.id,
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             step=job.num_steps_done,
             now_s=self.runner.clock.now(),
             version=version,

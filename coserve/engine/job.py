@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from coserve.engine.runner import Trainer
-from coserve.scheduling.plan import JobView
+from coserve.scheduling.plan import JobPhase, JobView
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.tuning.objective import LossSums
@@ -109,6 +109,7 @@ class Job:
         counts, cursor = self.trainer.counts, self.trainer.cursor
         if self._pack is None or cursor is None:
             return JobView(self.id, "update", 0, 0, 0, 0.0, 0.0, counts) if self.update_due else None
+        phase: JobPhase
         if not cursor.forward_done:
             phase, rows_left = "forward", cursor.num_rows - cursor.num_forward_rows
         else:
@@ -116,7 +117,7 @@ class Job:
         share = self._pack.num_trained / self._pack.num_rows
         parts_left = cursor.num_parts - cursor.num_parts_done
         keys = self._pack.mean_keys
-        return JobView(self.id, phase, cursor.num_rows, rows_left, parts_left, keys, share, counts)  # type: ignore[arg-type]
+        return JobView(self.id, phase, cursor.num_rows, rows_left, parts_left, keys, share, counts)
 
     # -- what happened ------------------------------------------------------------
 

@@ -73,17 +73,20 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
     """What a profile depends on."""
     config = backbone.architecture.config
     shape = {name: value for name, value in sorted(config.to_dict().items()) if not name.startswith("_")}
-    if backbone.device.type == "cuda":
-        device = torch.cuda.get_device_name(backbone.device)
-    else:
-        device = f"{_processor()}, {torch.get_num_threads()} threads"
     return {
-        "device": device,
+        "device": device_name(backbone.device),
         "model": hashlib.sha256(json.dumps(shape, default=str, sort_keys=True).encode()).hexdigest(),
         "dtype": str(backbone.dtype),
         "torch": torch.__version__,
         "coserve": coserve.__version__,
     }
+
+
+def device_name(device: torch.device) -> str:
+    """The device that runs the model, with the threads that it has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
 
 
 def _processor() -> str:

@@ -5,6 +5,7 @@ from random import Random
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.engine.request import TokenLogprob
 from coserve.engine.runner import StepResult, Work
+from coserve.errors import AdapterError
 from coserve.memory.activations import PooledMemory, group_bytes
 from coserve.models.backbone import Backbone
 from coserve.scheduling.counts import JobCounts, job_counts
@@ -166,14 +167,15 @@ class ModelledRunner:
     def trainer(
         self, adapter: AdapterConfig | str, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
     ) -> ModelledTrainer:
-        assert isinstance(adapter, AdapterConfig), "modelled versions have no parameters to go on from"
+        if not isinstance(adapter, AdapterConfig):
+            raise AdapterError("a modelled adapter has no parameters to go on from")
         return ModelledTrainer(Adapter(self.backbone, adapter), memory, mean_keys=mean_keys)
 
     def load_adapter(self, key: str, directory: str) -> int:
-        raise NotImplementedError("a modelled device loads no files")
+        raise AdapterError("a modelled device loads no files")
 
     def save_adapter(self, key: str, directory: str) -> None:
-        raise NotImplementedError("a modelled adapter has no parameters to save")
+        raise AdapterError("a modelled adapter has no parameters to save")
 
     def drop_version(self, key: str) -> None:
         pass
