@@ -1,8 +1,14 @@
 """Products of rows with a weight: y = x W^T, and the two products of its gradient.
 
-The plain functions leave the choice to PyTorch. A CPU that has no instruction for products of bfloat16 emulates them at
-a quarter of its float32 speed; there the wide functions convert a tile of the weight at a time, and multiply in
-float32. Either way the sums are float32, and the result is rounded once.
+Which way is fastest depends on the device, the dtype and the number of rows; `benchmarks/products.py` measures it.
+
+- A CPU with instructions for bfloat16 (AMX, AVX-512): a weight as the left factor streams through once as it lies,
+  while a weight as the right factor is rearranged first; with few rows that is a third of the time.
+- A CPU that has no such instruction emulates them at a quarter of its float32 speed; there the wide functions convert a
+  tile of the weight at a time, and multiply in float32.
+- Otherwise the choice is PyTorch's.
+
+In every case the sums are float32, and the result is rounded once.
 """
 
 from functools import cache
@@ -16,20 +22,26 @@ _TILE_ELEMENTS = 1 << 21
 _MIN_WIDE_ROWS = 16
 # Below how many rows float32 products are faster with the weight as the left factor.
 _FEW_ROWS = 48
+# The same for products by instructions for bfloat16.
+_FEW_BFLOAT16_ROWS = 24
 
 
 def stored(weight: Tensor) -> Tensor:
-    """A weight [out, in] laid out as products read it: on CPUs by its columns.
+    """A weight [out, in] laid out as products read it: on CPUs by its columns, but for native bfloat16.
 
-    With few rows, PyTorch's float32 products of 8 rows then take two thirds of the time; with many it is the same.
+    PyTorch's float32 products of 8 rows then take two thirds of the time; with many rows it is the same.
     """
-    return weight.T.contiguous().T if weight.device.type == "cpu" else weight
+    if weight.device.type != "cpu" or _is_native(weight):
+        return weight.contiguous()
+    return weight.T.contiguous().T
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
     if _is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
         return wide_product(x, weight, bias)
+    if x.shape[0] < _FEW_BFLOAT16_ROWS and _is_native(x):
+        return left_product(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
 
@@ -45,6 +57,14 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
         return wide_weight_gradient(grad, x)
     return grad.T @ x
+
+
+def left_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product` with the weight as the left factor, for few rows."""
+    # One row alone would be a product of a matrix and a vector, which is slower than with two.
+    rows = torch.nn.functional.pad(x, (0, 0, 0, 1)) if x.shape[0] == 1 else x
+    y = torch.mm(weight, rows.T) if bias is None else torch.addmm(bias[:, None], weight, rows.T)
+    return y.T[: x.shape[0]].contiguous()
 
 
 def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,6 +98,10 @@ def _tiles(weight: Tensor) -> list[slice]:
     """Runs of a weight's rows."""
     num_rows, size = weight.shape[0], max(1, _TILE_ELEMENTS // weight.shape[1])
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+def _is_native(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _multiplies_bfloat16()
 
 
 def _is_emulated(x: Tensor) -> bool:

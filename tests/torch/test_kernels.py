@@ -130,6 +130,19 @@ def test_row_keys_do_not_repeat():
     assert int(keys.max()) < 2**32
 
 
+@pytest.mark.parametrize("rows", [1, 2, 23])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_with_the_weight_on_the_left_are_the_plain_ones(rows, dtype):
+    x, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((rows, 24), (90, 24), (90,)))
+    for left, plain in (
+        (linear.left_product(x, weight), torch.nn.functional.linear(x, weight)),
+        (linear.left_product(x, weight, bias), torch.nn.functional.linear(x, weight, bias)),
+    ):
+        assert left.shape == plain.shape
+        assert left.is_contiguous()
+        torch.testing.assert_close(left, plain, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}))
+
+
 @pytest.mark.parametrize("rows", [1, 16, 47, 48, 130])
 @pytest.mark.parametrize("tile", [1 << 21, 40 * 24])
 def test_wide_products_of_bfloat16_are_the_plain_ones(rows, tile, monkeypatch):

@@ -1,0 +1,64 @@
+"""How long products of rows with a weight take, by layout, order of factors and number of rows.
+
+    python benchmarks/products.py [--dtype bfloat16]
+
+What `coserve/kernels/linear.py` chooses is read off this table. Every product has its own weight, so that none is in
+the caches. Columns: microseconds of x W^T by PyTorch's choice and with the weight on the left, of dy W, and of reading
+the weight once.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from coserve.bench.machine import describe, read_bytes_per_s
+from coserve.kernels.linear import left_product
+
+_SHAPES = ((4864, 896), (896, 4864), (1536, 576), (576, 1536), (960, 576), (49152, 576))
+_ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+_WEIGHT_BYTES = 256 << 20
+
+
+def _best_us(run: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        for weight in weights:
+            run(weight)
+        times.append((time.perf_counter() - start) / len(weights))
+    return 1e6 * min(times)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", default="bfloat16")
+    dtype = getattr(torch, parser.parse_args().dtype)
+    device = torch.device("cpu")
+    bytes_per_s = read_bytes_per_s(device)
+    print(f"{describe(device)}, {dtype}, reads {bytes_per_s / 1e9:.0f} GB/s")
+    print(f"{'weight':>12} layout  rows  linear    left   dy W    read")
+    for out, inner in _SHAPES:
+        num_bytes = out * inner * dtype.itemsize
+        rows_major = [torch.randn(out, inner).to(dtype) for _ in range(max(1, min(40, _WEIGHT_BYTES // num_bytes)))]
+        for layout in ("rows", "columns"):
+            # One library crashes on products by columns of so tall a weight.
+            if layout == "columns" and out > 10_000:
+                continue
+            weights = rows_major if layout == "rows" else [weight.T.contiguous().T for weight in rows_major]
+            for rows in _ROWS:
+                x, dy = torch.randn(rows, inner).to(dtype), torch.randn(rows, out).to(dtype)
+                with torch.inference_mode():
+                    linear = _best_us(lambda weight, x=x: torch.nn.functional.linear(x, weight), weights)
+                    left = _best_us(lambda weight, x=x: left_product(x, weight), weights)
+                    back = _best_us(lambda weight, dy=dy: dy @ weight, weights)
+                read = 1e6 * num_bytes / bytes_per_s
+                name = f"{out}x{inner}"
+                print(f"{name:>12} {layout:7} {rows:4} {linear:7.0f} {left:7.0f} {back:6.0f} {read:7.0f}")
+
+
+if __name__ == "__main__":
+    main()
