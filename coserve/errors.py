@@ -11,7 +11,8 @@ CoserveError
 ├── DataError           training data that cannot be used
 ├── RequestError        a request that cannot be served as it was asked
 ├── JobError            a fine-tuning job that cannot be run as it was asked, or that is not there
-└── DeviceMemoryError   the device ran out of memory within a step
+├── DeviceMemoryError   the device ran out of memory within a step
+└── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
 
 Every message is one line that says what is wrong and what would be right. Broken invariants inside coserve are plain
 ``assert`` statements: no input should ever reach them.
@@ -64,3 +65,7 @@ class JobError(CoserveError):
 
 class DeviceMemoryError(CoserveError):
     """The device ran out of memory."""
+
+
+class EngineGoneError(CoserveError):
+    """The engine's process is not there now; what was asked of it has not been done, or not to its end."""

@@ -46,6 +46,7 @@ class RequestRecord:
     """How a finished sequence was served. tpot_s: mean over its tokens behind the first; None if there was but one."""
 
     request: str
+    adapter: str | None
     arrival_s: float
     ttft_s: float
     tpot_s: float | None
@@ -653,6 +654,7 @@ class EngineCore:
         self.records.append(
             RequestRecord(
                 request=request.request,
+                adapter=request.version.name if request.version else None,
                 arrival_s=request.arrival_s,
                 ttft_s=request.first_token_s - request.arrival_s,
                 tpot_s=(request.last_token_s - request.first_token_s) / later if later else None,

@@ -1,0 +1,73 @@
+"""What a jobs' manager and an engine say to each other about jobs; the engine may be in another process."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from coserve.tuning.config import TuningConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterRef:
+    """An adapter by the name under which it is served; directory: where to load it from if it is not on the device."""
+
+    name: str
+    directory: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStart:
+    """All that an engine needs to start a job, or to go on with it where a checkpoint was taken.
+
+    name: of the adapter that it makes, and serves when it is done (when live, from the first step on). examples,
+    validation: files that `coserve.jobs.examples` wrote. adapter: a fresh one, by its configuration in PEFT's format;
+    or start: one to go on training. checkpoint: a directory that a `Checkpointed` named; then neither is used.
+    checkpoints: the directory in which the engine writes `step-<n>`: behind every `checkpoint_every_steps` optimizer
+    steps (0: none), at a pause, at a cancellation, and at the end. paused: it waits to be resumed.
+    """
+
+    id: str
+    name: str
+    examples: str
+    validation: str | None = None
+    config: TuningConfig
+    adapter: dict[str, Any] | None = None
+    start: AdapterRef | None = None
+    checkpoint: str | None = None
+    checkpoints: str
+    checkpoint_every_steps: int = 0
+    paused: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointed:
+    """A checkpoint of a job after `step` optimizer steps is complete on disk: the adapter in PEFT's format, and all
+    that it takes to go on. listed: one that users were promised (every so many steps, and the last), not one that is
+    only there so that nothing is lost.
+    """
+
+    job: str
+    step: int
+    directory: str
+    listed: bool
+
+
+class JobEngine(Protocol):
+    """An engine as the jobs' manager sees it. Every call raises JobError, AdapterError or DataError with one line, or
+    EngineGoneError if the engine died before it answered.
+    """
+
+    async def start_job(self, job: JobStart) -> None:
+        """Returns when the engine has taken it."""
+        ...
+
+    async def pause_job(self, job: str) -> None:
+        """It rests; a checkpoint has been written when this returns."""
+        ...
+
+    async def resume_job(self, job: str) -> None:
+        """The inverse."""
+        ...
+
+    async def cancel_job(self, job: str) -> None:
+        """It is over; a checkpoint has been written when this returns."""
+        ...

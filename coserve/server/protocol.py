@@ -1,0 +1,173 @@
+"""What the server's process and the engine's say to each other: msgpack over one ZeroMQ pair socket.
+
+The server says what to do (`Command`), the engine what came of it (`Report`). Commands with a `call` are answered by
+one `Reply` with the same number; a request is answered by its chunks, and a job by its events. Times are seconds of the
+monotonic clock, which both processes share. Nothing but tokens, settings and paths crosses: no tensor ever does.
+"""
+
+from typing import Any
+
+import msgspec
+
+from coserve.engine.core import EngineStats, RequestRecord
+from coserve.engine.job import JobEvent
+from coserve.engine.request import Chunk, Slo
+from coserve.engine.sampling import SamplingParams
+from coserve.jobs.messages import AdapterRef, Checkpointed, JobStart
+
+# -- commands: server to engine ---------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Answered by chunks, the last of each sequence with a finish_reason. One that cannot be served at all is answered
+    by one chunk with finish_reason "error".
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    arrival_s: float
+    slo: Slo | None = None
+    adapter: AdapterRef | None = None
+
+
+class CancelRequest(msgspec.Struct, tag=True, frozen=True):
+    """End a request; its last chunks say "cancelled"."""
+
+    id: str
+
+
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Put an adapter on the device under its name."""
+
+    call: int
+    adapter: AdapterRef
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """No new request finds it; no error if it was not there."""
+
+    call: int
+    name: str
+
+
+class StartJob(msgspec.Struct, tag=True, frozen=True):
+    """Start a job, or go on with it."""
+
+    call: int
+    job: JobStart
+
+
+class PauseJob(msgspec.Struct, tag=True, frozen=True):
+    """Let it rest where it is, and write a checkpoint."""
+
+    call: int
+    id: str
+
+
+class ResumeJob(msgspec.Struct, tag=True, frozen=True):
+    """The inverse."""
+
+    call: int
+    id: str
+
+
+class CancelJob(msgspec.Struct, tag=True, frozen=True):
+    """End it, and write a checkpoint."""
+
+    call: int
+    id: str
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """Write a checkpoint of every job that is not over, reply, and end the process."""
+
+    call: int
+
+
+Command = (
+    AddRequest | CancelRequest | LoadAdapter | UnloadAdapter | StartJob | PauseJob | ResumeJob | CancelJob | Shutdown
+)
+
+# -- reports: engine to server ----------------------------------------------------------
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """How far the start is; total: 0 if that is not known."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The engine takes commands. slo: of requests that bring none."""
+
+    model: str
+    dtype: str
+    device: str
+    slo: Slo
+    solo_step_s: float
+    vocab_size: int
+    max_positions: int
+    num_pages: int
+    page_bytes: int
+    block_tokens: int
+    weight_bytes: int
+
+
+class StartFailed(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot start as it was asked; starting it again would not help."""
+
+    error: str
+
+
+class Reply(msgspec.Struct, tag=True, frozen=True):
+    """A command is done, or refused with an error in one line of a kind (the name of its class in coserve.errors)."""
+
+    call: int
+    error: str | None = None
+    kind: str | None = None
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One step: when it ended, what it took and was believed to take, and the rows in it by kind.
+
+    backward_rows: rows of tasklets, over all blocks, divided by the number of blocks.
+    """
+
+    end_s: float
+    step_s: float
+    predicted_s: float
+    decode_rows: int
+    prefill_rows: int
+    window_rows: int
+    backward_rows: float
+
+
+class Happened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What steps brought. stats comes a few times a second."""
+
+    chunks: list[Chunk] = []
+    job_events: list[JobEvent] = []
+    checkpoints: list[Checkpointed] = []
+    records: list[RequestRecord] = []
+    steps: list[StepRecord] = []
+    stats: EngineStats | None = None
+
+
+Report = Progress | Ready | StartFailed | Reply | Happened
+
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_report_decoder = msgspec.msgpack.Decoder(Report)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode_command(message: bytes) -> Any:
+    """A `Command`."""
+    return _command_decoder.decode(message)
+
+
+def decode_report(message: bytes) -> Any:
+    """A `Report`."""
+    return _report_decoder.decode(message)
