@@ -12,7 +12,8 @@ CoserveError
 ├── RequestError        a request that cannot be served as it was asked
 ├── JobError            a fine-tuning job that cannot be run as it was asked, or that is not there
 ├── DeviceMemoryError   the device ran out of memory within a step
-└── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
+├── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
+└── ServerError         a server that cannot be reached, or that answered with an error
 
 Every message is one line that says what is wrong and what would be right. Broken invariants inside coserve are plain
 ``assert`` statements: no input should ever reach them.
@@ -69,3 +70,11 @@ class DeviceMemoryError(CoserveError):
 
 class EngineGoneError(CoserveError):
     """The engine's process is not there now; what was asked of it has not been done, or not to its end."""
+
+
+class ServerError(CoserveError):
+    """A server that cannot be reached, or that answered with an error; status: of HTTP, None if there was no answer."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status

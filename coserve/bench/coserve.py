@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from coserve.bench.baselines import PeftTrainer
-from coserve.bench.machine import percentile
 from coserve.bench.train import LORA
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import RequestRecord
@@ -20,6 +19,7 @@ from coserve.models.backbone import Backbone
 from coserve.scheduling.policies import make_policy
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
+from coserve.workloads.summary import percentile
 
 _MEMORY_BYTES = 4 << 30
 _TTFT_S = 2.0

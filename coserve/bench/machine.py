@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,9 +63,3 @@ def weight_bytes(backbone: Backbone) -> int:
         if part != "embed"
     }
     return sum(weights.values())
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so large a share does not exceed; nan without values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

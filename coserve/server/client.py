@@ -1,0 +1,151 @@
+"""The server from the other side: what the commands and the load generator say to it over HTTP.
+
+Small on purpose: programs of users speak through the `openai` client; this one needs nothing but httpx, and turns every
+failure into one line.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from coserve.errors import DataError, ServerError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+# Seconds until a connection stands; and between two pieces of an answer: a busy engine may take long to the first.
+_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
+
+
+class Client:
+    """One server, and the key for it. Every call raises ServerError with one line; not to be shared by threads."""
+
+    def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None) -> None:
+        """url: with or without `/v1` behind it."""
+        self.url = base_url(url)
+        self._http = httpx.Client(base_url=self.url, headers=auth_headers(api_key), timeout=_TIMEOUT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._http.close()
+
+    def get(self, path: str, **params: Any) -> Any:
+        """The JSON of an answer; None in params is left out."""
+        return self._send("GET", path, params={name: value for name, value in params.items() if value is not None})
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON of an answer."""
+        return self._send("POST", path, json=body or {})
+
+    def content(self, file_id: str) -> bytes:
+        """What is in a file that the server keeps."""
+        try:
+            answer = self._http.get(f"/v1/files/{file_id}/content")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        if answer.is_error:
+            raise refusal(answer.status_code, answer.content)
+        return answer.content
+
+    def upload(self, path: Path, purpose: str = "fine-tune") -> dict[str, Any]:
+        """Give the server a file; returns its record. DataError: the file cannot be read here."""
+        try:
+            with path.open("rb") as file:
+                record: dict[str, Any] = self._send(
+                    "POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": purpose}
+                )
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+        return record
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of a streamed answer as they come; closing the iterator early cancels the request."""
+        try:
+            with self._http.stream("POST", path, json={**body, "stream": True}) as answer:
+                if answer.is_error:
+                    raise refusal(answer.status_code, answer.read())
+                for line in answer.iter_lines():
+                    chunk = chunk_of(line)
+                    if chunk is not None:
+                        yield chunk
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+
+    def _send(self, method: str, path: str, **content: Any) -> Any:
+        try:
+            answer = self._http.request(method, path, **content)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        if answer.is_error:
+            raise refusal(answer.status_code, answer.content)
+        try:
+            return answer.json()
+        except ValueError:
+            raise ServerError(f"{self.url}{path} did not answer with JSON: is it a coserve server?") from None
+
+    def _unreachable(self, error: Exception) -> ServerError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return ServerError(f"no server at {self.url}: start one with `coserve up`, or name one with --url")
+        return ServerError(f"{self.url}: {_one_line(error) or type(error).__name__}")
+
+
+def base_url(url: str) -> str:
+    """Without `/v1` and slashes behind it; ServerError if it is no address."""
+    if not url.startswith(("http://", "https://")):
+        raise ServerError(f"{url!r} is no address of a server: it must begin with http:// or https://")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def auth_headers(api_key: str | None) -> dict[str, str]:
+    """As OpenAI's API has it."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def chunk_of(line: str) -> dict[str, Any] | None:
+    """What a line of a stream of server-sent events says; None for an empty one, a comment and the last.
+
+    Raises:
+        ServerError: the stream says that the request failed.
+    """
+    if not line.startswith("data:"):
+        return None
+    data = line.removeprefix("data:").strip()
+    if data == "[DONE]":
+        return None
+    try:
+        chunk: dict[str, Any] = json.loads(data)
+    except ValueError:
+        raise ServerError(f"the stream has a line that is no JSON: {data[:80]}") from None
+    if "error" in chunk:
+        raise ServerError(_message(chunk) or "the request failed")
+    return chunk
+
+
+def refusal(status: int, content: bytes) -> ServerError:
+    """An error that was answered, in its own words."""
+    try:
+        message = _message(json.loads(content))
+    except ValueError:
+        message = None
+    return ServerError(message or f"the server answered with status {status}", status=status)
+
+
+def _message(body: Any) -> str | None:
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return _one_line(message) if message else None
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -1,0 +1,135 @@
+"""Plays a trace against a server over HTTP, and writes down what every request saw.
+
+Open loop: a request is sent when the trace says so, whatever became of those before it; so a slow server meets a
+queue, as it would outside.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import httpx
+
+from coserve.errors import ServerError
+from coserve.server.client import auth_headers, base_url, chunk_of, refusal
+from coserve.workloads.summary import Outcome
+from coserve.workloads.traces import TracedRequest
+
+# A request's body, from its number and what the trace has of it; with "messages" it is a chat.
+Body = Callable[[int, TracedRequest], dict[str, Any]]
+
+# A guard: no answer, and no next piece of one, for so long is a failure.
+_TIMEOUT_S = 120.0
+
+
+class Load:
+    """A trace on its way through a server. `outcomes` and the counts may be read from another thread meanwhile."""
+
+    def __init__(self, url: str, trace: Sequence[TracedRequest], body: Body, *, api_key: str | None = None) -> None:
+        self.outcomes: list[Outcome] = []
+        self.num_sent = 0
+        self.start_s: float | None = None
+        self._url, self._headers = base_url(url), auth_headers(api_key)
+        self._trace, self._body = trace, body
+
+    @property
+    def num_open(self) -> int:
+        return self.num_sent - len(self.outcomes)
+
+    async def run(self) -> list[Outcome]:
+        """Play it to its end, and wait for all answers. Returns the outcomes in the order of arrival."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        async with httpx.AsyncClient(
+            base_url=self._url, headers=self._headers, timeout=_TIMEOUT_S, limits=limits
+        ) as http:
+            self.start_s = time.monotonic()
+            async with asyncio.TaskGroup() as tasks:
+                for index, request in enumerate(self._trace):
+                    await asyncio.sleep(self.start_s + request.at_s - time.monotonic())
+                    self.num_sent += 1
+                    tasks.create_task(self._ask(http, index, request, self.start_s))
+        return sorted(self.outcomes, key=lambda outcome: outcome.index)
+
+    async def _ask(self, http: httpx.AsyncClient, index: int, request: TracedRequest, start_s: float) -> None:
+        body = {**self._body(index, request), "stream": True, "stream_options": {"include_usage": True}}
+        answer, error = _Answer(), None
+        try:
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            async with http.stream("POST", path, json=body) as response:
+                if response.is_error:
+                    raise refusal(response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    answer.take(line, time.monotonic() - start_s)
+            if answer.finish_reason is None:
+                error = "the stream ended before the answer did"
+        except (ServerError, httpx.HTTPError) as failure:
+            error = " ".join(str(failure).split()) or type(failure).__name__
+        self.outcomes.append(answer.outcome(index, request.at_s, time.monotonic() - start_s, error))
+
+
+class _Answer:
+    """What has come of a streamed answer."""
+
+    def __init__(self) -> None:
+        self.finish_reason: str | None = None
+        self._times_s: list[float] = []  # of the pieces with text
+        self._usage: dict[str, Any] = {}
+
+    def take(self, line: str, now_s: float) -> None:
+        chunk = chunk_of(line)
+        if chunk is None:
+            return
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices") or ():
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            if choice.get("text") or (choice.get("delta") or {}).get("content"):
+                self._times_s.append(now_s)
+
+    def outcome(self, index: int, arrival_s: float, end_s: float, error: str | None) -> Outcome:
+        times_s, num_tokens = self._times_s, int(self._usage.get("completion_tokens") or 0)
+        ttft_s = tpot_s = None
+        if error is None:  # an answer without any text has come when it ended
+            ttft_s = (times_s[0] if times_s else end_s) - arrival_s
+            tpot_s = (times_s[-1] - times_s[0]) / (num_tokens - 1) if num_tokens > 1 and len(times_s) > 1 else None
+        details = self._usage.get("prompt_tokens_details") or {}
+        return Outcome(
+            index=index,
+            arrival_s=arrival_s,
+            end_s=end_s,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            gaps_s=tuple(after - before for before, after in pairwise(times_s)),
+            num_prompt_tokens=int(self._usage.get("prompt_tokens") or 0),
+            num_output_tokens=num_tokens,
+            num_cached_tokens=int(details.get("cached_tokens") or 0),
+            finish_reason=self.finish_reason,
+            error=error,
+        )
+
+
+def completions(model: str, *, vocab_size: int, seed: int = 0) -> Body:
+    """Prompts of random tokens, of the trace's lengths, whose answers end at the trace's lengths and not before."""
+
+    def body(index: int, request: TracedRequest) -> dict[str, Any]:
+        tokens = Random(f"{seed}/{index}").choices(range(vocab_size), k=request.num_prompt_tokens)
+        return {"model": model, "prompt": tokens, "max_tokens": request.num_output_tokens, "ignore_eos": True}
+
+    return body
+
+
+def chats(model: str, questions: Sequence[str]) -> Body:
+    """Questions in turn, whose answers end at the trace's lengths and not before."""
+
+    def body(index: int, request: TracedRequest) -> dict[str, Any]:
+        return {
+            "model": model,
+            "messages": [{"role": "user", "content": questions[index % len(questions)]}],
+            "max_tokens": request.num_output_tokens,
+            "ignore_eos": True,
+            "seed": index,
+        }
+
+    return body

@@ -1,0 +1,65 @@
+"""What a run comes to: percentiles, and how many requests held their objectives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a request went, as its sender saw it. Seconds; moments are from the trace's start.
+
+    ttft_s: from the moment at which the trace has it arrive, so that a late sender counts against the server, not for
+    it. tpot_s: mean over the tokens behind the first. gaps_s: between the pieces of the answer. error: one line, if it
+    failed.
+    """
+
+    index: int
+    arrival_s: float
+    end_s: float
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    gaps_s: tuple[float, ...] = ()
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def attained(self, *, ttft_s: float, tpot_s: float) -> bool:
+        """Whether both objectives were held; a request that failed held none."""
+        if self.error is not None or self.ttft_s is None:
+            return False
+        return self.ttft_s <= ttft_s and (self.tpot_s is None or self.tpot_s <= tpot_s)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that so large a share does not exceed; nan without values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def summarize(outcomes: Sequence[Outcome], *, ttft_s: float, tpot_s: float) -> dict[str, Any]:
+    """As JSON: counts, percentiles in milliseconds (null without a value), and the share that held both objectives."""
+    firsts = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
+    means = [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]
+    gaps = [gap for outcome in outcomes for gap in outcome.gaps_s]
+    attained = [outcome.attained(ttft_s=ttft_s, tpot_s=tpot_s) for outcome in outcomes]
+    tokens = sum(outcome.num_output_tokens for outcome in outcomes)
+    lasted_s = max((outcome.end_s for outcome in outcomes), default=0.0)
+    return {
+        "requests": len(outcomes),
+        "failed": sum(outcome.error is not None for outcome in outcomes),
+        "output_tokens": tokens,
+        "output_tokens_per_s": round(tokens / lasted_s, 2) if lasted_s else None,
+        "attainment": sum(attained) / len(attained) if attained else None,
+        **{
+            f"{name}_ms": {"p50": _ms(percentile(values, 0.5)), "p99": _ms(percentile(values, 0.99))}
+            for name, values in (("ttft", firsts), ("tpot", means), ("gap", gaps))
+        },
+    }
+
+
+def _ms(value_s: float) -> float | None:
+    return None if isnan(value_s) else round(1e3 * value_s, 3)
