@@ -24,7 +24,7 @@ def test_a_trace_is_the_same_from_a_seed_and_has_the_asked_rate(make):
     trace = make(rate=5, seconds=400, seed=3)
     assert trace == make(rate=5, seconds=400, seed=3) != make(rate=5, seconds=400, seed=4)
     assert len(trace) == 2000
-    assert all(a.at_s <= b.at_s for a, b in pairwise(trace)) and 0 <= trace[0].at_s and trace[-1].at_s <= 400
+    assert all(a.at_s <= b.at_s for a, b in pairwise(trace)) and trace[0].at_s >= 0 and trace[-1].at_s <= 400
 
 
 def test_arrivals_are_burstier_than_poissons():
