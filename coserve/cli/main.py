@@ -8,8 +8,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import coserve
+from coserve.cli import jobs
 from coserve.cli.bench import bench
+from coserve.cli.chat import chat
 from coserve.cli.inspect import inspect
+from coserve.cli.models import models
+from coserve.cli.tune import tune
 from coserve.errors import CoserveError
 
 # Typer's own copy of click, or click itself where Typer still uses it: the base of everything wrong with a command
@@ -46,6 +50,10 @@ def version() -> None:
     print(coserve.__version__)
 
 
+app.command()(chat)
+app.command()(tune)
+app.add_typer(jobs.app)
+app.command()(models)
 app.command()(inspect)
 app.command()(bench)
 

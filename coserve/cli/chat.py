@@ -1,0 +1,157 @@
+"""`coserve chat`: talk to a model in the terminal; answers stream."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coserve.cli.connection import DEFAULT_URL, ApiKey, Url, find_model, is_there, own_server
+from coserve.errors import ServerError
+from coserve.server.client import Client
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_HELP = """\
+/adapter NAME  answer with this adapter (its id, or the suffix it was given); with base, the base model
+/adapter       list what there is to ask
+/clear         forget the conversation
+/help          this
+/exit          end; so does Ctrl-D. Ctrl-C stops an answer."""
+
+
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="What to serve if no server runs: a directory, a hub id, or tiny, the built-in model.")
+    ] = "tiny",
+    adapter: Annotated[
+        str | None, typer.Option(help="Answer with this adapter: its id, or the suffix it was given.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is always the likeliest token.")] = 0.7,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Talk to a model. Without a server at --url, one is started for as long as the conversation lasts.
+
+    In a pipe, every line of stdin is a question of the same conversation: `echo "Hello" | coserve chat`.
+    """
+    from coserve.cli.tables import console
+
+    screen = console()
+    with ExitStack() as stack:
+        if url == DEFAULT_URL and not is_there(url, api_key):
+            url = stack.enter_context(_server_for_now(model, screen))
+        client = stack.enter_context(Client(url, api_key))
+        options = {"max_tokens": max_tokens, "temperature": temperature}
+        conversation = _Conversation(client, screen, system=system, options=options)
+        if adapter is not None:
+            conversation.turn_to(adapter)
+        conversation.run()
+
+
+@contextmanager
+def _server_for_now(model: str, screen: "Console") -> Iterator[str]:
+    with TemporaryDirectory(prefix="coserve-chat-") as directory, ExitStack() as stack:
+        if screen.is_terminal:
+            stack.enter_context(screen.status(f"starting a server for {model}"))
+        with own_server(model, log=Path(directory) / "server.log") as url:
+            stack.close()
+            yield url
+
+
+class _Conversation:
+    """What was said, to whom."""
+
+    def __init__(self, client: Client, screen: "Console", *, system: str | None, options: dict[str, Any]) -> None:
+        self._client, self._screen, self._options = client, screen, options
+        self._base = self._model = str(client.get("/v1/status")["model"])
+        self._start = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._start)
+        # Somebody sits there: prompts and help; otherwise stdout is for answers alone.
+        self._interactive = screen.is_terminal and sys.stdin.isatty()
+
+    def turn_to(self, name: str) -> None:
+        """Answer with another adapter from now on."""
+        self._model = self._base if name == "base" else find_model(self._client, name)
+
+    def run(self) -> None:
+        """Until the user has had enough."""
+        if self._interactive:
+            with suppress(ImportError):
+                import readline  # noqa: F401  # lines can be edited, and come back with the arrows
+            self._say(f"{self._model} at {self._client.url}; /help for help")
+        while (text := self._ask()) is not None:
+            if not text:
+                continue
+            try:
+                if text.startswith("/"):
+                    if not self._command(*text[1:].split(maxsplit=1)):
+                        return
+                else:
+                    self._answer(text)
+            except ServerError as error:
+                if not self._interactive:
+                    raise
+                self._screen.print(f"error: {error}", style="red", markup=False)
+
+    def _ask(self) -> str | None:
+        try:
+            return input("› " if self._interactive else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            self._screen.print()
+            return None
+
+    def _command(self, name: str = "", argument: str = "") -> bool:
+        """Whether the conversation goes on."""
+        match name:
+            case "exit" | "quit":
+                return False
+            case "clear":
+                self._messages = list(self._start)
+                self._say("forgotten")
+            case "adapter" if argument:
+                self.turn_to(argument)
+                self._say(f"{self._model} answers from now on")
+            case "adapter":
+                for model in self._client.get("/v1/models")["data"]:
+                    self._say(f"{'→' if model['id'] == self._model else ' '} {model['id']}")
+            case _:
+                self._say(_HELP if name == "help" else f"there is no command /{name}\n{_HELP}")
+        return True
+
+    def _answer(self, question: str) -> None:
+        messages = [*self._messages, {"role": "user", "content": question}]
+        body = {"model": self._model, "messages": messages, "stream_options": {"include_usage": True}, **self._options}
+        start_s, first_s, text, usage = monotonic(), None, "", {}
+        stream = self._client.stream("/v1/chat/completions", body)
+        try:
+            for chunk in stream:
+                usage = chunk.get("usage") or usage
+                for choice in chunk.get("choices") or ():
+                    piece = (choice.get("delta") or {}).get("content") or ""
+                    first_s = first_s or (monotonic() if piece else None)
+                    text += piece
+                    print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            stream.close()  # type: ignore[attr-defined]  # it is a generator; closing it cancels the request
+            self._say(" … stopped")
+        print()
+        self._messages = [*messages, {"role": "assistant", "content": text}]
+        num_tokens = usage.get("completion_tokens")
+        if self._interactive and first_s is not None and num_tokens:
+            each_ms = 1e3 * (monotonic() - first_s) / max(1, num_tokens - 1)
+            first_ms = 1e3 * (first_s - start_s)
+            self._say(f"{num_tokens} tokens, the first after {first_ms:.0f} ms, then {each_ms:.1f} ms each")
+
+    def _say(self, text: str) -> None:
+        """Words of the command, not of the model."""
+        self._screen.print(text, style="dim", markup=False)

@@ -1,0 +1,133 @@
+"""How commands find a server: `--url` and `--api-key`, which all of them share; or one of their own for a while."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coserve.errors import ServerError
+from coserve.server.client import DEFAULT_URL, Client
+
+Url = Annotated[
+    str, typer.Option(envvar="COSERVE_URL", metavar="URL", help="The server to talk to; `coserve up` starts one.")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="COSERVE_API_KEY", metavar="KEY", help="If the server was started with --api-key."),
+]
+Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON, for programs.")]
+
+# A server loads and measures its model first; the guard is for one that hangs.
+_START_GUARD_S = 600.0
+_END_GUARD_S = 60.0
+
+
+def is_there(url: str, api_key: str | None = None) -> bool:
+    """Whether any server answers."""
+    try:
+        with Client(url, api_key) as client:
+            client.get("/v1/models")
+    except ServerError as error:
+        return error.status is not None
+    return True
+
+
+@contextmanager
+def own_server(
+    model: str, *options: str, home: Path | None = None, log: Path, while_starting: Callable[[], None] = lambda: None
+) -> Iterator[str]:
+    """A server of the command's own, ready, for as long as the context lasts. Yields its URL.
+
+    Args:
+        options: more of `coserve up`.
+        home: where it keeps its state (None: where `coserve up` would).
+        log: what it says goes to this file.
+        while_starting: called a few times a second until it is ready.
+
+    Raises:
+        ServerError: it ended before it was ready, in its own last words.
+    """
+    url = f"http://127.0.0.1:{_free_port()}"
+    command = [sys.executable, "-m", "coserve", "up", model, "--port", url.rsplit(":", 1)[1], *options]
+    environment = {**os.environ, **({"COSERVE_HOME": str(home)} if home else {})}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        # In a session of its own: Ctrl-C is for the command, which ends the server in its turn.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+    try:
+        _wait_until_ready(process, url, log, while_starting)
+        yield url
+    finally:
+        _end(process)
+
+
+def _wait_until_ready(
+    process: "subprocess.Popen[bytes]", url: str, log: Path, while_starting: Callable[[], None]
+) -> None:
+    until_s = time.monotonic() + _START_GUARD_S
+    with Client(url) as client:
+        while time.monotonic() < until_s:
+            if process.poll() is not None:
+                raise ServerError(f"the server did not start: {_last_words(log)}")
+            try:
+                client.get("/ready")
+            except ServerError:
+                while_starting()
+                time.sleep(0.1)
+            else:
+                return
+    raise ServerError(f"the server was not ready after {_START_GUARD_S:.0f} s; {log} has what it said")
+
+
+def _last_words(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """First kindly: it writes checkpoints of what runs."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(number)
+            try:
+                process.wait(_END_GUARD_S)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def find_model(client: Client, name: str) -> str:
+    """The model that a name means: its id, or the newest whose id has it between its colons, such as a suffix.
+
+    Raises:
+        ServerError: there is none.
+    """
+    models: Sequence[dict[str, object]] = client.get("/v1/models")["data"]
+    if any(model["id"] == name for model in models):
+        return name
+    meant = [model for model in models if name in str(model["id"]).split(":")]
+    if not meant:
+        known = ", ".join(str(model["id"]) for model in models[:10])
+        raise ServerError(f"the server has no model {name!r}; it has {known}")
+    # Of a job's model and its checkpoints, the model: it has the fewest parts.
+    newest = max(meant, key=lambda model: (int(str(model.get("created") or 0)), -str(model["id"]).count(":")))
+    return str(newest["id"])
+
+
+__all__ = ["DEFAULT_URL", "ApiKey", "Json", "Url", "find_model", "is_there", "own_server"]

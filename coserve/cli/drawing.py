@@ -1,0 +1,80 @@
+"""Pieces of live views: sparklines, stacked bars, latencies beside their objectives. Pure functions to rich's texts."""
+
+from collections.abc import Iterable, Sequence
+from math import isnan
+
+from rich.text import Text
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+GOOD, BAD, DIM = "green", "bold red", "dim"
+
+
+def sparkline(
+    values: Sequence[float],
+    width: int,
+    *,
+    high: float | None = None,
+    low: float | None = None,
+    limit: float | None = None,
+) -> Text:
+    """The last values as blocks; red where one is above the limit."""
+    shown = [value for value in values if not isnan(value)][-width:]
+    if not shown:
+        return Text("·" * width, style=DIM)
+    least = min(shown) if low is None else low
+    span = (max(shown) if high is None else high) - least
+    text = Text()
+    for value in shown:
+        share = (value - least) / span if span > 0 else 0.0
+        block = _BLOCKS[min(len(_BLOCKS) - 1, max(0, int(share * len(_BLOCKS))))]
+        text.append(block, style=BAD if limit is not None and value > limit else "cyan")
+    return text
+
+
+def stacked_bar(parts: Iterable[tuple[float, str]], width: int, *, total: float | None = None) -> Text:
+    """Parts, each in its colour, as shares of the total (their sum, if none is given), in a bar of that width."""
+    sizes = [(max(0.0, size), colour) for size, colour in parts]
+    whole = total or sum(size for size, _ in sizes)
+    text, below = Text(), 0.0
+    for size, colour in sizes:
+        start, below = _cells(below, whole, width), below + size
+        text.append("█" * (_cells(below, whole, width) - start), style=colour)
+    text.append("░" * (width - len(text)), style=DIM)
+    return text
+
+
+def progress_bar(share: float, width: int) -> Text:
+    """Done and to do."""
+    done = round(min(max(share, 0.0), 1.0) * width)
+    return Text("━" * done, style=GOOD).append("━" * (width - done), style="bright_black")
+
+
+def against(value_ms: float | None, objective_ms: float | None) -> Text:
+    """A latency and what it must not exceed."""
+    if value_ms is None:
+        return Text("–", style=DIM)
+    held = objective_ms is None or value_ms <= objective_ms
+    text = Text(milliseconds(value_ms), style=GOOD if held else BAD)
+    return text if objective_ms is None else text.append(f" of {milliseconds(objective_ms)}", style=DIM)
+
+
+def milliseconds(value_ms: float | None) -> str:
+    """With the unit that fits."""
+    if value_ms is None:
+        return "–"
+    if value_ms >= 10_000:
+        return f"{value_ms / 1e3:.1f} s"
+    return f"{value_ms:,.0f} ms" if value_ms >= 10 else f"{value_ms:.1f} ms"
+
+
+def duration(seconds: float | None) -> str:
+    """Minutes and seconds."""
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _cells(size: float, whole: float, width: int) -> int:
+    return round(width * min(1.0, size / whole)) if whole > 0 else 0

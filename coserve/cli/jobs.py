@@ -1,0 +1,128 @@
+"""`coserve jobs`: fine-tuning jobs of a server, and what can be done with them."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url
+from coserve.errors import JobError
+from coserve.server.client import Client
+
+JobId = Annotated[str, typer.Argument(metavar="ID", help="Of the job, such as ftjob-…, or `last` for the newest.")]
+
+app = typer.Typer(
+    name="jobs",
+    help="Fine-tuning jobs of the server: list them; show, follow, pause, resume or cancel one.",
+    rich_markup_mode="markdown",
+)
+
+
+@app.callback(invoke_without_command=True)
+def jobs(
+    context: typer.Context,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="The newest so many.")] = 20,
+) -> None:
+    """Fine-tuning jobs of the server: list them; show, follow, pause, resume or cancel one."""
+    if context.invoked_subcommand is not None:
+        return
+    with Client(url, api_key) as client:
+        found = client.get("/v1/fine_tuning/jobs", limit=limit)["data"]
+    if as_json:
+        print(json.dumps({"jobs": found}))
+        return
+    from coserve.cli.models import moment
+    from coserve.cli.tables import console, table
+
+    listing = table("job", "status", "model", "result", ">trained tokens", "since")
+    for job in found:
+        result = job.get("fine_tuned_model") or (job.get("error") or {}).get("message") or ""
+        tokens = "" if job.get("trained_tokens") is None else f"{job['trained_tokens']:,}"
+        listing.add_row(job["id"], job["status"], job["model"], result, tokens, moment(job["created_at"]))
+    console().print(listing if found else "No jobs yet; `coserve tune FILE` starts one.")
+
+
+@app.command()
+def show(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """All that the server knows of a job, and its checkpoints."""
+    with Client(url, api_key) as client:
+        record = _find(client, job)
+        checkpoints = client.get(f"/v1/fine_tuning/jobs/{record['id']}/checkpoints", limit=100)["data"]
+    if as_json:
+        print(json.dumps({**record, "checkpoints": checkpoints}))
+        return
+    from coserve.cli.tables import console, table
+
+    listing = table("field", "value")
+    for name, value in record.items():
+        if value not in (None, [], {}):
+            listing.add_row(name, value if isinstance(value, str) else json.dumps(value))
+    for checkpoint in checkpoints:
+        listing.add_row(f"step {checkpoint['step_number']}", checkpoint["fine_tuned_model_checkpoint"])
+    console().print(listing)
+
+
+@app.command()
+def events(
+    job: JobId,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """What happened to a job, oldest first."""
+    from coserve.cli.follow import event_line, events_after
+    from coserve.cli.tables import console
+
+    with Client(url, api_key) as client:
+        found = events_after(client, _find(client, job)["id"], None)
+    if as_json:
+        print(json.dumps({"events": found}))
+        return
+    for event in found:
+        console().print(event_line(event), soft_wrap=True)
+
+
+@app.command()
+def follow(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Watch a job until it is over: steps, loss, and what requests see meanwhile. Ctrl-C leaves it running."""
+    from coserve.cli.tune import watch
+
+    with Client(url, api_key) as client:
+        watch(client, _find(client, job), as_json=as_json)
+
+
+@app.command()
+def pause(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Let a job rest, behind a checkpoint; the device is for requests alone until `coserve jobs resume`."""
+    _do("pause", job, url, api_key, as_json)
+
+
+@app.command()
+def resume(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Let a paused job go on, exactly where it rested."""
+    _do("resume", job, url, api_key, as_json)
+
+
+@app.command()
+def cancel(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """End a job; its checkpoints stay, and can be asked."""
+    _do("cancel", job, url, api_key, as_json)
+
+
+def _do(verb: str, job: str, url: str, api_key: str | None, as_json: bool) -> None:
+    with Client(url, api_key) as client:
+        record = client.post(f"/v1/fine_tuning/jobs/{_find(client, job)['id']}/{verb}")
+    print(json.dumps(record) if as_json else f"{record['id']}: {record['status']}")
+
+
+def _find(client: Client, job: str) -> dict[str, Any]:
+    if job != "last":
+        record: dict[str, Any] = client.get(f"/v1/fine_tuning/jobs/{job}")
+        return record
+    newest: list[dict[str, Any]] = client.get("/v1/fine_tuning/jobs", limit=1)["data"]
+    if not newest:
+        raise JobError("the server has no jobs yet; `coserve tune FILE` starts one")
+    return newest[0]

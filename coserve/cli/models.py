@@ -1,0 +1,41 @@
+"""`coserve models`: what a server can be asked for."""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url
+
+
+def models(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """List what the server answers as: the base model, adapters that were loaded or learned here, their checkpoints.
+
+    Any of these ids is a `model` of a request (`coserve chat --adapter ID`), and a `model` that a job can go on
+    training (`coserve tune FILE --model ID`).
+    """
+    from coserve.server.client import Client
+
+    with Client(url, api_key) as client:
+        found = client.get("/v1/models")["data"]
+    if as_json:
+        print(json.dumps({"models": [model["id"] for model in found]}))
+        return
+    from coserve.cli.tables import console, table
+
+    listing = table("model", "kind", "on top of", "since")
+    for model in found:
+        listing.add_row(model["id"], _kind(model), model.get("parent") or "", moment(model.get("created")))
+    console().print(listing)
+
+
+def moment(seconds: int | None) -> str:
+    """A time as it is told here."""
+    return "" if not seconds else datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def _kind(model: dict[str, Any]) -> str:
+    if ":ckpt-step-" in model["id"]:
+        return "checkpoint"
+    if "@" in model["id"]:
+        return "version"
+    return "adapter" if model.get("parent") else "base"

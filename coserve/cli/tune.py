@@ -1,0 +1,147 @@
+"""`coserve tune`: a file becomes a model that answers, on a server that goes on serving meanwhile."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url
+from coserve.errors import JobError
+from coserve.server.client import Client
+
+
+def tune(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help='JSONL, an example a line: {"messages": […]} as chats, {"prompt", "completion"}, or {"text"}.',
+        ),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="What to start from: the base model, or an adapter to go on with. [the base]")
+    ] = None,
+    suffix: Annotated[
+        str | None, typer.Option(help="A name that the finished model carries, 1 to 64 characters.")
+    ] = None,
+    validation: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Examples that are never learned, only measured.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Times that every example is used: more learns it better, then by heart.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Examples of an optimizer step: more is steadier, and takes fewer steps.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Size of a step. 1e-4 is usual for LoRA; too much and the loss jumps, too little and it stays."
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="How the learning rate goes on: constant, linear or cosine (both down to 0).")
+    ] = None,
+    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps over which the learning rate rises.")] = None,
+    r: Annotated[
+        int | None, typer.Option("--r", min=1, help="LoRA's rank: more can learn more, and costs memory and time.")
+    ] = None,
+    alpha: Annotated[float | None, typer.Option(help="LoRA's scale is alpha / r; usually 1 or 2 times r.")] = None,
+    targets: Annotated[
+        str | None, typer.Option(help="Layers with an adapter, such as q_proj,v_proj; or all-linear.")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Longer examples are cut to so many tokens.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps between checkpoints, each of which can be asked.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the order of examples and the adapter's first values.")
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Serve every optimizer step at once, not only the end.")] = False,
+    follow: Annotated[bool, typer.Option(help="Watch it until it is over; Ctrl-C leaves it running.")] = True,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """Upload FILE, start a fine-tuning job on it, and watch it learn.
+
+    The job takes the time that requests leave over: a busy server trains slowly, an idle one at full speed, and the
+    view shows what requests see meanwhile against their objectives. What is not given is chosen by the server. The
+    finished model answers at once: `coserve chat --adapter SUFFIX`.
+    """
+    extensions = {
+        "adapter": _given(r=r, alpha=alpha, target_modules=_targets(targets)),
+        "optimizer": _given(learning_rate=learning_rate, schedule=schedule, warmup_steps=warmup_steps),
+        **_given(max_sequence_length=max_length, checkpoint_every_steps=checkpoint_every, live=live or None),
+    }
+    if extensions["adapter"]:
+        extensions["adapter"] = {"type": "lora", **extensions["adapter"]}
+    with Client(url, api_key) as client:
+        body = {
+            "model": model or client.get("/v1/status")["model"],
+            "training_file": client.upload(file)["id"],
+            **_given(
+                validation_file=client.upload(validation)["id"] if validation else None,
+                suffix=suffix,
+                seed=seed,
+            ),
+            **job_method(epochs=epochs, batch_size=batch_size),
+            "coserve": {name: value for name, value in extensions.items() if value != {}},
+        }
+        job = client.post("/v1/fine_tuning/jobs", body)
+        if follow:
+            watch(client, job, as_json=as_json)
+        else:
+            print(json.dumps({"job": job["id"], "status": job["status"]}) if as_json else _afterwards(job["id"]))
+
+
+def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
+    """Follow a job to its end, and say how it ended; JobError if it failed."""
+    from coserve.cli.follow import follow
+    from coserve.cli.tables import console
+
+    screen = console()
+    screen.print(f"job {job['id']} on {job['model']}", soft_wrap=True)
+    try:
+        progress = follow(client, job, screen)
+    except KeyboardInterrupt:
+        screen.print(f"\nThe job goes on without being watched. {_afterwards(job['id'])}")
+        if as_json:
+            print(json.dumps({"job": job["id"], "status": "left running"}))
+        return
+    ended = progress.job
+    if ended["status"] == "failed":
+        raise JobError(
+            f"job {ended['id']} failed: {(ended.get('error') or {}).get('message') or 'no reason was given'}"
+        )
+    if ended["status"] == "succeeded":
+        screen.print(f"Done. Ask it: coserve chat --adapter {ended['fine_tuned_model']}", soft_wrap=True)
+    else:
+        screen.print(f"The job was {ended['status']}; coserve jobs show {ended['id']} lists its checkpoints.")
+    if as_json:
+        print(json.dumps(progress.summary()))
+
+
+def job_method(*, epochs: int | None, batch_size: int | None) -> dict[str, Any]:
+    """The part of a job's body where OpenAI's API has the hyperparameters."""
+    hyperparameters = _given(n_epochs=epochs, batch_size=batch_size)
+    return {"method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}}
+
+
+def _afterwards(job_id: str) -> str:
+    return (
+        f"Watch it: coserve jobs follow {job_id}\n"
+        f"Let it rest: coserve jobs pause {job_id}\n"
+        f"End it: coserve jobs cancel {job_id}"
+    )
+
+
+def _targets(text: str | None) -> str | list[str] | None:
+    if text is None or text == "all-linear":
+        return text
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
