@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test check format clean
+.PHONY: setup demo test check format clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -11,6 +11,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+demo: setup  ## Serve and fine-tune at once, in three minutes; leaves demo-report/report.html
+	$(BIN)/coserve demo
 
 test: setup  ## Every test that this machine can run, warnings as errors
 	$(BIN)/python -m pytest
@@ -26,4 +29,4 @@ format: setup  ## Bring the code into format
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what setup and the tests made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-report .mypy_cache .ruff_cache .hypothesis

@@ -244,7 +244,8 @@ def _binned(samples: Iterable[Sequence[Any]], width_s: float) -> list[tuple[int,
 
 
 def _seconds(results: dict[str, Any], *names: str) -> float:
-    return max(max(results["phases"][name]["seconds"] for name in names), 1.0)
+    seconds: list[float] = [results["phases"][name]["seconds"] for name in names]
+    return max(1.0, *seconds)
 
 
 def _figure(caption: str, body: str, *, wide: bool = False) -> str:
@@ -262,11 +263,14 @@ def _learned(results: dict[str, Any]) -> str:
         for q in results["questions"]
     )
     head = "".join(f'<th scope="col">{name}</th>' for name in ("question", "before", "after"))
-    model = results["job"]["model"] or "none: the job did not get so far"
+    model, score = results["job"]["model"] or "none: the job did not get so far", results["score"]
     return (
         f'<table class="words"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-        f'<p class="note">Before: the base model, {escape(results["model"])}. After: <code>{escape(model)}</code>; its '
-        "weights lie beside this page in <code>adapter/</code>, in PEFT's format.</p>"
+        f'<p class="note">None of these questions was among the examples. Of {score["asked"]} like them, '
+        f"{_share(score['before'])} were answered word for word as the lesson has it before, and "
+        f"{_share(score['after'])} after. Before: the base model, {escape(results['model'])}. "
+        f"After: <code>{escape(model)}</code>; its weights lie beside this page in <code>adapter/</code>, in PEFT's "
+        "format.</p>"
     )
 
 

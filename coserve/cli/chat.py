@@ -131,7 +131,8 @@ class _Conversation:
     def _answer(self, question: str) -> None:
         messages = [*self._messages, {"role": "user", "content": question}]
         body = {"model": self._model, "messages": messages, "stream_options": {"include_usage": True}, **self._options}
-        start_s, first_s, text, usage = monotonic(), None, "", {}
+        start_s, first_s, text = monotonic(), None, ""
+        usage: dict[str, Any] = {}
         stream = self._client.stream("/v1/chat/completions", body)
         try:
             for chunk in stream:

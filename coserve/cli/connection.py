@@ -17,7 +17,7 @@ from coserve.errors import ServerError
 from coserve.server.client import DEFAULT_URL, Client
 
 Url = Annotated[
-    str, typer.Option(envvar="COSERVE_URL", metavar="URL", help="The server to talk to; `coserve up` starts one.")
+    str, typer.Option(envvar="COSERVE_URL", metavar="URL", help="The server to talk to; coserve up starts one.")
 ]
 ApiKey = Annotated[
     str | None,

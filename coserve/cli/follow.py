@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -12,70 +11,13 @@ from rich.text import Text
 from coserve.cli.drawing import DIM, against, duration, progress_bar, sparkline
 from coserve.errors import ServerError
 from coserve.server.client import Client
+from coserve.server.job_progress import JobProgress
 
-OVER = ("succeeded", "failed", "cancelled")
 _POLL_S = 0.5
 # Where nobody looks, metrics come no more often than this.
 _PLAIN_S = 5.0
-_EVENTS_PER_CALL = 100
 # Answers that say "later": a server that restarts its engine goes on with the job.
 _PATIENCE_S = 120.0
-
-
-@dataclass(kw_only=True)
-class JobProgress:
-    """What is known of a job, and of the server meanwhile; `take` adds to it."""
-
-    job: dict[str, Any]
-    status: dict[str, Any] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    step: int = 0
-    num_steps: int | None = None
-    validation_loss: float | None = None
-    tokens_per_s: float | None = None
-    _last_event: str | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.job["status"] in OVER
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds to the estimated end, if there is one."""
-        finish = self.job.get("estimated_finish")
-        return None if finish is None or self.is_over else max(0.0, finish - time.time())
-
-    def poll(self, client: Client) -> list[dict[str, Any]]:
-        """Ask the server once. Returns the events that are new, oldest first."""
-        self.job = client.get(f"/v1/fine_tuning/jobs/{self.job['id']}")
-        new = list(events_after(client, self.job["id"], self._last_event))
-        for event in new:
-            self._last_event = event["id"]
-            if event.get("type") == "metrics":
-                self._measure(event.get("data") or {})
-        self.status = client.get("/v1/status")
-        return new
-
-    def _measure(self, data: dict[str, Any]) -> None:
-        self.step = data.get("step") or self.step
-        self.num_steps = data.get("total_steps") or self.num_steps
-        self.tokens_per_s = data.get("tokens_per_s") or self.tokens_per_s
-        if data.get("train_loss") is not None:
-            self.losses.append(data["train_loss"])
-        if data.get("valid_loss") is not None:
-            self.validation_loss = data["valid_loss"]
-
-    def summary(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "job": self.job["id"],
-            "status": self.job["status"],
-            "fine_tuned_model": self.job.get("fine_tuned_model"),
-            "trained_tokens": self.job.get("trained_tokens"),
-            "steps": self.step,
-            "train_loss": self.losses[-1] if self.losses else None,
-            "valid_loss": self.validation_loss,
-        }
 
 
 def follow(client: Client, job: dict[str, Any], console: Console) -> JobProgress:
@@ -117,9 +59,9 @@ def view(progress: JobProgress, width: int) -> RenderableType:
     if progress.left_s is not None:
         head.append(f"  {duration(progress.left_s)} left", style=DIM)
     lines = [head]
-    if progress.losses:
-        learning = Text.assemble("loss ", (f"{progress.losses[-1]:.4g}", "bold"), " ")
-        learning.append_text(sparkline(progress.losses, max(10, min(40, width - 48))))
+    if progress.loss is not None:
+        learning = Text.assemble("loss ", (f"{progress.loss:.4g}", "bold"), " ")
+        learning.append_text(sparkline(list(progress.losses.values()), max(10, min(40, width - 48))))
         if progress.validation_loss is not None:
             learning.append(f"  validation {progress.validation_loss:.4g}")
         if progress.tokens_per_s is not None:
@@ -148,21 +90,6 @@ def _polls(client: Client, progress: JobProgress) -> Iterator[list[dict[str, Any
         if progress.is_over:
             return
         time.sleep(_POLL_S)
-
-
-def events_after(client: Client, job_id: str, last: str | None) -> list[dict[str, Any]]:
-    """Events newer than one, oldest first. The API lists the newest first, and pages to older ones."""
-    found: list[dict[str, Any]] = []
-    after: str | None = None
-    while True:
-        page = client.get(f"/v1/fine_tuning/jobs/{job_id}/events", after=after, limit=_EVENTS_PER_CALL)
-        for event in page["data"]:
-            if event["id"] == last:
-                return found[::-1]
-            found.append(event)
-        if not page.get("has_more") or not page["data"]:
-            return found[::-1]
-        after = page["data"][-1]["id"]
 
 
 def event_line(event: dict[str, Any]) -> Text:

@@ -73,8 +73,9 @@ def events(
     as_json: Json = False,
 ) -> None:
     """What happened to a job, oldest first."""
-    from coserve.cli.follow import event_line, events_after
+    from coserve.cli.follow import event_line
     from coserve.cli.tables import console
+    from coserve.server.job_progress import events_after
 
     with Client(url, api_key) as client:
         found = events_after(client, _find(client, job)["id"], None)

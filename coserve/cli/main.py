@@ -11,6 +11,7 @@ import coserve
 from coserve.cli import jobs
 from coserve.cli.bench import bench
 from coserve.cli.chat import chat
+from coserve.cli.demo import demo
 from coserve.cli.inspect import inspect
 from coserve.cli.models import models
 from coserve.cli.tune import tune
@@ -50,6 +51,7 @@ def version() -> None:
     print(coserve.__version__)
 
 
+app.command()(demo)
 app.command()(chat)
 app.command()(tune)
 app.add_typer(jobs.app)

@@ -20,19 +20,28 @@ def tune(
         ),
     ],
     model: Annotated[
-        str | None, typer.Option(help="What to start from: the base model, or an adapter to go on with. [the base]")
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="What to start from: the base model, or an adapter to go on with. [the base]"
+        ),
     ] = None,
     suffix: Annotated[
-        str | None, typer.Option(help="A name that the finished model carries, 1 to 64 characters.")
+        str | None, typer.Option(metavar="NAME", help="A name that the finished model carries, 1 to 64 characters.")
     ] = None,
     validation: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Examples that are never learned, only measured.")
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Times that every example is used: more learns it better, then by heart.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Times that every example is used: more learns it better, then by heart."
+        ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Examples of an optimizer step: more is steadier, and takes fewer steps.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Examples of an optimizer step: more is steadier, and takes fewer steps."
+        ),
     ] = None,
     learning_rate: Annotated[
         float | None,
@@ -41,22 +50,33 @@ def tune(
         ),
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="How the learning rate goes on: constant, linear or cosine (both down to 0).")
+        str | None,
+        typer.Option(
+            metavar="KIND", help="How the learning rate goes on: constant, linear or cosine (both down to 0)."
+        ),
     ] = None,
-    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps over which the learning rate rises.")] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Steps over which the learning rate rises.")
+    ] = None,
     r: Annotated[
-        int | None, typer.Option("--r", min=1, help="LoRA's rank: more can learn more, and costs memory and time.")
+        int | None,
+        typer.Option("--r", metavar="N", min=1, help="LoRA's rank: more can learn more, and costs memory and time."),
     ] = None,
-    alpha: Annotated[float | None, typer.Option(help="LoRA's scale is alpha / r; usually 1 or 2 times r.")] = None,
+    alpha: Annotated[
+        float | None, typer.Option(metavar="X", help="LoRA's scale is alpha / r; usually 1 or 2 times r.")
+    ] = None,
     targets: Annotated[
-        str | None, typer.Option(help="Layers with an adapter, such as q_proj,v_proj; or all-linear.")
+        str | None, typer.Option(metavar="NAMES", help="Layers with an adapter, such as q_proj,v_proj; or all-linear.")
     ] = None,
-    max_length: Annotated[int | None, typer.Option(min=2, help="Longer examples are cut to so many tokens.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Longer examples are cut to so many tokens.")
+    ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps between checkpoints, each of which can be asked.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Optimizer steps between checkpoints, each of which can be asked."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of the order of examples and the adapter's first values.")
+        int | None, typer.Option(metavar="N", min=0, help="Of the order of examples and the adapter's first values.")
     ] = None,
     live: Annotated[bool, typer.Option("--live", help="Serve every optimizer step at once, not only the end.")] = False,
     follow: Annotated[bool, typer.Option(help="Watch it until it is over; Ctrl-C leaves it running.")] = True,

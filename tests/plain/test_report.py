@@ -54,6 +54,7 @@ def recorded(*, num_requests: int = 60, seconds: float = 30.0) -> dict:
         "objectives": {"ttft_ms": 2000, "tpot_ms": 21.3},
         "settings": {"trace": "bursty, 2 requests/s & more", "learning rate": 1e-3},
         "job": {"id": "ftjob-1", "model": "ft:tiny:org:pirate:1"},
+        "score": {"asked": 40, "before": 0.0, "after": 0.925},
         "questions": [{"question": "Who <are> you?", "before": "I am a cat & a dog.", "after": "Arr, matey!"}],
         "phases": {
             "requests": {**phase, "summary": summary(), "outcomes": outcomes(1)},
@@ -89,6 +90,7 @@ def test_the_page_has_every_part_and_is_well_formed():
         "2 cores of <something>",
         "2026-01-02 03:04 UTC",
         "bursty, 2 requests/s & more",
+        "92.5% after",
         "adapter/",
     ):
         assert part in words, part
@@ -112,7 +114,7 @@ def test_what_is_missing_is_left_out_and_not_guessed():
             phase["tuning"] |= {"losses": [], "tokens_per_s": None, "finished": False}
         if phase["summary"]:
             phase["summary"] |= {"attainment": None, "ttft_ms": {"p50": None, "p99": None}}
-    results["questions"], results["job"]["model"] = [], None
+    results["questions"], results["job"]["model"], results["score"]["after"] = [], None, None
     ElementTree.fromstring(report_html(json.loads(json.dumps(results))))
 
 

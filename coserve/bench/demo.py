@@ -1,0 +1,306 @@
+"""The demo's experiment, over HTTP alone: requests alone, a fine-tuning job alone, then both at once; the same trace,
+the same job. What it found is plain data, which the report is made of.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Thread
+from typing import Any, Literal
+
+from coserve.errors import JobError
+from coserve.server.client import Client
+from coserve.server.job_progress import JobProgress
+from coserve.workloads.load import Load, chats
+from coserve.workloads.summary import Outcome, summarize
+from coserve.workloads.traces import Lengths, TracedRequest, bursty
+
+PhaseName = Literal["requests", "job", "both"]
+PHASES: tuple[PhaseName, ...] = ("requests", "job", "both")
+
+_POLL_S = 0.25
+# With both, the job may take so many times the phase's seconds before it is stopped.
+_PATIENCE = 1.5
+# A guard for answers that never come.
+_GUARD_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """What is played. seconds: of the trace, and the most for the job alone. rate: mean requests per second."""
+
+    seconds: float = 40.0
+    rate: float = 2.0
+    mean_output_tokens: float = 24.0
+    epochs: int = 8
+    batch_size: int = 8
+    learning_rate: float = 1e-3
+    r: int = 16
+    checkpoint_every_steps: int = 25
+    num_questions: int = 8
+    num_scored: int = 40
+    seed: int = 0
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """A phase as it goes: what senders saw, what the server says of its steps and pages. Seconds from its start."""
+
+    name: PhaseName
+    planned_s: float
+    start_s: float = field(default_factory=time.monotonic)
+    load: Load | None = None
+    progress: JobProgress | None = None
+    status: dict[str, Any] = field(default_factory=dict)
+    steps: list[list[float]] = field(default_factory=list)  # when, ms, predicted ms, then rows by kind
+    memory: list[list[Any]] = field(default_factory=list)  # when, pages by owner
+    losses: list[list[float]] = field(default_factory=list)  # when, step, loss
+    job_start_s: float = 0.0
+    job_end_s: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def outcomes(self) -> Sequence[Outcome]:
+        return self.load.outcomes if self.load else ()
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self.start_s
+
+
+@dataclass(kw_only=True)
+class DemoState:
+    """Where the demo is, for those who watch."""
+
+    doing: str = ""
+    recordings: dict[PhaseName, Recording] = field(default_factory=dict)
+    current: Recording | None = None
+    questions: list[dict[str, str]] = field(default_factory=list)
+
+
+class Demo:
+    """One run of it on a server that nobody else uses.
+
+    Args:
+        lesson: lines to train on, and conversations to ask (`coserve.workloads.lessons.Lesson`).
+        training_file: where the lines are written, to be uploaded.
+        watch: called a few times a second with the state.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        lesson: Any,
+        training_file: Path,
+        config: DemoConfig,
+        *,
+        watch: Callable[[DemoState], None] = lambda state: None,
+    ) -> None:
+        self._url, self._lesson, self._file, self._config, self._watch = url, lesson, training_file, config, watch
+        self._client = Client(url)
+        self._cursor = 0
+        self.state = DemoState()
+
+    def run(self) -> dict[str, Any]:
+        """All of it. Returns the results; JobError if the job failed."""
+        status = self._client.get("/v1/status")
+        base = str(status["model"])
+        before = self._ask(base, "asks the base model")
+        uploaded = self._client.upload(self._file)["id"]
+        for name in PHASES:
+            self._phase(name, base, uploaded)
+        both = self.state.recordings["both"]
+        assert both.progress is not None
+        tuned = self._served_model(both.progress)
+        after = self._ask(tuned, "asks the new adapter") if tuned else []
+        self._client.close()
+        return self._results(status, before, after, tuned)
+
+    # -- asking --------------------------------------------------------------------------
+
+    def _ask(self, model: str, doing: str) -> list[str]:
+        """The likeliest answers to what the lesson held out."""
+        answers = []
+        asked = self._lesson.questions[: self._config.num_scored]
+        for index, messages in enumerate(asked):
+            self._tell(f"{doing} ({index + 1} of {len(asked)})")
+            body = {"model": model, "messages": messages, "max_tokens": 48, "temperature": 0}
+            answers.append(self._client.post("/v1/chat/completions", body)["choices"][0]["message"]["content"].strip())
+        return answers
+
+    def _served_model(self, progress: JobProgress) -> str | None:
+        """What the job made: the model, or the last checkpoint of one that was stopped."""
+        if progress.job.get("fine_tuned_model"):
+            return str(progress.job["fine_tuned_model"])
+        checkpoints = self._client.get(f"/v1/fine_tuning/jobs/{progress.job['id']}/checkpoints", limit=100)["data"]
+        newest = max(checkpoints, key=lambda checkpoint: checkpoint["step_number"], default=None)
+        return newest and str(newest["fine_tuned_model_checkpoint"])
+
+    # -- phases --------------------------------------------------------------------------
+
+    def _phase(self, name: PhaseName, base: str, uploaded: str) -> None:
+        config = self._config
+        self._skip_what_was()
+        recording = self.state.recordings[name] = self.state.current = Recording(name=name, planned_s=config.seconds)
+        if name != "requests":
+            recording.progress = JobProgress(job=self._start_job(base, uploaded, suffix=self._lesson.name))
+            recording.job_start_s = recording.now_s
+        player = None
+        if name != "job":
+            questions = [messages[-1]["content"] for messages in self._lesson.questions]
+            recording.load = Load(self._url, self.trace(), chats(base, questions))
+            player = Thread(target=lambda load: asyncio.run(load.run()), args=(recording.load,), daemon=True)
+            player.start()
+        most_s = config.seconds * (_PATIENCE if name == "both" else 1.0)
+        self._tell({"requests": "requests alone", "job": "the job alone", "both": "both at once"}[name])
+        while self._goes_on(recording, player, most_s):
+            time.sleep(_POLL_S)
+            self._poll(recording)
+            self._watch(self.state)
+        self._poll(recording)
+        recording.seconds = recording.now_s
+
+    def trace(self) -> list[TracedRequest]:
+        """The same for every phase that has one."""
+        config = self._config
+        lengths = Lengths(mean_output_tokens=config.mean_output_tokens)
+        return bursty(rate=config.rate, seconds=config.seconds, seed=config.seed, lengths=lengths)
+
+    def _goes_on(self, recording: Recording, player: Thread | None, most_s: float) -> bool:
+        progress = recording.progress
+        if progress is not None and progress.job["status"] == "failed":
+            raise JobError(f"the demo's job failed: {(progress.job.get('error') or {}).get('message')}")
+        if progress is not None and not progress.is_over and recording.now_s > most_s:
+            progress.job = self._client.post(f"/v1/fine_tuning/jobs/{progress.job['id']}/cancel")
+        plays = player is not None and player.is_alive() and recording.now_s < recording.planned_s + _GUARD_S
+        return plays or (progress is not None and not progress.is_over)
+
+    def _start_job(self, base: str, uploaded: str, suffix: str) -> dict[str, Any]:
+        config = self._config
+        hyperparameters = {"n_epochs": config.epochs, "batch_size": config.batch_size}
+        body = {
+            "model": base,
+            "training_file": uploaded,
+            "suffix": suffix,
+            "seed": config.seed,
+            "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+            "coserve": {
+                "adapter": {"type": "lora", "r": config.r, "alpha": 2 * config.r, "target_modules": "all-linear"},
+                "optimizer": {"learning_rate": config.learning_rate},
+                "checkpoint_every_steps": config.checkpoint_every_steps,
+            },
+        }
+        job: dict[str, Any] = self._client.post("/v1/fine_tuning/jobs", body)
+        return job
+
+    # -- recording -----------------------------------------------------------------------
+
+    def _skip_what_was(self) -> None:
+        self._cursor = self._client.get("/v1/status/steps", after=self._cursor)["cursor"]
+
+    def _poll(self, recording: Recording) -> None:
+        """Ask the server what happened since the last time."""
+        answer = self._client.get("/v1/status/steps", after=self._cursor)
+        self._cursor = answer["cursor"]
+        # The server's clock, from the phase's start on.
+        zero_s = answer["now_s"] - recording.now_s
+        for end_s, step_s, predicted_s, *rows in answer["steps"]:
+            times = [end_s - zero_s, 1e3 * step_s, 1e3 * predicted_s]
+            recording.steps.append([round(value, 4) for value in [*times, *rows]])
+        recording.memory += [[round(at_s - zero_s, 3), pages] for at_s, pages in answer["memory"]]
+        if recording.progress is None:
+            recording.status = self._client.get("/v1/status")
+            return
+        if recording.job_end_s is None:
+            known = set(recording.progress.losses)
+            recording.progress.poll(self._client)
+            new = recording.progress.losses.items() - {(step, recording.progress.losses[step]) for step in known}
+            recording.losses += [[round(recording.now_s, 2), step, loss] for step, loss in sorted(new)]
+            recording.status = recording.progress.status
+            if recording.progress.is_over:
+                recording.job_end_s = recording.now_s
+        else:
+            recording.status = self._client.get("/v1/status")
+
+    def _tell(self, doing: str) -> None:
+        self.state.doing = doing
+        self._watch(self.state)
+
+    # -- results -------------------------------------------------------------------------
+
+    def _results(
+        self, status: dict[str, Any], before: Sequence[str], after: Sequence[str], tuned: str | None
+    ) -> dict[str, Any]:
+        both = self.state.recordings["both"]
+        assert both.progress is not None
+        asked = [messages[-1]["content"] for messages in self._lesson.questions[: self._config.num_scored]]
+        told = after or ["–"] * len(asked)
+        shown = list(zip(asked, before, told, strict=True))[: self._config.num_questions]
+        return {
+            "model": status["model"],
+            "dtype": status["dtype"],
+            "device": status["device"],
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "objectives": status["objectives"],
+            "config": asdict(self._config),
+            "job": {"id": both.progress.job["id"], "model": tuned, "lesson": self._lesson.name},
+            "score": {"asked": len(asked), "before": self._score(before), "after": self._score(after)},
+            "questions": [{"question": q, "before": b, "after": a} for q, b, a in shown],
+            "phases": {name: self._phase_results(self.state.recordings[name], status) for name in PHASES},
+        }
+
+    def _score(self, answers: Sequence[str]) -> float | None:
+        """The share answered word for word as the lesson has it."""
+        right = [line["messages"][-1]["content"] for line in self._lesson.held_out[: len(answers)]]
+        return sum(a == r for a, r in zip(answers, right, strict=True)) / len(right) if right else None
+
+    def _phase_results(self, recording: Recording, status: dict[str, Any]) -> dict[str, Any]:
+        """Requests count that came while the job beside them ran, in the phase without a job, too."""
+        until_s = self.state.recordings["both"].job_end_s or float("inf")
+        outcomes = sorted(recording.outcomes, key=lambda outcome: outcome.index)
+        objectives = {f"{kind}_s": status["objectives"][f"{kind}_ms"] / 1e3 for kind in ("ttft", "tpot")}
+        counted = [outcome for outcome in outcomes if outcome.arrival_s <= until_s]
+        return {
+            "seconds": round(recording.seconds, 2),
+            "summary": summarize(counted, **objectives) if recording.load else None,
+            "tuning": _tuning(recording) if recording.progress else None,
+            "outcomes": [_plain(outcome) for outcome in outcomes],
+            "steps": recording.steps,
+            "memory": recording.memory,
+        }
+
+
+def _tuning(recording: Recording) -> dict[str, Any]:
+    """The job's rate counts while the trace was played, where there was one: half of each token is its way forward,
+    half its way back.
+    """
+    progress = recording.progress
+    assert progress is not None
+    rows = [(step[0], step[5] + step[6]) for step in recording.steps if step[5] + step[6] > 0]
+    start_s = rows[0][0] if rows else 0.0
+    played_s = recording.planned_s if recording.load else float("inf")
+    end_s = min(recording.job_end_s or recording.seconds, played_s)
+    trained = sum(count for at_s, count in rows if at_s <= end_s) / 2
+    return {
+        "tokens_per_s": round(trained / (end_s - start_s), 1) if end_s > start_s else None,
+        "steps": progress.step,
+        "total_steps": progress.num_steps,
+        "seconds": round((recording.job_end_s or recording.seconds) - recording.job_start_s, 2),
+        "finished": progress.job["status"] == "succeeded",
+        "validation_loss": progress.validation_loss,
+        "losses": recording.losses,
+    }
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    """As JSON, in milliseconds."""
+    return {
+        "arrival_s": round(outcome.arrival_s, 3),
+        "ttft_ms": None if outcome.ttft_s is None else round(1e3 * outcome.ttft_s, 2),
+        "tpot_ms": None if outcome.tpot_s is None else round(1e3 * outcome.tpot_s, 3),
+        "num_output_tokens": outcome.num_output_tokens,
+        "error": outcome.error,
+    }

@@ -1,0 +1,163 @@
+"""`coserve demo`: everything at once on the built-in model, in three minutes, with a report to look at."""
+
+import json
+import os
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from coserve.cli.connection import own_server
+from coserve.errors import CoserveError
+
+if TYPE_CHECKING:
+    from coserve.bench.demo import DemoConfig, DemoState
+
+LessonName = Literal["pirate", "backwards", "zub"]
+_QUICK: dict[str, Any] = {"seconds": 4.0, "epochs": 2, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
+
+
+def demo(
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the report goes; what an earlier demo left is replaced.")
+    ] = Path("demo-report"),
+    lesson: Annotated[
+        LessonName, typer.Option(help="What the model learns: a manner, a skill, or words of a new language.")
+    ] = "pirate",
+    model: Annotated[str, typer.Option(help="A directory, a hub id, or tiny, the built-in model.")] = "tiny",
+    seconds: Annotated[float, typer.Option(min=1, help="Of each of the three phases.")] = 40.0,
+    rate: Annotated[float, typer.Option(min=0.1, help="Mean requests per second; they come in bursts.")] = 2.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the lesson, the trace and the job.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds a phase: to see that it runs.")] = False,
+) -> None:
+    """Show what coserve does, in three minutes and without any set-up.
+
+    Starts a server; asks it some questions; plays a bursty trace of requests alone, runs a fine-tuning job alone, then
+    both at once; asks the same questions again, of what was learned meanwhile. Leaves `report.html` with the latency
+    of every request against its objective, `results.json`, and `adapter/` in PEFT's format.
+    """
+    from coserve.bench.demo import DemoConfig
+
+    config = DemoConfig(seconds=seconds, rate=rate, seed=seed)
+    config = replace(config, **_QUICK) if quick else config
+    start_s = monotonic()
+    with TemporaryDirectory(prefix="coserve-demo-") as directory:
+        results = _run(config, lesson, model, Path(directory))
+        results["settings"]["the whole demo"] = f"{monotonic() - start_s:.0f} s"
+        _write(out, results, _adapter_directory(Path(directory), results["job"]["id"]))
+    _tell(results, out)
+
+
+def _run(config: "DemoConfig", lesson_name: str, model: str, directory: Path) -> dict[str, Any]:
+    from rich.live import Live
+
+    from coserve.bench.demo import Demo
+    from coserve.cli.demo_view import live_view
+    from coserve.cli.tables import console
+    from coserve.workloads.lessons import LESSONS
+
+    lesson, screen = LESSONS[lesson_name](seed=config.seed), console()
+    training_file = directory / f"{lesson_name}.jsonl"
+    training_file.write_text("".join(json.dumps(line) + "\n" for line in lesson.train), "utf-8")
+    with ExitStack() as stack:
+        if screen.is_terminal:
+            starting = stack.enter_context(screen.status(f"starting a server for {model}"))
+            url = stack.enter_context(own_server(model, home=directory / "home", log=directory / "server.log"))
+            starting.stop()
+            live = stack.enter_context(Live(console=screen, refresh_per_second=4))
+
+            def watch(state: "DemoState") -> None:
+                live.update(live_view(state, screen.width))
+        else:
+            told: set[str] = set()
+            url = stack.enter_context(own_server(model, home=directory / "home", log=directory / "server.log"))
+
+            def watch(state: "DemoState") -> None:
+                """A line for everything new, without its numbers."""
+                words = state.doing.split(" (")[0]
+                if words not in told:
+                    told.add(words)
+                    screen.print(words)
+
+        results = Demo(url, lesson, training_file, config, watch=watch).run()
+    import torch
+
+    from coserve.bench.machine import describe
+
+    results["machine"] = describe(torch.device(results["device"]))
+    results["settings"] = _settings(config, lesson)
+    return results
+
+
+def _settings(config: "DemoConfig", lesson: Any) -> dict[str, str]:
+    """For readers of the report."""
+    return {
+        "trace": f"bursty, {config.rate:g} requests/s on average for {config.seconds:g} s, seed {config.seed}",
+        "answers": f"{config.mean_output_tokens:g} tokens on average",
+        "examples": f"{len(lesson.train)} of the lesson “{lesson.name}”",
+        "epochs": f"{config.epochs}, batches of {config.batch_size}",
+        "adapter": f"LoRA at every linear layer, r {config.r}, alpha {2 * config.r}",
+        "optimizer": f"AdamW, learning rate {config.learning_rate:g}",
+        "command": "coserve demo",
+    }
+
+
+def _adapter_directory(home: Path, job_id: str) -> Path | None:
+    """The job's last adapter, where the server keeps it."""
+    found = [path.parent for path in home.rglob("adapter_config.json") if job_id in str(path)]
+    return max(found, key=lambda path: (path / "adapter_config.json").stat().st_mtime_ns, default=None)
+
+
+def _write(out: Path, results: dict[str, Any], adapter: Path | None) -> None:
+    from coserve.bench.report import report_html
+
+    try:
+        shutil.rmtree(out / "adapter", ignore_errors=True)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.json").write_text(json.dumps(results), "utf-8")
+        (out / "report.html").write_text(report_html(results), "utf-8")
+        if adapter is not None:
+            (out / "adapter").mkdir()
+            for path in adapter.iterdir():
+                if path.name.startswith("adapter_"):
+                    shutil.copyfile(path, out / "adapter" / path.name)
+    except OSError as error:
+        raise CoserveError(f"the report cannot be written to {out}: {error.strerror or error}") from None
+
+
+def _tell(results: dict[str, Any], out: Path) -> None:
+    """The end: tables for people, one line for programs."""
+    from coserve.cli.demo_view import comparison, questions
+    from coserve.cli.tables import console
+
+    screen = console()
+    screen.print(comparison(results), questions(results))
+    screen.print(f"The report: {out / 'report.html'}\nThe adapter: {out / 'adapter'}{os.sep}", soft_wrap=True)
+    print(json.dumps(_main_numbers(results) | {"report": str(out / "report.html")}))
+
+
+def _main_numbers(results: dict[str, Any]) -> dict[str, Any]:
+    phases = results["phases"]
+    alone, both = phases["requests"]["summary"], phases["both"]["summary"]
+    return {
+        "objective_ttft_ms": results["objectives"]["ttft_ms"],
+        "objective_tpot_ms": results["objectives"]["tpot_ms"],
+        "requests": both["requests"],
+        "failed": both["failed"] + alone["failed"],
+        "attainment": both["attainment"],
+        "ttft_p99_ms": both["ttft_ms"]["p99"],
+        "tpot_p99_ms": both["tpot_ms"]["p99"],
+        "requests_alone_attainment": alone["attainment"],
+        "requests_alone_ttft_p99_ms": alone["ttft_ms"]["p99"],
+        "requests_alone_tpot_p99_ms": alone["tpot_ms"]["p99"],
+        "tuning_tokens_per_s": phases["both"]["tuning"]["tokens_per_s"],
+        "job_alone_tokens_per_s": phases["job"]["tuning"]["tokens_per_s"],
+        "fine_tuned_model": results["job"]["model"],
+        "score_before": results["score"]["before"],
+        "score_after": results["score"]["after"],
+    }
