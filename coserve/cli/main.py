@@ -15,6 +15,7 @@ from coserve.cli.demo import demo
 from coserve.cli.inspect import inspect
 from coserve.cli.models import models
 from coserve.cli.tune import tune
+from coserve.cli.up import command as up_command
 from coserve.errors import CoserveError
 
 # Typer's own copy of click, or click itself where Typer still uses it: the base of everything wrong with a command
@@ -51,6 +52,7 @@ def version() -> None:
     print(coserve.__version__)
 
 
+app.command()(up_command())
 app.command()(demo)
 app.command()(chat)
 app.command()(tune)
