@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.connection import DEFAULT_URL, ApiKey, Url, find_model, is_there, own_server
+from coserve.cli.connection import DEFAULT_URL, ApiKey, Url, base_model, find_model, is_there, own_server
 from coserve.errors import ServerError
 from coserve.server.client import Client
 
@@ -71,7 +71,7 @@ class _Conversation:
 
     def __init__(self, client: Client, screen: "Console", *, system: str | None, options: dict[str, Any]) -> None:
         self._client, self._screen, self._options = client, screen, options
-        self._base = self._model = str(client.get("/v1/status")["model"])
+        self._base = self._model = base_model(client)
         self._start = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._start)
         # Somebody sits there: prompts and help; otherwise stdout is for answers alone.

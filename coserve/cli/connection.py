@@ -112,6 +112,12 @@ def _free_port() -> int:
         return port
 
 
+def base_model(client: Client) -> str:
+    """What the server has under everything that was learned."""
+    models: Sequence[dict[str, object]] = client.get("/v1/models")["data"]
+    return str(next(model["id"] for model in models if not model.get("parent")))
+
+
 def find_model(client: Client, name: str) -> str:
     """The model that a name means: its id, or the newest whose id has it between its colons, such as a suffix.
 
@@ -130,4 +136,4 @@ def find_model(client: Client, name: str) -> str:
     return str(newest["id"])
 
 
-__all__ = ["DEFAULT_URL", "ApiKey", "Json", "Url", "find_model", "is_there", "own_server"]
+__all__ = ["DEFAULT_URL", "ApiKey", "Json", "Url", "base_model", "find_model", "is_there", "own_server"]

@@ -29,7 +29,7 @@ def live_view(state: DemoState, width: int) -> RenderableType:
         pair = Table.grid(expand=True)
         pair.add_column(ratio=1)
         pair.add_column(ratio=1)
-        requests = Panel(_requests(current, half - 4), title="requests", title_align="left")
+        requests = Panel(_requests(current, half - 4), title="requests, and their p99", title_align="left")
         tuning = Panel(_tuning(current, width - half - 4), title="fine-tuning", title_align="left")
         pair.add_row(requests, tuning)
         parts += [pair, Panel(_device(current, width - 4), title="the device", title_align="left")]
@@ -49,7 +49,8 @@ def _phases(state: DemoState) -> Text:
             lines.append(
                 Text("✓ ", style=GOOD).append(f"{_NAMES[name]:<15} ", style="none").append_text(_came_to(recording))
             )
-    lines.append(Text(state.doing, style=DIM))
+    asks = state.current is None or state.current.seconds
+    lines.append(Text(state.doing if asks else "", style=DIM))
     return Text("\n").join(lines)
 
 

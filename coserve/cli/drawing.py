@@ -54,7 +54,7 @@ def against(value_ms: float | None, objective_ms: float | None) -> Text:
     if value_ms is None:
         return Text("–", style=DIM)
     held = objective_ms is None or value_ms <= objective_ms
-    text = Text(milliseconds(value_ms), style=GOOD if held else BAD)
+    text = Text().append(milliseconds(value_ms), style=GOOD if held else BAD)
     return text if objective_ms is None else text.append(f" of {milliseconds(objective_ms)}", style=DIM)
 
 

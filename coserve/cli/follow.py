@@ -68,9 +68,9 @@ def view(progress: JobProgress, width: int) -> RenderableType:
             learning.append(f"  {progress.tokens_per_s:,.0f} tokens/s", style=DIM)
         lines.append(learning)
     if requests:
-        meanwhile = Text.assemble("requests: ", f"{requests.get('running') or 0} running, p99 to first token ")
+        meanwhile = Text.assemble("requests: ", f"{requests.get('running') or 0} running, p99 first token ")
         meanwhile.append_text(against((requests.get("ttft_ms") or {}).get("p99"), objectives.get("ttft_ms")))
-        meanwhile.append(", per token ")
+        meanwhile.append(", then ")
         meanwhile.append_text(against((requests.get("tpot_ms") or {}).get("p99"), objectives.get("tpot_ms")))
         lines.append(meanwhile)
     return Group(*lines)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url
+from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url, base_model
 from coserve.errors import JobError
 from coserve.server.client import Client
 
@@ -99,7 +99,7 @@ def tune(
         extensions["adapter"] = {"type": "lora", **extensions["adapter"]}
     with Client(url, api_key) as client:
         body = {
-            "model": model or client.get("/v1/status")["model"],
+            "model": model or base_model(client),
             "training_file": client.upload(file)["id"],
             **_given(
                 validation_file=client.upload(validation)["id"] if validation else None,

@@ -1,0 +1,118 @@
+"""What commands draw in a terminal: from made-up states, at widths that people have."""
+
+from io import StringIO
+from random import Random
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from coserve.bench.demo import DemoState, Recording
+from coserve.cli.demo_view import comparison, live_view, questions
+from coserve.cli.drawing import against, duration, milliseconds, progress_bar, sparkline, stacked_bar
+from coserve.cli.follow import view
+from coserve.server.job_progress import JobProgress
+from coserve.workloads.load import Load
+from coserve.workloads.summary import Outcome
+
+STATUS = {
+    "objectives": {"ttft_ms": 2000, "tpot_ms": 21.4},
+    "requests": {"running": 3, "ttft_ms": {"p50": 20, "p99": 70}, "tpot_ms": {"p50": 12, "p99": 31}},
+}
+
+
+def shown(renderable, width: int) -> list[str]:
+    console = Console(file=StringIO(), width=width, height=40, color_system=None)
+    console.print(renderable)
+    lines = console.file.getvalue().splitlines()
+    assert all(cell_len(line) <= width for line in lines)
+    return lines
+
+
+def progress(step: int = 45) -> JobProgress:
+    made = JobProgress(job={"id": "ftjob-1", "status": "running", "model": "tiny"}, status=STATUS)
+    made.losses = {i + 1: 3 / (1 + i / 9) for i in range(step)}
+    made.step, made.num_steps, made.tokens_per_s, made.validation_loss = step, 200, 812.4, 0.913
+    return made
+
+
+def recording(name="both", seconds: float = 0.0) -> Recording:
+    random = Random(0)
+    made = Recording(name=name, planned_s=40.0, status=STATUS, seconds=seconds)
+    if name != "job":
+        made.load = Load("http://127.0.0.1:9", [], lambda index, request: {})
+        made.load.outcomes = [
+            Outcome(index=i, arrival_s=i, end_s=i + 1, ttft_s=random.random() / 4, tpot_s=0.004 + random.random() / 50)
+            for i in range(50)
+        ]
+        made.load.num_sent = 53
+    if name != "requests":
+        made.progress = progress()
+    made.steps = [[i / 20, 8.0, 8.0, 3, 12, 128, 96.5] for i in range(400)]
+    made.memory = [[1.0, {"kv": 240, "activations": 500, "free": 3260}]]
+    return made
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("name", ["requests", "job", "both"])
+def test_the_demos_screen_fits_and_says_what_matters(width, name):
+    now = recording(name)
+    state = DemoState(
+        doing="the job alone", recordings={"requests": recording("requests", 40.0), name: now}, current=now
+    )
+    lines = shown(live_view(state, width), width)
+    text = "\n".join(lines)
+    assert len(lines) <= 24 and "…" not in text
+    assert "job alone" in text and "3 decode" in text and "128 forward" in text and "240 keys and values" in text
+    if name != "job":
+        assert "50 answered, 3 open" in text and "held both objectives" in text and "of 2,000 ms" in text
+    if name != "requests":
+        assert "step 45 of 200" in text and "tokens/s" in text
+    height = len(lines)
+    assert abs(height - len(shown(live_view(DemoState(recordings={name: now}, current=now), width), width))) <= 1
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_a_job_that_is_followed_fits_and_says_what_requests_see(width):
+    text = "\n".join(shown(view(progress(), width), width))
+    assert "step 45 of 200" in text and "validation 0.913" in text and "812 tokens/s" in text
+    assert "31 ms of 21 ms" in text and "70 ms of 2,000 ms" in text
+    assert "queued" in shown(view(JobProgress(job={"status": "queued"}), width), width)[0]
+
+
+def test_the_end_of_the_demo():
+    summary = {"attainment": 1.0, "ttft_ms": {"p99": 31.0}, "tpot_ms": {"p99": 12.5}}
+    tuning = {"tokens_per_s": 812.0, "steps": 200, "seconds": 38.7}
+    results = {
+        "objectives": STATUS["objectives"],
+        "phases": {
+            "requests": {"summary": summary},
+            "both": {"summary": summary | {"attainment": None}, "tuning": tuning},
+            "job": {"tuning": tuning | {"tokens_per_s": None}},
+        },
+        "questions": [{"question": "What [b]is[/b] up?", "before": "The sky.", "after": "Arr!"}],
+    }
+    text = "\n".join([*shown(comparison(results), 80), *shown(questions(results), 80)])
+    assert "12 ms of 21 ms" in text and "200 in 39 s" in text and "[b]is[/b]" in text and "100.0%" in text
+
+
+def test_sparklines():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8).plain == "▁▂▃▄▅▆▇█"
+    assert sparkline([5, 1, 9], 2).plain == "▁█" and sparkline([], 3).plain == "···"
+    assert sparkline([2, 2], 5).plain == "▁▁" and sparkline([1.0, float("nan"), 2.0], 5).plain == "▁█"
+    late = sparkline([1, 9], 5, limit=5)
+    assert [span.style for span in late.spans] == ["cyan", "bold red"]
+
+
+def test_bars_are_as_wide_as_they_should_be():
+    for parts, total in (([(1, "red"), (2, "blue")], None), ([(1, "red")], 10), ([], None), ([(0, "red")], None)):
+        assert len(stacked_bar(parts, 20, total=total)) == 20
+    assert stacked_bar([(1, "red"), (1, "blue")], 10, total=4).plain == "█████░░░░░"
+    assert progress_bar(0.5, 10).plain == "━" * 10 and progress_bar(7, 3).plain == "━" * 3
+
+
+def test_words():
+    assert [duration(value) for value in (None, 0, 65, 3661)] == ["–", "0:00", "1:05", "1:01:01"]
+    assert [milliseconds(v) for v in (None, 1.25, 50.4, 2000, 15_000)] == ["–", "1.2 ms", "50 ms", "2,000 ms", "15.0 s"]
+    assert against(None, 5).plain == "–" and against(1.0, None).plain == "1.0 ms"
+    assert against(6.0, 5).spans[0].style == "bold red"

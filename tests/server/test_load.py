@@ -1,0 +1,63 @@
+"""The load generator against a real server: what it writes down is what was sent and answered."""
+
+import asyncio
+
+import pytest
+from served import serving, tokenizer
+
+from coserve.workloads.load import Load, chats, completions
+from coserve.workloads.summary import summarize
+from coserve.workloads.traces import Lengths, TracedRequest, bursty
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving("--api-key", "someone=key") as served:
+        yield served
+
+
+def play(server, trace, body, api_key="key"):
+    load = Load(server.url, trace, body, api_key=api_key)
+    outcomes = asyncio.run(load.run())
+    assert load.num_open == 0 and [outcome.index for outcome in outcomes] == list(range(len(trace)))
+    return outcomes
+
+
+def test_every_request_is_answered_with_the_traces_lengths(server):
+    trace = bursty(rate=10, seconds=3, seed=1, lengths=Lengths(mean_prompt_tokens=20, mean_output_tokens=8))
+    outcomes = play(server, trace, completions("small", vocab_size=len(tokenizer())))
+    for outcome, request in zip(outcomes, trace, strict=True):
+        assert outcome.error is None and outcome.finish_reason == "length" and outcome.arrival_s == request.at_s
+        assert outcome.num_prompt_tokens == request.num_prompt_tokens
+        assert outcome.num_output_tokens == request.num_output_tokens
+        assert 0 < outcome.ttft_s <= outcome.end_s - outcome.arrival_s and outcome.end_s > request.at_s
+        assert all(gap >= 0 for gap in outcome.gaps_s) and len(outcome.gaps_s) < max(1, request.num_output_tokens)
+    summary = summarize(outcomes, ttft_s=60, tpot_s=60)
+    assert (summary["requests"], summary["failed"], summary["attainment"]) == (30, 0, 1.0)
+    assert summary["ttft_ms"]["p50"] <= summary["ttft_ms"]["p99"]
+
+
+def test_arrivals_do_not_wait_for_answers(server):
+    trace = [
+        TracedRequest(at_s=0.0, num_prompt_tokens=4, num_output_tokens=400),
+        TracedRequest(at_s=0.01, num_prompt_tokens=4, num_output_tokens=2),
+    ]
+    long, short = play(server, trace, chats("small", ["Hello?", "Who are you?"]))
+    assert (long.num_output_tokens, short.num_output_tokens) == (400, 2)
+    assert short.end_s < long.end_s
+
+
+def test_what_fails_is_an_outcome_with_the_servers_words(server):
+    trace = [TracedRequest(at_s=0.0, num_prompt_tokens=4, num_output_tokens=2)]
+    for body, key, words in (
+        (completions("nobody", vocab_size=9), "key", "nobody"),
+        (completions("small", vocab_size=9), "wrong", "API key"),
+    ):
+        (outcome,) = play(server, trace, body, key)
+        assert words in outcome.error and outcome.ttft_s is None and not outcome.attained(ttft_s=9, tpot_s=9)
+
+
+def test_a_server_that_is_not_there_fails_every_request():
+    trace = bursty(rate=20, seconds=0.2, seed=0)
+    load = Load("http://127.0.0.1:9", trace, completions("small", vocab_size=9))
+    assert all(outcome.error for outcome in asyncio.run(load.run())) and len(load.outcomes) == 4
