@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 12, 12, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 18, 12, 46
 _MOST_TICKS = 6
 
 
