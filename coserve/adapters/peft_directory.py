@@ -23,8 +23,6 @@ def save_adapter(adapter: Adapter, directory: str | Path) -> None:
 
     The config names this backbone as the base model, and the task that it is for: causal language modelling.
     """
-    from safetensors.torch import save
-
     directory = Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -32,7 +30,7 @@ def save_adapter(adapter: Adapter, directory: str | Path) -> None:
         raise AdapterError(f"cannot write an adapter to {directory}: {error.strerror}") from None
     fields = {**adapter.config.to_peft(), "base_model_name_or_path": adapter.backbone.name}
     tensors = {_PREFIX + name: tensor.contiguous().cpu() for name, tensor in adapter.masters.items()}
-    _replace(directory / _WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    write_tensors(directory / _WEIGHTS, tensors)
     _replace(directory / _CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
 
 
@@ -46,7 +44,7 @@ def load_adapter(backbone: Backbone, directory: str | Path) -> Adapter:
     directory = Path(directory)
     config = _read_config(directory / _CONFIG)
     adapter = Adapter(backbone, config, every_target=False)
-    tensors = _without_base_layers(_read_weights(directory / _WEIGHTS), adapter, directory)
+    tensors = _without_base_layers(read_tensors(directory / _WEIGHTS), adapter, directory)
     expected = {_PREFIX + name: master for name, master in adapter.masters.items()}
     if missing := [name for name in expected if name not in tensors]:
         raise AdapterError(f"{directory} lacks {_first(missing)}; it was made for another model or with other targets")
@@ -78,12 +76,20 @@ def _read_config(path: Path) -> AdapterConfig:
     return _METHODS[method].from_peft(fields)
 
 
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file, whole or not at all."""
+    from safetensors.torch import save
+
+    _replace(path, save({name: tensor.cpu() for name, tensor in tensors.items()}, metadata={"format": "pt"}))
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The inverse; AdapterError if the file is missing or damaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not path.is_file():
-        raise AdapterError(f"{path.parent} has no {_WEIGHTS}; save the adapter with safetensors")
+        raise AdapterError(f"{path.parent} has no {path.name}; save the adapter with safetensors")
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

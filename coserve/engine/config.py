@@ -14,6 +14,7 @@ class EngineConfig:
     token. tpot_s: likewise, mean seconds between later tokens; None: 2.5 × a decode step alone on this device.
     memory_bytes: of the page pool, for keys and values and fine-tuning's activations; None: a share of what is free.
     block_tokens: tokens of a page. max_requests: sequences that run at once. max_step_rows: rows of a forward pass.
+    max_adapters: how many of those that lie on disk stay on the device.
     """
 
     policy: str = "slack"
@@ -23,6 +24,7 @@ class EngineConfig:
     block_tokens: int = 16
     max_requests: int = 256
     max_step_rows: int = 2048
+    max_adapters: int = 64
 
     def __post_init__(self) -> None:
         make_policy(self.policy)
@@ -30,7 +32,7 @@ class EngineConfig:
             value = getattr(self, name)
             if (value is not None or name == "ttft_s") and (not is_number(value) or value <= 0):
                 raise ValueError(f"{name} must be a number of seconds above 0, not {value!r}")
-        for name in ("memory_bytes", "block_tokens", "max_requests", "max_step_rows"):
+        for name in ("memory_bytes", "block_tokens", "max_requests", "max_step_rows", "max_adapters"):
             value = getattr(self, name)
             if value is None and name == "memory_bytes":
                 continue

@@ -6,13 +6,15 @@ untouched. Only when no pack is left, the youngest request is preempted: its pag
 again when there is room.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from random import Random
 
 from coserve.adapters.base import AdapterConfig
+from coserve.engine.checkpoint import Checkpoint, read_position
 from coserve.engine.config import EngineConfig
 from coserve.engine.job import EventKind, Job, JobEvent
 from coserve.engine.request import Chunk, Request, Slo
@@ -99,6 +101,8 @@ class EngineCore:
         self._running: dict[str, Request] = {}  # in the order of arrival
         self._requests: dict[str, list[Request]] = {}  # by the name of the request, those that are not over
         self._outbox: list[Event] = []
+        self._num_tokens_forgotten = self._num_drops_forgotten = 0
+        self._on_disk: OrderedDict[str, None] = OrderedDict()  # adapters that can be had again, unused longest first
         self._max_step_rows = config.max_step_rows
         self._numbers = count()
         self._seeds = Random(0)
@@ -202,9 +206,26 @@ class EngineCore:
         num_networks = self.runner.load_adapter(key, directory)
         return self.versions.publish(name, 0, key, num_networks=num_networks)
 
+    def ensure_adapter(self, name: str, directory: str) -> None:
+        """Have an adapter that lies on disk on the device, too; it may be evicted when others are used instead.
+
+        Of those, at most `max_adapters` stay (those that are being read, until they are not): the one whose use was
+        asked for longest ago goes first.
+
+        Raises:
+            AdapterError: it cannot be loaded.
+        """
+        if name not in self.versions:
+            self.load_adapter(name, directory)
+        self._on_disk[name] = None
+        self._on_disk.move_to_end(name)
+        while len(self._on_disk) > self.config.max_adapters:
+            self.unload_adapter(next(iter(self._on_disk)))
+
     def unload_adapter(self, name: str) -> None:
         """No new request finds it; those that use it go on to their end."""
         self.versions.unload(name)
+        self._on_disk.pop(name, None)
         self._drop_unread_versions()
 
     def _check_name(self, name: str) -> None:
@@ -226,19 +247,23 @@ class EngineCore:
         examples: Sequence[Example],
         config: TuningConfig,
         *,
-        adapter: AdapterConfig | str,
+        adapter: AdapterConfig | str | None = None,
         name: str | None = None,
         validation: Sequence[Example] = (),
         job_id: str | None = None,
+        checkpoint: str | Path | None = None,
     ) -> str:
-        """Start a job; its events come out of `step`. Returns its id.
+        """Start a job, or go on with one; its events come out of `step`. Returns its id.
 
         Args:
             adapter: a fresh one of this kind, or the label of one to go on training.
             name: of the adapter that it publishes (default: the job's id).
+            checkpoint: a directory that `Checkpoint.write` made of the same job, with the same data and configuration;
+            then `adapter` is not used.
 
         Raises:
-            JobError, AdapterError: it could never be run; the message says what would be right.
+            JobError, AdapterError: it could never be run, or the checkpoint is another job's; the message says what
+            would be right.
         """
         job_id = job_id if job_id is not None else f"job-{next(self._numbers)}"
         name = name if name is not None else job_id
@@ -248,19 +273,31 @@ class EngineCore:
             raise JobError("a job needs examples")
         self._check_name(name)
         self._check_examples([*examples, *validation])
-        start = adapter if isinstance(adapter, AdapterConfig) else self.versions.resolve(adapter).key
+        position = None if checkpoint is None else read_position(checkpoint)
+        start: AdapterConfig | str | Path
+        if checkpoint is not None:
+            start = Path(checkpoint)
+        elif isinstance(adapter, AdapterConfig):
+            start = adapter
+        elif adapter is not None:
+            start = self.versions.resolve(adapter).key
+        else:
+            raise JobError("a job needs an adapter to begin with, or a checkpoint to go on from")
         mean_keys = sum(len(e.tokens) ** 2 for e in examples) / sum(len(e.tokens) for e in examples) / 2
         trainer = self.runner.trainer(start, config, mean_keys=mean_keys, memory=self.activations)
         try:
             config = self._with_pack_size(
                 config, trainer.num_pages, max(len(e.tokens) for e in [*examples, *validation])
             )
+            job = Job(id=job_id, name=name, config=config, examples=examples, validation=validation, trainer=trainer)
+            if position is not None:
+                job.go_on_from(position)
         except JobError:
             trainer.close()
             raise
-        self.jobs[job_id] = Job(
-            id=job_id, name=name, config=config, examples=examples, validation=validation, trainer=trainer
-        )
+        self.jobs[job_id] = job
+        if position is not None and position.num_steps_done:
+            self._follow_update(job, self.runner.clock.now(), evaluated=position.evaluated)
         return job_id
 
     def job(self, job_id: str) -> Job:
@@ -285,6 +322,20 @@ class EngineCore:
         job = self._living(job_id)
         job.end("cancelled")
         self._outbox.append(self._job_event(job, "cancelled"))
+
+    def checkpoint(self, job_id: str) -> Checkpoint:
+        """A copy of a job after its last whole optimizer step (of one that is over, without the optimizer's state)."""
+        job = self.job(job_id)
+        return Checkpoint(position=job.position(), state=job.trainer.state())
+
+    def forget_job(self, job_id: str) -> None:
+        """Let go of a job that is over; versions that it has published stay."""
+        job = self.job(job_id)
+        if not job.is_over:
+            raise JobError(f"job {job_id!r} is {job.state}: cancel it first")
+        self._num_tokens_forgotten += job.num_tokens_trained
+        self._num_drops_forgotten += job.num_drops
+        del self.jobs[job_id]
 
     def _living(self, job_id: str) -> Job:
         job = self.job(job_id)
@@ -362,9 +413,9 @@ class EngineCore:
             num_waiting=len(self._waiting),
             num_jobs=sum(not job.is_over for job in self.jobs.values()),
             num_steps=self.num_steps,
-            num_tokens_trained=sum(job.num_tokens_trained for job in self.jobs.values()),
+            num_tokens_trained=self._num_tokens_forgotten + sum(job.num_tokens_trained for job in self.jobs.values()),
             num_preemptions=self.num_preemptions,
-            num_packs_dropped=sum(job.num_drops for job in self.jobs.values()),
+            num_packs_dropped=self._num_drops_forgotten + sum(job.num_drops for job in self.jobs.values()),
             num_pages=self.pool.num_pages,
             num_pages_free=self.pool.num_free,
             num_pages_by_owner=self.pool.num_pages_by_owner(),
@@ -400,7 +451,8 @@ class EngineCore:
         self._waiting.extendleft(reversed(blocked))
 
     def _open(self, request: Request) -> bool:
-        sequence = self.cache.open(request.tokens, version=request.version.key if request.version else "")
+        version = request.version.key if request.version else ""
+        sequence = self.cache.open(request.tokens, version=version, share=not request.scores_prompt)
         num_rows = len(request.tokens) - sequence.length
         # Those that run will want a page each, soon.
         needed = sequence.num_pages_missing(num_rows) + len(self._running)
@@ -525,6 +577,8 @@ class EngineCore:
 
     def _apply_requests(self, work: Work, result: StepResult, now_s: float) -> None:
         tokens = iter(result.tokens)
+        for (request, _, _), scored in zip(work.requests, result.prompts, strict=False):
+            request.accept_prompt(scored)
         for request, num_rows, sampled in work.requests:
             assert request.sequence is not None
             request.sequence.commit(num_rows, request.tokens)
@@ -550,7 +604,11 @@ class EngineCore:
         self._outbox.append(job.finish_update(norm, now_s))
         if job.error is not None:
             self._fail(job, job.error)
-            return
+        else:
+            self._follow_update(job, now_s)
+
+    def _follow_update(self, job: Job, now_s: float, *, evaluated: bool = False) -> None:
+        """What an optimizer step brings with it: a version, an evaluation (unless that was done), the next step."""
         step, config = job.num_steps_done, job.config
         last = step == job.order.num_steps
         if config.live:
@@ -560,7 +618,7 @@ class EngineCore:
         if job.is_over:
             return
         due = last or (config.evaluate_every_steps and step % config.evaluate_every_steps == 0)
-        if not (due and job.start_evaluation()):
+        if not (due and not evaluated and job.start_evaluation()):
             self._go_on(job, now_s)
 
     def _go_on(self, job: Job, now_s: float) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from coserve.engine.checkpoint import JobPosition
 from coserve.engine.runner import Trainer
+from coserve.errors import JobError
 from coserve.scheduling.plan import JobPhase, JobView
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
@@ -71,6 +73,7 @@ class Job:
         self.sums = LossSums()  # of the packs that are done, of the step or the evaluation
         self._validation = tuple(validation)
         self._num_bad_steps = 0
+        self._num_tokens_at_step = 0  # those of them in whole optimizer steps
         self._num_rows_counted = 0.0  # of the pack, in num_rows_run
         self._waiting: deque[PackMembers] = deque(self.order.packs(0))
         self._pack: PackMembers | None = None
@@ -127,6 +130,35 @@ class Job:
         self._pack = self._waiting.popleft()
         self._num_rows_counted = 0.0
 
+    def position(self) -> JobPosition:
+        """How far it has come in whole optimizer steps."""
+        order = self.order
+        return JobPosition(
+            num_steps_done=self.num_steps_done,
+            num_tokens_trained=self._num_tokens_at_step,
+            num_rows_run=self.num_rows_run,
+            num_bad_steps=self._num_bad_steps,
+            evaluated=not self.evaluating,
+            num_steps=order.num_steps,
+            num_examples=len(order.examples),
+            num_tokens=sum(len(example.tokens) for example in order.examples),
+        )
+
+    def go_on_from(self, position: JobPosition) -> None:
+        """Take up a position, before anything has been run; JobError if it is another job's."""
+        mine = self.position()
+        for field in ("num_steps", "num_examples", "num_tokens"):
+            if getattr(mine, field) != getattr(position, field):
+                raise JobError(
+                    f"the checkpoint is of a job with {getattr(position, field)} {field.removeprefix('num_')}; "
+                    f"this one has {getattr(mine, field)}"
+                )
+        self.num_steps_done, self.num_rows_run = position.num_steps_done, position.num_rows_run
+        self.num_tokens_trained = self._num_tokens_at_step = position.num_tokens_trained
+        self._num_bad_steps = position.num_bad_steps
+        if self.num_steps_done:
+            self._waiting.clear()
+
     def drop_pack(self) -> None:
         """Give the pack's memory back; it will be begun again."""
         assert self._pack is not None
@@ -161,6 +193,7 @@ class Job:
         sums, step = self.sums, self.num_steps_done
         rate = self.config.optimizer.learning_rate_at(step, self.order.num_steps)
         self.num_steps_done += 1
+        self._num_tokens_at_step = self.num_tokens_trained
         self._num_bad_steps = 0 if norm is not None else self._num_bad_steps + 1
         never = self.num_steps_done == self.order.num_steps == self._num_bad_steps
         if never or self._num_bad_steps == _MAX_BAD_STEPS:

@@ -39,8 +39,9 @@ class TokenLogprob:
 class Chunk:
     """What a step brought a request: tokens, the text that can be shown now, and on the last one why it is over.
 
-    index: which of the request's `n` sequences. stop_reason: the stop string or token id that ended it. error: in one
-    line, if finish_reason is "error".
+    index: which of the request's `n` sequences. prompt_logprobs: of the prompt's tokens but the first, if they were
+    asked for, with the first chunk of sequence 0. stop_reason: the stop string or token id that ended it. error: in
+    one line, if finish_reason is "error".
     """
 
     request: str
@@ -48,6 +49,7 @@ class Chunk:
     tokens: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -85,6 +87,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self._prompt_logprobs: list[TokenLogprob] = []
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
         self._text = text
@@ -120,6 +123,24 @@ class Request:
             version.num_networks if version else 0,
         )
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether rows of its prompt are still to be run for what comes behind them."""
+        wanted = self.params.prompt_logprobs is not None and not self.index
+        return wanted and len(self._prompt_logprobs) < len(self.prompt) - 1
+
+    def scored_rows(self, num_rows: int) -> range:
+        """Of its next rows, those behind which the prompt's next token is to be scored; none that has been before."""
+        assert self.sequence is not None
+        if not self.scores_prompt:
+            return range(0)
+        start, end = self.sequence.length, self.sequence.length + num_rows
+        return range(max(start, len(self._prompt_logprobs)), min(end, len(self.prompt) - 1))
+
+    def accept_prompt(self, scored: Sequence[TokenLogprob]) -> None:
+        """Take what came of `scored_rows`."""
+        self._prompt_logprobs += scored
+
     def sampling_row(self) -> SamplingRow:
         """How its next token is to be chosen."""
         forbidden = tuple(self._stop_tokens) if self.num_output < self.params.min_tokens else ()
@@ -129,10 +150,13 @@ class Request:
 
     def accept(self, chosen: TokenLogprob, now_s: float) -> Chunk:
         """Take the next token; the chunk says whether that was the last."""
-        token = chosen.token
-        if self.first_token_s is None:
+        first = self.first_token_s is None
+        if first:
             self.first_token_s = now_s
         self.last_token_s = now_s
+        if not self.params.max_tokens:  # only the prompt's scores were wanted
+            return self.end("length")
+        token = chosen.token
         self.tokens.append(token)
         self.num_output += 1
         if self._counts is not None:
@@ -158,6 +182,7 @@ class Request:
             tokens=(token,),
             text=text,
             logprobs=() if self.params.logprobs is None else (chosen,),
+            prompt_logprobs=tuple(self._prompt_logprobs) if first else (),
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=self.num_cached_tokens or 0,
@@ -167,4 +192,13 @@ class Request:
         """It is over without a further token."""
         self.finish_reason = reason
         text = self._text.finish() if self._text is not None else ""
-        return Chunk(request=self.request, index=self.index, text=text, finish_reason=reason, error=error)
+        prompt_logprobs = () if self.num_output or self.params.max_tokens else tuple(self._prompt_logprobs)
+        return Chunk(
+            request=self.request,
+            index=self.index,
+            text=text,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            error=error,
+            num_cached_tokens=self.num_cached_tokens or 0,
+        )

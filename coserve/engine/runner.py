@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from coserve.adapters.base import AdapterConfig
+from coserve.engine.checkpoint import TrainerState
 from coserve.engine.request import Request, TokenLogprob
 from coserve.errors import DeviceMemoryError
 from coserve.memory.activations import PooledMemory
@@ -51,8 +53,14 @@ class Trainer(Protocol):
         """Keep a copy of the adapter as it is, to be served under this key; DeviceMemoryError keeps none."""
         ...
 
+    def state(self) -> TrainerState:
+        """A copy of the adapter, and of the optimizer's state unless it is closed, for a checkpoint; DeviceMemoryError
+        takes none.
+        """
+        ...
+
     def close(self) -> None:
-        """Give everything back."""
+        """Give everything back but the adapter."""
         ...
 
 
@@ -112,11 +120,13 @@ class StepFailedError(DeviceMemoryError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """tokens: of the sampled requests, in their order. norms: of the updates, None where the gradient was not finite.
-    Seconds that each section took.
+    """tokens: of the sampled requests, in their order. prompts: for each request of the step, its prompt's tokens that
+    were scored (`Request.scored_rows`), or none at all if no request asked for it. norms: of the updates, None where
+    the gradient was not finite. Seconds that each section took.
     """
 
     tokens: Sequence[TokenLogprob] = ()
+    prompts: Sequence[Sequence[TokenLogprob]] = ()
     norms: Sequence[float | None] = ()
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -147,9 +157,17 @@ class Runner(Protocol):
         ...
 
     def trainer(
-        self, adapter: AdapterConfig | str, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
+        self, adapter: AdapterConfig | str | Path, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
     ) -> Trainer:
-        """Make the tensors of a job; adapter: a fresh one, or the key of a version to go on from. DeviceMemoryError."""
+        """Make the tensors of a job.
+
+        Args:
+            adapter: a fresh one, the key of a version to go on from, or the directory of a checkpoint to go on from
+            with the optimizer's state.
+
+        Raises:
+            DeviceMemoryError; AdapterError: the checkpoint is damaged.
+        """
         ...
 
     def load_adapter(self, key: str, directory: str) -> int:

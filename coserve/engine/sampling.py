@@ -39,7 +39,7 @@ class SamplingParams:
     frequency_penalty: subtracted once, and once per use, for tokens in the output (OpenAI). logit_bias: added, by
     token.
     seed: None draws one. logprobs: how many of the likeliest tokens to report beside the chosen one, None for no
-    report.
+    report. prompt_logprobs: the same for the prompt's tokens; then max_tokens may be 0.
     stop, stop_token_ids: end the request. min_tokens: before so many, nothing ends it. ignore_eos: the end-of-text
     token does not end it.
     """
@@ -56,6 +56,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -73,14 +74,15 @@ class SamplingParams:
         self._number("repetition_penalty", 0, 10, above=True)
         self._number("presence_penalty", -2, 2)
         self._number("frequency_penalty", -2, 2)
-        self._whole("max_tokens", 1)
+        self._whole("max_tokens", 1 if self.prompt_logprobs is None else 0)
         self._whole("min_tokens", 0, self.max_tokens)
         self._whole("top_k", -1)
         self._whole("n", 1, 128)
         if self.seed is not None:
             self._whole("seed", -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            self._whole("logprobs", 0, _MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._whole(name, 0, _MAX_LOGPROBS)
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or token < 0 or not is_number(bias) or not -100 <= bias <= 100:
                 raise ValueError(

@@ -5,17 +5,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from math import nan
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter, AdapterConfig
-from coserve.adapters.peft_directory import load_adapter, save_adapter
+from coserve.adapters.peft_directory import load_adapter, read_tensors, save_adapter, write_tensors
 from coserve.engine.profiling import load_profile
 from coserve.engine.request import Request, TokenLogprob
 from coserve.engine.runner import RequestRows, StepFailedError, StepResult, Tasklets, Update, WindowRows, Work
 from coserve.engine.sampling import sample
-from coserve.errors import DeviceMemoryError
+from coserve.errors import AdapterError, DeviceMemoryError
 from coserve.memory.activations import PooledMemory, group_bytes
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Bypasses, Span, forward, logits
@@ -24,11 +25,13 @@ from coserve.scheduling.latency import Profile
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.examples import pack_of
-from coserve.tuning.objective import LossSums
+from coserve.tuning.objective import LossSums, chunk_rows
 from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.order import PackMembers
 from coserve.tuning.programs import evaluation_programs, training_programs
 from coserve.tuning.training_pass import TrainingPass, saved_shapes, workspace_shapes
+
+_OPTIMIZER = "optimizer.safetensors"
 
 
 class WallClock:
@@ -111,9 +114,25 @@ class TorchTrainer:
         with _device_memory():
             self._versions[key] = self.adapter.snapshot()
 
+    def state(self) -> "TorchTrainerState":
+        with _device_memory():
+            return TorchTrainerState(self.adapter.snapshot(), self.optimizer.state() if self.optimizer else None)
+
     def close(self) -> None:
         self.drop()
         self._gradients = self.optimizer = None
+
+
+class TorchTrainerState:
+    """See `TrainerState`."""
+
+    def __init__(self, adapter: Adapter, optimizer: dict[str, Tensor] | None) -> None:
+        self._adapter, self._optimizer = adapter, optimizer
+
+    def write(self, directory: Path) -> None:
+        save_adapter(self._adapter, directory)
+        if self._optimizer is not None:
+            write_tensors(directory / _OPTIMIZER, self._optimizer)
 
 
 class TorchRunner:
@@ -138,22 +157,38 @@ class TorchRunner:
                     norms.append(self._update(update))
                     updating = False
                 marks.append(self._time_s())
-                tokens = self._forward(work) if work.requests or work.windows else ()
+                tokens, prompts = self._forward(work) if work.requests or work.windows else ([], [])
                 marks.append(self._time_s())
         except DeviceMemoryError as error:
             raise StepFailedError(str(error), norms=norms, broken_update=updating) from error
         backward_s, update_s, forward_s = (end - start for start, end in pairwise(marks))
-        return StepResult(tokens=tokens, norms=norms, forward_s=forward_s, backward_s=backward_s, update_s=update_s)
+        return StepResult(
+            tokens=tokens,
+            prompts=prompts,
+            norms=norms,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            update_s=update_s,
+        )
 
     def trainer(
-        self, adapter: AdapterConfig | str, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
+        self, adapter: AdapterConfig | str | Path, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
     ) -> TorchTrainer:
         with _device_memory():
             if isinstance(adapter, AdapterConfig):
-                fresh = Adapter(self.backbone, adapter, seed=config.seed)
+                start = Adapter(self.backbone, adapter, seed=config.seed)
+            elif isinstance(adapter, Path):
+                start = load_adapter(self.backbone, adapter)
             else:
-                fresh = self._versions[adapter].snapshot()
-            return TorchTrainer(fresh, config, mean_keys=mean_keys, memory=memory, versions=self._versions)
+                start = self._versions[adapter].snapshot()
+            trainer = TorchTrainer(start, config, mean_keys=mean_keys, memory=memory, versions=self._versions)
+            if isinstance(adapter, Path):
+                assert trainer.optimizer is not None
+                try:
+                    trainer.optimizer.load_state(read_tensors(adapter / _OPTIMIZER))
+                except (KeyError, ValueError) as error:
+                    raise AdapterError(f"{adapter / _OPTIMIZER} is not this adapter's: {error}") from None
+            return trainer
 
     def load_adapter(self, key: str, directory: str) -> int:
         with _device_memory():
@@ -180,8 +215,10 @@ class TorchRunner:
         assert isinstance(update.trainer, TorchTrainer)
         return update.trainer.update(update.num_trained, update.num_steps)
 
-    def _forward(self, work: Work) -> list[TokenLogprob]:
-        """All rows through the blocks; then a token for each sampled request, and the loss of each window."""
+    def _forward(self, work: Work) -> tuple[list[TokenLogprob], list[list[TokenLogprob]]]:
+        """All rows through the blocks; then a token for each sampled request, what prompts were to be scored, and the
+        loss of each window.
+        """
         passes = [_pass_of(window) for window in work.windows]
         spans = [self._span(rows) for rows in work.requests]
         spans += [training.next_window(window.num_rows) for training, window in zip(passes, work.windows, strict=True)]
@@ -192,7 +229,7 @@ class TorchRunner:
         tokens = self._sample(hidden, last_rows, [rows.request for rows in work.requests if rows.sampled])
         for index, training in enumerate(passes, num_requests):
             training.finish_window(hidden[ends[index] - spans[index].tokens.shape[0] : ends[index]])
-        return tokens
+        return tokens, self._score_prompts(hidden, ends, work.requests)
 
     def _span(self, rows: RequestRows) -> Span:
         request, sequence = rows.request, rows.request.sequence
@@ -220,11 +257,44 @@ class TorchRunner:
             found.append(TokenLogprob(token=tokens[index], logprob=logprobs[index], top=top))
         return found
 
+    def _score_prompts(
+        self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows]
+    ) -> list[list[TokenLogprob]]:
+        """Log-probabilities of prompts' tokens behind the rows that ask for it."""
+        scored = [rows.request.scored_rows(rows.num_rows) for rows in requests]
+        if not any(scored):
+            return []
+        found: list[list[TokenLogprob]] = []
+        most = chunk_rows(self.backbone.architecture.vocab_size)
+        for end, (request, num_rows, _), wanted in zip(ends, requests, scored, strict=False):
+            found.append([])
+            assert request.sequence is not None
+            first = end - num_rows - request.sequence.length  # of the sequence, as a row of the batch
+            for start in range(wanted.start, wanted.stop, most):
+                stop = min(start + most, wanted.stop)
+                users = [(stop - start, self._bypasses(request))]
+                scores = logits(self.backbone, hidden[first + start : first + stop], users)
+                k = request.params.prompt_logprobs or 0
+                found[-1] += _scored(scores, request.prompt[start + 1 : stop + 1], k)
+        return found
+
     def _time_s(self) -> float:
         """Now, with everything done that was asked of the device."""
         if self.backbone.device.type == "cuda":
             torch.cuda.synchronize(self.backbone.device)
         return time.perf_counter()
+
+
+def _scored(scores: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
+    """Log-probabilities of a token in each row of scores [n, vocab_size], and the k likeliest."""
+    logprobs = scores.float().log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
+    values, places = logprobs.topk(k)
+    top = [tuple(zip(*row, strict=True)) for row in zip(places.tolist(), values.tolist(), strict=True)]
+    return [
+        TokenLogprob(token=token, logprob=logprob, top=likeliest)
+        for token, logprob, likeliest in zip(tokens, own, top, strict=True)
+    ]
 
 
 def _pass_of(item: Tasklets | WindowRows) -> TrainingPass:

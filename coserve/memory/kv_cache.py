@@ -57,12 +57,13 @@ class KvCache:
         """Pages that so many tokens fill."""
         return -(-num_tokens // self.block_tokens)
 
-    def open(self, tokens: Sequence[int], *, version: str = "") -> "PagedSequence":
+    def open(self, tokens: Sequence[int], *, version: str = "", share: bool = True) -> "PagedSequence":
         """A sequence that begins with these tokens under an adapter version ("" for none), as far as they are known.
 
-        Its `length` says how many tokens need not be run. No page is taken yet.
+        share: whether to begin with what is known; not if every row must be run. Its `length` says how many tokens need
+        not be run. No page is taken yet.
         """
-        pages, chain = self.prefixes.find(version, tokens)
+        pages, chain = self.prefixes.find(version, tokens if share else ())
         self.prefixes.use(pages)
         return PagedSequence(self, pages, chain)
 

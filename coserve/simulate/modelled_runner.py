@@ -1,8 +1,10 @@
 """A runner that runs nothing: it takes the pages that the real one would, moves cursors, and says how long it took."""
 
+from pathlib import Path
 from random import Random
 
 from coserve.adapters.base import Adapter, AdapterConfig
+from coserve.engine.checkpoint import TrainerState
 from coserve.engine.request import TokenLogprob
 from coserve.engine.runner import StepResult, Work
 from coserve.errors import AdapterError
@@ -102,6 +104,9 @@ class ModelledTrainer:
     def publish(self, key: str) -> None:
         pass
 
+    def state(self) -> TrainerState:
+        raise AdapterError("a modelled adapter has no parameters to save")
+
     def close(self) -> None:
         self.drop()
 
@@ -160,12 +165,21 @@ class ModelledRunner:
             for request, _, sampled in work.requests
             if sampled
         ]
+        scored = [request.scored_rows(num_rows) for request, num_rows, _ in work.requests]
+        prompts = [[TokenLogprob(token=0, logprob=0.0)] * len(rows) for rows in scored] if any(scored) else []
         self.clock.advance(backward_s + update_s + forward_s)
         norms = [0.0] * len(work.updates)
-        return StepResult(tokens=tokens, norms=norms, forward_s=forward_s, backward_s=backward_s, update_s=update_s)
+        return StepResult(
+            tokens=tokens,
+            prompts=prompts,
+            norms=norms,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            update_s=update_s,
+        )
 
     def trainer(
-        self, adapter: AdapterConfig | str, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
+        self, adapter: AdapterConfig | str | Path, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
     ) -> ModelledTrainer:
         if not isinstance(adapter, AdapterConfig):
             raise AdapterError("a modelled adapter has no parameters to go on from")

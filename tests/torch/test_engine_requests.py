@@ -687,3 +687,82 @@ def test_a_job_goes_on_after_steps_had_to_be_small():
     for _ in range(100):
         engine.step()
     assert engine.jobs["job-1"].state == "succeeded"
+
+
+# -- prompts that are scored ----------------------------------------------------------------
+
+
+def scores_of(name, prompt, **lora):
+    """What transformers says of a prompt's tokens: log-probabilities [tokens - 1, vocabulary]."""
+    with torch.no_grad():
+        logits = oracle(name, tuple(lora.items()))(torch.tensor([list(prompt)])).logits[0, :-1]
+    return logits.float().log_softmax(-1)
+
+
+def assert_scored(got, prompt, logprobs, num_top):
+    assert [score.token for score in got] == list(prompt[1:])
+    for score, row in zip(got, logprobs, strict=True):
+        assert score.logprob == pytest.approx(float(row[score.token]), abs=1e-4)
+        assert [value for _, value in score.top] == pytest.approx(row.topk(num_top).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_step_rows": 6}, {"num_pages": 16}])
+def test_prompts_are_scored_as_transformers_does(settings):
+    engine = make_engine(**settings)
+    prompts = prompts_of((9, 30, 1, 14))
+    prompts.append([*prompts[1][:24], 7])  # begins as one that is in the cache
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, prompt_logprobs=3)
+    names = {engine.add(prompt, params): prompt for prompt in prompts}
+    events = drain(engine)
+    for name, prompt in names.items():
+        chunks = [e for e in events if isinstance(e, Chunk) and e.request == name]
+        assert_scored(chunks[0].prompt_logprobs, prompt, scores_of("llama", prompt), 3)
+        assert not any(chunk.prompt_logprobs for chunk in chunks[1:])
+    got = tokens_by_request(events)
+    assert all(got[name] == expected_tokens(prompt, NUM_TOKENS) for name, prompt in names.items())
+    assert_nothing_is_held(engine)
+
+
+def test_a_prompt_may_be_scored_and_nothing_else_with_an_adapter_in_company():
+    engine = make_engine()
+    engine.load_adapter("all", adapter_directory("llama", **ADAPTERS["all"]))
+    (prompt,) = prompts_of((13,))
+    with_adapter = engine.add(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0, n=2), adapter="all")
+    bare = engine.add(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    other = engine.add(prompt, greedy(NUM_TOKENS))
+    events = drain(engine)
+    for name, lora in ((with_adapter, ADAPTERS["all"]), (bare, {})):
+        first, *others = final_chunks(events, name)
+        assert (first.tokens, first.finish_reason) == ((), "length")
+        assert_scored(first.prompt_logprobs, prompt, scores_of("llama", prompt, **lora), 0)
+        assert not any(chunk.prompt_logprobs or chunk.tokens for chunk in others)
+    assert tokens_by_request(events)[other] == expected_tokens(prompt, NUM_TOKENS)
+    assert_nothing_is_held(engine)
+
+
+def test_without_scores_a_request_asks_for_a_token_at_least():
+    with pytest.raises(ValueError, match="max_tokens"):
+        SamplingParams(max_tokens=0)
+
+
+# -- adapters that lie on disk ----------------------------------------------------------------
+
+
+def test_adapters_on_disk_come_and_go_by_use():
+    engine = make_engine(max_adapters=2)
+    engine.load_adapter("kept", adapter_directory("llama", **ADAPTERS["all"]))
+    directory = adapter_directory("llama", **ADAPTERS["qv"])
+    (prompt,) = prompts_of((5,))
+    for name in ("a", "b", "a", "c"):
+        engine.ensure_adapter(name, directory)
+    assert sorted(engine.versions.labels()) == ["a@0", "c@0", "kept@0"]
+    reading = engine.add(prompt, greedy(NUM_TOKENS), adapter="a")
+    engine.step()
+    for name in ("d", "e"):
+        engine.ensure_adapter(name, directory)
+    assert sorted(engine.versions.labels()) == ["d@0", "e@0", "kept@0"]
+    events = drain(engine)
+    assert len(tokens_by_request(events)[reading]) == NUM_TOKENS - 1, "a request goes on with what it began with"
+    with pytest.raises(AdapterError, match="has no adapter_config"):
+        engine.ensure_adapter("f", directory + "-elsewhere")
+    assert sorted(engine.versions.labels()) == ["d@0", "e@0", "kept@0"]

@@ -1,0 +1,111 @@
+"""Checkpoints of jobs: all that it takes to go on with one as if nothing had happened.
+
+A directory holds the adapter in PEFT's format (float32 masters, so it can be served and handed on), the optimizer's
+state, and how far the job had come. The order of the data, the adapter's dropout and everything else that is drawn are
+pure functions of the configuration's seed and of that position, so there is no generator to keep. Only whole optimizer
+steps are kept: what had been done of the next one is done again.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+from uuid import uuid4
+
+from coserve.errors import JobError
+
+_POSITION = "job.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPosition:
+    """How far a job had come, in whole optimizer steps.
+
+    evaluated: whether the validation set has been measured behind the last of them, where that was due. num_bad_steps:
+    steps in a row whose gradient was not finite. num_steps, num_examples, num_tokens: of the whole job and its data, so
+    that another's is recognized.
+    """
+
+    num_steps_done: int
+    num_tokens_trained: int
+    num_rows_run: float
+    num_bad_steps: int
+    evaluated: bool
+    num_steps: int
+    num_examples: int
+    num_tokens: int
+
+
+class TrainerState(Protocol):
+    """A copy of a job's tensors, which later training does not touch."""
+
+    def write(self, directory: Path) -> None:
+        """Write the adapter, and the optimizer's state if there still is one; AdapterError if it cannot be."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A job as it was at one moment. Taking it is quick; it may be written later, from any thread."""
+
+    position: JobPosition
+    state: TrainerState
+
+    def write(self, parent: str | Path) -> Path:
+        """Write a directory `step-<n>` (`step-<n>-<k>` if there is one already) below `parent`, whole or not at all.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        parent = Path(parent)
+        part = parent / f".part-{uuid4().hex}"
+        try:
+            part.mkdir(parents=True)
+            self.state.write(part)
+            _write(part / _POSITION, json.dumps(asdict(self.position), indent=2) + "\n")
+            _sync(part)
+            return _move(part, parent / f"step-{self.position.num_steps_done}")
+        except OSError as error:
+            raise JobError(f"cannot write a checkpoint to {parent}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def read_position(directory: str | Path) -> JobPosition:
+    """How far the job had come; JobError if this is no checkpoint of a job."""
+    path = Path(directory) / _POSITION
+    try:
+        return JobPosition(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        raise JobError(f"{directory} is no checkpoint of a job: it has no usable {_POSITION}") from None
+
+
+def _move(part: Path, wanted: Path) -> Path:
+    """Give it its name; renaming onto a directory that is not empty fails, so nothing is ever replaced."""
+    number = 0
+    while True:
+        directory = wanted if not number else wanted.with_name(f"{wanted.name}-{number}")
+        number += 1
+        if directory.exists():
+            continue
+        part.rename(directory)
+        _sync(directory.parent)
+        return directory
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    """Make its entries durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
