@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from coserve.errors import DataError
+from coserve.errors import DataError, JobError
 from coserve.jobs.files import lines_of
 from coserve.tuning.examples import Example, read_examples
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -32,22 +32,34 @@ class _Packed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_training_file(
-    path: Path, tokenizer: "PreTrainedTokenizerBase | None", *, max_sequence_length: int, vocab_size: int
+    path: Path,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    *,
+    max_sequence_length: int,
+    vocab_size: int,
+    is_wanted: "Callable[[], bool]" = lambda: True,
 ) -> list[Example]:
-    """Every line as an example. Takes as long as tokenizing does.
+    """Every line as an example. Takes as long as tokenizing does, unless it is not wanted any more.
 
     Raises:
-        DataError: names the line and the reason of the first ten faults.
+        DataError: names the line and the reason of the first ten faults. JobError: nobody wants it.
     """
     if tokenizer is None:
         raise DataError("the model has no tokenizer, so that files cannot be trained on")
     try:
-        examples = read_examples(lines_of(path), tokenizer, max_sequence_length=max_sequence_length)
+        examples = read_examples(_while(is_wanted, lines_of(path)), tokenizer, max_sequence_length=max_sequence_length)
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror}") from None
     if any(max(example.tokens) >= vocab_size for example in examples):
         raise DataError("; ".join(_foreign_tokens(path, examples, vocab_size)[:_MAX_FAULTS]))
     return examples
+
+
+def _while(is_wanted: "Callable[[], bool]", lines: "Iterable[str]") -> "Iterator[str]":
+    for line in lines:
+        if not is_wanted():
+            raise JobError("the job was ended before its files had been read")
+        yield line
 
 
 def _foreign_tokens(path: Path, examples: "Sequence[Example]", vocab_size: int) -> list[str]:

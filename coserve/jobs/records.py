@@ -105,7 +105,6 @@ class CheckpointRecord:
     name: str
     directory: str
     listed: bool
-    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,12 @@ survives the process however that ends. Every question takes the tenant who asks
 Calls block; from any thread.
 """
 
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ from sqlalchemy import Engine, Select, create_engine, delete, event, func, inspe
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from sqlalchemy.orm import Session
 
-from coserve.errors import JobError
+from coserve.errors import JobError, StoreError
 from coserve.jobs.records import (
     OVER,
     AdapterRecord,
@@ -43,6 +45,10 @@ _Record = TypeVar("_Record")
 _RENAMED = {"metadata": "labels"}
 
 
+def _anything(row: Any) -> bool:
+    return True
+
+
 class Store:
     """One database."""
 
@@ -53,7 +59,7 @@ class Store:
             url: in SQLAlchemy's form, such as "sqlite:////home/me/.coserve/coserve.db".
 
         Raises:
-            JobError: it cannot be opened, or a newer coserve has written it.
+            StoreError: it cannot be opened, or a newer coserve has written it.
         """
         try:
             self._engine = create_engine(url, pool_pre_ping=True)
@@ -62,7 +68,8 @@ class Store:
             self._writing = self._engine.execution_options(coserve_writes=True)
             self._make_tables()
         except (ArgumentError, NoSuchModuleError, OperationalError, ImportError) as error:
-            raise JobError(f"the database {url} cannot be opened: {' '.join(str(error).split())}") from None
+            shown = " ".join(str(error).split())
+            raise StoreError(f"the database {_without_password(url)} cannot be opened: {shown}") from None
 
     @classmethod
     def at(cls, home: Path) -> "Store":
@@ -76,14 +83,14 @@ class Store:
 
     @contextmanager
     def read(self) -> Iterator["Transaction"]:
-        """Questions that see one moment."""
-        with Session(self._engine) as session, session.begin():
+        """Questions that see one moment; StoreError if the database cannot be read now."""
+        with _store_errors(), Session(self._engine) as session, session.begin():
             yield Transaction(session)
 
     @contextmanager
     def write(self) -> Iterator["Transaction"]:
-        """Changes that all happen at the end, or, on an error, none."""
-        with Session(self._writing) as session, session.begin():
+        """Changes that all happen at the end, or, on an error, none; StoreError if it cannot be written now."""
+        with _store_errors(), Session(self._writing) as session, session.begin():
             yield Transaction(session)
 
     def _make_tables(self) -> None:
@@ -92,7 +99,7 @@ class Store:
             with Session(self._engine) as session:
                 version = session.scalar(select(func.max(SchemaTable.version))) or 0
             if version > SCHEMA_VERSION:
-                raise JobError(
+                raise StoreError(
                     f"the database is of schema {version}, which a newer coserve has written; this one knows "
                     f"{SCHEMA_VERSION}: update coserve, or give another COSERVE_HOME"
                 )
@@ -153,11 +160,15 @@ class Transaction:
     ) -> Page:
         """The newest first. metadata: only those with these entries. bare: only those without any."""
         query = select(JobTable).where(JobTable.tenant == tenant)
-        for key, value in (metadata or {}).items():
-            query = query.where(JobTable.labels[key].as_string() == value)
         if bare:
             query = query.where(JobTable.labels.is_(None))
-        return self._page(JobRecord, JobTable, tenant, query, after, limit, True)
+
+        def has_metadata(row: JobTable) -> bool:
+            return (metadata or {}).items() <= (row.labels or {}).items()
+
+        return self._page(
+            JobRecord, JobTable, tenant, query, after, limit, True, has_metadata if metadata else _anything
+        )
 
     def any_job(self, id: str) -> JobRecord | None:
         """A job of whichever tenant: for the manager, who serves all."""
@@ -213,7 +224,7 @@ class Transaction:
         if row is None:
             self._session.add(row := _row(CheckpointTable, record))
         else:
-            row.directory, row.listed, row.metrics = record.directory, row.listed or record.listed, record.metrics
+            row.directory, row.listed = record.directory, row.listed or record.listed
         self._session.flush()
         return _record(CheckpointRecord, row)
 
@@ -231,6 +242,9 @@ class Transaction:
 
     def remove_checkpoint(self, job: str, step: int) -> None:
         self._execute(delete(CheckpointTable).where(CheckpointTable.job == job, CheckpointTable.step == step))
+
+    def remove_checkpoint_of_name(self, job: str, name: str) -> None:
+        self._execute(delete(CheckpointTable).where(CheckpointTable.job == job, CheckpointTable.name == name))
 
     def roll_back(self, job: str, step: int) -> None:
         """Forget what a job did beyond a step: it will do it again."""
@@ -283,14 +297,18 @@ class Transaction:
         after: str | None,
         limit: int,
         newest_first: bool,
+        is_asked_for: Callable[[Any], bool] = _anything,
     ) -> Page:
         if after is not None:
             seq = self._session.scalar(select(table.seq).where(table.tenant == tenant, table.id == after))
             if seq is None:
-                raise JobError(f"after names {after!r}, which is not there")
+                raise JobError(f"after names {after!r}, which is not there", param="after")
             query = query.where(table.seq < seq if newest_first else table.seq > seq)
-        query = query.order_by(table.seq.desc() if newest_first else table.seq).limit(limit + 1)
-        items: Sequence[Any] = self._all(kind, query)
+        query = query.order_by(table.seq.desc() if newest_first else table.seq)
+        if is_asked_for is _anything:
+            query = query.limit(limit + 1)
+        rows = (row for row in self._session.scalars(query) if is_asked_for(row))
+        items = [_record(kind, row) for row in islice(rows, limit + 1)]
         return Page(items=tuple(items[:limit]), has_more=len(items) > limit)
 
     def _execute(self, statement: Any) -> int:
@@ -300,8 +318,20 @@ class Transaction:
         return int(result.rowcount)
 
 
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except OperationalError as error:
+        raise StoreError(f"the database cannot be used now: {' '.join(str(error.orig).split())}") from error
+
+
 def _record(kind: type[_Record], row: Any) -> _Record:
     return kind(**{each.name: getattr(row, _RENAMED.get(each.name, each.name)) for each in fields(kind)})  # type: ignore[arg-type]
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"://([^:@/]*):[^@/]*@", r"://\1:***@", url)
 
 
 def _row(table: type[Any], record: Any) -> Any:

@@ -97,7 +97,6 @@ class CheckpointTable(Table):
     name: Mapped[str]
     directory: Mapped[str]
     listed: Mapped[bool]
-    metrics: Mapped[dict[str, Any]]
 
 
 class AdapterTable(Table):
