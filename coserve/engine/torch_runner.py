@@ -1,7 +1,7 @@
 """The runner on torch, for CPUs and GPUs by one code path."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from math import nan
@@ -200,8 +200,8 @@ class TorchRunner:
     def drop_version(self, key: str) -> None:
         del self._versions[key]
 
-    def profile(self) -> Profile:
-        return load_profile(self.backbone)
+    def profile(self, progress: Callable[[int, int], None] | None = None) -> Profile:
+        return load_profile(self.backbone, progress=progress)
 
     # -- the pieces of a step -------------------------------------------------------
 
