@@ -1,6 +1,5 @@
 """How commands find a server: `--url` and `--api-key`, which all of them share; or one of their own for a while."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -57,12 +56,12 @@ def own_server(
     """
     url = f"http://127.0.0.1:{_free_port()}"
     command = [sys.executable, "-m", "coserve", "up", model, "--port", url.rsplit(":", 1)[1], *options]
-    environment = {**os.environ, **({"COSERVE_HOME": str(home)} if home else {})}
+    command += ["--home", str(home)] if home else []
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         # In a session of its own: Ctrl-C is for the command, which ends the server in its turn.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     try:
         _wait_until_ready(process, url, log, while_starting)
@@ -131,8 +130,8 @@ def find_model(client: Client, name: str) -> str:
     if not meant:
         known = ", ".join(str(model["id"]) for model in models[:10])
         raise ServerError(f"the server has no model {name!r}; it has {known}")
-    # Of a job's model and its checkpoints, the model: it has the fewest parts.
-    newest = max(meant, key=lambda model: (int(str(model.get("created") or 0)), -str(model["id"]).count(":")))
+    # Checkpoints carry the suffix, too; they are meant only where there is no finished model.
+    newest = max(meant, key=lambda model: (":ckpt-step-" not in str(model["id"]), int(str(model.get("created") or 0))))
     return str(newest["id"])
 
 

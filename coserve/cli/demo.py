@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from coserve.bench.demo import DemoConfig, DemoState
 
 LessonName = Literal["pirate", "backwards", "zub"]
+# Enough for all that the built-in model is asked here; and a chart of the pages has something to show.
+_TINY_MEMORY = "256MB"
 _QUICK: dict[str, Any] = {"seconds": 4.0, "epochs": 2, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
 
 
@@ -64,10 +66,12 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, directory: Path) ->
     lesson, screen = LESSONS[lesson_name](seed=config.seed), console()
     training_file = directory / f"{lesson_name}.jsonl"
     training_file.write_text("".join(json.dumps(line) + "\n" for line in lesson.train), "utf-8")
+    options = ("--memory", _TINY_MEMORY) if model == "tiny" else ()
+    server = own_server(model, *options, home=directory / "home", log=directory / "server.log")
     with ExitStack() as stack:
         if screen.is_terminal:
             starting = stack.enter_context(screen.status(f"starting a server for {model}"))
-            url = stack.enter_context(own_server(model, home=directory / "home", log=directory / "server.log"))
+            url = stack.enter_context(server)
             starting.stop()
             live = stack.enter_context(Live(console=screen, refresh_per_second=4))
 
@@ -75,7 +79,7 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, directory: Path) ->
                 live.update(live_view(state, screen.width))
         else:
             told: set[str] = set()
-            url = stack.enter_context(own_server(model, home=directory / "home", log=directory / "server.log"))
+            url = stack.enter_context(server)
 
             def watch(state: "DemoState") -> None:
                 """A line for everything new, without its numbers."""

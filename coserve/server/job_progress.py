@@ -40,6 +40,8 @@ class JobProgress:
     def poll(self, client: Client) -> list[dict[str, Any]]:
         """Ask the server once. Returns the events that are new, oldest first."""
         self.job = client.get(f"/v1/fine_tuning/jobs/{self.job['id']}")
+        known = self.job.get("coserve") or {}
+        self.step, self.num_steps = known.get("step") or self.step, known.get("total_steps") or self.num_steps
         new = events_after(client, self.job["id"], self._last_event)
         for event in new:
             self._last_event = event["id"]
