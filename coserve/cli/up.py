@@ -27,7 +27,7 @@ def up(**given: Any) -> None:
     good order: open answers are finished, jobs keep their last checkpoints and go on at the next start.
     """
     try:
-        config = ServerConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+        config = ServerConfig(**given)
     except ValueError as error:
         raise CoserveError(str(error)) from None
     from coserve.server.serve import serve
@@ -102,12 +102,13 @@ def _parameter(one: "Field[Any]", kind: Any) -> inspect.Parameter:
     if not option.option:
         marked: Any = Annotated[str, typer.Argument(help=option.help, metavar="[MODEL]")]
     elif parse is not None:
-        more = {"parser": _parser(parse), "metavar": option.metavar}
+        more: dict[str, Any] = {"parser": _parser(parse), "metavar": option.metavar}
         marked = Annotated[str | None, typer.Option(option.option, help=option.help, show_default=shown, **more)]
         default = None
     elif isinstance(default, tuple):
         element = Path if one.name.endswith("paths") else str
-        marked = Annotated[list[element], typer.Option(option.option, help=option.help, show_default=shown)]  # type: ignore[valid-type]
+        more = {"metavar": option.metavar}
+        marked = Annotated[list[element], typer.Option(option.option, help=option.help, show_default=shown, **more)]  # type: ignore[valid-type]
         default = []
     else:
         marked = Annotated[kind, typer.Option(option.option, help=option.help, show_default=shown)]
@@ -130,7 +131,8 @@ def command() -> Callable[..., None]:
     parameters = [_parameter(one, kinds[one.name]) for one in fields(ServerConfig)]
 
     def run(**given: Any) -> None:
-        up(**{name: value for name, value in given.items() if value is not None})
+        fields = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None}
+        up(**fields)
 
     run.__doc__, run.__name__ = up.__doc__, "up"
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.lora import LoraConfig
 from coserve.engine.config import EngineConfig

@@ -89,12 +89,17 @@ class ServerConfig:
     max_requests: int = _option(256, "--max-requests", "Sequences that run at once.")
     max_adapters: int = _option(64, "--max-adapters", "Adapters on the device; the least used ones make room.")
     api_keys: tuple[str, ...] = _option(
-        (), "--api-key", "KEY or TENANT=KEY that clients must bring; may be given several times.", shown="none needed"
+        (),
+        "--api-key",
+        "KEY or TENANT=KEY that clients must bring; may be given several times.",
+        metavar="KEY",
+        shown="none needed",
     )
     allow_adapter_paths: tuple[Path, ...] = _option(
         (),
         "--allow-adapter-paths",
         "Directory below which /v1/load_lora_adapter may read; may be given several times.",
+        metavar="DIR",
         shown="nothing is read",
     )
     home: Path = _option(

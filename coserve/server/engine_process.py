@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 _BATCH_S = 0.2
 # When there is work, but the policy plans nothing.
 _NO_PLAN_WAIT_MS = 10
+# When there is none, but a checkpoint is being written.
+_WRITER_WAIT_MS = 10
 # Reports that may wait for a server that is busy, before the engine does.
 _MOST_WAITING_REPORTS = 10_000
 _LINGER_MS = 2000
@@ -70,6 +72,8 @@ class EngineProcess:
             self._take_commands()
             if self._running and self._engine.has_work:
                 self._step()
+        self._report_batch()
+        self._jobs.close()
 
     # -- commands -------------------------------------------------------------------
 
@@ -78,12 +82,14 @@ class EngineProcess:
         wait_ms: int | None = 0
         if not self._engine.has_work:
             self._report_batch()
-            wait_ms = None
+            wait_ms = _WRITER_WAIT_MS if self._jobs.is_waiting else None
         elif self._engine.last_plan.is_empty and not self._engine.has_requests:
             wait_ms = _NO_PLAN_WAIT_MS
         while self._running and self._socket.poll(wait_ms):
             self._take(decode_command(self._socket.recv()))
             wait_ms = 0
+        if self._jobs.has_news:
+            self._report([], whole=True)
 
     def _take(self, command: Any) -> None:
         self._unreported = True
@@ -119,15 +125,15 @@ class EngineProcess:
             elif isinstance(command, UnloadAdapter):
                 self._jobs.unload_adapter(command.name)
             elif isinstance(command, Shutdown):
-                self._jobs.checkpoint_all()
+                self._jobs.checkpoint_all(command.call)
                 self._running = False
+                return
             else:
                 self._jobs.obey(command)
+                return
         except CoserveError as raised:
             error = raised
-        # What came of it is told before its reply.
-        self._report_batch()
-        self._send(Reply(command.call, error and str(error), error and type(error).__name__))
+        self._send(Reply(command.call) if error is None else Reply(command.call, str(error), type(error).__name__))
 
     # -- steps ----------------------------------------------------------------------
 
@@ -139,8 +145,7 @@ class EngineProcess:
         if not self._engine.last_plan.is_empty:
             self._steps.append(self._step_record(end_s, end_s - start_s))
         job_events = [event for event in events if isinstance(event, JobEvent)]
-        if job_events:
-            self._jobs.take(job_events)
+        self._jobs.take(job_events)
         self._report(events, whole=bool(job_events) or end_s - self._reported_s >= _BATCH_S)
 
     def _step_record(self, end_s: float, step_s: float) -> StepRecord:
@@ -168,19 +173,21 @@ class EngineProcess:
             if chunks:
                 self._send(Happened(chunks=chunks))
             return
-        job_events, checkpoints = self._jobs.take_news()
+        news = self._jobs.take_news()
         records = list(self._engine.records)
         self._engine.records.clear()
         self._send(
             Happened(
                 chunks=chunks,
-                job_events=job_events,
-                checkpoints=checkpoints,
+                job_events=news.events,
+                checkpoints=news.checkpoints,
                 records=records,
                 steps=self._steps,
                 stats=self._engine.stats(),
             )
         )
+        for reply in news.replies:  # what came of a command is told before its reply
+            self._send(reply)
         self._steps = []
         self._reported_s, self._unreported = time.monotonic(), False
 

@@ -41,7 +41,8 @@ class Prompts:
         """A prompt's token ids; RequestError for one that cannot be read."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(prompt)  # type: ignore[arg-type]
-        return await self._run(tokens_of, prompt, self._tokenizer, self._model)
+        tokens: list[int] = await self._run(tokens_of, prompt, self._tokenizer, self._model)
+        return tokens
 
     @property
     def source(self) -> ModelSource:

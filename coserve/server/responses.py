@@ -1,10 +1,10 @@
-"""What goes back to clients: JSON, errors in OpenAI's form, and streams of server-sent events that end with the client."""
+"""What goes back to clients: JSON, errors in OpenAI's form, and server-sent events."""
 
 import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -113,10 +113,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them."""
-        try:
+        with suppress(ClientGoneError, OSError):
             await until_disconnect(receive, self._send_all(send))
-        except (ClientGoneError, OSError):
-            pass
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:

@@ -148,8 +148,8 @@ class _Writer:
                 self._usage.count(chunks)
                 for chunk in chunks:
                     index = place * self._n + chunk.index
-                    if scored := getattr(chunk, "prompt_logprobs", ()):
-                        waiting[place] = list(scored)
+                    if chunk.prompt_logprobs:
+                        waiting[place] = list(chunk.prompt_logprobs)
                     piece = _choice(index, text=chunk.text, reason=chunk.finish_reason)
                     parts = []
                     if index not in begun:
