@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 from fastapi import Depends, Request
 
 import coserve
+from coserve.errors import EngineGoneError
 from coserve.server.adapters import AdapterCatalogue, KnownAdapter, LoadedAdapters, find_adapter
 from coserve.server.config import ServerConfig
 from coserve.server.engine_link import EngineLink, RequestStream
@@ -15,6 +16,7 @@ from coserve.server.prompts import Prompts
 from coserve.server.protocol import AddRequest
 
 if TYPE_CHECKING:
+    from coserve.jobs.manager import JobManager
     from coserve.server.generation import Generation
 
 
@@ -27,10 +29,18 @@ class ServerContext:
     prompts: Prompts
     loaded: LoadedAdapters = field(default_factory=LoadedAdapters)
     catalogues: list[AdapterCatalogue] = field(default_factory=list)
+    job_manager: "JobManager | None" = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.catalogues.insert(0, self.loaded)
+
+    @property
+    def jobs(self) -> "JobManager":
+        """Files and jobs."""
+        if self.job_manager is None:
+            raise EngineGoneError("the server is starting; try again in a few seconds")
+        return self.job_manager
 
     @property
     def model_name(self) -> str:

@@ -1,6 +1,7 @@
 """Text to tokens and back in the server's process; the engine gets tokens only."""
 
 import asyncio
+import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
-from coserve.models.source import find_model
+from coserve.models.source import ModelSource, find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ class Prompts:
     def __init__(self, model: str) -> None:
         self._model = model
         self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._pieces: dict[int, TokenPiece] = {}
 
@@ -28,7 +30,8 @@ class Prompts:
         await self._run(self._load)
 
     def _load(self) -> None:
-        self._tokenizer = load_tokenizer(find_model(self._model, with_weights=False))
+        self._source = find_model(self._model, with_weights=False)
+        self._tokenizer = load_tokenizer(self._source)
 
     def close(self) -> None:
         """End the thread."""
@@ -40,6 +43,17 @@ class Prompts:
             return list(prompt)  # type: ignore[arg-type]
         tokens: list[int] = await self._run(tokens_of, prompt, self._tokenizer, self._model)
         return tokens
+
+    @property
+    def source(self) -> ModelSource:
+        """The model; once it has been loaded."""
+        assert self._source is not None
+        return self._source
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """For other threads, of which each takes a copy of its own."""
+        return copy.deepcopy(self._tokenizer)
 
     @property
     def has_text(self) -> bool:

@@ -19,6 +19,7 @@ from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
 from coserve.server.engine_link import EngineLink
+from coserve.server.job_service import start_jobs
 from coserve.server.prompts import Prompts
 from coserve.server.protocol import EngineSettings, Happened, Progress, Ready
 
@@ -100,6 +101,7 @@ async def _serve(
     server: uvicorn.Server, listening: socket.socket, context: ServerContext, signalled: "_Signals"
 ) -> None:
     await context.prompts.load()
+    jobs = await start_jobs(context)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     engine = asyncio.create_task(context.link.run())
     waiting = asyncio.create_task(signalled.first.wait())
@@ -114,6 +116,9 @@ async def _serve(
         await asyncio.gather(serving, waiting, return_exceptions=True)
         if not engine.done():
             engine.cancel()
+            await asyncio.gather(engine, return_exceptions=True)
+        await jobs.close()
+        jobs.store.close()
     await engine
 
 
