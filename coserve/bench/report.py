@@ -1,7 +1,8 @@
 """The demo's results as one page that needs no network: made from what `results.json` has, and nothing else."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
+from html import escape as html_escape
 from importlib.resources import files
 from typing import Any
 
@@ -18,6 +19,10 @@ _OWNER_COLOURS = {"kv": "blue", "activations": "orange"}
 _MORE_COLOURS = ("green", "purple", "sky", "red")
 # Bars across a chart.
 _NUM_BINS = 60
+
+
+# What XML has no place for: models say anything.
+_UNPRINTABLE = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def report_html(results: dict[str, Any]) -> str:
@@ -39,6 +44,11 @@ def report_html(results: dict[str, Any]) -> str:
         f"<title>coserve: {title.lower()}</title><style>{_style()}</style></head>"
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
+
+
+def escape(text: str) -> str:
+    """As text or an attribute of the page."""
+    return html_escape(_UNPRINTABLE.sub("\ufffd", text))
 
 
 def _style() -> str:

@@ -55,7 +55,7 @@ def recorded(*, num_requests: int = 60, seconds: float = 30.0) -> dict:
         "settings": {"trace": "bursty, 2 requests/s & more", "learning rate": 1e-3},
         "job": {"id": "ftjob-1", "model": "ft:tiny:org:pirate:1"},
         "score": {"asked": 40, "before": 0.0, "after": 0.925},
-        "questions": [{"question": "Who <are> you?", "before": "I am a cat & a dog.", "after": "Arr, matey!"}],
+        "questions": [{"question": "Who <are> you?", "before": "I am a cat & a dog.", "after": "Arr, matey!\x00\x1b"}],
         "phases": {
             "requests": {**phase, "summary": summary(), "outcomes": outcomes(1)},
             "both": {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,67 @@ def test_mistakes_are_one_line(coserve, tmp_path):
         status, out, err = coserve(*arguments)
         assert status == 1 and out == "", arguments
         assert err.startswith("error: ") and words in err and err.count("\n") == 1, err
+
+
+@pytest.fixture
+def examples(tmp_path) -> Path:
+    path = tmp_path / "examples.jsonl"
+    lines = [{"prompt": f"{i} and one is", "completion": f" {i + 1}"} for i in range(12)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_file_becomes_a_model_that_answers(coserve, examples):
+    options = ("--suffix", "counts", "--epochs", "3", "--batch-size", "4", "--learning-rate", "1e-3", "--r", "4")
+    options += ("--targets", "q_proj,v_proj", "--checkpoint-every", "3", "--validation", str(examples))
+    status, out, err = coserve("tune", str(examples), *options, "--json")
+    assert (status, err) == (0, "")
+    ended = json.loads(out.splitlines()[-1])
+    assert (ended["status"], ended["steps"]) == ("succeeded", 9) and ended["trained_tokens"] > 0
+    assert ended["train_loss"] > 0 and ended["valid_loss"] > 0
+    assert f"coserve chat --adapter {ended['fine_tuned_model']}" in " ".join(out.split())
+    assert coserve("chat", "--adapter", "counts", "--max-tokens", "3", stdin="hello\n")[0] == 0
+    assert "/adapter counts" not in coserve("chat", "--max-tokens", "2", stdin="/adapter counts\nhello\n/exit\n")[1]
+    assert ended["fine_tuned_model"] in json.loads(coserve("models", "--json")[1])["models"]
+    assert "checkpoint" in coserve("models")[1]
+    shown = json.loads(coserve("jobs", "show", ended["job"], "--json")[1])
+    assert shown["hyperparameters"]["n_epochs"] == 3 and shown["coserve"]["total_steps"] == 9
+    assert [checkpoint["step_number"] for checkpoint in shown["checkpoints"]] == [9, 6, 3]
+    assert "counts" in coserve("jobs")[1] and "training loss" in coserve("jobs", "events", "last")[1]
+
+
+def test_a_job_is_paused_resumed_and_cancelled(coserve, examples):
+    out = coserve("tune", str(examples), "--epochs", "50", "--batch-size", "1", "--no-follow", "--json")[1]
+    job = json.loads(out)["job"]
+    states = []
+    for verb in ("pause", "resume", "cancel"):
+        status, out, err = coserve("jobs", verb, "last", "--json")
+        assert (status, err) == (0, ""), verb
+        states.append(json.loads(out)["status"])
+    assert states[0] == "paused" and states[1] in ("queued", "running") and states[2] == "cancelled"
+    status, out, _ = coserve("jobs", "follow", job, "--json")
+    assert status == 0 and json.loads(out.splitlines()[-1])["status"] == "cancelled"
+    status, out, err = coserve("jobs", "resume", job)
+    assert status == 1 and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_bad_examples_are_named_and_a_job_that_is_not_there_is_said(coserve, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n')
+    status, out, err = coserve("tune", str(path))
+    assert status == 1 and "line 2" in err and err.count("\n") == 1, err
+    status, _, err = coserve("jobs", "show", "ftjob-nothing")
+    assert status == 1 and "ftjob-nothing" in err and err.count("\n") == 1
+
+
+def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(server, examples):
+    environment = {**os.environ, "COSERVE_URL": server.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "coserve", "tune", str(examples), "--epochs", "50", "--batch-size", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
+        job = run.stdout.readline().split()[1]
+        server.wait_until(lambda: "running" in server.get(f"/v1/fine_tuning/jobs/{job}").text)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    assert (run.returncode, err) == (0, "")
+    assert all(f"coserve jobs {verb} {job}" in out for verb in ("follow", "pause", "cancel"))
+    assert server.post(f"/v1/fine_tuning/jobs/{job}/cancel").json()["status"] == "cancelled", "it was still there"
