@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from coserve.scheduling.policies import make_policy
 from coserve.settings import is_number
 
 
@@ -27,6 +26,8 @@ class EngineConfig:
     max_adapters: int = 64
 
     def __post_init__(self) -> None:
+        from coserve.scheduling.policies import make_policy  # brings torch: commands that only ask go without
+
         make_policy(self.policy)
         for name in ("ttft_s", "tpot_s"):
             value = getattr(self, name)

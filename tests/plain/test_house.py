@@ -47,6 +47,14 @@ def test_importing_coserve_imports_nothing_heavy():
     assert result.stdout.strip() == "[]"
 
 
+def test_commands_that_ask_a_server_start_without_torch():
+    code = (
+        "import sys, coserve.cli.main, coserve.bench.demo; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
 def test_the_engine_needs_none_of_the_servers_packages():
     banned = {"fastapi", "uvicorn", "pydantic", "sqlalchemy", "zmq", "typer", "rich", "ray"}
     for path in ROOT.rglob("*.py"):

@@ -69,12 +69,21 @@ def test_mistakes_are_one_line(coserve, tmp_path):
         assert err.startswith("error: ") and words in err and err.count("\n") == 1, err
 
 
-@pytest.fixture
-def examples(tmp_path) -> Path:
-    path = tmp_path / "examples.jsonl"
-    lines = [{"prompt": f"{i} and one is", "completion": f" {i + 1}"} for i in range(12)]
+def write_examples(path: Path, num_lines: int) -> Path:
+    lines = [{"prompt": f"{i} and one is", "completion": f" {i + 1}"} for i in range(num_lines)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+@pytest.fixture
+def examples(tmp_path) -> Path:
+    return write_examples(tmp_path / "examples.jsonl", 12)
+
+
+@pytest.fixture
+def many_examples(tmp_path) -> Path:
+    """Fifty epochs of them take many minutes."""
+    return write_examples(tmp_path / "many.jsonl", 4000)
 
 
 def test_a_file_becomes_a_model_that_answers(coserve, examples):
@@ -96,8 +105,8 @@ def test_a_file_becomes_a_model_that_answers(coserve, examples):
     assert "counts" in coserve("jobs")[1] and "training loss" in coserve("jobs", "events", "last")[1]
 
 
-def test_a_job_is_paused_resumed_and_cancelled(coserve, examples):
-    out = coserve("tune", str(examples), "--epochs", "50", "--batch-size", "1", "--no-follow", "--json")[1]
+def test_a_job_is_paused_resumed_and_cancelled(coserve, many_examples):
+    out = coserve("tune", str(many_examples), "--epochs", "50", "--batch-size", "1", "--no-follow", "--json")[1]
     job = json.loads(out)["job"]
     states = []
     for verb in ("pause", "resume", "cancel"):
@@ -114,15 +123,15 @@ def test_a_job_is_paused_resumed_and_cancelled(coserve, examples):
 def test_bad_examples_are_named_and_a_job_that_is_not_there_is_said(coserve, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n')
-    status, out, err = coserve("tune", str(path))
+    status, _, err = coserve("tune", str(path))
     assert status == 1 and "line 2" in err and err.count("\n") == 1, err
     status, _, err = coserve("jobs", "show", "ftjob-nothing")
     assert status == 1 and "ftjob-nothing" in err and err.count("\n") == 1
 
 
-def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(server, examples):
+def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(server, many_examples):
     environment = {**os.environ, "COSERVE_URL": server.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "coserve", "tune", str(examples), "--epochs", "50", "--batch-size", "1"]
+    command = [sys.executable, "-m", "coserve", "tune", str(many_examples), "--epochs", "50", "--batch-size", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
         job = run.stdout.readline().split()[1]
         server.wait_until(lambda: "running" in server.get(f"/v1/fine_tuning/jobs/{job}").text)
