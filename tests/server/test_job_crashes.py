@@ -10,8 +10,8 @@ from job_engine import TENANT, World, world
 from safetensors.torch import load_file
 from server.job_data import DATA, QUICK, adapter_in, distance, steps_of
 
-from coserve.jobs.records import EventRecord
 from coserve.jobs.recording import job_event
+from coserve.jobs.records import EventRecord
 
 # Ten epochs of nine batches; a checkpoint now and then.
 CRASHED = {
@@ -106,7 +106,7 @@ def test_servers_that_die(seed, undisturbed, tmp_path):
             if id is None:
                 id = (await w.create(DATA, **CRASHED, validation_file=w.upload(DATA))).id
             until_step = w.job(id).num_steps_done + rng.choice((0, 1, 3, 4))
-            await w.until(lambda w=w, step=until_step: w.job(id).num_steps_done >= step)
+            await w.until(lambda w=w, id=id, step=until_step: w.job(id).num_steps_done >= step)
             if num_lives > 8:
                 await w.until_over(id)
             if w.job(id).is_over:
