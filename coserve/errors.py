@@ -11,6 +11,7 @@ CoserveError
 ├── DataError           training data that cannot be used
 ├── RequestError        a request that cannot be served as it was asked
 ├── JobError            a fine-tuning job that cannot be run as it was asked, or that is not there
+├── StoreError          the database of files and jobs cannot be used now
 ├── DeviceMemoryError   the device ran out of memory within a step
 └── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
 
@@ -60,7 +61,15 @@ class RequestError(CoserveError):
 
 
 class JobError(CoserveError):
-    """A fine-tuning job that cannot be run as it was asked, or that is not there."""
+    """A fine-tuning job that cannot be run as it was asked, or that is not there. param: the setting that is wrong."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class StoreError(CoserveError):
+    """The database of files and jobs cannot be opened, read or written now."""
 
 
 class DeviceMemoryError(CoserveError):

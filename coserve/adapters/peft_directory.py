@@ -70,9 +70,17 @@ def _read_config(path: Path) -> AdapterConfig:
         fields = json.loads(path.read_text())
     except ValueError as error:
         raise AdapterError(f"{path} is not valid JSON: {error}") from None
+    try:
+        return adapter_config(fields)
+    except AdapterError as error:
+        raise AdapterError(f"{path}: {error}") from None
+
+
+def adapter_config(fields: Any) -> AdapterConfig:
+    """A configuration in PEFT's format, of any method that there is; AdapterError names what is wrong."""
     method: Any = fields.get("peft_type") if isinstance(fields, Mapping) else None
     if not isinstance(method, str) or method not in _METHODS:
-        raise AdapterError(f"{path}: peft_type {method!r} is not supported; supported: {', '.join(_METHODS)}")
+        raise AdapterError(f"peft_type {method!r} is not supported; supported: {', '.join(_METHODS)}")
     return _METHODS[method].from_peft(fields)
 
 

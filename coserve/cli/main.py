@@ -10,6 +10,7 @@ import typer
 import coserve
 from coserve.cli.bench import bench
 from coserve.cli.inspect import inspect
+from coserve.cli.up import command as up_command
 from coserve.errors import CoserveError
 
 # Typer's own copy of click, or click itself where Typer still uses it: the base of everything wrong with a command
@@ -46,6 +47,7 @@ def version() -> None:
     print(coserve.__version__)
 
 
+app.command()(up_command())
 app.command()(inspect)
 app.command()(bench)
 

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from coserve.errors import JobError
 
+OPTIMIZER_FILE = "optimizer.safetensors"
 _POSITION = "job.json"
 
 
@@ -80,6 +81,17 @@ def read_position(directory: str | Path) -> JobPosition:
         return JobPosition(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         raise JobError(f"{directory} is no checkpoint of a job: it has no usable {_POSITION}") from None
+
+
+def can_go_on_from(directory: str | Path) -> bool:
+    """Whether there is all that it takes to go on, as there is not once a job is over."""
+    return (Path(directory) / _POSITION).is_file() and (Path(directory) / OPTIMIZER_FILE).is_file()
+
+
+def keep_adapter_alone(directory: str | Path) -> None:
+    """Remove what only the job itself would need to go on; no error if it is not there."""
+    for name in (_POSITION, OPTIMIZER_FILE):
+        (Path(directory) / name).unlink(missing_ok=True)
 
 
 def _move(part: Path, wanted: Path) -> Path:

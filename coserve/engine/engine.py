@@ -1,13 +1,11 @@
 """The engine as a library: text in, text out, jobs from files; on torch, in this process."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-import torch
 
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.lora import LoraConfig
@@ -15,25 +13,27 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
 from coserve.engine.device_memory import pool_bytes
 from coserve.engine.job import JobEvent
+from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
 from coserve.engine.request import Chunk, FinishReason, Slo, TokenLogprob
 from coserve.engine.sampling import SamplingParams
 from coserve.engine.text import TextStream
 from coserve.engine.torch_runner import TorchRunner
 from coserve.errors import BudgetError, DataError, JobError, RequestError
 from coserve.memory.kv_cache import kv_page_bytes
-from coserve.models.backbone import Backbone, build_backbone
+from coserve.models.backbone import Backbone, build_backbone, find_device
 from coserve.models.source import ModelSource, find_model
 from coserve.scheduling.latency import LatencyModel
 from coserve.tuning.config import TuningConfig
-from coserve.tuning.examples import Example, read_examples, template_message
+from coserve.tuning.examples import Example, read_examples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Text, token ids, or the messages of a chat.
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 # A JSONL file, its lines (as text or as objects), or examples that are tokens already.
 Data = str | Path | Iterable[str] | Iterable[Mapping[str, Any]] | Iterable[Example]
+
+# Told what a start is at, how much of it is done, and of how much.
+LoadProgress = Callable[[str, int, int], None]
 
 # Steps without a plan after which a job is not waited for any longer.
 _MOST_EMPTY_STEPS = 1000
@@ -63,6 +63,7 @@ class Engine(EngineCore):
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         end_tokens: Iterable[int] = (),
         latency: LatencyModel | None = None,
+        progress: LoadProgress | None = None,
     ) -> None:
         """Take the memory; the first start on a device measures its profile, which takes some seconds.
 
@@ -78,25 +79,36 @@ class Engine(EngineCore):
         num_pages = (config.memory_bytes or pool_bytes(backbone.device)) // page_bytes
         if num_pages < 2:
             raise BudgetError(f"the page pool needs {2 * page_bytes} bytes or more, for two pages")
-        super().__init__(runner, latency or LatencyModel(runner.profile()), config, num_pages=num_pages)
+        latency = latency or LatencyModel(runner.profile(_stage(progress, "measuring this device")))
+        super().__init__(runner, latency, config, num_pages=num_pages)
         self.backbone, self.tokenizer = backbone, tokenizer
         self._ends = frozenset(token for token in end_tokens if 0 <= token < backbone.architecture.vocab_size)
 
     @classmethod
     def load(
-        cls, model: str, config: EngineConfig | None = None, *, dtype: str = "auto", device: str = "auto", seed: int = 0
+        cls,
+        model: str,
+        config: EngineConfig | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        seed: int = 0,
+        progress: LoadProgress | None = None,
     ) -> Self:
         """Load a model: a directory, a hub id, or a `dummy:` preset with random weights (from `seed`).
 
         Args:
             dtype: "float32", "bfloat16", "float16", or "auto" for the model's own.
             device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one.
+            progress: told what is being done, how much of it is done, and how much there is.
         """
         source = find_model(model)
-        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        backbone = build_backbone(source, dtype=dtype, device=place, seed=seed)
-        tokenizer = _tokenizer(source)
-        return cls(backbone, config, tokenizer=tokenizer, end_tokens=_end_tokens(source, tokenizer))
+        place = find_device(device)
+        weights_progress = _stage(progress, "loading weights")
+        backbone = build_backbone(source, dtype=dtype, device=place, seed=seed, progress=weights_progress)
+        tokenizer = load_tokenizer(source)
+        ends = _end_tokens(source, tokenizer)
+        return cls(backbone, config, tokenizer=tokenizer, end_tokens=ends, progress=progress)
 
     # -- requests -------------------------------------------------------------------
 
@@ -160,18 +172,7 @@ class Engine(EngineCore):
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt."""
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return list(prompt)  # type: ignore[arg-type]
-        if self.tokenizer is None:
-            raise RequestError(f"{self.backbone.name} has no tokenizer: prompts must be token ids")
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
-        try:
-            messages = [template_message(message) for message in prompt]  # type: ignore[arg-type]
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates raise what they like
-            raise RequestError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokens_of(prompt, self.tokenizer, self.backbone.name)
 
     def _end_tokens(self) -> frozenset[int]:
         return self._ends
@@ -297,6 +298,10 @@ class _Collector:
             )
 
 
+def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(stage, done, total)
+
+
 def _json_line(number: int, line: Any) -> str:
     if isinstance(line, str):
         return line
@@ -310,17 +315,6 @@ def _cut(example: Example, length: int) -> Example:
     if len(example.tokens) <= length:
         return example
     return Example(tokens=example.tokens[:length], trained=example.trained[:length], truncated=True)
-
-
-def _tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
-    """The model's tokenizer, if it brings one."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if source.directory is None or not any((source.directory / name).exists() for name in names):
-        return None
-    from transformers import AutoTokenizer
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.directory, local_files_only=True)
-    return tokenizer
 
 
 def _end_tokens(source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None") -> set[int]:

@@ -31,8 +31,9 @@ _MAX_BAD_STEPS = 5
 class JobEvent:
     """Something happened to a job after `step` optimizer steps.
 
-    loss, token_accuracy: means over trained tokens, of the step or of the validation set. learning_rate, norm (of the
-    gradient before clipping; None: it was not finite, and the step was skipped): of a step. version: its label.
+    loss, token_accuracy: means over trained tokens, of the step or of the validation set. num_tokens (trained or not),
+    learning_rate, norm (of the gradient before clipping; None: it was not finite, and the step was skipped): of a step.
+    version: its label.
     """
 
     job: str
@@ -42,6 +43,7 @@ class JobEvent:
     loss: float | None = None
     token_accuracy: float | None = None
     num_trained: int = 0
+    num_tokens: int = 0
     norm: float | None = None
     learning_rate: float | None = None
     version: str | None = None
@@ -193,6 +195,7 @@ class Job:
         sums, step = self.sums, self.num_steps_done
         rate = self.config.optimizer.learning_rate_at(step, self.order.num_steps)
         self.num_steps_done += 1
+        num_tokens = self.num_tokens_trained - self._num_tokens_at_step
         self._num_tokens_at_step = self.num_tokens_trained
         self._num_bad_steps = 0 if norm is not None else self._num_bad_steps + 1
         never = self.num_steps_done == self.order.num_steps == self._num_bad_steps
@@ -207,6 +210,7 @@ class Job:
             loss=sums.mean_loss,
             token_accuracy=sums.token_accuracy,
             num_trained=sums.num_trained,
+            num_tokens=num_tokens,
             norm=norm,
             learning_rate=rate,
         )

@@ -42,14 +42,19 @@ _LOSS_ROWS = (8, 32, 128, 512)
 _WINDOW_ROWS = 256
 _MANY_SPANS, _SHORT, _LONG = 8, 16, 512
 _BLOCK_TOKENS = 16
+# Those of the curves, and the single ones beside them.
+_NUM_MEASUREMENTS = sum(map(len, (_FORWARD_ROWS, _BACKWARD_ROWS, _HEAD_ROWS, _LOSS_ROWS))) + 10
 # A piece is measured so often, or until it has taken so long; a curve ends where one measurement takes too long.
 _REPEATS, _PATIENCE_S, _TOO_LONG_S = 5, 0.25, 1.0
 
 
-def load_profile(backbone: Backbone, directory: Path | None = None) -> Profile:
+def load_profile(
+    backbone: Backbone, directory: Path | None = None, progress: Callable[[int, int], None] | None = None
+) -> Profile:
     """The profile of a model on this device: from disk, or measured now and kept there.
 
-    directory: default `$COSERVE_HOME/profiles`, or `~/.coserve/profiles`.
+    directory: default `$COSERVE_HOME/profiles`, or `~/.coserve/profiles`. progress: told how many measurements
+    are done, and of about how many.
     """
     directory = directory or Path(os.environ.get("COSERVE_HOME", "~/.coserve")).expanduser() / "profiles"
     key = _identity(backbone)
@@ -58,7 +63,7 @@ def load_profile(backbone: Backbone, directory: Path | None = None) -> Profile:
         stored = json.loads(path.read_text())
         return Profile.from_json(stored["profile"])
     _log.info("measuring how fast %s runs on %s, once", backbone.name, key["device"])
-    profile = measure_profile(backbone)
+    profile = measure_profile(backbone, progress)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
@@ -97,15 +102,16 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def measure_profile(backbone: Backbone) -> Profile:
+def measure_profile(backbone: Backbone, progress: Callable[[int, int], None] | None = None) -> Profile:
     """Measure; see the module."""
     with torch.inference_mode():
-        return _Measurement(backbone).profile()
+        return _Measurement(backbone, progress).profile()
 
 
 class _Measurement:
-    def __init__(self, backbone: Backbone) -> None:
+    def __init__(self, backbone: Backbone, progress: Callable[[int, int], None] | None = None) -> None:
         self.backbone = backbone
+        self._progress, self._num_done = progress, 0
         architecture = backbone.architecture
         # Models of few positions are measured as far as they go.
         self.most_rows = min(max(_FORWARD_ROWS), architecture.max_positions - 1)
@@ -176,6 +182,9 @@ class _Measurement:
             start = self._time_s()
             run()
             found.append(self._time_s() - start)
+        self._num_done += 1
+        if self._progress is not None:
+            self._progress(min(self._num_done, _NUM_MEASUREMENTS), _NUM_MEASUREMENTS)
         return min(found[1:] or found)
 
     def _time_s(self) -> float:

@@ -1,7 +1,7 @@
 """The runner on torch, for CPUs and GPUs by one code path."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from math import nan
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import load_adapter, read_tensors, save_adapter, write_tensors
+from coserve.engine.checkpoint import OPTIMIZER_FILE
 from coserve.engine.profiling import load_profile
 from coserve.engine.request import Request, TokenLogprob
 from coserve.engine.runner import RequestRows, StepFailedError, StepResult, Tasklets, Update, WindowRows, Work
@@ -30,8 +31,6 @@ from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.order import PackMembers
 from coserve.tuning.programs import evaluation_programs, training_programs
 from coserve.tuning.training_pass import TrainingPass, saved_shapes, workspace_shapes
-
-_OPTIMIZER = "optimizer.safetensors"
 
 
 class WallClock:
@@ -132,7 +131,7 @@ class TorchTrainerState:
     def write(self, directory: Path) -> None:
         save_adapter(self._adapter, directory)
         if self._optimizer is not None:
-            write_tensors(directory / _OPTIMIZER, self._optimizer)
+            write_tensors(directory / OPTIMIZER_FILE, self._optimizer)
 
 
 class TorchRunner:
@@ -185,9 +184,9 @@ class TorchRunner:
             if isinstance(adapter, Path):
                 assert trainer.optimizer is not None
                 try:
-                    trainer.optimizer.load_state(read_tensors(adapter / _OPTIMIZER))
+                    trainer.optimizer.load_state(read_tensors(adapter / OPTIMIZER_FILE))
                 except (KeyError, ValueError) as error:
-                    raise AdapterError(f"{adapter / _OPTIMIZER} is not this adapter's: {error}") from None
+                    raise AdapterError(f"{adapter / OPTIMIZER_FILE} is not this adapter's: {error}") from None
             return trainer
 
     def load_adapter(self, key: str, directory: str) -> int:
@@ -201,8 +200,8 @@ class TorchRunner:
     def drop_version(self, key: str) -> None:
         del self._versions[key]
 
-    def profile(self) -> Profile:
-        return load_profile(self.backbone)
+    def profile(self, progress: Callable[[int, int], None] | None = None) -> Profile:
+        return load_profile(self.backbone, progress=progress)
 
     # -- the pieces of a step -------------------------------------------------------
 

@@ -11,7 +11,7 @@ from coserve.models.base import Architecture
 from coserve.models.families import build_architecture
 from coserve.models.rope import RotaryTable
 from coserve.models.source import ModelSource, find_model
-from coserve.models.weights import Weights, absent_weights, load_weights, random_weights
+from coserve.models.weights import Progress, Weights, absent_weights, load_weights, random_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,11 +43,13 @@ def load_backbone(model: str, *, dtype: str = "auto", device: str | torch.device
         dtype: "float32", "bfloat16", "float16", or "auto" for the one in the model's configuration.
         seed: of the random weights of a `dummy:` model.
     """
-    return build_backbone(find_model(model), dtype=dtype, device=_device(device), seed=seed)
+    return build_backbone(find_model(model), dtype=dtype, device=find_device(device), seed=seed)
 
 
-def _device(name: str | torch.device) -> torch.device:
-    """A device that is there; ModelError names it otherwise."""
+def find_device(name: str | torch.device) -> torch.device:
+    """A device that is there ("auto": a GPU if there is one); ModelError names it otherwise."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -57,7 +59,9 @@ def _device(name: str | torch.device) -> torch.device:
     return device
 
 
-def build_backbone(source: ModelSource, *, dtype: str, device: torch.device, seed: int = 0) -> Backbone:
+def build_backbone(
+    source: ModelSource, *, dtype: str, device: torch.device, seed: int = 0, progress: Progress | None = None
+) -> Backbone:
     """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size."""
     architecture = build_architecture(source.config)
     compute_dtype, rotary = resolve_dtype(source, dtype), architecture.rotary_table()
@@ -66,7 +70,7 @@ def build_backbone(source: ModelSource, *, dtype: str, device: torch.device, see
     elif source.directory is None:
         weights = random_weights(architecture, dtype=compute_dtype, device=device, seed=seed)
     else:
-        weights = load_weights(architecture, source.directory, dtype=compute_dtype, device=device)
+        weights = load_weights(architecture, source.directory, dtype=compute_dtype, device=device, progress=progress)
     return Backbone(
         name=source.name,
         architecture=architecture,

@@ -5,7 +5,7 @@ One tensor is converted at a time, so nothing large ever exists twice.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,6 +20,8 @@ from coserve.kernels.linear import stored
 from coserve.models.base import Architecture, Part
 
 Weights = dict[Part, dict[str, Tensor]]
+# Told how many tensors have been loaded, and of how many.
+Progress = Callable[[int, int], None]
 
 # Buffers that older checkpoints carry and nothing reads.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
@@ -27,7 +29,14 @@ _INDEX = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 
 
-def load_weights(architecture: Architecture, directory: Path, *, dtype: torch.dtype, device: torch.device) -> Weights:
+def load_weights(
+    architecture: Architecture,
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Weights:
     """Read a checkpoint's weights; names, shapes and types are checked before the first tensor is read.
 
     Raises:
@@ -46,6 +55,8 @@ def load_weights(architecture: Architecture, directory: Path, *, dtype: torch.dt
         with _open(file) as reader:
             for name in (entry.name for entry in entries if entry.name in architecture.weight_shapes):
                 loaded[name] = _stored(architecture, name, reader.get_tensor(name).to(device=device, dtype=dtype))
+                if progress is not None:
+                    progress(len(loaded), len(architecture.weight_shapes))
     if architecture.tied and _HEAD in found:
         _check_tied_head(found[_HEAD].file, loaded[f"{architecture.embedding_name}.weight"])
     return by_part(architecture, loaded)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from coserve.errors import AdapterError, CoserveError, EngineGoneError
+from coserve.errors import AdapterError, CoserveError, EngineGoneError, StoreError
 
 
 class ApiError(Exception):
@@ -41,4 +41,6 @@ def as_api_error(error: CoserveError) -> ApiError:
         return ApiError(str(error), status=503, kind="server_error", headers={"Retry-After": "2"})
     if isinstance(error, AdapterError):
         return not_found(str(error), param="model", code="model_not_found")
-    return ApiError(str(error))
+    if isinstance(error, StoreError):
+        return ApiError(str(error), status=503, kind="server_error", headers={"Retry-After": "2"})
+    return ApiError(str(error), param=getattr(error, "param", None))

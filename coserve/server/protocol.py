@@ -9,19 +9,31 @@ from typing import Any
 
 import msgspec
 
+from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineStats, RequestRecord
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk, Slo
 from coserve.engine.sampling import SamplingParams
 from coserve.jobs.messages import AdapterRef, Checkpointed, JobStart
 
+# -- the first line of the engine's standard input ---------------------------------------
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine's process is to be, as JSON. address: of the socket that the server has bound."""
+
+    address: str
+    model: str
+    dtype: str
+    device: str
+    engine: EngineConfig
+
+
 # -- commands: server to engine ---------------------------------------------------------
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Answered by chunks, the last of each sequence with a finish_reason. One that cannot be served at all is answered
-    by one chunk with finish_reason "error".
-    """
+    """Answered by chunks, the last of each sequence with a finish_reason; or by `Refused`, if it cannot be served."""
 
     id: str
     prompt: list[int]
@@ -130,6 +142,14 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     kind: str | None = None
 
 
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """A request cannot be served at all; error and kind as in `Reply`."""
+
+    id: str
+    error: str
+    kind: str
+
+
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """One step: when it ended, what it took and was believed to take, and the rows in it by kind.
 
@@ -156,7 +176,7 @@ class Happened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     stats: EngineStats | None = None
 
 
-Report = Progress | Ready | StartFailed | Reply | Happened
+Report = Progress | Ready | StartFailed | Reply | Refused | Happened
 
 _command_decoder = msgspec.msgpack.Decoder(Command)
 _report_decoder = msgspec.msgpack.Decoder(Report)

@@ -1,0 +1,140 @@
+"""`coserve up`: the server. Its options are the fields of `ServerConfig`."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from coserve.errors import CoserveError
+from coserve.server.config import ServerConfig, option_of
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from coserve.server.context import ServerContext
+    from coserve.server.protocol import Progress, Ready
+
+
+def up(**given: Any) -> None:
+    """Serve MODEL: OpenAI's API for requests and for fine-tuning jobs, both at once on one device.
+
+    Without MODEL it is the small built-in one, so that you can try everything at once. Point any OpenAI client at
+    `http://127.0.0.1:8000/v1`. Jobs run in whatever time the objectives of requests leave over. Ctrl-C ends it in
+    good order: open answers are finished, jobs keep their last checkpoints and go on at the next start.
+    """
+    try:
+        config = ServerConfig(**given)
+    except ValueError as error:
+        raise CoserveError(str(error)) from None
+    from coserve.server.serve import serve
+
+    with _Screen() as screen:
+        asyncio.run(serve(config, screen))
+
+
+class _Screen:
+    """What the start looks like in a terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = Console(stderr=True)
+        self._bars = Progress(
+            *(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()),
+            console=self._console,
+            transient=True,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> "_Screen":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bars.stop()
+
+    def progress(self, progress: "Progress") -> None:
+        """One more piece of the start is done."""
+        if progress.stage not in self._tasks:
+            for task in self._tasks.values():
+                self._bars.update(task, total=1, completed=1)
+            self._tasks[progress.stage] = self._bars.add_task(progress.stage, total=progress.total or None)
+        self._bars.update(self._tasks[progress.stage], completed=progress.done)
+
+    def ready(self, ready: "Ready", context: "ServerContext", url: str) -> None:
+        """The start-up line."""
+        self._bars.stop()
+        print(start_line(ready, context.model_name, url), flush=True)
+
+
+def start_line(ready: "Ready", model: str, url: str) -> str:
+    """Model, dtype, memory, objectives and URL."""
+    pool = ready.num_pages * ready.page_bytes
+    return (
+        f"coserve serves {model} ({ready.dtype}, {ready.device}): weights {_size(ready.weight_bytes)}, "
+        f"pool {_size(pool)} for {ready.num_pages * ready.block_tokens:,} tokens; "
+        f"objectives TTFT {_time(ready.slo.ttft_s)}, TPOT {_time(ready.slo.tpot_s)}; {url}/v1"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _parameter(one: "Field[Any]", kind: Any) -> inspect.Parameter:
+    """A field of the configuration as a parameter that Typer reads."""
+    option = option_of(one)
+    default, parse = one.default, option.parse
+    shown: Any = option.shown if option.shown is not None else True
+    if not option.option:
+        marked: Any = Annotated[str, typer.Argument(help=option.help, metavar="[MODEL]")]
+    elif parse is not None:
+        more: dict[str, Any] = {"parser": _parser(parse), "metavar": option.metavar}
+        marked = Annotated[str | None, typer.Option(option.option, help=option.help, show_default=shown, **more)]
+        default = None
+    elif isinstance(default, tuple):
+        element = Path if one.name.endswith("paths") else str
+        more = {"metavar": option.metavar}
+        marked = Annotated[list[element], typer.Option(option.option, help=option.help, show_default=shown, **more)]  # type: ignore[valid-type]
+        default = []
+    else:
+        marked = Annotated[kind, typer.Option(option.option, help=option.help, show_default=shown)]
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=marked)
+
+
+def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return parsed
+
+
+def command() -> Callable[..., None]:
+    """`up`, with a parameter for every field of its configuration."""
+    kinds = get_type_hints(ServerConfig)
+    parameters = [_parameter(one, kinds[one.name]) for one in fields(ServerConfig)]
+
+    def run(**given: Any) -> None:
+        fields = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None}
+        up(**fields)
+
+    run.__doc__, run.__name__ = up.__doc__, "up"
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

@@ -1,0 +1,53 @@
+"""From prompts to token ids: text, ids, or the messages of a chat. The engine reads them so, and so does the server,
+which has no engine in its process.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from coserve.errors import CoserveError, RequestError
+from coserve.models.source import ModelSource
+from coserve.tuning.examples import template_message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Text, token ids, or the messages of a chat.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
+    """The model's tokenizer, if it brings one."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if source.directory is None or not any((source.directory / name).exists() for name in names):
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.directory, local_files_only=True)
+    return tokenizer
+
+
+def tokens_of(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None", model: str) -> list[int]:
+    """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt."""
+    if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+        return list(prompt)  # type: ignore[arg-type]
+    if tokenizer is None:
+        raise RequestError(f"{model} has no tokenizer: prompts must be token ids")
+    if isinstance(prompt, str):
+        return _text_tokens(prompt, tokenizer, special=True)
+    try:
+        messages = [template_message(message) for message in prompt]  # type: ignore[arg-type]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except CoserveError as error:
+        raise RequestError(str(error)) from None
+    except Exception as error:  # templates raise what they like
+        raise RequestError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
+    return _text_tokens(text, tokenizer, special=False)
+
+
+def _text_tokens(text: str, tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt has half a character (a lone surrogate) at {error.start}") from None
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

@@ -1,0 +1,31 @@
+"""When a job will be done, from what was measured of it; nothing, before anything was."""
+
+from collections import deque
+
+# What lies further back says little about now: other requests, other jobs.
+_WINDOW = 32
+
+
+class ProgressMeter:
+    """The steps of one job while it runs; a pause, or another engine, starts it anew."""
+
+    def __init__(self, now_s: float) -> None:
+        """now_s: when it began to run, in seconds of any clock that does not jump."""
+        self._times_s: deque[float] = deque([now_s], maxlen=_WINDOW + 1)
+
+    def step_done(self, now_s: float) -> None:
+        """One more optimizer step."""
+        self._times_s.append(now_s)
+
+    def seconds_left(self, num_steps: int, now_s: float) -> float | None:
+        """For so many more steps; None before one is done.
+
+        A step that has been going on for longer than the others took counts with what it has taken: a job that requests
+        hold up is not promised for soon.
+        """
+        num_done = len(self._times_s) - 1
+        if not num_done:
+            return None
+        first_s, last_s = self._times_s[0], self._times_s[-1]
+        step_s = max((last_s - first_s) / num_done, (now_s - first_s) / (num_done + 1))
+        return max(0.0, num_steps * step_s - (now_s - last_s))

@@ -1,0 +1,120 @@
+"""Files: blobs on disk below one directory, each under its record's id. No name that a client gave is ever a path."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from coserve.errors import DataError
+from coserve.jobs.records import FileRecord, new_id
+from coserve.jobs.store import Store
+
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+RESULTS = "fine-tune-results"
+_CHUNK_BYTES = 1 << 20
+_PART = ".part"
+
+
+class Files:
+    """Calls block; from any thread."""
+
+    def __init__(self, store: Store, directory: Path, *, max_bytes: int = 512 * 10**6) -> None:
+        """max_bytes: of one file."""
+        self._store, self._directory, self.max_bytes = store, directory, max_bytes
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def create(
+        self, tenant: str, *, purpose: str, filename: str, source: BinaryIO, expires_after_s: int | None = None
+    ) -> FileRecord:
+        """Keep what `source` holds. It is durable when this returns; on any error, nothing is left.
+
+        Raises:
+            DataError: it is longer than max_bytes.
+        """
+        now = int(time.time())
+        id = new_id("file-")
+        record = FileRecord(
+            id=id,
+            tenant=tenant,
+            purpose=purpose,
+            filename=filename,
+            num_bytes=self.write_blob(id, iter(lambda: source.read(_CHUNK_BYTES), b"")),
+            created_at=now,
+            expires_at=None if expires_after_s is None else now + expires_after_s,
+        )
+        try:
+            with self._store.write() as transaction:
+                transaction.remove_expired_files()
+                transaction.add_file(record)
+        except BaseException:
+            self.remove_blob(id)
+            raise
+        return record
+
+    def write_blob(self, id: str, chunks: Iterable[bytes]) -> int:
+        """Write a blob whole, or not at all; returns its bytes. Without a record, it is gone after the next start."""
+        part, num_bytes = self._directory / f"{id}{_PART}", 0
+        try:
+            with part.open("wb") as file:
+                for chunk in chunks:
+                    num_bytes += len(chunk)
+                    if num_bytes > self.max_bytes:
+                        raise DataError(f"the file is longer than {self.max_bytes} bytes, which is the limit")
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(self._directory / id)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        return num_bytes
+
+    def remove_blob(self, id: str) -> None:
+        """No error if it is not there."""
+        (self._directory / id).unlink(missing_ok=True)
+
+    def path(self, record: FileRecord) -> Path:
+        """Where its blob is."""
+        return self._directory / record.id
+
+    def find(self, tenant: str, id: str) -> FileRecord | None:
+        with self._store.read() as transaction:
+            return transaction.file(tenant, id)
+
+    def delete(self, tenant: str, id: str) -> bool:
+        """Returns whether it was there."""
+        with self._store.write() as transaction:
+            found = transaction.remove_file(tenant, id)
+        if found:
+            self.remove_blob(id)
+        return found
+
+    def tidy(self) -> None:
+        """Remove what nothing refers to: blobs of uploads that broke off, and of files that are past their time. Only
+        before anything else is asked.
+        """
+        with self._store.write() as transaction:
+            transaction.remove_expired_files()
+            known = transaction.file_ids()
+        for path in self._directory.iterdir():
+            if path.name not in known:
+                path.unlink(missing_ok=True)
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a text file; DataError, naming the line, if it is not UTF-8."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(f"line {number}: is not UTF-8 at byte {error.start}") from None
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a directory and all in it; no error if it is not there."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(directory)

@@ -1,0 +1,77 @@
+"""What jobs keep on disk: examples while a job needs them, and checkpoints, each in the job's own folder.
+
+Whatever the store does not know is removed, so that a process may end anywhere between a directory and its record.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from coserve.engine.checkpoint import can_go_on_from, keep_adapter_alone
+from coserve.jobs.files import remove_tree
+from coserve.jobs.records import CheckpointRecord, JobRecord
+from coserve.jobs.store import Transaction
+
+
+class Folders:
+    """Below one directory, a folder for each job."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def examples(self, job: str) -> Path:
+        """The training file's examples."""
+        return self._directory / job / "examples.msgpack"
+
+    def validation(self, job: str) -> Path:
+        """The validation file's."""
+        return self._directory / job / "validation.msgpack"
+
+    def checkpoints(self, job: str) -> Path:
+        """Where the engine writes checkpoints."""
+        return self._directory / job / "checkpoints"
+
+    def holds(self, directory: Path) -> bool:
+        """Whether a directory is in here."""
+        return self._directory in directory.parents
+
+    def prune(self, job: str, kept: Collection[CheckpointRecord], *, is_over: bool) -> None:
+        """Remove everything but these checkpoints (and, unless the job is over, its examples): all but the newest are
+        kept as adapters alone.
+        """
+        if is_over:
+            self.examples(job).unlink(missing_ok=True)
+            self.validation(job).unlink(missing_ok=True)
+        if not self.checkpoints(job).is_dir():
+            return
+        directories = {Path(each.directory) for each in kept}
+        newest = max(kept, key=lambda each: each.step, default=None)
+        for path in self.checkpoints(job).iterdir():
+            if path not in directories:
+                remove_tree(path)
+            elif newest is None or is_over or path != Path(newest.directory):
+                keep_adapter_alone(path)
+
+    def tidy(self, known: Collection[str]) -> None:
+        """Remove the folders of jobs that are not known."""
+        for path in self._directory.iterdir():
+            if path.name not in known:
+                remove_tree(path)
+
+
+def prune_records(transaction: Transaction, job: JobRecord, *, is_over: bool) -> tuple[CheckpointRecord, ...]:
+    """Forget checkpoints that are only there so that nothing is lost, but the newest of a job that goes on; returns
+    what is left.
+    """
+    found = transaction.all_checkpoints(job.id)
+    kept = tuple(each for each in found if each.listed or (not is_over and each.step == found[-1].step))
+    for each in found:
+        if each not in kept:
+            transaction.remove_checkpoint(job.id, each.step)
+    return kept
+
+
+def resume_point(checkpoints: Collection[CheckpointRecord]) -> CheckpointRecord | None:
+    """The newest checkpoint that has all that it takes to go on."""
+    usable = [each for each in checkpoints if can_go_on_from(each.directory)]
+    return max(usable, key=lambda each: each.step, default=None)

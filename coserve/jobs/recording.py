@@ -1,0 +1,143 @@
+"""From what an engine reports of jobs to what the store keeps."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coserve.engine.job import JobEvent
+from coserve.jobs.folders import Folders, prune_records
+from coserve.jobs.messages import Checkpointed
+from coserve.jobs.records import AdapterRecord, CheckpointRecord, EventRecord, JobRecord, Level, new_id
+from coserve.jobs.results import message_of, metrics_of
+from coserve.jobs.store import Store, Transaction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What an engine reported at once."""
+
+    events: Sequence[JobEvent] = ()
+    checkpoints: Sequence[Checkpointed] = ()
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What of it matters beyond the records.
+
+    num_steps: how many each job has made. num_checkpoints: of all. ended: jobs that have succeeded or failed, with the
+    error. left: jobs that the engine does not run any more. published: jobs that have published.
+    """
+
+    num_steps: dict[str, int] = field(default_factory=dict)
+    num_checkpoints: int = 0
+    ended: dict[str, str | None] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
+    published: set[str] = field(default_factory=set)
+
+
+class Recorder:
+    """Writes reports down: each batch whole, or not at all."""
+
+    def __init__(self, store: Store, folders: Folders) -> None:
+        self._store, self._folders = store, folders
+        self._last_step_s: dict[str, float] = {}  # by the engine's clock
+
+    def begin(self, job: str) -> None:
+        """The engine has taken it: steps are timed anew."""
+        self._last_step_s.pop(job, None)
+
+    def record(self, reports: Sequence[Report], is_wanted: Callable[[str], bool]) -> Outcome:
+        """Blocks. is_wanted: whether a job is this engine's to report on. Safe to do again if it failed."""
+        outcome, kept = Outcome(), {}
+        last_step_s = dict(self._last_step_s)
+        with self._store.write() as transaction:
+            for report in reports:
+                for event in report.events:
+                    if is_wanted(event.job):
+                        self._event(transaction, event, outcome, last_step_s)
+                for checkpoint in report.checkpoints:
+                    if is_wanted(checkpoint.job):
+                        outcome.num_checkpoints += 1
+                        job = self._checkpoint(transaction, checkpoint)
+                        kept[job.id] = (job, prune_records(transaction, job, is_over=job.is_over))
+        self._last_step_s = last_step_s
+        for job, checkpoints in kept.values():
+            self._folders.prune(job.id, checkpoints, is_over=job.is_over)
+        return outcome
+
+    def _event(
+        self, transaction: Transaction, event: JobEvent, outcome: Outcome, last_step_s: dict[str, float]
+    ) -> None:
+        job = transaction.any_job(event.job)
+        if job is None:
+            return
+        if event.kind in ("step", "evaluation"):
+            seconds = event.now_s - last_step_s.get(event.job, event.now_s)
+            data = metrics_of(
+                event, num_steps=job.num_steps, tokens_per_s=event.num_tokens / seconds if seconds else None
+            )
+            level: Level = "warn" if event.kind == "step" and event.norm is None else "info"
+            message = message_of(event, job.num_steps)
+            transaction.add_event(job_event(job, message, level=level, kind=event.kind, step=event.step, data=data))
+        if event.kind == "step":
+            last_step_s[event.job] = event.now_s
+            transaction.change_job(job.id, num_steps_done=event.step)
+            outcome.num_steps[job.id] = outcome.num_steps.get(job.id, 0) + 1
+        elif event.kind == "version":
+            outcome.published.add(job.id)
+        elif event.kind in ("succeeded", "failed", "cancelled"):
+            outcome.left.add(job.id)
+            if event.kind != "cancelled":
+                outcome.ended[job.id] = None if event.kind == "succeeded" else event.message
+
+    def _checkpoint(self, transaction: Transaction, checkpoint: Checkpointed) -> JobRecord:
+        job = transaction.any_job(checkpoint.job)
+        assert job is not None
+        record = transaction.put_checkpoint(
+            CheckpointRecord(
+                id=new_id("ftckpt_"),
+                tenant=job.tenant,
+                job=job.id,
+                created_at=int(time.time()),
+                step=checkpoint.step,
+                name=f"{job.name}:ckpt-step-{checkpoint.step}",
+                directory=checkpoint.directory,
+                listed=checkpoint.listed,
+            )
+        )
+        if record.listed:
+            if transaction.adapter(job.tenant, record.name) is None:
+                transaction.add_event(job_event(job, f"Checkpoint created at step {record.step}: {record.name}"))
+            transaction.put_adapter(adapter_of(job, record.name, record.directory))
+        return job
+
+
+def job_event(
+    job: JobRecord,
+    message: str,
+    *,
+    level: Level = "info",
+    kind: str = "",
+    step: int | None = None,
+    data: dict[str, Any] | None = None,
+) -> EventRecord:
+    """An event of a job, as of now."""
+    return EventRecord(
+        id=new_id("ftevent-"),
+        tenant=job.tenant,
+        job=job.id,
+        created_at=int(time.time()),
+        level=level,
+        message=message,
+        kind=kind,
+        step=step,
+        data=data or {},
+    )
+
+
+def adapter_of(job: JobRecord, name: str, directory: str | None) -> AdapterRecord:
+    """An adapter that a job has made."""
+    return AdapterRecord(
+        tenant=job.tenant, name=name, base=job.base, directory=directory, job=job.id, created_at=int(time.time())
+    )

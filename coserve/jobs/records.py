@@ -1,0 +1,129 @@
+"""What the store knows, as frozen records: files, jobs, their events and checkpoints, and adapters. Times are whole
+seconds of Unix time.
+"""
+
+import secrets
+import string
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+JobStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
+OVER: frozenset[str] = frozenset(("succeeded", "failed", "cancelled"))
+Level = Literal["info", "warn", "error"]
+# Whoever comes without a key, where none is needed.
+DEFAULT_TENANT = "default"
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+def new_id(prefix: str, length: int = 24) -> str:
+    """A name that nobody can guess."""
+    return prefix + "".join(secrets.choice(_LETTERS) for _ in range(length))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """An uploaded file, or one that a job made."""
+
+    id: str
+    tenant: str
+    purpose: str
+    filename: str
+    num_bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """A fine-tuning job.
+
+    model: as it was asked for: the base model, or an adapter to go on training. base: the model underneath. name: of
+    the adapter that it makes. start: name and directory of the adapter that it goes on with, if any. settings: a
+    `JobSettings` as plain data. num_examples, num_tokens (of an epoch), num_steps: 0 before the files are validated.
+    error: code, message, param.
+    """
+
+    id: str
+    tenant: str
+    created_at: int
+    model: str
+    base: str
+    name: str
+    status: JobStatus
+    training_file: str
+    validation_file: str | None = None
+    suffix: str | None = None
+    seed: int
+    metadata: dict[str, str] | None = None
+    settings: dict[str, Any]
+    start: dict[str, Any] | None = None
+    num_examples: int = 0
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_steps_done: int = 0
+    finished_at: int | None = None
+    trained_tokens: int | None = None
+    result_file: str | None = None
+    error: dict[str, Any] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in OVER
+
+    @property
+    def validated(self) -> bool:
+        return self.num_steps > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventRecord:
+    """Something that happened to a job. kind and step: of metrics ("step" or "evaluation"), else ""."""
+
+    id: str
+    tenant: str
+    job: str
+    created_at: int
+    level: Level = "info"
+    message: str
+    kind: str = ""
+    step: int | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """A checkpoint on disk. name: of the adapter in it. listed: shown and kept; others are there so that nothing is
+    lost, until there is a newer one.
+    """
+
+    id: str
+    tenant: str
+    job: str
+    created_at: int
+    step: int
+    name: str
+    directory: str
+    listed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterRecord:
+    """An adapter that a tenant can ask for. job: that made it; "" if it was loaded from a directory. directory: None
+    while a live job trains it: it is on the device alone.
+    """
+
+    tenant: str
+    name: str
+    base: str
+    directory: str | None
+    job: str = ""
+    created_at: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Part of a list. has_more: whether more comes behind it."""
+
+    items: tuple[Any, ...]
+    has_more: bool

@@ -1,0 +1,72 @@
+"""A job's metrics: what its events say of each step, and the result file, as OpenAI gives it."""
+
+import csv
+import io
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+from coserve.engine.job import JobEvent
+from coserve.jobs.records import EventRecord
+
+FILENAME = "step_metrics.csv"
+_COLUMNS = {
+    "step": "step",
+    "train_loss": "train_loss",
+    "train_accuracy": "train_mean_token_accuracy",
+    "valid_loss": "valid_loss",
+    "valid_mean_token_accuracy": "valid_mean_token_accuracy",
+}
+
+
+def metrics_of(event: JobEvent, *, num_steps: int, tokens_per_s: float | None) -> dict[str, Any]:
+    """The data of a metrics event. Validation is always over the whole set."""
+    data: dict[str, Any] = {"step": event.step, "total_steps": num_steps}
+    if event.kind == "step":
+        data |= {
+            "train_loss": _number(event.loss),
+            "train_mean_token_accuracy": _number(event.token_accuracy),
+            "learning_rate": event.learning_rate,
+            "gradient_norm": _number(event.norm),
+            "num_tokens": event.num_tokens,
+            "tokens_per_s": _number(tokens_per_s),
+        }
+    else:
+        for kind in ("valid", "full_valid"):
+            data |= {
+                f"{kind}_loss": _number(event.loss),
+                f"{kind}_mean_token_accuracy": _number(event.token_accuracy),
+            }
+    return data
+
+
+def message_of(event: JobEvent, num_steps: int) -> str:
+    """A metrics event in words."""
+    what = "training" if event.kind == "step" else "validation"
+    loss = "no number" if _number(event.loss) is None else f"{event.loss:.4g}"
+    skipped = " (the gradient was not finite: skipped)" if event.kind == "step" and event.norm is None else ""
+    return f"Step {event.step}/{num_steps}: {what} loss={loss}{skipped}"
+
+
+def by_step(events: Sequence[EventRecord]) -> dict[int, dict[str, Any]]:
+    """All that metrics events say of each step, in the order of steps."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        assert event.step is not None
+        found.setdefault(event.step, {}).update(event.data)
+    return dict(sorted(found.items()))
+
+
+def results_csv(events: Sequence[EventRecord]) -> bytes:
+    """The result file of a job; what was not measured is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for data in by_step(events).values():
+        writer.writerow(["" if (value := data.get(name)) is None else value for name in _COLUMNS.values()])
+    return text.getvalue().encode()
+
+
+def _number(value: float | None) -> float | None:
+    """JSON has no word for what is no number."""
+    return value if value is not None and isfinite(value) else None

@@ -1,0 +1,213 @@
+"""From what a client asks for to what a job is told: OpenAI's hyperparameters, and the `coserve` extension.
+
+"auto" (or nothing) means, of n examples: n_epochs 3, or as many as make a hundred uses of examples, up to 10;
+batch_size n / 16, from 1 to 16; learning_rate_multiplier 1. The multiplier is a factor on
+`coserve.optimizer.learning_rate`, which is 1e-4 unless given.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from coserve.adapters.lora import LoraConfig
+from coserve.errors import AdapterError, JobError
+from coserve.models.base import Architecture
+from coserve.settings import is_number
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.optimizer import OptimizerConfig
+
+_Settings = TypeVar("_Settings")
+_LONGEST_SEQUENCE = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """The `coserve` field of a job; see `TuningConfig`. adapter: `type` and the fields of `LoraConfig`.
+    checkpoint_every_steps: list a checkpoint behind so many optimizer steps (0: behind the last alone).
+    evaluate_every_steps: None: with every checkpoint.
+    """
+
+    adapter: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Any] | None = None
+    max_sequence_length: int | None = None
+    shuffle: bool = True
+    checkpoint_every_steps: int = 50
+    evaluate_every_steps: int | None = None
+    live: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """What is kept of a job's settings. adapter: PEFT's configuration of a fresh one; None: it goes on training one.
+    None of n_epochs, batch_size, learning_rate_multiplier: auto.
+    """
+
+    adapter: dict[str, Any] | None = None
+    n_epochs: int | None = None
+    batch_size: int | None = None
+    learning_rate_multiplier: float | None = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    max_sequence_length: int = _LONGEST_SEQUENCE
+    shuffle: bool = True
+    seed: int = 0
+    checkpoint_every_steps: int = 50
+    evaluate_every_steps: int = 50
+    live: bool = False
+
+    def tuning_config(self, num_examples: int) -> TuningConfig:
+        """With every "auto" settled."""
+        n_epochs = self.n_epochs or min(10, max(3, -(-100 // num_examples)))
+        rate = self.optimizer.learning_rate * (self.learning_rate_multiplier or 1.0)
+        return TuningConfig(
+            num_epochs=n_epochs,
+            batch_size=self.batch_size or min(16, max(1, num_examples // 16)),
+            max_sequence_length=self.max_sequence_length,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            evaluate_every_steps=self.evaluate_every_steps,
+            live=self.live,
+            optimizer=replace(self.optimizer, learning_rate=rate),
+        )
+
+    def hyperparameters(self, num_examples: int) -> dict[str, Any]:
+        """As a job shows them: "auto" until the examples have been counted."""
+        if not num_examples:
+            names = ("n_epochs", "batch_size", "learning_rate_multiplier")
+            return {name: "auto" if (value := getattr(self, name)) is None else value for name in names}
+        config = self.tuning_config(num_examples)
+        return {
+            "n_epochs": config.num_epochs,
+            "batch_size": config.batch_size,
+            "learning_rate_multiplier": self.learning_rate_multiplier or 1.0,
+        }
+
+    def to_data(self) -> dict[str, Any]:
+        """As plain data; `from_data` is the inverse."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "JobSettings":
+        return msgspec.convert(data, cls)
+
+
+def job_settings(
+    *,
+    hyperparameters: Mapping[str, Any],
+    extension: Mapping[str, Any],
+    seed: int,
+    architecture: Architecture,
+    is_fresh: bool,
+) -> JobSettings:
+    """The settings of a job.
+
+    Args:
+        hyperparameters: OpenAI's; "auto", None or nothing for auto.
+        extension: the `coserve` field.
+        architecture: of the model, which the adapter must fit.
+        is_fresh: whether it makes an adapter, or goes on training one.
+
+    Raises:
+        JobError: names the field, and what would be right.
+    """
+    asked = _build(Extension, extension, "coserve")
+    for name, value, least in (
+        ("checkpoint_every_steps", asked.checkpoint_every_steps, 0),
+        ("evaluate_every_steps", asked.evaluate_every_steps, 0),
+        ("max_sequence_length", asked.max_sequence_length, 2),
+    ):
+        if value is not None:
+            _whole(f"coserve.{name}", value, least)
+    for name in ("shuffle", "live"):
+        if not isinstance(getattr(asked, name), bool):
+            _refuse(f"coserve.{name}", f"must be true or false, not {getattr(asked, name)!r}")
+    positions = architecture.max_positions
+    length = asked.max_sequence_length or min(_LONGEST_SEQUENCE, positions)
+    if length > positions:
+        _refuse("coserve.max_sequence_length", f"is {length}; the model has {positions} positions")
+    if not is_fresh and asked.adapter is not None:
+        _refuse("coserve.adapter", "must not be given where the model is an adapter: that one goes on being trained")
+    every = asked.checkpoint_every_steps
+    known = _hyperparameters(hyperparameters)
+    settings = JobSettings(
+        adapter=_adapter(asked.adapter or {}, architecture) if is_fresh else None,
+        optimizer=_build(OptimizerConfig, _with_tuples(asked.optimizer or {}), "coserve.optimizer"),
+        max_sequence_length=length,
+        shuffle=asked.shuffle,
+        seed=seed,
+        checkpoint_every_steps=every,
+        evaluate_every_steps=every if asked.evaluate_every_steps is None else asked.evaluate_every_steps,
+        live=asked.live,
+        **known,
+    )
+    try:
+        settings.tuning_config(1)
+    except ValueError as error:
+        raise JobError(str(error), param="hyperparameters") from None
+    return settings
+
+
+def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """None for auto."""
+    known: dict[str, Any] = {}
+    for name, most in (("n_epochs", 50), ("batch_size", 256)):
+        if (value := given.get(name)) not in (None, "auto"):
+            _whole(f"hyperparameters.{name}", value, 1, most)
+            known[name] = value
+    if (factor := given.get("learning_rate_multiplier")) not in (None, "auto"):
+        if not is_number(factor) or factor <= 0:
+            _refuse("hyperparameters.learning_rate_multiplier", f'must be "auto" or a number above 0, not {factor!r}')
+        known["learning_rate_multiplier"] = float(factor)
+    return known
+
+
+def _adapter(given: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    where = "coserve.adapter"
+    if not isinstance(given, Mapping):
+        _refuse(where, f"must be an object, not {given!r}")
+    if (kind := given.get("type", "lora")) != "lora":
+        _refuse(f"{where}.type", f'must be "lora", not {kind!r}')
+    asked = {name: value for name, value in given.items() if name != "type"}
+    config = _build(LoraConfig, {"r": 16, "alpha": 32, "target_modules": "all-linear"} | asked, where)
+    for name, rank in (
+        ("r", config.r),
+        *((f"rank_pattern.{each}", rank) for each, rank in config.rank_pattern.items()),
+    ):
+        if rank > architecture.hidden_size:
+            _refuse(f"{where}.{name}", f"is {rank}; a rank above the model's {architecture.hidden_size} adds nothing")
+    try:
+        config.sites(architecture)
+    except AdapterError as error:
+        raise JobError(f"{where}: {error}", param=f"{where}.target_modules") from None
+    return config.to_peft()
+
+
+def _build(kind: type[_Settings], given: Any, where: str) -> _Settings:
+    """A settings class from a client's object; JobError, naming the field."""
+    if not isinstance(given, Mapping):
+        _refuse(where, f"must be an object, not {given!r}")
+    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    if unknown := [name for name in given if name not in known]:
+        _refuse(f"{where}.{unknown[0]}", f"is not known; known: {', '.join(known)}")
+    try:
+        return kind(**given)
+    except (ValueError, TypeError) as error:
+        raise JobError(f"{where}: {error}", param=where) from None
+
+
+def _with_tuples(given: Any) -> Any:
+    if not isinstance(given, Mapping):
+        return given
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        _refuse(name, f"must be a whole number {bounds}, not {value!r}")
+
+
+def _refuse(name: str, what: str) -> None:
+    raise JobError(f"{name} {what}", param=name)

@@ -1,0 +1,113 @@
+"""The tables of the store; nothing outside `store.py` sees them. seq: the order in which rows came."""
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, ForeignKey, Integer, String, Text, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# SQLite counts up by itself only in a column of exactly this type.
+_SERIAL = BigInteger().with_variant(Integer, "sqlite")
+
+
+class Table(DeclarativeBase):
+    """Base of all tables."""
+
+    type_annotation_map = {str: Text(), dict[str, Any]: JSON(none_as_null=True)}  # noqa: RUF012
+
+
+class SchemaTable(Table):
+    """One row: the version of these tables."""
+
+    __tablename__ = "coserve_schema"
+    version: Mapped[int] = mapped_column(primary_key=True)
+
+
+class FileTable(Table):
+    """See `FileRecord`."""
+
+    __tablename__ = "files"
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(128), index=True)
+    purpose: Mapped[str]
+    filename: Mapped[str]
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
+
+
+class JobTable(Table):
+    """See `JobRecord`."""
+
+    __tablename__ = "jobs"
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(128), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    model: Mapped[str]
+    base: Mapped[str]
+    name: Mapped[str]
+    status: Mapped[str] = mapped_column(String(32), index=True)
+    training_file: Mapped[str]
+    validation_file: Mapped[str | None]
+    suffix: Mapped[str | None]
+    seed: Mapped[int] = mapped_column(BigInteger)
+    # "metadata" is a word of SQLAlchemy's.
+    labels: Mapped[dict[str, Any] | None]
+    settings: Mapped[dict[str, Any]]
+    start: Mapped[dict[str, Any] | None]
+    num_examples: Mapped[int] = mapped_column(BigInteger)
+    num_tokens: Mapped[int] = mapped_column(BigInteger)
+    num_steps: Mapped[int] = mapped_column(BigInteger)
+    num_steps_done: Mapped[int] = mapped_column(BigInteger)
+    finished_at: Mapped[int | None] = mapped_column(BigInteger)
+    trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    result_file: Mapped[str | None]
+    error: Mapped[dict[str, Any] | None]
+
+
+class EventTable(Table):
+    """See `EventRecord`; a job has each step's metrics once."""
+
+    __tablename__ = "events"
+    __table_args__ = (UniqueConstraint("job", "step", "kind"),)
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(128))
+    job: Mapped[str] = mapped_column(String(64), ForeignKey("jobs.id"), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    level: Mapped[str]
+    message: Mapped[str]
+    kind: Mapped[str] = mapped_column(String(32))
+    step: Mapped[int | None] = mapped_column(BigInteger)
+    data: Mapped[dict[str, Any]]
+
+
+class CheckpointTable(Table):
+    """See `CheckpointRecord`."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (UniqueConstraint("job", "step"),)
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(128))
+    job: Mapped[str] = mapped_column(String(64), ForeignKey("jobs.id"), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    step: Mapped[int] = mapped_column(BigInteger)
+    name: Mapped[str]
+    directory: Mapped[str]
+    listed: Mapped[bool]
+
+
+class AdapterTable(Table):
+    """See `AdapterRecord`; those of live jobs that run are not in here."""
+
+    __tablename__ = "adapters"
+    __table_args__ = (UniqueConstraint("tenant", "name"),)
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    tenant: Mapped[str] = mapped_column(String(128))
+    name: Mapped[str] = mapped_column(String(512))
+    base: Mapped[str]
+    directory: Mapped[str | None]
+    job: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[int] = mapped_column(BigInteger)

@@ -1,0 +1,164 @@
+"""How a server is set up. The options of `coserve up` are these fields: name, default and help are written here once."""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from coserve.engine.config import EngineConfig
+from coserve.settings import is_number
+
+_UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0}
+# The tenant of a server without keys.
+DEFAULT_TENANT = "default"
+
+
+def bytes_of(text: str) -> int:
+    """A number of bytes such as 512MB, 4GiB or 1000000."""
+    number, unit = _number_and_unit(text)
+    name = unit.removesuffix("b") if unit != "b" else unit
+    if name not in _UNITS:
+        raise ValueError(f"{text!r} is no size; give one such as 512MB or 4GiB")
+    return int(number * _UNITS[name])
+
+
+def seconds_of(text: str) -> float:
+    """A duration such as 40ms, 2s, or 0.5."""
+    number, unit = _number_and_unit(text)
+    if unit not in _DURATIONS:
+        raise ValueError(f"{text!r} is no duration; give one such as 40ms or 2s")
+    return number * _DURATIONS[unit]
+
+
+def _number_and_unit(text: str) -> tuple[float, str]:
+    if (found := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())) is None:
+        raise ValueError(f"{text!r} is no number with a unit")
+    return float(found[1]), found[2].lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """How a field looks on the command line. option: its name ("" for the positional argument). parse: from text, with
+    metavar for what the text says.
+    """
+
+    option: str
+    help: str
+    parse: Callable[[str], Any] | None = None
+    metavar: str | None = None
+    shown: str | None = None
+
+
+def _option(default: Any, option: str, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"option": Option(option=option, help=help, **more)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """ValueError at birth names the field and its range."""
+
+    model: str = _option("tiny", "", "A directory in Hugging Face's layout, a hub id, or the built-in model, tiny.")
+    host: str = _option("127.0.0.1", "--host", "Address to listen at; 0.0.0.0 for every network (think of --api-key).")
+    port: int = _option(8000, "--port", "Port to listen at; 0 for any that is free.")
+    dtype: str = _option("auto", "--dtype", "float32, bfloat16, float16, or auto: the model's own.")
+    device: str = _option("auto", "--device", "Such as cpu or cuda:0; auto takes a GPU if there is one.")
+    memory_bytes: int | None = _option(
+        None,
+        "--memory",
+        "Of the page pool, for keys and values of requests and activations of jobs, such as 4GiB.",
+        parse=bytes_of,
+        metavar="SIZE",
+        shown="a share of what is free",
+    )
+    ttft_s: float = _option(
+        2.0, "--slo-ttft", "Objective: time to the first token.", parse=seconds_of, metavar="TIME", shown="2s"
+    )
+    tpot_s: float | None = _option(
+        None,
+        "--slo-tpot",
+        "Objective: mean time per later token, such as 40ms.",
+        parse=seconds_of,
+        metavar="TIME",
+        shown="2.5 × a decode step alone, as measured at start",
+    )
+    policy: str = _option("slack", "--policy", "Who gets the device: slack, token-fusion or inference-only.")
+    max_requests: int = _option(256, "--max-requests", "Sequences that run at once.")
+    max_adapters: int = _option(64, "--max-adapters", "Adapters on the device; the least used ones make room.")
+    api_keys: tuple[str, ...] = _option(
+        (),
+        "--api-key",
+        "KEY or TENANT=KEY that clients must bring; may be given several times.",
+        metavar="KEY",
+        shown="none needed",
+    )
+    allow_adapter_paths: tuple[Path, ...] = _option(
+        (),
+        "--allow-adapter-paths",
+        "Directory below which /v1/load_lora_adapter may read; may be given several times.",
+        metavar="DIR",
+        shown="nothing is read",
+    )
+    home: Path = _option(
+        Path("~/.coserve"), "--home", "Where files, jobs and adapters live.", shown="$COSERVE_HOME or ~/.coserve"
+    )
+    database: str | None = _option(
+        None, "--database", "Where files and jobs are recorded: any URL of SQLAlchemy.", shown="SQLite in --home"
+    )
+    max_upload_bytes: int = _option(
+        512 * 10**6, "--max-upload", "Of a file.", parse=bytes_of, metavar="SIZE", shown="512MB"
+    )
+    max_body_bytes: int = _option(
+        32 * 10**6, "--max-body", "Of any other request.", parse=bytes_of, metavar="SIZE", shown="32MB"
+    )
+    drain_s: float = _option(
+        30.0, "--drain", "How long streams may go on at the end.", parse=seconds_of, metavar="TIME", shown="30s"
+    )
+
+    def __post_init__(self) -> None:
+        if self.home == Path("~/.coserve"):
+            object.__setattr__(self, "home", Path(os.environ.get("COSERVE_HOME", "~/.coserve")))
+        object.__setattr__(self, "home", self.home.expanduser().absolute())
+        for name, least, most in (("port", 0, 65535), ("max_adapters", 1, None), ("max_body_bytes", 1, None)):
+            self._whole(name, least, most)
+        self._whole("max_upload_bytes", 1, None)
+        if not is_number(self.drain_s) or self.drain_s < 0:
+            raise ValueError(f"drain_s must be a number of seconds, 0 or more, not {self.drain_s!r}")
+        if len(self.tenants) != len(self.api_keys):
+            raise ValueError("api_keys must differ from one another")
+        assert self.engine is not None  # checks the rest
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The engine's part."""
+        names = {each.name for each in fields(EngineConfig)} & {each.name for each in fields(self)}
+        return EngineConfig(**{name: getattr(self, name) for name in names})
+
+    @property
+    def tenants(self) -> dict[str, str]:
+        """Tenants by key; empty if no key is needed. A key without a name gives its tenant one that does not tell the
+        key.
+        """
+        found = {}
+        for given in self.api_keys:
+            if not given:
+                raise ValueError("api_keys must be KEY or TENANT=KEY, and no key may be empty")
+            named = re.fullmatch(r"([\w.-]{1,64})=([^=].*)", given)
+            name, key = named.groups() if named else (f"key-{hashlib.sha256(given.encode()).hexdigest()[:8]}", given)
+            found[key] = name
+        return found
+
+    def _whole(self, name: str, least: int, most: int | None) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least or (most and value > most):
+            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")
+
+
+def option_of(one: "Field[Any]") -> Option:
+    """How a field looks on the command line."""
+    option: Option = one.metadata["option"]
+    return option

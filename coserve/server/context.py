@@ -1,0 +1,80 @@
+"""What the routes share: one object, at `app.state.context`."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+from fastapi import Depends, Request
+
+import coserve
+from coserve.errors import EngineGoneError
+from coserve.server.adapters import AdapterCatalogue, KnownAdapter, LoadedAdapters, find_adapter
+from coserve.server.config import ServerConfig
+from coserve.server.engine_link import EngineLink, RequestStream
+from coserve.server.prompts import Prompts
+from coserve.server.protocol import AddRequest
+
+if TYPE_CHECKING:
+    from coserve.jobs.manager import JobManager
+    from coserve.server.generation import Generation
+
+
+@dataclass(kw_only=True)
+class ServerContext:
+    """A running server. catalogues: where adapters are looked up, in this order; more may be added at the start."""
+
+    config: ServerConfig
+    link: EngineLink
+    prompts: Prompts
+    loaded: LoadedAdapters = field(default_factory=LoadedAdapters)
+    catalogues: list[AdapterCatalogue] = field(default_factory=list)
+    job_manager: "JobManager | None" = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.catalogues.insert(0, self.loaded)
+
+    @property
+    def jobs(self) -> "JobManager":
+        """Files and jobs."""
+        if self.job_manager is None:
+            raise EngineGoneError("the server is starting; try again in a few seconds")
+        return self.job_manager
+
+    @property
+    def model_name(self) -> str:
+        """Of the base, as /v1/models lists it: a directory by its own name."""
+        path = Path(self.config.model)
+        return path.resolve().name if path.is_dir() else self.config.model
+
+    @property
+    def base_names(self) -> tuple[str, str]:
+        """What requests may call the base."""
+        return self.model_name, self.config.model
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's system_fingerprint: what could change the answer to a seeded request."""
+        return f"coserve-{coserve.__version__}"
+
+    def find_adapter(self, tenant: str, name: str) -> KnownAdapter | None:
+        """By a name that the tenant knows."""
+        return find_adapter(self.catalogues, tenant, name)
+
+    def open(self, requests: list[AddRequest], generation: "Generation") -> RequestStream:
+        """Send requests to the engine."""
+        return self.link.open(requests)
+
+
+def _context(request: Request) -> ServerContext:
+    return cast(ServerContext, request.app.state.context)
+
+
+def _tenant(request: Request) -> str:
+    return cast(str, request.state.tenant)
+
+
+# Parameters of routes.
+Context = Annotated[ServerContext, Depends(_context)]
+Tenant = Annotated[str, Depends(_tenant)]

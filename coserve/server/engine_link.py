@@ -1,0 +1,368 @@
+"""The server's end of the engine: starts its process, again when it dies, and takes every report to whom it concerns.
+
+One engine at a time, each with a socket of its own in a private directory. What was asked of an engine that dies ends
+with `EngineGoneError`: no request and no call waits for an answer that cannot come. Each open request has its own queue,
+so that a client that reads slowly holds up nobody.
+"""
+
+import asyncio
+import itertools
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+import coserve.errors
+from coserve.engine.request import Chunk
+from coserve.errors import CoserveError, EngineGoneError, ModelError
+from coserve.jobs.messages import AdapterRef, JobStart
+from coserve.server.protocol import (
+    AddRequest,
+    CancelJob,
+    CancelRequest,
+    EngineSettings,
+    Happened,
+    LoadAdapter,
+    PauseJob,
+    Progress,
+    Ready,
+    Refused,
+    Reply,
+    ResumeJob,
+    Shutdown,
+    StartFailed,
+    StartJob,
+    UnloadAdapter,
+    decode_report,
+    encode,
+)
+
+_log = logging.getLogger(__name__)
+
+# Seconds before an engine that died is started again, doubled each time until one has lived for a while.
+_FIRST_WAIT_S, _LONGEST_WAIT_S, _LONG_LIFE_S = 0.2, 30.0, 60.0
+# How long checkpoints may take at the end, and the process after them.
+_SHUTDOWN_S, _EXIT_S = 60.0, 10.0
+
+
+class EngineListener(Protocol):
+    """Whoever wants to know how the engine is; called on the event loop, and must not block."""
+
+    def engine_ready(self, ready: Ready) -> None:
+        """It takes commands: a fresh one, which knows no adapters and no jobs."""
+
+    def engine_gone(self) -> None:
+        """It has died."""
+
+    def engine_happened(self, happened: Happened) -> None:
+        """What steps brought."""
+
+
+class RequestStream:
+    """The chunks of requests that belong together, as they come."""
+
+    def __init__(self, requests: list[AddRequest]) -> None:
+        self.requests = requests
+        self._waiting: list[Chunk] = []
+        self._news = asyncio.Event()
+        self._num_open = {request.id: request.params.n for request in requests}
+        self._error: CoserveError | None = None
+
+    def put(self, chunk: Chunk) -> bool:
+        """The next chunk; whether its request is over with it."""
+        self._waiting.append(chunk)
+        self._news.set()
+        if chunk.finish_reason is None:
+            return False
+        self._num_open[chunk.request] -= 1
+        return self._num_open[chunk.request] == 0
+
+    def fail(self, error: CoserveError) -> None:
+        """No more chunks will come."""
+        self._error = error
+        self._news.set()
+
+    async def batches(self) -> AsyncIterator[list[Chunk]]:
+        """All chunks that are there, again and again to the end; CoserveError if there is no good end."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            batch, self._waiting = self._waiting, []
+            if batch:
+                yield batch
+            if self._error is not None:
+                raise self._error
+            if not any(self._num_open.values()):
+                return
+
+
+class EngineLink:
+    """The engine, whichever process it is in just now. Implements `coserve.jobs.messages.JobEngine`."""
+
+    def __init__(self, settings: EngineSettings, *, on_progress: Callable[[Progress], None] | None = None) -> None:
+        """settings: its address is filled in here."""
+        self._settings, self._on_progress = settings, on_progress
+        self._listeners: list[EngineListener] = []
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready: Ready | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._calls: dict[int, asyncio.Future[None]] = {}
+        self._numbers = itertools.count()
+        self._failed: ModelError | None = None
+        self._was_ready = False
+        self._closing = False
+        self.num_restarts = 0
+
+    # -- questions ------------------------------------------------------------------
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the engine said of itself; None while there is none."""
+        return self._ready
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not over."""
+        return len(self._streams)
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process."""
+        return None if self._process is None else self._process.pid
+
+    def require_ready(self) -> Ready:
+        """EngineGoneError if there is no engine to ask now."""
+        if self._closing:
+            raise EngineGoneError("the server is shutting down; ask another, or later")
+        if self._ready is None:
+            raise EngineGoneError("the engine is starting; try again in a few seconds")
+        return self._ready
+
+    def listen(self, listener: EngineListener) -> None:
+        """Tell it what happens."""
+        self._listeners.append(listener)
+
+    # -- life -----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep an engine running until `stop`; ModelError if it cannot start as it was asked."""
+        wait_s = _FIRST_WAIT_S
+        while not self._closing:
+            started_s = time.monotonic()
+            await self._live()
+            if self._closing:
+                return
+            if self._failed is not None:
+                raise self._failed
+            if time.monotonic() - started_s > _LONG_LIFE_S:
+                wait_s = _FIRST_WAIT_S
+            _log.error("the engine has died; it is started again in %.1f s", wait_s)
+            self.num_restarts += 1
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    async def stop(self) -> None:
+        """End it, with checkpoints of all jobs; open requests end with an error."""
+        self._closing = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        if self._ready is not None:
+            with suppress(CoserveError, TimeoutError):
+                await asyncio.wait_for(self._call(Shutdown), _SHUTDOWN_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _EXIT_S)
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+    def close_to_requests(self) -> None:
+        """Refuse what comes from now on."""
+        self._closing = True
+
+    def fail_open_requests(self, reason: str) -> None:
+        """End every open request with an error."""
+        for stream in list(self._streams.values()):
+            self.close(stream)
+            stream.fail(EngineGoneError(reason))
+
+    async def _live(self) -> None:
+        """One engine, from its birth to its death."""
+        directory = Path(tempfile.mkdtemp(prefix="coserve-"))
+        address = f"ipc://{directory}/engine"
+        socket = self._socket = self._context.socket(zmq.PAIR)
+        socket.set_hwm(0)  # sending must never wait
+        socket.linger = 0
+        receiving: asyncio.Task[None] | None = None
+        try:
+            socket.bind(address)
+            process = self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "coserve.server.engine_process"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=sys.stderr,
+            )
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(replace_address(self._settings, address)) + b"\n")
+            receiving = asyncio.create_task(self._receive(socket))
+            status = await process.wait()
+            await self._take_last_words(socket)
+            if not self._was_ready and self._failed is None:
+                self._failed = ModelError(f"the engine ended with status {status} before it was ready; see above")
+        finally:
+            if receiving is not None:
+                receiving.cancel()
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+            self._gone()
+            self._socket = None
+            socket.close()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            self._take(decode_report(await socket.recv()))
+
+    async def _take_last_words(self, socket: zmq.asyncio.Socket) -> None:
+        """What the process sent before its end may still be on the way to those who wait."""
+        while await socket.poll(50):
+            await asyncio.sleep(0)
+
+    def _gone(self) -> None:
+        was_ready, self._ready = self._ready, None
+        error = EngineGoneError("the engine died before it was done; it is being started again")
+        if self._closing:
+            error = EngineGoneError("the server is shutting down")
+        streams, self._streams = self._streams, {}
+        calls, self._calls = self._calls, {}
+        for stream in streams.values():
+            stream.fail(error)
+        for call in calls.values():
+            if not call.done():
+                call.set_exception(error)
+        if was_ready is not None:
+            for listener in self._listeners:
+                listener.engine_gone()
+
+    # -- reports --------------------------------------------------------------------
+
+    def _take(self, report: Any) -> None:
+        if isinstance(report, Happened):
+            self._happened(report)
+        elif isinstance(report, Reply):
+            self._reply(report)
+        elif isinstance(report, Refused):
+            if (stream := self._streams.pop(report.id, None)) is not None:
+                stream.fail(_error(report.kind, report.error))
+        elif isinstance(report, Ready):
+            self._ready, self._was_ready = report, True
+            for listener in self._listeners:
+                listener.engine_ready(report)
+        elif isinstance(report, StartFailed):
+            self._failed = ModelError(report.error)
+        elif self._on_progress is not None:
+            self._on_progress(report)
+
+    def _happened(self, happened: Happened) -> None:
+        # Listeners first: they know the requests' streams by then.
+        for listener in self._listeners:
+            listener.engine_happened(happened)
+        for chunk in happened.chunks:
+            stream = self._streams.get(chunk.request)
+            if stream is None:
+                continue
+            if stream.put(chunk):
+                del self._streams[chunk.request]
+
+    def _reply(self, reply: Reply) -> None:
+        call = self._calls.pop(reply.call, None)
+        if call is None or call.done():
+            return
+        if reply.error is None:
+            call.set_result(None)
+        else:
+            call.set_exception(_error(reply.kind or "", reply.error))
+
+    # -- requests -------------------------------------------------------------------
+
+    def open(self, requests: list[AddRequest]) -> RequestStream:
+        """Send requests to the engine; to be closed in any case."""
+        self.require_ready()
+        stream = RequestStream(requests)
+        for request in requests:
+            self._streams[request.id] = stream
+            self._send(request)
+        return stream
+
+    def close(self, stream: RequestStream) -> None:
+        """Nobody wants to know more of it: what is not over is cancelled."""
+        for request in stream.requests:
+            if self._streams.pop(request.id, None) is not None:
+                self._send(CancelRequest(request.id))
+
+    # -- adapters and jobs ------------------------------------------------------------
+
+    async def load_adapter(self, adapter: AdapterRef) -> None:
+        """Have it on the device."""
+        self.require_ready()
+        await self._call(LoadAdapter, adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """No new request finds it."""
+        self.require_ready()
+        await self._call(UnloadAdapter, name)
+
+    async def start_job(self, job: JobStart) -> None:
+        """See `JobEngine`."""
+        await self._call(StartJob, job)
+
+    async def pause_job(self, job: str) -> None:
+        """See `JobEngine`."""
+        await self._call(PauseJob, job)
+
+    async def resume_job(self, job: str) -> None:
+        """See `JobEngine`."""
+        await self._call(ResumeJob, job)
+
+    async def cancel_job(self, job: str) -> None:
+        """See `JobEngine`."""
+        await self._call(CancelJob, job)
+
+    async def _call(self, kind: Callable[..., Any], *fields: Any) -> None:
+        """Send a command, and wait for its reply."""
+        if self._ready is None:
+            raise EngineGoneError("the engine is starting; try again in a few seconds")
+        number = next(self._numbers)
+        call = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._send(kind(number, *fields))
+        try:
+            await call
+        finally:
+            self._calls.pop(number, None)
+
+    def _send(self, command: Any) -> None:
+        assert self._socket is not None
+        # Without a limit to what may wait in the socket, sending never blocks; its future is done at once.
+        self._socket.send(encode(command), zmq.NOBLOCK)
+
+
+def replace_address(settings: EngineSettings, address: str) -> EngineSettings:
+    """The settings with an address."""
+    changed: EngineSettings = msgspec.structs.replace(settings, address=address)
+    return changed
+
+
+def _error(kind: str, message: str) -> CoserveError:
+    """An error of the engine's process, in this one."""
+    made = getattr(coserve.errors, kind, CoserveError)
+    return made(message) if isinstance(made, type) and issubclass(made, CoserveError) else CoserveError(message)

@@ -1,0 +1,285 @@
+"""The engine's process: it owns the device, does what the server commands, and reports what came of it.
+
+It is told what to be by the first line of its standard input; when that ends, so does the process, whatever it is
+doing: no engine outlives its server. Signals that a terminal or a supervisor sends to all processes are the server's
+affair. An error that is nobody's request ends the process; the server sees that, and starts another.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from coserve.engine.core import Event
+from coserve.engine.engine import Engine
+from coserve.engine.job import JobEvent
+from coserve.engine.request import Chunk
+from coserve.errors import CoserveError
+from coserve.server.job_commands import JobCommands
+from coserve.server.protocol import (
+    AddRequest,
+    CancelRequest,
+    EngineSettings,
+    Happened,
+    LoadAdapter,
+    Progress,
+    Ready,
+    Refused,
+    Reply,
+    Shutdown,
+    StartFailed,
+    StepRecord,
+    UnloadAdapter,
+    decode_command,
+    encode,
+)
+
+_log = logging.getLogger(__name__)
+
+# What nobody waits for is reported so often.
+_BATCH_S = 0.2
+# When there is work, but the policy plans nothing.
+_NO_PLAN_WAIT_MS = 10
+# When there is none, but a checkpoint is being written.
+_WRITER_WAIT_MS = 10
+# Reports that may wait for a server that is busy, before the engine does.
+_MOST_WAITING_REPORTS = 10_000
+_LINGER_MS = 2000
+_STDIN = 0
+
+
+class EngineProcess:
+    """Commands in, steps, reports out."""
+
+    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
+        self._engine, self._socket = engine, socket
+        self._jobs = JobCommands(engine)
+        self._steps: list[StepRecord] = []
+        self._reported_s = 0.0
+        self._unreported = True
+        self._running = True
+
+    def run(self) -> None:
+        """Until it is told to shut down."""
+        while self._running:
+            self._take_commands()
+            if self._running and self._engine.has_work:
+                self._step()
+        self._report_batch()
+        self._jobs.close()
+
+    # -- commands -------------------------------------------------------------------
+
+    def _take_commands(self) -> None:
+        """All that are there; without work, wait for one."""
+        wait_ms: int | None = 0
+        if not self._engine.has_work:
+            self._report_batch()
+            wait_ms = _WRITER_WAIT_MS if self._jobs.is_waiting else None
+        elif self._engine.last_plan.is_empty and not self._engine.has_requests:
+            wait_ms = _NO_PLAN_WAIT_MS
+        while self._running and self._socket.poll(wait_ms):
+            self._take(decode_command(self._socket.recv()))
+            wait_ms = 0
+        if self._jobs.has_news:
+            self._report([], whole=True)
+
+    def _take(self, command: Any) -> None:
+        self._unreported = True
+        if isinstance(command, AddRequest):
+            self._add(command)
+        elif isinstance(command, CancelRequest):
+            self._engine.cancel(command.id)
+        else:
+            self._answer(command)
+
+    def _add(self, command: AddRequest) -> None:
+        adapter = command.adapter
+        try:
+            if adapter is not None:
+                self._jobs.ensure_adapter(adapter)
+            self._engine.add_tokens(
+                command.prompt,
+                command.params,
+                adapter=adapter.name if adapter is not None else None,
+                slo=command.slo,
+                request_id=command.id,
+                arrival_s=command.arrival_s,
+            )
+        except CoserveError as error:
+            self._send(Refused(command.id, str(error), type(error).__name__))
+
+    def _answer(self, command: Any) -> None:
+        """A command with a reply."""
+        error: CoserveError | None = None
+        try:
+            if isinstance(command, LoadAdapter):
+                self._jobs.ensure_adapter(command.adapter)
+            elif isinstance(command, UnloadAdapter):
+                self._jobs.unload_adapter(command.name)
+            elif isinstance(command, Shutdown):
+                self._jobs.checkpoint_all(command.call)
+                self._running = False
+                return
+            else:
+                self._jobs.obey(command)
+                return
+        except CoserveError as raised:
+            error = raised
+        self._send(Reply(command.call) if error is None else Reply(command.call, str(error), type(error).__name__))
+
+    # -- steps ----------------------------------------------------------------------
+
+    def _step(self) -> None:
+        start_s = time.monotonic()
+        events = self._engine.step()
+        end_s = time.monotonic()
+        self._unreported = True
+        if not self._engine.last_plan.is_empty:
+            self._steps.append(self._step_record(end_s, end_s - start_s))
+        job_events = [event for event in events if isinstance(event, JobEvent)]
+        self._jobs.take(job_events)
+        self._report(events, whole=bool(job_events) or end_s - self._reported_s >= _BATCH_S)
+
+    def _step_record(self, end_s: float, step_s: float) -> StepRecord:
+        plan = self._engine.last_plan
+        rows = {"decode": 0, "prefill": 0, "window": 0}
+        for planned in plan.rows:
+            rows[planned.kind] += planned.rows
+        num_parts = self._engine.backbone.architecture.num_layers + 1  # and the head
+        return StepRecord(
+            end_s=end_s,
+            step_s=step_s,
+            predicted_s=plan.predicted_s,
+            decode_rows=rows["decode"],
+            prefill_rows=rows["prefill"],
+            window_rows=rows["window"],
+            backward_rows=sum(part.rows * part.num_tasklets for part in plan.tasklets) / num_parts,
+        )
+
+    # -- reports --------------------------------------------------------------------
+
+    def _report(self, events: list[Event], *, whole: bool) -> None:
+        """Chunks at once; everything else with the next whole report."""
+        chunks = [event for event in events if isinstance(event, Chunk)]
+        if not whole:
+            if chunks:
+                self._send(Happened(chunks=chunks))
+            return
+        news = self._jobs.take_news()
+        records = list(self._engine.records)
+        self._engine.records.clear()
+        self._send(
+            Happened(
+                chunks=chunks,
+                job_events=news.events,
+                checkpoints=news.checkpoints,
+                records=records,
+                steps=self._steps,
+                stats=self._engine.stats(),
+            )
+        )
+        for reply in news.replies:  # what came of a command is told before its reply
+            self._send(reply)
+        self._steps = []
+        self._reported_s, self._unreported = time.monotonic(), False
+
+    def _report_batch(self) -> None:
+        if self._unreported:
+            self._report([], whole=True)
+
+    def _send(self, report: Any) -> None:
+        self._socket.send(encode(report))
+
+
+def start(settings: EngineSettings, socket: "zmq.Socket[bytes]") -> Engine | None:
+    """The engine, when it is ready; None if it cannot be started as it was asked, which has been reported then."""
+
+    def progress(stage: str, done: int, total: int) -> None:
+        socket.send(encode(Progress(stage, done, total)))
+
+    progress(f"starting {settings.model}", 0, 0)
+    try:
+        engine = Engine.load(
+            settings.model, settings.engine, dtype=settings.dtype, device=settings.device, progress=progress
+        )
+    except (CoserveError, ValueError, MemoryError) as error:
+        _log.debug("the engine cannot start", exc_info=True)
+        socket.send(encode(StartFailed(" ".join(str(error).split()) or type(error).__name__)))
+        return None
+    socket.send(encode(_ready(engine)))
+    return engine
+
+
+def _ready(engine: Engine) -> Ready:
+    backbone = engine.backbone
+    weights = {id(weight): weight for part in backbone.weights.values() for weight in part.values()}
+    return Ready(
+        model=backbone.name,
+        dtype=str(backbone.dtype).removeprefix("torch."),
+        device=str(backbone.device),
+        slo=engine.slo,
+        solo_step_s=engine.solo_step_s,
+        vocab_size=backbone.architecture.vocab_size,
+        max_positions=backbone.architecture.max_positions,
+        num_pages=engine.pool.num_pages,
+        page_bytes=engine.pool.page_bytes,
+        block_tokens=engine.config.block_tokens,
+        weight_bytes=sum(weight.numel() * weight.element_size() for weight in weights.values()),
+    )
+
+
+def _end_with_the_server(address: str) -> None:
+    """Wait for the end of standard input; then clear away the socket, and end, in whatever other threads are."""
+    while os.read(_STDIN, 4096):
+        pass
+    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
+    os._exit(0)
+
+
+def _read_settings() -> EngineSettings | None:
+    """The first line; None if the server has ended before."""
+    line = b""
+    while not line.endswith(b"\n"):
+        # Not by a buffer, which a thread that waits would hold at the end.
+        more = os.read(_STDIN, 1 << 16)
+        if not more:
+            return None
+        line += more
+    return msgspec.json.decode(line, type=EngineSettings)
+
+
+def main() -> int:
+    """The process: 0 after a shutdown, 1 if the engine could not start; dying of an error is neither."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    settings = _read_settings()
+    if settings is None:
+        return 0
+    threading.Thread(target=_end_with_the_server, args=(settings.address,), daemon=True).start()
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(_MOST_WAITING_REPORTS)
+    socket.linger = _LINGER_MS
+    socket.connect(settings.address)
+    try:
+        engine = start(settings, socket)
+        if engine is None:
+            return 1
+        EngineProcess(engine, socket).run()
+        return 0
+    finally:
+        socket.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,209 @@
+"""From a body to the engine's requests, and their chunks back: what both kinds of completions share."""
+
+import math
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from coserve.engine.request import Chunk, Slo
+from coserve.engine.sampling import SamplingParams
+from coserve.errors import CoserveError
+from coserve.server.adapters import KnownAdapter
+from coserve.server.context import ServerContext
+from coserve.server.errors import ApiError, as_api_error, not_found
+from coserve.server.protocol import AddRequest, Ready
+from coserve.server.schemas import SamplingBody
+
+# Fields of SamplingParams that a body has by the same name.
+_SAME = (
+    *("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
+    *("repetition_penalty", "ignore_eos", "min_tokens"),
+)
+# JSON has no infinity; OpenAI writes this for a token that cannot come.
+_LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Prompts that go to the engine together, one request each; the answer's choices are their sequences.
+
+    id, created, model: as the answer shows them.
+    """
+
+    id: str
+    created: int
+    model: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+    slo: Slo
+    arrival_s: float
+    tenant: str
+    adapter: KnownAdapter | None
+
+    def requests(self) -> list[AddRequest]:
+        """For the engine."""
+        ref = None if self.adapter is None else self.adapter.ref
+        names = [self.id] if len(self.prompts) == 1 else [f"{self.id}-{i}" for i in range(len(self.prompts))]
+        return [
+            AddRequest(
+                id=name, prompt=list(prompt), params=self.params, arrival_s=self.arrival_s, slo=self.slo, adapter=ref
+            )
+            for name, prompt in zip(names, self.prompts, strict=True)
+        ]
+
+
+def new_id(prefix: str) -> str:
+    """One that nothing else has."""
+    return f"{prefix}-{uuid4().hex}"
+
+
+def find_model(context: ServerContext, tenant: str, name: str) -> KnownAdapter | None:
+    """The adapter of a model's name, None for the base; 404 for a name that the tenant does not know."""
+    if name in context.base_names:
+        return None
+    adapter = context.find_adapter(tenant, name)
+    if adapter is None:
+        raise not_found(
+            f"The model `{name}` does not exist or you do not have access to it.",
+            param="model",
+            code="model_not_found",
+        )
+    return adapter
+
+
+def sampling_params(body: SamplingBody, *, max_tokens: int, vocab_size: int, **more: Any) -> SamplingParams:
+    """As the body says; ApiError names the field that is wrong."""
+    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if (top_k := given.get("top_k")) is not None:
+        given["top_k"] = min(top_k, vocab_size)
+    stop = body.stop or ()
+    check_text(stop if isinstance(stop, str) else "".join(stop), param="stop")
+    try:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            logit_bias=_logit_bias(body.logit_bias or {}),
+            **given,
+            **more,
+        )
+        params.check_vocabulary(vocab_size)
+    except ValueError as error:
+        raise ApiError(str(error), param=str(error).split()[0]) from None
+    return params
+
+
+def check_text(text: str, *, param: str) -> None:
+    """JSON can say half a character (a lone surrogate), and nothing behind it can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(f"{param} has half a character (a lone surrogate) at {error.start}", param=param) from None
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are strings."""
+    if wrong := [token for token in given if not (token.isascii() and token.isdigit() and len(token) < 20)]:
+        raise ValueError(f"logit_bias must map token ids to numbers, not {wrong[0]!r} to one")
+    return {int(token): bias for token, bias in given.items()}
+
+
+def slo_of(body: SamplingBody, default: Slo) -> Slo:
+    """A request's objectives: its own, or the server's."""
+    if body.slo is None:
+        return default
+    ttft_ms, tpot_ms = body.slo.ttft_ms, body.slo.tpot_ms
+    return Slo(
+        ttft_s=default.ttft_s if ttft_ms is None else ttft_ms / 1e3,
+        tpot_s=default.tpot_s if tpot_ms is None else tpot_ms / 1e3,
+    )
+
+
+def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param: str) -> None:
+    """What the engine would refuse, in OpenAI's words and before anything is sent."""
+    if not tokens:
+        raise ApiError("the prompt has no tokens", param=param)
+    wrong = next((token for token in tokens if not 0 <= token < ready.vocab_size), None)
+    if wrong is not None:
+        raise ApiError(f"the prompt has token {wrong}; the model has {ready.vocab_size} tokens", param=param)
+    most = most_tokens(ready)
+    if len(tokens) + max_tokens > most:
+        raise ApiError(
+            f"This model's maximum context length is {most} tokens. However, you requested "
+            f"{len(tokens) + max_tokens} tokens ({len(tokens)} in the prompt, {max_tokens} for the completion). "
+            "Please reduce the length of the prompt or the completion.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def most_tokens(ready: Ready) -> int:
+    """Prompt and output of one request together, by the model's positions and the pool's pages."""
+    return min(ready.max_positions, ready.num_pages * ready.block_tokens)
+
+
+async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
+    """The chunks of each prompt as they come; closing this cancels what is not over.
+
+    Raises:
+        ApiError: there is no good end.
+    """
+    requests = generation.requests()
+    places = {request.id: place for place, request in enumerate(requests)}
+    stream = context.open(requests, generation)
+    try:
+        async for batch in stream.batches():
+            by_place: dict[int, list[Chunk]] = {}
+            for chunk in batch:
+                _check(chunk)
+                by_place.setdefault(places[chunk.request], []).append(chunk)
+            for place, chunks in by_place.items():
+                yield place, chunks
+    except CoserveError as error:
+        raise as_api_error(error) from error
+    finally:
+        context.link.close(stream)
+
+
+def _check(chunk: Chunk) -> None:
+    if chunk.finish_reason == "error":
+        raise ApiError(chunk.error or "the engine failed", status=500, kind="server_error")
+    if chunk.finish_reason == "cancelled":
+        raise ApiError("the request was cancelled", status=503, kind="server_error", headers={"Retry-After": "2"})
+
+
+@dataclass
+class Usage:
+    """Counts of an answer."""
+
+    num_prompt: int
+    num_output: int = 0
+    num_cached: int = 0
+
+    def count(self, chunks: list[Chunk]) -> None:
+        """Some more tokens."""
+        for chunk in chunks:
+            self.num_output += len(chunk.tokens)
+            if chunk.finish_reason is not None and chunk.index == 0:
+                self.num_cached += chunk.num_cached_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """As OpenAI gives it."""
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_output,
+            "total_tokens": self.num_prompt + self.num_output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can say."""
+    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
+
+
+def now_s() -> int:
+    """Seconds since 1970."""
+    return int(time.time())

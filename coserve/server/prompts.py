@@ -1,0 +1,113 @@
+"""Text to tokens and back in the server's process; the engine gets tokens only."""
+
+import asyncio
+import copy
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
+from coserve.models.source import ModelSource, find_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Prompts:
+    """The model's tokenizer, on a thread of its own: a long prompt holds up no stream."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._source: ModelSource | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._pieces: dict[int, TokenPiece] = {}
+
+    async def load(self) -> None:
+        """Find the model's tokenizer; ModelError if there is no such model."""
+        await self._run(self._load)
+
+    def _load(self) -> None:
+        self._source = find_model(self._model, with_weights=False)
+        self._tokenizer = load_tokenizer(self._source)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def tokens(self, prompt: Prompt) -> list[int]:
+        """A prompt's token ids; RequestError for one that cannot be read."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
+            return list(prompt)  # type: ignore[arg-type]
+        tokens: list[int] = await self._run(tokens_of, prompt, self._tokenizer, self._model)
+        return tokens
+
+    @property
+    def source(self) -> ModelSource:
+        """The model; once it has been loaded."""
+        assert self._source is not None
+        return self._source
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """For other threads, of which each takes a copy of its own."""
+        return copy.deepcopy(self._tokenizer)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the model brings a tokenizer."""
+        return self._tokenizer is not None
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of tokens, special ones too; "" without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def piece(self, token: int) -> "TokenPiece":
+        """What one token alone stands for."""
+        found = self._pieces.get(token)
+        if found is None:
+            raw = str(token).encode() if self._tokenizer is None else token_bytes(self._tokenizer, token)
+            found = self._pieces[token] = TokenPiece(text=raw.decode("utf-8", "replace"), raw=list(raw))
+        return found
+
+    async def _run(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPiece:
+    """raw: its bytes, which need not be whole characters."""
+
+    text: str
+    raw: list[int]
+
+
+def token_bytes(tokenizer: "PreTrainedTokenizerBase", token: int) -> bytes:
+    """The bytes that a token adds to a text."""
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if piece is None:
+        return b""
+    added = tokenizer.added_tokens_decoder.get(token)
+    if added is not None:
+        return str(added.content).encode()
+    if (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece)) is not None:
+        return bytes([int(byte[1], 16)])
+    if "ByteLevel" in type(tokenizer.backend_tokenizer.decoder).__name__ and all(c in _byte_of() for c in piece):
+        return bytes(_byte_of()[character] for character in piece)
+    return str(piece).replace("\u2581", " ").encode()  # sentencepiece's space
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table): printable ones for
+    themselves, the others in order from U+0100.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,0 +1,1 @@
+"""One file per group of routes, each with its `router`."""

@@ -1,0 +1,204 @@
+"""POST /v1/completions."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from coserve.engine.request import TokenLogprob
+from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.errors import ApiError
+from coserve.server.generation import (
+    Generation,
+    Usage,
+    check_prompt,
+    chunks_of,
+    find_model,
+    finite,
+    new_id,
+    now_s,
+    sampling_params,
+    slo_of,
+)
+from coserve.server.prompts import Prompts
+from coserve.server.responses import answer, server_sent_event
+from coserve.server.schemas import CompletionBody
+
+router = APIRouter()
+
+# OpenAI's default.
+_MAX_TOKENS = 16
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionBody, request: Request, context: Context, tenant: Tenant) -> Response:
+    """Go on with prompts."""
+    arrival_s = time.monotonic()
+    _refuse_what_is_not_there(body)
+    prompts = _prompts(body)
+    generation = await _generation(body, prompts, context, tenant, arrival_s)
+    # What an echo begins with: the prompt as it came.
+    echoes = [
+        prompt if isinstance(prompt, str) else context.prompts.text(list(tokens))
+        for prompt, tokens in zip(prompts, generation.prompts, strict=True)
+    ]
+    writer = _Writer(context, generation, echoes if body.echo else None)
+    headers = {"x-request-id": generation.id}
+    if body.stream:
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        return await answer(request, events=writer.events(with_usage=with_usage), headers=headers)
+    return await answer(request, whole=writer.whole(), headers=headers)
+
+
+def _refuse_what_is_not_there(body: CompletionBody) -> None:
+    if body.suffix is not None:
+        raise ApiError("suffix is not supported; leave it out", param="suffix", code="unsupported_parameter")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(
+            "best_of is not supported; leave it out, or give the same number as n",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("stream_options needs stream to be true", param="stream_options")
+
+
+def _prompts(body: CompletionBody) -> list[str | list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+async def _generation(
+    body: CompletionBody, prompts: list[str | list[int]], context: ServerContext, tenant: str, arrival_s: float
+) -> Generation:
+    ready = context.link.require_ready()
+    adapter = find_model(context, tenant, body.model)
+    max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens < 0 or (max_tokens == 0 and not body.echo):
+        raise ApiError("max_tokens must be at least 1; 0 needs echo", param="max_tokens")
+    tokens = [tuple(await context.prompts.tokens(prompt)) for prompt in prompts]
+    for each in tokens:
+        check_prompt(each, max_tokens, ready, param="prompt")
+    more: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.echo and (body.logprobs is not None or not max_tokens):
+        more["prompt_logprobs"] = body.logprobs or 0
+    return Generation(
+        id=new_id("cmpl"),
+        created=now_s(),
+        model=body.model,
+        prompts=tuple(tokens),
+        params=sampling_params(body, max_tokens=max_tokens, vocab_size=ready.vocab_size, **more),
+        slo=slo_of(body, ready.slo),
+        arrival_s=arrival_s,
+        tenant=tenant,
+        adapter=adapter,
+    )
+
+
+class _Writer:
+    """Makes the answer of one request's chunks."""
+
+    def __init__(self, context: ServerContext, generation: Generation, echoes: list[str] | None) -> None:
+        """echoes: texts of the prompts, if they are part of the answer."""
+        self._context, self._generation, self._echoes = context, generation, echoes
+        self._usage = Usage(num_prompt=sum(map(len, generation.prompts)))
+        self._n = generation.params.n
+        self._logprobs = [_Logprobs(context.prompts) for _ in range(len(generation.prompts) * self._n)]
+        self._head = {
+            "id": generation.id,
+            "object": "text_completion",
+            "created": generation.created,
+            "model": generation.model,
+            "system_fingerprint": context.fingerprint,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """All at once."""
+        choices = [_choice(index) for index in range(len(self._logprobs))]
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                choice = choices[piece["index"]]
+                choice["text"] += piece["text"]
+                choice["finish_reason"] = piece["finish_reason"]
+                choice["logprobs"] = _joined(choice["logprobs"], piece["logprobs"])
+        return {**self._head, "choices": choices, "usage": self._usage.to_json()}
+
+    async def events(self, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
+        """Piece by piece."""
+        head = {**self._head, "usage": None} if with_usage else self._head
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                yield server_sent_event({**head, "choices": [piece]})
+        if with_usage:
+            yield server_sent_event({**head, "choices": [], "usage": self._usage.to_json()})
+
+    async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Choices with what has been added to each."""
+        begun: set[int] = set()
+        waiting: dict[int, list[TokenLogprob]] = {}  # prompts' logprobs, by place
+        async with aclosing(chunks_of(self._context, self._generation)) as batches:
+            async for place, chunks in batches:
+                self._usage.count(chunks)
+                for chunk in chunks:
+                    index = place * self._n + chunk.index
+                    if chunk.prompt_logprobs:
+                        waiting[place] = list(chunk.prompt_logprobs)
+                    piece = _choice(index, text=chunk.text, reason=chunk.finish_reason)
+                    parts = []
+                    if index not in begun:
+                        begun.add(index)
+                        if self._echoes is not None:
+                            piece["text"] = self._echoes[place] + piece["text"]
+                            parts.append(self._of_prompt(index, place, waiting.get(place, [])))
+                    parts.append(self._logprobs[index].of(chunk.logprobs))
+                    if self._generation.params.logprobs is not None:
+                        for part in parts:
+                            piece["logprobs"] = _joined(piece["logprobs"], part)
+                    if piece["text"] or piece["finish_reason"] or chunk.logprobs:
+                        yield piece
+
+    def _of_prompt(self, index: int, place: int, found: list[TokenLogprob]) -> dict[str, Any]:
+        """Of an echoed prompt; there is nothing before its first token."""
+        return self._logprobs[index].of([None, *found], first=self._generation.prompts[place][0])
+
+
+def _choice(index: int, *, text: str = "", reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+class _Logprobs:
+    """One choice's log-probabilities in the old style: lists side by side, with each token's place in the text."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts, self._offset = prompts, 0
+
+    def of(self, found: "list[TokenLogprob | None] | tuple[TokenLogprob, ...]", first: int = 0) -> dict[str, Any]:
+        """first: the token where there is nothing to say of one."""
+        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for each in found:
+            text = self._prompts.piece(first if each is None else each.token).text
+            lists["tokens"].append(text)
+            lists["text_offset"].append(self._offset)
+            self._offset += len(text)
+            lists["token_logprobs"].append(None if each is None else finite(each.logprob))
+            lists["top_logprobs"].append(None if each is None else self._top(each))
+        return lists
+
+    def _top(self, each: TokenLogprob) -> dict[str, float]:
+        """The likeliest by their texts, and the chosen one."""
+        top = {self._prompts.piece(token).text: finite(logprob) for token, logprob in reversed(each.top)}
+        top.setdefault(self._prompts.piece(each.token).text, finite(each.logprob))
+        return top
+
+
+def _joined(before: dict[str, Any] | None, more: dict[str, Any] | None) -> dict[str, Any] | None:
+    if before is None or more is None:
+        return more if before is None else before
+    return {name: before[name] + more[name] for name in before}

@@ -1,0 +1,141 @@
+"""The bodies that clients send. A field that is not here is refused by its name: a typo must not pass in silence.
+
+Values are checked where they are used (`SamplingParams`), so that a library's user and a client read the same words.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_MAX_PROMPTS = 2048
+
+
+class Body(BaseModel):
+    """Strict: a number in a string is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """OpenAI's."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None  # of no effect: nothing is padded
+
+
+class SloBody(Body):
+    """A request's own objectives; those that are not given are the server's."""
+
+    ttft_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    tpot_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+
+class SamplingBody(Body):
+    """What both kinds of completions take."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    # Of no effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    # Beyond OpenAI's.
+    slo: SloBody | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
+        | Annotated[list[list[int]], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    )
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ResponseFormat(Body):
+    """Text is all there is."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    # Of no effect here.
+    store: bool | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class LoadAdapterBody(Body):
+    """POST /v1/load_lora_adapter, as vLLM has it."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class UnloadAdapterBody(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str | None = None
+    lora_int_id: int | None = None

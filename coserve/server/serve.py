@@ -1,0 +1,172 @@
+"""The server's life: it listens at once, starts the engine, serves, and on a signal ends in good order.
+
+In good order: new requests are refused, open streams go on for as long as they may, then the engine writes checkpoints
+of its jobs and ends, and nothing is left behind. A second signal ends the waiting.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import uvicorn
+
+from coserve.errors import CoserveError
+from coserve.server.app import create_app
+from coserve.server.config import ServerConfig
+from coserve.server.context import ServerContext
+from coserve.server.engine_link import EngineLink
+from coserve.server.job_service import start_jobs
+from coserve.server.prompts import Prompts
+from coserve.server.protocol import EngineSettings, Happened, Progress, Ready
+
+_log = logging.getLogger(__name__)
+
+# For answers that are whole, but not sent yet.
+_LAST_ANSWERS_S = 5
+_POLL_S = 0.05
+
+
+class Watcher(Protocol):
+    """Whoever shows the start to a user."""
+
+    def progress(self, progress: Progress) -> None:
+        """How far it is."""
+        ...
+
+    def ready(self, ready: Ready, context: ServerContext, url: str) -> None:
+        """Requests are answered from now on (told once)."""
+        ...
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `serve`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; CoserveError if that cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CoserveError(f"cannot listen at {host}:{port}: {reason}; choose another --port or --host") from None
+    return listening
+
+
+async def serve(config: ServerConfig, watcher: Watcher) -> None:
+    """Serve until a signal comes.
+
+    Raises:
+        ModelError: the engine cannot start as it was asked. CoserveError: the port cannot be had.
+    """
+    listening = listen(config.host, config.port)
+    host, port = listening.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    settings = EngineSettings(
+        address="", model=config.model, dtype=config.dtype, device=config.device, engine=config.engine
+    )
+    context = ServerContext(
+        config=config, link=EngineLink(settings, on_progress=watcher.progress), prompts=Prompts(config.model)
+    )
+    context.link.listen(_FirstReady(lambda ready: watcher.ready(ready, context, url)))
+    server = _Server(
+        uvicorn.Config(
+            create_app(context),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_LAST_ANSWERS_S,
+            lifespan="off",
+        )
+    )
+    try:
+        with _signals() as signalled:
+            await _serve(server, listening, context, signalled)
+    finally:
+        listening.close()
+        context.prompts.close()
+
+
+async def _serve(
+    server: uvicorn.Server, listening: socket.socket, context: ServerContext, signalled: "_Signals"
+) -> None:
+    await context.prompts.load()
+    jobs = await start_jobs(context)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    engine = asyncio.create_task(context.link.run())
+    waiting = asyncio.create_task(signalled.first.wait())
+    try:
+        await asyncio.wait((serving, engine, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if signalled.first.is_set():
+            await _drain(context, signalled)
+        await context.link.stop()
+    finally:
+        server.should_exit = True
+        waiting.cancel()
+        await asyncio.gather(serving, waiting, return_exceptions=True)
+        if not engine.done():
+            engine.cancel()
+            await asyncio.gather(engine, return_exceptions=True)
+        await jobs.close()
+        jobs.store.close()
+    await engine
+
+
+async def _drain(context: ServerContext, signalled: "_Signals") -> None:
+    """Let streams come to their ends, for a while."""
+    context.link.close_to_requests()
+    until_s = asyncio.get_running_loop().time() + context.config.drain_s
+    while context.link.num_open and asyncio.get_running_loop().time() < until_s and not signalled.second.is_set():
+        await asyncio.sleep(_POLL_S)
+    context.link.fail_open_requests("the server is shutting down")
+
+
+class _FirstReady:
+    """Tells the first time that an engine is ready."""
+
+    def __init__(self, tell: Callable[[Ready], None]) -> None:
+        self._tell: Callable[[Ready], None] | None = tell
+
+    def engine_ready(self, ready: Ready) -> None:
+        if self._tell is not None:
+            self._tell(ready)
+            self._tell = None
+
+    def engine_gone(self) -> None:
+        pass
+
+    def engine_happened(self, happened: Happened) -> None:
+        pass
+
+
+class _Signals:
+    """Set by the first and the second SIGINT or SIGTERM."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+
+    def take(self) -> None:
+        """One more."""
+        (self.second if self.first.is_set() else self.first).set()
+
+
+@contextmanager
+def _signals() -> Iterator[_Signals]:
+    loop, signals = asyncio.get_running_loop(), _Signals()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signals.take)
+    try:
+        yield signals
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

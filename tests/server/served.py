@@ -1,0 +1,195 @@
+"""A small model with a tokenizer and a chat template, and a real `coserve up` that serves it."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import httpx
+import torch
+from openai import OpenAI
+from support import random_weights_
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+_TEXT = [
+    "The quick brown fox jumps over the lazy dog. Hello world, how are you today?",
+    "One copy of the weights serves and learns at the same time. Ünïcödé — 日本語 😀 12345 67890",
+]
+START_S = 120.0
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any text, and tokens that are parts of characters."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        _TEXT,
+        trainers.BpeTrainer(vocab_size=320, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", chat_template=_TEMPLATE)
+
+
+@cache
+def model() -> Any:
+    """The transformers model."""
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=len(tokenizer()),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer().eos_token_id,
+        bos_token_id=None,
+    )
+    return random_weights_(AutoModelForCausalLM.from_config(config, attn_implementation="eager")).eval()
+
+
+@cache
+def model_directory() -> Path:
+    """Where it is saved, as the hub lays models out."""
+    directory = Path(mkdtemp(prefix="coserve-served-")) / "small"
+    model().save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, *options: str, home: Path | None = None, model: str | None = None) -> None:
+        self.home = home or Path(mkdtemp(prefix="coserve-home-"))
+        # Profiles are measured once for all servers of a test run.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        root = str(Path(__file__).parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.log = self.home / "server.log"
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "coserve", "up", model or str(model_directory()), "--port", "0"),
+                *("--dtype", "float32", "--memory", "16MB", "--home", str(self.home), *options),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+            env=environment,
+            text=True,
+        )
+        self.start_line = self._first_line()
+        found = re.search(r"(http://\S+)/v1", self.start_line)
+        assert found, self.start_line
+        self.url = found[1]
+
+    def _first_line(self) -> str:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], START_S)
+        line = self.process.stdout.readline() if ready else ""
+        if not line:
+            self.stop()
+            raise AssertionError(f"the server did not start: {self.log.read_text()}")
+        return line
+
+    def client(self, api_key: str = "none", **settings: Any) -> OpenAI:
+        """The real client; without its own repeats, so that tests see the first answer."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60, **settings)
+
+    def get(self, path: str, **settings: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=60, **settings)
+
+    def post(self, path: str, **settings: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", timeout=60, **settings)
+
+    def engine_pid(self) -> int:
+        """Of the engine's process."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(children) == 1, children
+        return int(children[0])
+
+    def wait_until(self, question: Any, *, limit_s: float = 60.0) -> Any:
+        """Ask until the answer is true; what it is."""
+        until_s = time.monotonic() + limit_s
+        while not (answer := question()):
+            assert time.monotonic() < until_s, f"it never came true; the log: {self.log.read_text()}"
+            time.sleep(0.02)
+        return answer
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it; its status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                raise
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return self.process.returncode
+
+
+@contextmanager
+def serving(*options: str, **settings: Any) -> Iterator[Served]:
+    """A server as long as it is needed."""
+    served = Served(*options, **settings)
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there, and not only its name."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def chat_tokens(text: str) -> list[int]:
+    """Of a chat with one message."""
+    rendered = tokenizer().apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+    )
+    return list(tokenizer()(rendered, add_special_tokens=False)["input_ids"])
+
+
+def expected(prompt: list[int], max_tokens: int, model_: Any = None) -> tuple[list[int], list[float]]:
+    """Transformers' greedy tokens, up to the end of the text, and their log-probabilities."""
+    network = model_ or model()
+    ids, logprobs = list(prompt), []
+    with torch.inference_mode():
+        for _ in range(max_tokens):
+            scores = network(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+            token = int(scores.argmax())
+            ids.append(token)
+            logprobs.append(float(scores[token]))
+            if token == tokenizer().eos_token_id:
+                break
+    return ids[len(prompt) :], logprobs
+
+
+def save_json(path: Path, value: Any) -> Path:
+    path.write_text(json.dumps(value))
+    return path
