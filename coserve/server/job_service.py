@@ -45,8 +45,8 @@ async def start_jobs(context: ServerContext) -> JobManager:
     store = _store(config)
     manager = JobManager(
         store=store,
-        files=Files(store, config.home / "files", max_bytes=config.max_upload_bytes),
-        directory=config.home / "jobs",
+        files=Files(store, config.directory / "files", max_bytes=config.max_upload_bytes),
+        directory=config.directory / "jobs",
         engine=context.link,
         model=BaseModel(
             name=context.model_name,
@@ -63,7 +63,7 @@ async def start_jobs(context: ServerContext) -> JobManager:
 
 
 def _store(config: ServerConfig) -> Store:
-    return Store.at(config.home) if config.database is None else Store(config.database)
+    return Store.at(config.directory) if config.database is None else Store(config.database)
 
 
 def _known(record: AdapterRecord) -> KnownAdapter:

@@ -38,13 +38,20 @@ def test_every_request_is_answered_with_the_traces_lengths(server):
 
 
 def test_arrivals_do_not_wait_for_answers(server):
-    trace = [
-        TracedRequest(at_s=0.0, num_prompt_tokens=4, num_output_tokens=400),
-        TracedRequest(at_s=0.01, num_prompt_tokens=4, num_output_tokens=2),
-    ]
-    long, short = play(server, trace, chats("small", ["Hello?", "Who are you?"]))
-    assert (long.num_output_tokens, short.num_output_tokens) == (400, 2)
-    assert short.end_s < long.end_s
+    requests = [(0.0, 400), (0.01, 2)]
+    trace = [TracedRequest(at_s=at_s, num_prompt_tokens=4, num_output_tokens=length) for at_s, length in requests]
+    load = Load(server.url, trace, chats("small", ["Hello?", "Who are you?"]), api_key="key")
+
+    async def watched() -> int:
+        playing = asyncio.create_task(load.run())
+        while load.num_sent < 2:
+            await asyncio.sleep(0.001)
+        num_open = load.num_open
+        await playing
+        return num_open
+
+    assert asyncio.run(watched()) == 2, "the first takes 400 steps"
+    assert sorted(outcome.num_output_tokens for outcome in load.outcomes) == [2, 400]
 
 
 def test_what_fails_is_an_outcome_with_the_servers_words(server):
