@@ -24,18 +24,23 @@ PHASES: tuple[PhaseName, ...] = ("requests", "job", "both")
 _POLL_S = 0.25
 # With both, the job may take so many times the phase's seconds before it is stopped.
 _PATIENCE = 1.5
+# The share of its speed alone that a job is expected to have beside requests; at most so many epochs are allowed.
+_EXPECTED_SHARE = 0.8
+_MOST_EPOCHS = 50
 # A guard for answers that never come.
 _GUARD_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What is played. seconds: of the trace, and the most for the job alone. rate: mean requests per second."""
+    """What is played. seconds: of the trace, and of the job alone. rate: mean requests per second. epochs: of the job
+    beside requests; None: about as many as last for the trace, by what the job alone reached.
+    """
 
     seconds: float = 40.0
     rate: float = 2.0
     mean_output_tokens: float = 24.0
-    epochs: int = 8
+    epochs: int | None = None
     batch_size: int = 8
     learning_rate: float = 1e-3
     r: int = 16
@@ -69,6 +74,20 @@ class Recording:
     @property
     def now_s(self) -> float:
         return time.monotonic() - self.start_s
+
+    @property
+    def job_seconds(self) -> float:
+        return (self.job_end_s or self.seconds) - self.job_start_s
+
+    @property
+    def tuned_per_s(self) -> float | None:
+        """The job's tokens per second, while the trace was played where there was one: half of each token is its way
+        forward, half its way back.
+        """
+        rows = [(step[0], step[5] + step[6]) for step in self.steps if step[5] + step[6] > 0]
+        start_s = rows[0][0] if rows else 0.0
+        end_s = min(self.job_end_s or self.seconds or self.now_s, self.planned_s if self.load else float("inf"))
+        return sum(count for at_s, count in rows if at_s <= end_s) / 2 / (end_s - start_s) if end_s > start_s else None
 
 
 @dataclass(kw_only=True)
@@ -146,7 +165,8 @@ class Demo:
         self._skip_what_was()
         recording = self.state.recordings[name] = self.state.current = Recording(name=name, planned_s=config.seconds)
         if name != "requests":
-            recording.progress = JobProgress(job=self._start_job(base, uploaded, suffix=self._lesson.name))
+            epochs = _MOST_EPOCHS if name == "job" else self._epochs()
+            recording.progress = JobProgress(job=self._start_job(base, uploaded, epochs))
             recording.job_start_s = recording.now_s
         player = None
         if name != "job":
@@ -178,13 +198,22 @@ class Demo:
         plays = player is not None and player.is_alive() and recording.now_s < recording.planned_s + _GUARD_S
         return plays or (progress is not None and not progress.is_over)
 
-    def _start_job(self, base: str, uploaded: str, suffix: str) -> dict[str, Any]:
+    def _epochs(self) -> int:
+        """Of the job beside requests."""
+        if self._config.epochs is not None:
+            return self._config.epochs
+        alone = self.state.recordings["job"]
+        assert alone.progress is not None
+        steps = _EXPECTED_SHARE * self._config.seconds * alone.progress.step / max(1.0, alone.job_seconds)
+        return min(_MOST_EPOCHS, max(1, round(steps * self._config.batch_size / len(self._lesson.train))))
+
+    def _start_job(self, base: str, uploaded: str, epochs: int) -> dict[str, Any]:
         config = self._config
-        hyperparameters = {"n_epochs": config.epochs, "batch_size": config.batch_size}
+        hyperparameters = {"n_epochs": epochs, "batch_size": config.batch_size}
         body = {
             "model": base,
             "training_file": uploaded,
-            "suffix": suffix,
+            "suffix": self._lesson.name,
             "seed": config.seed,
             "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
             "coserve": {
@@ -245,7 +274,7 @@ class Demo:
             "device": status["device"],
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "objectives": status["objectives"],
-            "config": asdict(self._config),
+            "config": asdict(self._config) | {"epochs": self._epochs()},
             "job": {"id": both.progress.job["id"], "model": tuned, "lesson": self._lesson.name},
             "score": {"asked": len(asked), "before": self._score(before), "after": self._score(after)},
             "questions": [{"question": q, "before": b, "after": a} for q, b, a in shown],
@@ -274,21 +303,13 @@ class Demo:
 
 
 def _tuning(recording: Recording) -> dict[str, Any]:
-    """The job's rate counts while the trace was played, where there was one: half of each token is its way forward,
-    half its way back.
-    """
-    progress = recording.progress
+    progress, rate = recording.progress, recording.tuned_per_s
     assert progress is not None
-    rows = [(step[0], step[5] + step[6]) for step in recording.steps if step[5] + step[6] > 0]
-    start_s = rows[0][0] if rows else 0.0
-    played_s = recording.planned_s if recording.load else float("inf")
-    end_s = min(recording.job_end_s or recording.seconds, played_s)
-    trained = sum(count for at_s, count in rows if at_s <= end_s) / 2
     return {
-        "tokens_per_s": round(trained / (end_s - start_s), 1) if end_s > start_s else None,
+        "tokens_per_s": None if rate is None else round(rate, 1),
         "steps": progress.step,
         "total_steps": progress.num_steps,
-        "seconds": round((recording.job_end_s or recording.seconds) - recording.job_start_s, 2),
+        "seconds": round(recording.job_seconds, 2),
         "finished": progress.job["status"] == "succeeded",
         "validation_loss": progress.validation_loss,
         "losses": recording.losses,

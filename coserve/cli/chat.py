@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Url, base_model, find_model, is_there, own_server
+from coserve.cli.drawing import printable
 from coserve.errors import ServerError
 from coserve.server.client import Client
 
@@ -141,7 +142,7 @@ class _Conversation:
                     piece = (choice.get("delta") or {}).get("content") or ""
                     first_s = first_s or (monotonic() if piece else None)
                     text += piece
-                    print(piece, end="", flush=True)
+                    print(printable(piece) if self._interactive else piece, end="", flush=True)
         except KeyboardInterrupt:
             stream.close()  # type: ignore[attr-defined]  # it is a generator; closing it cancels the request
             self._say(" … stopped")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LessonName = Literal["pirate", "backwards", "zub"]
 # Enough for all that the built-in model is asked here; and a chart of the pages has something to show.
 _TINY_MEMORY = "256MB"
-_QUICK: dict[str, Any] = {"seconds": 4.0, "epochs": 2, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
+_QUICK: dict[str, Any] = {"seconds": 4.0, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
 
 
 def demo(
@@ -94,19 +94,19 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, directory: Path) ->
     from coserve.bench.machine import describe
 
     results["machine"] = describe(torch.device(results["device"]))
-    results["settings"] = _settings(config, lesson)
+    results["settings"] = _settings(results["config"], lesson)
     return results
 
 
-def _settings(config: "DemoConfig", lesson: Any) -> dict[str, str]:
+def _settings(config: dict[str, Any], lesson: Any) -> dict[str, str]:
     """For readers of the report."""
     return {
-        "trace": f"bursty, {config.rate:g} requests/s on average for {config.seconds:g} s, seed {config.seed}",
-        "answers": f"{config.mean_output_tokens:g} tokens on average",
+        "trace": f"bursty, {config['rate']:g} requests/s on average for {config['seconds']:g} s, seed {config['seed']}",
+        "answers": f"{config['mean_output_tokens']:g} tokens on average",
         "examples": f"{len(lesson.train)} of the lesson “{lesson.name}”",
-        "epochs": f"{config.epochs}, batches of {config.batch_size}",
-        "adapter": f"LoRA at every linear layer, r {config.r}, alpha {2 * config.r}",
-        "optimizer": f"AdamW, learning rate {config.learning_rate:g}",
+        "epochs": f"{config['epochs']}, batches of {config['batch_size']}",
+        "adapter": f"LoRA at every linear layer, r {config['r']}, alpha {2 * config['r']}",
+        "optimizer": f"AdamW, learning rate {config['learning_rate']:g}",
         "command": "coserve demo",
     }
 

@@ -9,7 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from coserve.bench.demo import PHASES, DemoState, PhaseName, Recording
-from coserve.cli.drawing import BAD, DIM, GOOD, against, duration, milliseconds, progress_bar, sparkline, stacked_bar
+from coserve.cli.drawing import (
+    BAD,
+    DIM,
+    GOOD,
+    against,
+    duration,
+    milliseconds,
+    printable,
+    progress_bar,
+    sparkline,
+    stacked_bar,
+)
 from coserve.cli.tables import table
 from coserve.workloads.summary import percentile
 
@@ -64,7 +75,7 @@ def _came_to(recording: Recording) -> Text:
         parts.append(f"p99 to first token {milliseconds(_p99_ms(_firsts(recording)))}")
         parts.append(f"per token {milliseconds(_p99_ms(_means(recording)))}")
     if recording.progress is not None:
-        parts.append(f"{_rate(recording, recording.seconds):,.0f} tokens/s trained")
+        parts.append(f"{recording.tuned_per_s or 0.0:,.0f} tokens/s trained")
     return Text(", ".join(parts), style=DIM)
 
 
@@ -157,7 +168,7 @@ def questions(results: dict[str, Any]) -> Table:
     """What was asked before and after."""
     found = table("question", "before", "after")
     for asked in results["questions"]:
-        found.add_row(*(Text(asked[name]) for name in ("question", "before", "after")))
+        found.add_row(*(Text(printable(asked[name])) for name in ("question", "before", "after")))
     return found
 
 
@@ -184,12 +195,6 @@ def _rates(recording: Recording) -> list[float]:
     for step in recording.steps:
         counts[max(0, int(step[0]))] += (step[5] + step[6]) / 2
     return counts[:-1]  # the last second is not over
-
-
-def _rate(recording: Recording, seconds: float) -> float:
-    end_s = min(recording.job_end_s or seconds, recording.planned_s if recording.load else seconds)
-    trained = sum(step[5] + step[6] for step in recording.steps if step[0] <= end_s) / 2
-    return trained / end_s if end_s else 0.0
 
 
 def _padded(lines: list[Text], height: int) -> list[Text]:

@@ -76,5 +76,10 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def printable(text: str) -> str:
+    """Without what terminals take for commands: models say anything."""
+    return "".join(letter if letter in "\n\t" or letter.isprintable() else "�" for letter in text)
+
+
 def _cells(size: float, whole: float, width: int) -> int:
     return round(width * min(1.0, size / whole)) if whole > 0 else 0

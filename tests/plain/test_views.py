@@ -9,7 +9,7 @@ from rich.console import Console
 
 from coserve.bench.demo import DemoState, Recording
 from coserve.cli.demo_view import comparison, live_view, questions
-from coserve.cli.drawing import against, duration, milliseconds, progress_bar, sparkline, stacked_bar
+from coserve.cli.drawing import against, duration, milliseconds, printable, progress_bar, sparkline, stacked_bar
 from coserve.cli.follow import view
 from coserve.server.job_progress import JobProgress
 from coserve.workloads.load import Load
@@ -112,6 +112,7 @@ def test_bars_are_as_wide_as_they_should_be():
 
 
 def test_words():
+    assert printable("a\tb\x1b[31m\u2028é") == "a\tb�[31m�é"
     assert [duration(value) for value in (None, 0, 65, 3661)] == ["–", "0:00", "1:05", "1:01:01"]
     assert [milliseconds(v) for v in (None, 1.25, 50.4, 2000, 15_000)] == ["–", "1.2 ms", "50 ms", "2,000 ms", "15.0 s"]
     assert against(None, 5).plain == "–" and against(1.0, None).plain == "1.0 ms"
