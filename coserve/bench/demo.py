@@ -15,7 +15,7 @@ from coserve.errors import JobError
 from coserve.server.client import Client
 from coserve.server.job_progress import JobProgress
 from coserve.workloads.load import Load, chats
-from coserve.workloads.summary import Outcome, summarize
+from coserve.workloads.summary import Outcome, percentile, summarize
 from coserve.workloads.traces import Lengths, TracedRequest, bursty
 
 PhaseName = Literal["requests", "job", "both"]
@@ -62,6 +62,7 @@ class Recording:
     status: dict[str, Any] = field(default_factory=dict)
     steps: list[list[float]] = field(default_factory=list)  # when, ms, predicted ms, then rows by kind
     memory: list[list[Any]] = field(default_factory=list)  # when, pages by owner
+    records: list[dict[str, Any]] = field(default_factory=list)  # of requests, as the engine measured them
     losses: list[list[float]] = field(default_factory=list)  # when, step, loss
     job_start_s: float = 0.0
     job_end_s: float | None = None
@@ -240,6 +241,7 @@ class Demo:
             times = [end_s - zero_s, 1e3 * step_s, 1e3 * predicted_s]
             recording.steps.append([round(value, 4) for value in [*times, *rows]])
         recording.memory += [[round(at_s - zero_s, 3), pages] for at_s, pages in answer["memory"]]
+        recording.records += answer["requests"]
         if recording.progress is None:
             recording.status = self._client.get("/v1/status")
             return
@@ -295,11 +297,22 @@ class Demo:
         return {
             "seconds": round(recording.seconds, 2),
             "summary": summarize(counted, **objectives) if recording.load else None,
+            "engine": _as_the_engine_saw(recording.records) if recording.load else None,
             "tuning": _tuning(recording) if recording.progress else None,
             "outcomes": [_plain(outcome) for outcome in outcomes],
             "steps": recording.steps,
             "memory": recording.memory,
         }
+
+
+def _as_the_engine_saw(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Without the way through HTTP: of all requests of a phase."""
+    means = [1e3 * record["tpot_s"] for record in records if record["tpot_s"] is not None]
+    return {
+        "attainment": sum(record["attained"] for record in records) / len(records) if records else None,
+        "ttft_p99_ms": round(percentile([1e3 * record["ttft_s"] for record in records], 0.99), 3) if records else None,
+        "tpot_p99_ms": round(percentile(means, 0.99), 3) if means else None,
+    }
 
 
 def _tuning(recording: Recording) -> dict[str, Any]:

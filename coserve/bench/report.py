@@ -105,6 +105,9 @@ def _comparison(results: dict[str, Any]) -> str:
         found = [phases[name]["summary"] for name in ("requests", "both")]
         return [*(read(summary) for summary in found), ""]
 
+    def engine(read: Callable[[dict[str, Any]], str]) -> list[str]:
+        return [*(read(phases[name]["engine"]) for name in ("requests", "both")), ""]
+
     def trained(read: Callable[[dict[str, Any]], str]) -> list[str]:
         return ["", *(read(phases[name]["tuning"]) for name in ("both", "job"))]
 
@@ -117,6 +120,8 @@ def _comparison(results: dict[str, Any]) -> str:
         ("time per output token, p50", served(lambda s: _ms(s["tpot_ms"]["p50"]))),
         (f"p99 (objective {_ms(objectives['tpot_ms'])})", served(lambda s: _ms(s["tpot_ms"]["p99"]))),
         ("gap between tokens, p99", served(lambda s: _ms(s["gap_ms"]["p99"]))),
+        ("held both, by the engine's clock", engine(lambda e: _share(e["attainment"]))),
+        ("time per output token, p99, by the engine's clock", engine(lambda e: _ms(e["tpot_p99_ms"]))),
         ("output tokens/s", served(lambda s: _count(s["output_tokens_per_s"]))),
         ("fine-tuning tokens/s", trained(lambda t: _count(t["tokens_per_s"]))),
         ("optimizer steps", trained(lambda t: f"{t['steps']:,}" + ("" if t["finished"] else " (stopped)"))),

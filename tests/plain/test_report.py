@@ -44,7 +44,16 @@ def recorded(*, num_requests: int = 60, seconds: float = 30.0) -> dict:
 
     steps = [[i * 0.05, 8.1, 8.0, random.randint(0, 5), random.choice((0, 0, 30)), 128, 64.5] for i in range(600)]
     memory = [[i * 0.25, {"kv": 40 + i % 30, "activations": 100, "free": 3860 - i % 30}] for i in range(120)]
-    phase = {"seconds": seconds, "summary": None, "tuning": None, "outcomes": [], "steps": [], "memory": []}
+    engine = {"attainment": 1.0, "ttft_p99_ms": 20.5, "tpot_p99_ms": 9.25}
+    phase = {
+        "seconds": seconds,
+        "engine": engine,
+        "summary": None,
+        "tuning": None,
+        "outcomes": [],
+        "steps": [],
+        "memory": [],
+    }
     return {
         "model": "tiny",
         "dtype": "float32",
@@ -60,6 +69,7 @@ def recorded(*, num_requests: int = 60, seconds: float = 30.0) -> dict:
             "requests": {**phase, "summary": summary(), "outcomes": outcomes(1)},
             "both": {
                 "seconds": seconds,
+                "engine": engine,
                 "summary": summary(),
                 "tuning": tuning(420.4),
                 "outcomes": outcomes(1.6),
