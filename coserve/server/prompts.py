@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
+from coserve.errors import EngineGoneError
 from coserve.models.source import find_model
 
 if TYPE_CHECKING:
@@ -22,10 +23,12 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._pieces: dict[int, TokenPiece] = {}
+        self._loaded = False
 
     async def load(self) -> None:
         """Find the model's tokenizer; ModelError if there is no such model."""
         await self._run(self._load)
+        self._loaded = True
 
     def _load(self) -> None:
         self._tokenizer = load_tokenizer(find_model(self._model, with_weights=False))
@@ -35,7 +38,9 @@ class Prompts:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def tokens(self, prompt: Prompt) -> list[int]:
-        """A prompt's token ids; RequestError for one that cannot be read."""
+        """A prompt's token ids; RequestError for one that cannot be read, EngineGoneError before `load` is done."""
+        if not self._loaded:
+            raise EngineGoneError("the model is being loaded; try again in a few seconds")
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(prompt)  # type: ignore[arg-type]
         tokens: list[int] = await self._run(tokens_of, prompt, self._tokenizer, self._model)
