@@ -1,4 +1,4 @@
-"""How a server is set up. The options of `coserve up` are these fields: name, default and help are written here once."""
+"""How a server is set up. The options of `coserve up` are these fields: all that is to say of one stands here once."""
 
 import hashlib
 import os
@@ -102,8 +102,12 @@ class ServerConfig:
         metavar="DIR",
         shown="nothing is read",
     )
-    home: Path = _option(
-        Path("~/.coserve"), "--home", "Where files, jobs and adapters live.", shown="$COSERVE_HOME or ~/.coserve"
+    home: str | None = _option(
+        None,
+        "--home",
+        "Where files, jobs and adapters live.",
+        metavar="DIR",
+        shown="$COSERVE_HOME or ~/.coserve",
     )
     database: str | None = _option(
         None, "--database", "Where files and jobs are recorded: any URL of SQLAlchemy.", shown="SQLite in --home"
@@ -119,9 +123,6 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.home == Path("~/.coserve"):
-            object.__setattr__(self, "home", Path(os.environ.get("COSERVE_HOME", "~/.coserve")))
-        object.__setattr__(self, "home", self.home.expanduser().absolute())
         for name, least, most in (("port", 0, 65535), ("max_adapters", 1, None), ("max_body_bytes", 1, None)):
             self._whole(name, least, most)
         self._whole("max_upload_bytes", 1, None)
@@ -130,6 +131,11 @@ class ServerConfig:
         if len(self.tenants) != len(self.api_keys):
             raise ValueError("api_keys must differ from one another")
         assert self.engine is not None  # checks the rest
+
+    @property
+    def directory(self) -> Path:
+        """`home`, wherever it was said."""
+        return Path(self.home or os.environ.get("COSERVE_HOME") or "~/.coserve").expanduser().absolute()
 
     @property
     def engine(self) -> EngineConfig:

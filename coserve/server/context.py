@@ -12,8 +12,10 @@ from coserve.errors import EngineGoneError
 from coserve.server.adapters import AdapterCatalogue, KnownAdapter, LoadedAdapters, find_adapter
 from coserve.server.config import ServerConfig
 from coserve.server.engine_link import EngineLink, RequestStream
+from coserve.server.ledger import Entry, Ledger
+from coserve.server.metrics import Metrics
 from coserve.server.prompts import Prompts
-from coserve.server.protocol import AddRequest
+from coserve.server.status import StatusBoard
 
 if TYPE_CHECKING:
     from coserve.jobs.manager import JobManager
@@ -30,10 +32,14 @@ class ServerContext:
     loaded: LoadedAdapters = field(default_factory=LoadedAdapters)
     catalogues: list[AdapterCatalogue] = field(default_factory=list)
     job_manager: "JobManager | None" = None
+    ledger: Ledger = field(default_factory=Ledger)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.catalogues.insert(0, self.loaded)
+        self.board, self.metrics = StatusBoard(self.ledger), Metrics(self.ledger)
+        self.link.listen(self.board)
+        self.link.listen(self.metrics)
 
     @property
     def jobs(self) -> "JobManager":
@@ -62,9 +68,25 @@ class ServerContext:
         """By a name that the tenant knows."""
         return find_adapter(self.catalogues, tenant, name)
 
-    def open(self, requests: list[AddRequest], generation: "Generation") -> RequestStream:
-        """Send requests to the engine."""
-        return self.link.open(requests)
+    def open(self, generation: "Generation") -> RequestStream:
+        """Send a generation's requests to the engine; to be closed in any case."""
+        requests = generation.requests()
+        stream = self.link.open(requests)
+        for request in requests:
+            entry = Entry(
+                tenant=generation.tenant,
+                adapter=None if generation.adapter is None else generation.adapter.name,
+                num_prompt_tokens=len(request.prompt),
+                slo=generation.slo,
+            )
+            self.ledger.begin(request.id, entry)
+        return stream
+
+    def close(self, stream: RequestStream) -> None:
+        """Nobody wants to know more of it."""
+        self.link.close(stream)
+        for request in stream.requests:
+            self.ledger.end(request.id)
 
 
 def _context(request: Request) -> ServerContext:

@@ -1,13 +1,14 @@
 """The server's end of the engine: starts its process, again when it dies, and takes every report to whom it concerns.
 
 One engine at a time, each with a socket of its own in a private directory. What was asked of an engine that dies ends
-with `EngineGoneError`: no request and no call waits for an answer that cannot come. Each open request has its own queue,
-so that a client that reads slowly holds up nobody.
+with `EngineGoneError`: no request and no call waits for an answer that cannot come. Each open request has a queue of
+its own, so that a client that reads slowly holds up nobody.
 """
 
 import asyncio
 import itertools
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -108,9 +109,15 @@ class RequestStream:
 class EngineLink:
     """The engine, whichever process it is in just now. Implements `coserve.jobs.messages.JobEngine`."""
 
-    def __init__(self, settings: EngineSettings, *, on_progress: Callable[[Progress], None] | None = None) -> None:
-        """settings: its address is filled in here."""
-        self._settings, self._on_progress = settings, on_progress
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        home: Path | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        """settings: its address is filled in here. home: where the process keeps what it measures."""
+        self._settings, self._home, self._on_progress = settings, home, on_progress
         self._listeners: list[EngineListener] = []
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
@@ -211,9 +218,10 @@ class EngineLink:
                 *(sys.executable, "-m", "coserve.server.engine_process"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=sys.stderr,
+                env=os.environ | ({} if self._home is None else {"COSERVE_HOME": str(self._home)}),
             )
             assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(replace_address(self._settings, address)) + b"\n")
+            process.stdin.write(msgspec.json.encode(msgspec.structs.replace(self._settings, address=address)) + b"\n")
             receiving = asyncio.create_task(self._receive(socket))
             status = await process.wait()
             await self._take_last_words(socket)
@@ -354,12 +362,6 @@ class EngineLink:
         assert self._socket is not None
         # Without a limit to what may wait in the socket, sending never blocks; its future is done at once.
         self._socket.send(encode(command), zmq.NOBLOCK)
-
-
-def replace_address(settings: EngineSettings, address: str) -> EngineSettings:
-    """The settings with an address."""
-    changed: EngineSettings = msgspec.structs.replace(settings, address=address)
-    return changed
 
 
 def _error(kind: str, message: str) -> CoserveError:

@@ -150,9 +150,8 @@ async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGene
     Raises:
         ApiError: there is no good end.
     """
-    requests = generation.requests()
-    places = {request.id: place for place, request in enumerate(requests)}
-    stream = context.open(requests, generation)
+    stream = context.open(generation)
+    places = {request.id: place for place, request in enumerate(stream.requests)}
     try:
         async for batch in stream.batches():
             by_place: dict[int, list[Chunk]] = {}
@@ -164,7 +163,7 @@ async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGene
     except CoserveError as error:
         raise as_api_error(error) from error
     finally:
-        context.link.close(stream)
+        context.close(stream)
 
 
 def _check(chunk: Chunk) -> None:

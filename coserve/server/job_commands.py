@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from coserve.adapters.base import AdapterConfig
 from coserve.adapters.peft_directory import adapter_config
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
@@ -94,11 +95,15 @@ class JobCommands:
     def _start(self, job: JobStart) -> None:
         if job.start is not None and job.checkpoint is None:
             self.ensure_adapter(job.start)
-        fresh = None if job.adapter is None else adapter_config(job.adapter)
+        adapter: AdapterConfig | str | None = None
+        if job.adapter is not None:
+            adapter = adapter_config(job.adapter)
+        elif job.start is not None:
+            adapter = job.start.name
         self._engine.submit_examples(
             read_examples_file(job.examples),
             job.config,
-            adapter=fresh if fresh is not None else job.start and job.start.name,
+            adapter=adapter,
             name=job.name,
             validation=() if job.validation is None else read_examples_file(job.validation),
             job_id=job.id,

@@ -87,6 +87,11 @@ class TokenPiece:
     text: str
     raw: list[int]
 
+    @property
+    def name(self) -> str:
+        """One that no other token has: OpenAI writes bytes that are no characters so."""
+        return self.text if "\ufffd" not in self.text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw)
+
 
 def token_bytes(tokenizer: "PreTrainedTokenizerBase", token: int) -> bytes:
     """The bytes that a token adds to a text."""

@@ -77,7 +77,9 @@ async def serve(config: ServerConfig, watcher: Watcher) -> None:
         address="", model=config.model, dtype=config.dtype, device=config.device, engine=config.engine
     )
     context = ServerContext(
-        config=config, link=EngineLink(settings, on_progress=watcher.progress), prompts=Prompts(config.model)
+        config=config,
+        link=EngineLink(settings, home=config.directory, on_progress=watcher.progress),
+        prompts=Prompts(config.model),
     )
     context.link.listen(_FirstReady(lambda ready: watcher.ready(ready, context, url)))
     server = _Server(

@@ -71,8 +71,8 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return list(prompt)  # type: ignore[arg-type]
+        return [prompt]
+    return list(prompt)
 
 
 async def _generation(
@@ -183,18 +183,18 @@ class _Logprobs:
         """first: the token where there is nothing to say of one."""
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for each in found:
-            text = self._prompts.piece(first if each is None else each.token).text
-            lists["tokens"].append(text)
+            piece = self._prompts.piece(first if each is None else each.token)
+            lists["tokens"].append(piece.name)
             lists["text_offset"].append(self._offset)
-            self._offset += len(text)
+            self._offset += len(piece.text)
             lists["token_logprobs"].append(None if each is None else finite(each.logprob))
             lists["top_logprobs"].append(None if each is None else self._top(each))
         return lists
 
     def _top(self, each: TokenLogprob) -> dict[str, float]:
         """The likeliest by their texts, and the chosen one."""
-        top = {self._prompts.piece(token).text: finite(logprob) for token, logprob in reversed(each.top)}
-        top.setdefault(self._prompts.piece(each.token).text, finite(each.logprob))
+        top = {self._prompts.piece(token).name: finite(logprob) for token, logprob in reversed(each.top)}
+        top.setdefault(self._prompts.piece(each.token).name, finite(each.logprob))
         return top
 
 

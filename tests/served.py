@@ -1,6 +1,6 @@
 """A small model with a tokenizer and a chat template, and a real `coserve up` that serves it."""
 
-import json
+import copy
 import os
 import re
 import select
@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import torch
 from openai import OpenAI
+from peft import LoraConfig, get_peft_model
 from support import random_weights_
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -81,21 +82,26 @@ class Served:
 
     def __init__(self, *options: str, home: Path | None = None, model: str | None = None) -> None:
         self.home = home or Path(mkdtemp(prefix="coserve-home-"))
-        # Profiles are measured once for all servers of a test run.
+        # What is measured of this machine is measured once for all servers of a test run.
+        profiles = Path(os.environ["COSERVE_HOME"]) / "profiles"
+        profiles.mkdir(exist_ok=True)
+        if not (self.home / "profiles").exists():
+            (self.home / "profiles").symlink_to(profiles)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-        root = str(Path(__file__).parents[2])
+        root = str(Path(__file__).parents[1])
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log = self.home / "server.log"
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "coserve", "up", model or str(model_directory()), "--port", "0"),
-                *("--dtype", "float32", "--memory", "16MB", "--home", str(self.home), *options),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-            env=environment,
-            text=True,
-        )
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "coserve", "up", model or str(model_directory()), "--port", "0"),
+                    *("--dtype", "float32", "--memory", "16MB", "--home", str(self.home), *options),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                text=True,
+            )
         self.start_line = self._first_line()
         found = re.search(r"(http://\S+)/v1", self.start_line)
         assert found, self.start_line
@@ -190,6 +196,22 @@ def expected(prompt: list[int], max_tokens: int, model_: Any = None) -> tuple[li
     return ids[len(prompt) :], logprobs
 
 
-def save_json(path: Path, value: Any) -> Path:
-    path.write_text(json.dumps(value))
-    return path
+@cache
+def adapter_root() -> Path:
+    """Below it lie directories that the server may read."""
+    return Path(mkdtemp(prefix="coserve-adapters-"))
+
+
+@cache
+def peft_model(name: str = "pirate", *, seed: int = 1) -> Any:
+    """A LoRA with random weights on the model, saved below `adapter_root`."""
+    made = get_peft_model(
+        copy.deepcopy(model()),
+        LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for parameter_name, parameter in made.named_parameters():
+        if "lora_" in parameter_name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    made.save_pretrained(adapter_root() / name)
+    return made.eval()

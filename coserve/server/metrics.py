@@ -1,0 +1,139 @@
+"""Prometheus's view of the server, at `/metrics`. docs/grafana-dashboard.json shows it."""
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from coserve.engine.core import EngineStats, RequestRecord
+from coserve.engine.request import Chunk
+from coserve.server.ledger import Ledger
+from coserve.server.protocol import Happened, Ready
+
+_STEPS = (1, 2, 3, 5, 7.5)
+# From half a millisecond, which a small model's step takes, to a minute.
+_BUCKETS = (5e-4, *(step * 10**power for power in range(-3, 2) for step in _STEPS))
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
+_WHO = ("adapter", "tenant")
+
+
+class Metrics:
+    """Listens to the engine."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._last_s: dict[tuple[str, int], float] = {}  # when each sequence had its last token
+        self._num_tuned = 0  # by the engine that lives now
+        self.registry = registry = CollectorRegistry()
+
+        def histogram(
+            name: str, help: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = _BUCKETS
+        ) -> Histogram:
+            return Histogram(f"coserve_{name}", help, labels, registry=registry, buckets=buckets)
+
+        def counter(name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"coserve_{name}", help, labels, registry=registry)
+
+        def gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"coserve_{name}", help, labels, registry=registry)
+
+        self._ttft = histogram("ttft_seconds", "From a request's arrival to its first token.", _WHO)
+        self._tpot = histogram("tpot_seconds", "Mean seconds per later token of a request.", _WHO)
+        self._gap = histogram("token_gap_seconds", "Between two tokens of a request.", _WHO)
+        self._finished = counter("requests_finished", "Sequences that came to their end.", _WHO)
+        self._attained = counter("requests_attained", "Those that held both their objectives.", _WHO)
+        self._tokens = counter("tokens", "By kind: prompt, cached (of the prompt's), generated.", ("kind", *_WHO))
+        self._tuned = counter("tuned_tokens", "Tokens that fine-tuning got through: the harvest.")
+        self._job_tokens = counter("job_trained_tokens", "Tokens with a loss that a job has trained on.", ("job",))
+        self._job_loss = gauge("job_loss", "Mean loss of a job's last optimizer step.", ("job",))
+        self._job_step = gauge("job_step", "Optimizer steps that a job has made.", ("job",))
+        self._running = gauge("requests_running", "Sequences that run.")
+        self._waiting = gauge("requests_waiting", "Sequences that wait for memory.")
+        self._jobs = gauge("jobs", "Jobs that are not over.")
+        self._pages = gauge("pages", "Pages of the pool, by owner.", ("owner",))
+        self._preemptions = gauge("preemptions", "Requests whose pages were taken, since the engine started.")
+        self._packs_dropped = gauge("packs_dropped", "Jobs' packs that made room, since the engine started.")
+        self._margin = gauge("prediction_margin", "Factor that the scheduler leaves for errors of its predictions.")
+        self._step = histogram("step_seconds", "Steps of the engine.")
+        self._error = histogram(
+            "step_prediction_error", "How far steps were from their predictions, relative.", (), _SHARES
+        )
+        self._rows = counter("step_rows", "Rows that steps ran, by kind.", ("kind",))
+        self._ready = gauge("engine_ready", "1 if the engine takes requests.")
+        self._deaths = counter("engine_deaths", "Times that the engine died and was started again.")
+
+    def text(self) -> bytes:
+        """For a scraper."""
+        return generate_latest(self.registry)
+
+    # -- what the engine says ---------------------------------------------------------
+
+    def engine_ready(self, ready: Ready) -> None:
+        self._ready.set(1)
+
+    def engine_gone(self) -> None:
+        self._ready.set(0)
+        self._deaths.inc()
+        self._last_s.clear()
+        self._num_tuned = 0
+        for each in (self._running, self._waiting, self._jobs):
+            each.set(0)
+
+    def engine_happened(self, happened: Happened) -> None:
+        now_s = time.monotonic()
+        for chunk in happened.chunks:
+            self._take_chunk(chunk, now_s)
+        for record in happened.records:
+            self._take_record(record)
+        for step in happened.steps:
+            self._step.observe(step.step_s)
+            if step.step_s:
+                self._error.observe(abs(step.predicted_s - step.step_s) / step.step_s)
+            for kind in ("decode", "prefill", "window", "backward"):
+                self._rows.labels(kind).inc(getattr(step, f"{kind}_rows"))
+        for event in happened.job_events:
+            if event.kind == "step":
+                self._job_tokens.labels(event.job).inc(event.num_trained)
+                self._job_loss.labels(event.job).set(event.loss if event.loss is not None else float("nan"))
+                self._job_step.labels(event.job).set(event.step)
+        if happened.stats is not None:
+            self._take_stats(happened.stats)
+
+    def _take_chunk(self, chunk: Chunk, now_s: float) -> None:
+        who = self._who(chunk.request)
+        key = (chunk.request, chunk.index)
+        last_s = self._last_s.pop(key, None)
+        if chunk.tokens:
+            self._tokens.labels("generated", *who).inc(len(chunk.tokens))
+            if last_s is not None:
+                self._gap.labels(*who).observe(now_s - last_s)
+        if chunk.finish_reason is None:
+            self._last_s[key] = now_s
+        elif chunk.index == 0:
+            self._tokens.labels("cached", *who).inc(chunk.num_cached_tokens)
+            if (entry := self._ledger.find(chunk.request)) is not None:
+                self._tokens.labels("prompt", *who).inc(entry.num_prompt_tokens)
+
+    def _take_record(self, record: RequestRecord) -> None:
+        who = self._who(record.request)
+        self._ttft.labels(*who).observe(record.ttft_s)
+        if record.tpot_s is not None:
+            self._tpot.labels(*who).observe(record.tpot_s)
+        self._finished.labels(*who).inc()
+        self._attained.labels(*who).inc(record.attained)
+
+    def _take_stats(self, stats: EngineStats) -> None:
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._jobs.set(stats.num_jobs)
+        self._preemptions.set(stats.num_preemptions)
+        self._packs_dropped.set(stats.num_packs_dropped)
+        self._margin.set(stats.margin)
+        self._tuned.inc(max(0, stats.num_tokens_trained - self._num_tuned))
+        self._num_tuned = stats.num_tokens_trained
+        for owner, number in {**stats.num_pages_by_owner, "free": stats.num_pages_free}.items():
+            self._pages.labels(owner).set(number)
+
+    def _who(self, request: str) -> tuple[str, str]:
+        """Adapter and tenant."""
+        entry = self._ledger.find(request)
+        return (entry.adapter or "", entry.tenant) if entry is not None else ("", "")

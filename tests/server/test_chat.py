@@ -1,0 +1,116 @@
+"""/v1/chat/completions with the real client."""
+
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+from served import chat_tokens, expected, tokenizer
+
+MESSAGES: Any = [{"role": "user", "content": "Hello 😀"}]
+
+
+def test_greedy_answers_are_those_of_transformers(client: OpenAI):
+    prompt = chat_tokens("Hello 😀")
+    tokens, logprobs = expected(prompt, 12)
+    answer = client.chat.completions.create(
+        model="small", messages=MESSAGES, max_tokens=12, temperature=0, logprobs=True, top_logprobs=2
+    )
+    [choice] = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == tokenizer().decode(tokens, skip_special_tokens=True)
+    found = choice.logprobs.content
+    assert [each.logprob for each in found] == pytest.approx(logprobs, abs=1e-4)
+    assert all(len(each.top_logprobs) == 2 for each in found)
+    raw = b"".join(bytes(each.bytes) for each in found)
+    assert raw.decode("utf-8", "replace") == tokenizer().decode(tokens, skip_special_tokens=False)
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.object == "chat.completion"
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_a_reason(client: OpenAI):
+    settings: dict[str, Any] = {"model": "small", "messages": MESSAGES, "max_completion_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(**settings, logprobs=True)
+    events = list(
+        client.chat.completions.create(**settings, logprobs=True, stream=True, stream_options={"include_usage": True})
+    )
+    assert events[0].choices[0].delta.role == "assistant"
+    text = "".join(event.choices[0].delta.content or "" for event in events[:-1])
+    assert text == whole.choices[0].message.content
+    logprobs = [each.logprob for e in events[:-1] if e.choices[0].logprobs for each in e.choices[0].logprobs.content]
+    assert logprobs == pytest.approx([each.logprob for each in whole.choices[0].logprobs.content], abs=1e-5)
+    assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert {event.id for event in events} == {events[0].id}
+
+
+def test_several_answers_at_once(client: OpenAI):
+    settings: dict[str, Any] = {"model": "small", "messages": MESSAGES, "max_tokens": 8, "seed": 3, "n": 3}
+    whole = [choice.message.content for choice in client.chat.completions.create(**settings).choices]
+    streamed = ["", "", ""]
+    for event in client.chat.completions.create(**settings, stream=True):
+        streamed[event.choices[0].index] += event.choices[0].delta.content or ""
+    assert streamed == whole
+    assert len(set(whole)) == 3
+
+
+def test_without_a_limit_an_answer_may_fill_the_context(client: OpenAI):
+    answer = client.chat.completions.create(
+        model="small", messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage.total_tokens == 512
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_content_may_come_in_parts_and_developers_are_the_system(client: OpenAI):
+    settings: dict[str, Any] = {"model": "small", "max_tokens": 6, "temperature": 0}
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    one = client.chat.completions.create(messages=[{"role": "user", "content": parts}], **settings)
+    other = client.chat.completions.create(messages=[{"role": "user", "content": "Hello"}], **settings)
+    assert one.choices[0].message.content == other.choices[0].message.content
+    roles = [
+        client.chat.completions.create(messages=[{"role": role, "content": "Be"}, *MESSAGES], **settings).usage
+        for role in ("system", "developer")
+    ]
+    assert roles[0].prompt_tokens == roles[1].prompt_tokens
+
+
+def test_harmless_fields_are_taken(client: OpenAI):
+    client.chat.completions.create(
+        model="small",
+        messages=MESSAGES,
+        max_tokens=1,
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        parallel_tool_calls=True,
+        response_format={"type": "text"},
+        modalities=["text"],
+        tools=[],
+        extra_body={"slo": {"ttft_ms": 100, "tpot_ms": 10}, "min_tokens": 1},
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None),
+        ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_not_there_is_refused(client: OpenAI, more: dict[str, Any], param: str | None):
+    body = {"model": "small", "messages": MESSAGES, **more}
+    with pytest.raises(BadRequestError) as raised:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert raised.value.type == "invalid_request_error"
+    if param is not None:
+        assert raised.value.param == param

@@ -1,0 +1,115 @@
+"""Bad requests get OpenAI's error bodies, with the field's name and what would be right."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from served import Served, serving
+
+
+def refusal(served: Served, path: str = "/v1/completions", status: int = 400, **settings: Any) -> dict[str, Any]:
+    answer = served.post(path, **settings)
+    assert answer.status_code == status, answer.text
+    [(name, error)] = answer.json().items()
+    assert name == "error"
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert "\n" not in error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"temperature": 3}, "temperature", "from 0 to 2"),
+        ({"temperature": "1"}, "temperature", "number"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"n": 0}, "n", "from 1 to 128"),
+        ({"n": 1000}, "n", "from 1 to 128"),
+        ({"max_tokens": -1}, "max_tokens", "at least 1"),
+        ({"max_tokens": 0}, "max_tokens", "echo"),
+        ({"max_tokens": 10**30}, "prompt", "maximum context length is 512"),
+        ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "the model has"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
+        ({"stop": ["a"] * 5}, "stop", "at most 4"),
+        ({"stop": ""}, "stop", "not empty"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "the model has"),
+        ({"min_tokens": 99}, "min_tokens", "from 0 to 16"),
+        ({"seed": 2**64}, "seed", "whole number"),
+        ({"best_of": 4}, "best_of", "not supported"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"temprature": 1}, "temprature", "Unknown parameter"),
+        ({"slo": {"ttft": 1}}, "slo.ttft", "Unknown parameter"),
+        ({"slo": {"tpot_ms": -1}}, "slo.tpot_ms", "greater than 0"),
+        ({"prompt": ""}, "prompt", "no tokens"),
+        ({"prompt": []}, "prompt", ""),
+        ({"prompt": [[]]}, "prompt", "no tokens"),
+        ({"prompt": [320]}, "prompt", "320 tokens"),
+        ({"prompt": [-1]}, "prompt", "320 tokens"),
+        ({"prompt": [2**70]}, "prompt", "320 tokens"),
+        ({"prompt": [1] * 510}, "prompt", "maximum context length is 512"),
+        ({"prompt": {"text": "x"}}, "prompt", ""),
+        ({"prompt": None}, "prompt", ""),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_values_that_are_wrong(served: Served, more: dict[str, Any], param: str, words: str):
+    body = {"model": "small", "prompt": "x", **more}
+    error = refusal(served, json=body)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert words in error["message"]
+
+
+def test_a_model_that_is_not_there(client: OpenAI):
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.completions.create(model="gpt-17", prompt="x")
+    assert raised.value.code == "model_not_found"
+    assert "`gpt-17` does not exist" in str(raised.value)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-17")
+
+
+def test_a_field_that_is_missing(served: Served):
+    error = refusal(served, json={"model": "small"})
+    assert (error["message"], error["code"]) == (
+        "Missing required parameter: 'prompt'.",
+        "missing_required_parameter",
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b'"x"', b"\xff", b"null"])
+def test_bodies_that_are_no_object(served: Served, content: bytes):
+    refusal(served, content=content, headers={"Content-Type": "application/json"})
+
+
+def test_half_characters_are_refused_where_they_would_be_used(served: Served):
+    for field in ("prompt", "stop"):
+        body = json.dumps({"model": "small", "prompt": "x", field: "a\ud800"})
+        error = refusal(served, content=body, headers={"Content-Type": "application/json"})
+        assert "surrogate" in error["message"]
+    body = json.dumps({"model": "\ud800", "prompt": "x"})
+    refusal(served, status=404, content=body, headers={"Content-Type": "application/json"})
+    body = json.dumps({"model": "small", "messages": [{"role": "user", "content": "\ud800"}]})
+    refusal(served, "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+
+
+def test_addresses_and_methods_that_are_not_there(served: Served):
+    assert "Invalid URL (POST /v1/compleshuns)" in refusal(served, "/v1/compleshuns", 404)["message"]
+    assert "Not allowed to POST" in refusal(served, "/v1/models", 405)["message"]
+
+
+def test_bodies_that_are_too_long():
+    with serving("--max-body", "10kB") as served:
+        body = json.dumps({"model": "small", "prompt": "x" * 20_000}).encode()
+
+        def in_pieces() -> Any:
+            for start in range(0, len(body), 1000):
+                yield body[start : start + 1000]
+
+        for content in (body, in_pieces()):
+            headers = {"Content-Type": "application/json"}
+            assert "10000 bytes" in refusal(served, status=413, content=content, headers=headers)["message"]
+        assert served.client().completions.create(model="small", prompt="x", max_tokens=1)

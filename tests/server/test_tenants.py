@@ -1,0 +1,42 @@
+"""Keys name tenants; none sees what is another's."""
+
+import openai
+import pytest
+from served import adapter_root, peft_model, serving
+
+
+def test_keys_and_what_they_open():
+    peft_model()
+    options = ("--api-key", "ann=secret-1", "--api-key", "ben=secret-2", "--api-key", "bare-key")
+    with serving(*options, "--allow-adapter-paths", str(adapter_root())) as served:
+        for path in ("/v1/models", "/v1/status", "/metrics", "/v1/nothing"):
+            answer = served.get(path)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        assert served.get("/health").status_code == served.get("/ready").status_code == 200
+        with pytest.raises(openai.AuthenticationError) as raised:
+            served.client("wrong").models.list()
+        assert raised.value.code == "invalid_api_key"
+
+        ann, ben, bare = (served.client(key) for key in ("secret-1", "secret-2", "bare-key"))
+        body = {"lora_name": "mine", "lora_path": str(adapter_root() / "pirate")}
+        ann.post("/load_lora_adapter", body=body, cast_to=str)
+        assert [model.id for model in ann.models.list()] == ["small", "mine"]
+        for other in (ben, bare):
+            assert [model.id for model in other.models.list()] == ["small"]
+            with pytest.raises(openai.NotFoundError):
+                other.completions.create(model="mine", prompt="x")
+            with pytest.raises(openai.NotFoundError):
+                other.post("/unload_lora_adapter", body={"lora_name": "mine"}, cast_to=str)
+        ben.post("/load_lora_adapter", body=body, cast_to=str)
+        ann.post("/unload_lora_adapter", body={"lora_name": "mine"}, cast_to=str)
+        assert ben.completions.create(model="mine", prompt="x", max_tokens=1).choices
+
+        seen = served.wait_until(lambda: ben.get("/status/steps", cast_to=object)["requests"])
+        assert [request["adapter"] for request in seen] == ["mine"]
+        assert ann.get("/status/steps", cast_to=object)["requests"] == []
+        metrics = served.get("/metrics", headers={"Authorization": "Bearer bare-key"}).text
+        assert 'coserve_requests_finished_total{adapter="mine",tenant="ben"} 1.0' in metrics
+        assert "secret" not in metrics
+        assert "secret" not in served.log.read_text()
