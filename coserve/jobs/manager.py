@@ -78,6 +78,7 @@ class JobManager:
         self._ended: set[str] = set()  # succeeded in the engine, but the last checkpoint is not there yet
         self._deaths: dict[str, int] = {}
         self._meters: dict[str, ProgressMeter] = {}
+        self._known: dict[tuple[str, str], AdapterRecord] = {}  # adapters of this model, as the store has them
         self._live: dict[tuple[str, str], AdapterRecord] = {}
         self._validations: dict[str, asyncio.Task[None]] = {}
         self._unwanted: set[str] = set()  # jobs whose files nobody needs to read on
@@ -87,7 +88,9 @@ class JobManager:
 
     async def start(self) -> None:
         """Tidy up what a process that ended anywhere left behind, and begin."""
-        for job in await asyncio.to_thread(self._tidy):
+        jobs = await asyncio.to_thread(self._tidy)
+        await asyncio.to_thread(self._read_adapters)
+        for job in jobs:
             if job.status == "validating_files":
                 self._validate(job)
         self._task = asyncio.create_task(self._run())
@@ -191,21 +194,15 @@ class JobManager:
         Raises:
             JobError: a job that is not over still needs it.
         """
-        return await self._call(lambda: asyncio.to_thread(self._delete_adapter, tenant, name))
+        return await self._call(lambda: self._delete(tenant, name))
 
     def adapters(self, tenant: str) -> list[AdapterRecord]:
-        """Those of this model that a tenant's jobs have made, and those of live jobs. Blocks."""
-        with self.store.read() as transaction:
-            found = transaction.adapters(tenant, self.model.name)
-        return [*found, *(each for (owner, _), each in list(self._live.items()) if owner == tenant)]
+        """Those of this model that a tenant's jobs have made, and those of live jobs."""
+        return [each for (owner, _), each in (*self._known.items(), *self._live.items()) if owner == tenant]
 
     def adapter(self, tenant: str, name: str) -> AdapterRecord | None:
-        """The one of a name. Blocks."""
-        with self.store.read() as transaction:
-            found = transaction.adapter(tenant, name)
-        if found is not None and found.base == self.model.name:
-            return found
-        return self._live.get((tenant, name))
+        """The one of a name."""
+        return self._known.get((tenant, name)) or self._live.get((tenant, name))
 
     def estimated_finish(self, job: JobRecord) -> int | None:
         """Unix time; None unless it is running and has made a step since that began."""
@@ -287,6 +284,8 @@ class JobManager:
                     meter.step_done(self._clock())
         for id in outcome.published:
             await self._note_live(id)
+        if outcome.num_checkpoints:
+            await self._in_store(self._read_adapters)
         self._taken -= outcome.left
         self._ended |= {id for id, error in outcome.ended.items() if error is None}
         for id, error in outcome.ended.items():
@@ -354,6 +353,7 @@ class JobManager:
         if job.base != self.model.name or not self._may_start:
             return
         checkpoint, is_done = await self._in_store(self._roll_back, job)
+        await self._in_store(self._read_adapters)
         if is_done:
             await self._end(job.id, "succeeded")
             return
@@ -546,6 +546,7 @@ class JobManager:
         self._meters.pop(id, None)
         self._deaths.pop(id, None)
         self._live.pop((job.tenant, job.name), None)
+        await self._in_store(self._read_adapters)
         return job
 
     def _write_end(self, id: str, status: JobStatus, error: dict[str, Any] | None) -> JobRecord:
@@ -590,6 +591,11 @@ class JobManager:
             created_at=int(time.time()),
         )
 
+    async def _delete(self, tenant: str, name: str) -> bool:
+        found = await asyncio.to_thread(self._delete_adapter, tenant, name)
+        await self._in_store(self._read_adapters)
+        return found
+
     def _delete_adapter(self, tenant: str, name: str) -> bool:
         with self.store.write() as transaction:
             found = transaction.adapter(tenant, name)
@@ -607,6 +613,11 @@ class JobManager:
         if is_unused and found.directory is not None and self._folders.holds(Path(found.directory)):
             remove_tree(Path(found.directory))
         return True
+
+    def _read_adapters(self) -> None:
+        with self.store.read() as transaction:
+            found = transaction.adapters(self.model.name)
+        self._known = {(each.tenant, each.name): each for each in found}
 
     # -- records (these block) -------------------------------------------------------------------
 

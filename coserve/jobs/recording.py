@@ -23,11 +23,14 @@ class Report:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What of it matters beyond the records. num_steps: how many each job has made. ended: jobs that have succeeded or
-    failed, with the error. left: jobs that the engine does not run any more. published: jobs that have published.
+    """What of it matters beyond the records.
+
+    num_steps: how many each job has made. num_checkpoints: of all. ended: jobs that have succeeded or failed, with the
+    error. left: jobs that the engine does not run any more. published: jobs that have published.
     """
 
     num_steps: dict[str, int] = field(default_factory=dict)
+    num_checkpoints: int = 0
     ended: dict[str, str | None] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
     published: set[str] = field(default_factory=set)
@@ -55,6 +58,7 @@ class Recorder:
                         self._event(transaction, event, outcome, last_step_s)
                 for checkpoint in report.checkpoints:
                     if is_wanted(checkpoint.job):
+                        outcome.num_checkpoints += 1
                         job = self._checkpoint(transaction, checkpoint)
                         kept[job.id] = (job, prune_records(transaction, job, is_over=job.is_over))
         self._last_step_s = last_step_s

@@ -17,6 +17,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from coserve.kernels.linear import is_native
+
 # Most elements of a tile's scores or mask.
 _MAX_TILE_ELEMENTS = 1 << 22
 # Rows below which a tile is not worth cutting.
@@ -244,7 +246,9 @@ class PlainAttention(AttentionKernel):
 
 class CpuAttention(AttentionKernel):
     """Forward, PyTorch's tiled kernel; backward, batched float32 products on tiles that stay in the caches, since
-    PyTorch's own takes several times as long. The same results as `PlainAttention`, to rounding.
+    PyTorch's own takes as long or several times as long; in bfloat16, the products of probabilities and of gradients
+    of scores take both rounded to it, as FlashAttention does (arXiv 2205.14135), where the CPU has instructions for
+    that. The same results as `PlainAttention`, to rounding.
 
     The forward kernel's causal flag means "query i sees keys j <= i", which is right only for n = m; other tiles pass
     an additive mask.
@@ -315,6 +319,9 @@ class CpuAttention(AttentionKernel):
         probabilities.exp_()
         score_grad = torch.baddbmm(_by_key_head(delta, heads).neg_(), out_grad, values.transpose(1, 2))
         score_grad.mul_(probabilities)
+        if is_native(q):  # the other factors are bfloat16 already
+            probabilities, score_grad = probabilities.to(q.dtype), score_grad.to(q.dtype)
+            queries, out_grad, keys = queries.to(q.dtype), out_grad.to(q.dtype), keys.to(q.dtype)
         dq = _by_row(torch.matmul(score_grad, keys).mul_(scale), n).to(q.dtype)
         dk = torch.matmul(score_grad.transpose(1, 2), queries).transpose(0, 1)
         dv = torch.matmul(probabilities.transpose(1, 2), out_grad).transpose(0, 1)

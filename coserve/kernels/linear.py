@@ -31,7 +31,7 @@ def stored(weight: Tensor) -> Tensor:
 
     PyTorch's float32 products of 8 rows then take two thirds of the time; with many rows it is the same.
     """
-    if weight.device.type != "cpu" or _is_native(weight):
+    if weight.device.type != "cpu" or is_native(weight):
         return weight.contiguous()
     return weight.T.contiguous().T
 
@@ -40,7 +40,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
     if _is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
         return wide_product(x, weight, bias)
-    if x.shape[0] < _FEW_BFLOAT16_ROWS and _is_native(x):
+    if x.shape[0] < _FEW_BFLOAT16_ROWS and is_native(x):
         return left_product(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -100,7 +100,8 @@ def _tiles(weight: Tensor) -> list[slice]:
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-def _is_native(x: Tensor) -> bool:
+def is_native(x: Tensor) -> bool:
+    """Whether it is bfloat16 on a CPU that has instructions for its products."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _multiplies_bfloat16()
 
 

@@ -13,11 +13,11 @@ from coserve.server.body_limit import BodyLimitMiddleware
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error
 from coserve.server.responses import error_response
-from coserve.server.routes import chat, completions, models, operations
+from coserve.server.routes import chat, completions, files, fine_tuning, models, operations
 from coserve.server.tenants import TenantMiddleware
 
 # Every group of routes.
-_ROUTERS = (models.router, chat.router, completions.router, operations.router)
+_ROUTERS = (models.router, chat.router, completions.router, files.router, fine_tuning.router, operations.router)
 # OpenAI's words for what pydantic finds.
 _UNKNOWN = "Unknown parameter: '{name}'."
 _MISSING = "Missing required parameter: '{name}'."

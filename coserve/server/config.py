@@ -109,6 +109,9 @@ class ServerConfig:
         metavar="DIR",
         shown="$COSERVE_HOME or ~/.coserve",
     )
+    database: str | None = _option(
+        None, "--database", "Where files and jobs are recorded: any URL of SQLAlchemy.", shown="SQLite in --home"
+    )
     max_upload_bytes: int = _option(
         512 * 10**6, "--max-upload", "Of a file.", parse=bytes_of, metavar="SIZE", shown="512MB"
     )

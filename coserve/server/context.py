@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated, cast
 from fastapi import Depends, Request
 
 import coserve
+from coserve.errors import EngineGoneError
 from coserve.server.adapters import AdapterCatalogue, KnownAdapter, LoadedAdapters, find_adapter
 from coserve.server.config import ServerConfig
 from coserve.server.engine_link import EngineLink, RequestStream
 from coserve.server.ledger import Entry, Ledger
 from coserve.server.metrics import Metrics
 from coserve.server.prompts import Prompts
+from coserve.server.protocol import Ready
 from coserve.server.status import StatusBoard
 
 if TYPE_CHECKING:
+    from coserve.jobs.manager import JobManager
     from coserve.server.generation import Generation
 
 
@@ -29,6 +32,7 @@ class ServerContext:
     prompts: Prompts
     loaded: LoadedAdapters = field(default_factory=LoadedAdapters)
     catalogues: list[AdapterCatalogue] = field(default_factory=list)
+    job_manager: "JobManager | None" = None
     ledger: Ledger = field(default_factory=Ledger)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -37,6 +41,13 @@ class ServerContext:
         self.board, self.metrics = StatusBoard(self.ledger), Metrics(self.ledger)
         self.link.listen(self.board)
         self.link.listen(self.metrics)
+
+    @property
+    def jobs(self) -> "JobManager":
+        """Files and jobs."""
+        if self.job_manager is None:
+            raise EngineGoneError("the server is starting; try again in a few seconds")
+        return self.job_manager
 
     @property
     def model_name(self) -> str:
@@ -53,6 +64,13 @@ class ServerContext:
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: what could change the answer to a seeded request."""
         return f"coserve-{coserve.__version__}"
+
+    def require_ready(self) -> Ready:
+        """The engine, as it said of itself; EngineGoneError if requests cannot be answered now."""
+        ready = self.link.require_ready()
+        if not self.prompts.is_loaded or self.job_manager is None:
+            raise EngineGoneError("the server is starting; try again in a few seconds")
+        return ready
 
     def find_adapter(self, tenant: str, name: str) -> KnownAdapter | None:
         """By a name that the tenant knows."""

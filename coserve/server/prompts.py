@@ -1,6 +1,7 @@
 """Text to tokens and back in the server's process; the engine gets tokens only."""
 
 import asyncio
+import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,8 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
-from coserve.errors import EngineGoneError
-from coserve.models.source import find_model
+from coserve.models.source import ModelSource, find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,30 +21,45 @@ class Prompts:
     def __init__(self, model: str) -> None:
         self._model = model
         self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._pieces: dict[int, TokenPiece] = {}
-        self._loaded = False
 
     async def load(self) -> None:
         """Find the model's tokenizer; ModelError if there is no such model."""
         await self._run(self._load)
-        self._loaded = True
 
     def _load(self) -> None:
-        self._tokenizer = load_tokenizer(find_model(self._model, with_weights=False))
+        source = find_model(self._model, with_weights=False)
+        self._tokenizer = load_tokenizer(source)
+        self._source = source
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def tokens(self, prompt: Prompt) -> list[int]:
-        """A prompt's token ids; RequestError for one that cannot be read, EngineGoneError before `load` is done."""
-        if not self._loaded:
-            raise EngineGoneError("the model is being loaded; try again in a few seconds")
+        """A prompt's token ids; RequestError for one that cannot be read."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(prompt)  # type: ignore[arg-type]
         tokens: list[int] = await self._run(tokens_of, prompt, self._tokenizer, self._model)
         return tokens
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether `load` is done."""
+        return self._source is not None
+
+    @property
+    def source(self) -> ModelSource:
+        """The model; once it has been loaded."""
+        assert self._source is not None
+        return self._source
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """For other threads, of which each takes a copy of its own."""
+        return copy.deepcopy(self._tokenizer)
 
     @property
     def has_text(self) -> bool:

@@ -19,6 +19,7 @@ from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
 from coserve.server.engine_link import EngineLink
+from coserve.server.job_service import start_jobs, stop_jobs
 from coserve.server.prompts import Prompts
 from coserve.server.protocol import EngineSettings, Happened, Progress, Ready
 
@@ -127,6 +128,7 @@ async def _serve(
         if not engine.done():
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
+        await stop_jobs(context)
     if not engine.cancelled():
         engine.result()
 
@@ -134,6 +136,7 @@ async def _serve(
 async def _announce(context: ServerContext, first: "_FirstReady", watcher: Watcher, url: str) -> None:
     """Load what this process needs of the model; tell when all is there."""
     await context.prompts.load()
+    await start_jobs(context)
     watcher.ready(await first.ready, context, url)
 
 

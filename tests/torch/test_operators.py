@@ -172,14 +172,16 @@ def test_cross_entropy():
 def test_cross_entropy_is_computed_in_float32():
     logits, targets = rnd(6, 400).bfloat16() * 3, torch.arange(6)
     rule, grad = operator("cross_entropy"), torch.ones(6)
-    half = rule.forward({"logits": logits, "targets": targets}, {}, None)["loss"]
-    whole = rule.forward({"logits": logits.float(), "targets": targets}, {}, None)["loss"]
-    assert torch.equal(half, whole)
+    both = [{"logits": logits, "targets": targets}, {"logits": logits.float(), "targets": targets}]
+    half, whole = (rule.forward(values, {}, None) for values in both)
+    for name in ("loss", "correct", "log_sum"):
+        assert torch.equal(half[name], whole[name])
     one, other = (
-        rule.vjp(["logits"], {"logits": x, "targets": targets}, {"loss": grad}, {}, None)["logits"]
-        for x in (logits, logits.float())
+        rule.vjp(["logits"], {**values, "log_sum": whole["log_sum"]}, {"loss": grad}, {}, None)["logits"]
+        for values in both
     )
     assert torch.equal(one, other.bfloat16())
+    assert torch.equal(both[1]["logits"], logits.float()), "its input is not for an operator to change"
 
 
 def test_embedding_looks_up_virtual_tokens_alone():

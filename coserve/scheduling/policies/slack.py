@@ -15,6 +15,7 @@ queued up meanwhile, and so run side by side, may break TPOT. tests/torch/test_s
 this.
 """
 
+from collections.abc import Sequence
 from math import inf
 
 from coserve.scheduling.building import PlanBuilder
@@ -45,10 +46,10 @@ def plan(view: View, latency: LatencyModel) -> Plan:
         alone_s = latency.prompt_s(sum([request.num_rows for request in prompts]))
         left_s = due_at_s(prompts[0]) - view.now_s
         kept = 0.0 if URGENT_TIMES * alone_s > left_s else PROMPT_RESERVE_TPOTS
-        due_s = min([due_at_s(request, kept) for request in decoding], default=inf)
+        due_s = earliest_due_s(decoding, kept)
         if not build.prefill(prompts, (due_s - view.now_s) / patience, pressing=PRESSING_TIMES * alone_s > left_s):
             return build.build()
-    due_s = min([due_at_s(request, RESERVE_TPOTS) for request in view.requests], default=inf)
+    due_s = earliest_due_s(view.requests, RESERVE_TPOTS)
     budget_s, wait_s = (due_s - view.now_s) / patience, arrival_wait_s(view)
     build.tune(view.jobs, min(budget_s, wait_s), patient=budget_s < wait_s)
     return build.build()
@@ -62,11 +63,21 @@ def arrival_wait_s(view: View) -> float:
 
 def due_at_s(request: RequestView, reserve_tpots: float = 0.0) -> float:
     """When a request's next token is due, with so much of the bank kept once the request is under way."""
-    first_s, tpot_s, num_output = request.first_token_s, request.tpot_s, request.num_output
-    if first_s is None:
-        return request.arrival_s + request.ttft_s
-    # Asked some hundred times a step, so without calls.
-    reserve = reserve_tpots if num_output >= RESERVE_TOKENS else reserve_tpots * num_output / RESERVE_TOKENS
-    banked_s = first_s + (num_output - reserve) * tpot_s
-    noticed_s = request.last_token_s + MOST_GAP_TPOTS * tpot_s
-    return banked_s if banked_s < noticed_s else noticed_s
+    return earliest_due_s([request], reserve_tpots)
+
+
+def earliest_due_s(requests: Sequence[RequestView], reserve_tpots: float) -> float:
+    """The first of these moments; never, without requests."""
+    earliest_s = inf
+    for _, _, _, num_output, arrival_s, first_s, last_s, ttft_s, tpot_s, _, _ in requests:
+        if first_s is None:
+            due_s = arrival_s + ttft_s
+        else:
+            # Asked some hundred times a step, so without calls.
+            reserve = reserve_tpots if num_output >= RESERVE_TOKENS else reserve_tpots * num_output / RESERVE_TOKENS
+            banked_s = first_s + (num_output - reserve) * tpot_s
+            noticed_s = last_s + MOST_GAP_TPOTS * tpot_s
+            due_s = banked_s if banked_s < noticed_s else noticed_s
+        if due_s < earliest_s:
+            earliest_s = due_s
+    return earliest_s

@@ -1,0 +1,137 @@
+"""/v1/files: what clients upload, and what jobs make of it."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from starlette.responses import FileResponse, Response
+
+from coserve.jobs.files import PURPOSES
+from coserve.jobs.records import FileRecord
+from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.errors import ApiError, not_found
+from coserve.server.responses import json_response
+from coserve.server.texts import check_texts
+
+router = APIRouter()
+
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
+_EXPIRES_S = range(3600, 2592001)
+_LONGEST_NAME = 255
+
+
+@router.post("/v1/files")
+async def create_file(request: Request, context: Context, tenant: Tenant) -> Response:
+    """Upload: a form with `file` and `purpose`."""
+    async with request.form(max_files=1, max_fields=len(_FIELDS)) as form:
+        for name in form:
+            if name not in _FIELDS:
+                raise ApiError(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
+        upload, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(upload, UploadFile):
+            raise _missing("file")
+        if purpose is None:
+            raise _missing("purpose")
+        if purpose not in PURPOSES:
+            allowed = ", ".join(PURPOSES)
+            raise ApiError(f"'{purpose}' is not one of {allowed}: 'purpose' must be.", param="purpose")
+        filename = upload.filename or "file"
+        check_texts(filename, param="file")
+        if len(filename) > _LONGEST_NAME:
+            raise ApiError(f"The file's name has more than {_LONGEST_NAME} characters.", param="file")
+        record = await run_in_threadpool(
+            context.jobs.files.create,
+            tenant,
+            purpose=str(purpose),
+            filename=filename,
+            source=upload.file,
+            expires_after_s=_expires_after_s(form),
+        )
+    return json_response(_file(record))
+
+
+@router.get("/v1/files")
+def list_files(
+    context: Context,
+    tenant: Tenant,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: str | None = None,
+) -> Response:
+    """A page of them."""
+    with context.jobs.store.read() as transaction:
+        page = transaction.files(tenant, purpose=purpose, after=after, limit=limit, newest_first=order == "desc")
+    data = [_file(record) for record in page.items]
+    return json_response(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": page.has_more,
+        }
+    )
+
+
+@router.get("/v1/files/{file_id}")
+def retrieve_file(file_id: str, context: Context, tenant: Tenant) -> Response:
+    """One of them."""
+    return json_response(_file(_find(context, tenant, file_id)))
+
+
+@router.get("/v1/files/{file_id}/content")
+def retrieve_content(file_id: str, context: Context, tenant: Tenant) -> Response:
+    """What it holds."""
+    path = context.jobs.files.path(_find(context, tenant, file_id))
+    if not path.is_file():
+        raise not_found(f"The content of {file_id} is not there any more.", param="file_id")
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+@router.delete("/v1/files/{file_id}")
+def delete_file(file_id: str, context: Context, tenant: Tenant) -> Response:
+    """Forget it, and what it holds."""
+    _find(context, tenant, file_id)
+    context.jobs.files.delete(tenant, file_id)
+    return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+def _find(context: ServerContext, tenant: str, id: str) -> FileRecord:
+    record = context.jobs.files.find(tenant, id)
+    if record is None:
+        raise not_found(f"No such File object: {id}", param="id")
+    return record
+
+
+def _file(record: FileRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.num_bytes,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def _expires_after_s(form: FormData) -> int | None:
+    anchor, seconds = form.get(_ANCHOR), form.get(_SECONDS)
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise ApiError("'expires_after[anchor]' must be 'created_at'.", param=_ANCHOR)
+    given = str(seconds)
+    if len(given) > 8 or not (given.isascii() and given.isdecimal()) or int(given) not in _EXPIRES_S:
+        bounds = f"{_EXPIRES_S.start} to {_EXPIRES_S.stop - 1}"
+        raise ApiError(f"'expires_after[seconds]' must be a whole number from {bounds}.", param=_SECONDS)
+    return int(given)
+
+
+def _missing(name: str) -> ApiError:
+    return ApiError(f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")

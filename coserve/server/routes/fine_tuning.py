@@ -1,0 +1,309 @@
+"""/v1/fine_tuning/jobs, and the deletion of the models that come of them."""
+
+import re
+import secrets
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+from urllib.parse import unquote
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from coserve.errors import EngineGoneError
+from coserve.jobs.messages import AdapterRef
+from coserve.jobs.names import SUFFIX, organization
+from coserve.jobs.records import CheckpointRecord, EventRecord, JobRecord, Page
+from coserve.jobs.results import by_step
+from coserve.jobs.settings import JobSettings, job_settings
+from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.errors import ApiError, not_found
+from coserve.server.responses import json_response
+from coserve.server.schemas import Body
+from coserve.server.texts import check_texts
+
+router = APIRouter()
+
+_JOBS = "/v1/fine_tuning/jobs"
+_MOST_SEED = 2**31 - 1
+_MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
+_Whole = int | Literal["auto"] | None
+# How many a page may have.
+_Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+class Hyperparameters(Body):
+    """OpenAI's, of supervised fine-tuning; ranges are checked where they are used."""
+
+    n_epochs: _Whole = None
+    batch_size: _Whole = None
+    learning_rate_multiplier: float | Literal["auto"] | None = None
+
+
+class Supervised(Body):
+    """The method's settings."""
+
+    hyperparameters: Hyperparameters | None = None
+
+
+class Method(Body):
+    """supervised is what there is."""
+
+    type: Literal["supervised", "dpo", "reinforcement"]
+    supervised: Supervised | None = None
+    dpo: dict[str, Any] | None = None
+    reinforcement: dict[str, Any] | None = None
+
+
+class CreateJobBody(Body):
+    """POST /v1/fine_tuning/jobs."""
+
+    model: str
+    training_file: str
+    validation_file: str | None = None
+    suffix: str | None = None
+    seed: Annotated[int, Field(ge=0, le=_MOST_SEED)] | None = None
+    metadata: dict[str, str] | None = None
+    method: Method | None = None
+    hyperparameters: Hyperparameters | None = None
+    integrations: list[dict[str, Any]] | None = None
+    coserve: dict[str, Any] | None = None
+
+
+@router.post(_JOBS)
+async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> Response:
+    """A new job."""
+    _check(body)
+    start = _start(context, tenant, body.model)
+    settings = job_settings(
+        hyperparameters=_hyperparameters(body),
+        extension=body.coserve or {},
+        seed=secrets.randbelow(_MOST_SEED + 1) if body.seed is None else body.seed,
+        architecture=context.jobs.model.architecture,
+        is_fresh=start is None,
+    )
+    job = await context.jobs.create(
+        tenant,
+        model=body.model,
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        suffix=body.suffix,
+        metadata=body.metadata,
+        settings=settings,
+        start=start,
+    )
+    return json_response(_job(context, job))
+
+
+@router.get(_JOBS)
+def list_jobs(
+    request: Request, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 20
+) -> Response:
+    """A page of them, the newest first; `metadata[key]=value` asks for those with these, `metadata=null` for those
+    without any.
+    """
+    metadata = {}
+    for name, value in request.query_params.multi_items():
+        if (found := re.fullmatch(r"metadata\[(.*)\]", name, re.DOTALL)) is not None:
+            metadata[found[1]] = value
+    bare = request.query_params.get("metadata")
+    if bare not in (None, "null"):
+        raise ApiError("'metadata' must be null, or be given as metadata[key]=value.", param="metadata")
+    with context.jobs.store.read() as transaction:
+        page = transaction.jobs(tenant, after=after, limit=limit, metadata=metadata, bare=bare == "null")
+    return _page(page, [_job(context, job) for job in page.items])
+
+
+@router.get(_JOBS + "/{job_id}")
+def retrieve_job(job_id: str, context: Context, tenant: Tenant) -> Response:
+    """One of them."""
+    return json_response(_job(context, _find(context, tenant, job_id)))
+
+
+@router.post(_JOBS + "/{job_id}/cancel")
+async def cancel_job(job_id: str, context: Context, tenant: Tenant) -> Response:
+    """End it at once."""
+    await run_in_threadpool(_find, context, tenant, job_id)
+    return json_response(_job(context, await context.jobs.cancel(tenant, job_id)))
+
+
+@router.post(_JOBS + "/{job_id}/pause")
+async def pause_job(job_id: str, context: Context, tenant: Tenant) -> Response:
+    """Let it rest where it is."""
+    await run_in_threadpool(_find, context, tenant, job_id)
+    return json_response(_job(context, await context.jobs.pause(tenant, job_id)))
+
+
+@router.post(_JOBS + "/{job_id}/resume")
+async def resume_job(job_id: str, context: Context, tenant: Tenant) -> Response:
+    """The inverse."""
+    await run_in_threadpool(_find, context, tenant, job_id)
+    return json_response(_job(context, await context.jobs.resume(tenant, job_id)))
+
+
+@router.get(_JOBS + "/{job_id}/events")
+def list_events(
+    job_id: str, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 20
+) -> Response:
+    """What happened to it, the newest first."""
+    _find(context, tenant, job_id)
+    with context.jobs.store.read() as transaction:
+        page = transaction.events(tenant, job_id, after=after, limit=limit)
+    return _page(page, [_event(event) for event in page.items])
+
+
+@router.get(_JOBS + "/{job_id}/checkpoints")
+def list_checkpoints(
+    job_id: str, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 10
+) -> Response:
+    """Its checkpoints, the newest first."""
+    _find(context, tenant, job_id)
+    with context.jobs.store.read() as transaction:
+        page = transaction.checkpoints(tenant, job_id, after=after, limit=limit)
+        data = [_checkpoint(each, transaction.metrics(job_id, step=each.step)) for each in page.items]
+    return _page(page, data)
+
+
+@router.delete("/v1/models/{model:path}")
+async def delete_model(model: str, context: Context, tenant: Tenant) -> Response:
+    """Forget a model that a job has made."""
+    name = unquote(model)
+    if name in context.base_names or context.loaded.find(tenant, name) is not None:
+        raise ApiError(f"The model '{name}' was not made by fine-tuning, and cannot be deleted.", param="model")
+    if not await context.jobs.delete_adapter(tenant, name):
+        raise not_found(f"The model '{name}' does not exist", param="model", code="model_not_found")
+    with suppress(EngineGoneError):  # then it is not there either
+        await context.link.unload_adapter(name)
+    return json_response({"id": name, "object": "model", "deleted": True})
+
+
+# -- from bodies ------------------------------------------------------------------------
+
+
+def _check(body: CreateJobBody) -> None:
+    for param, value in body:
+        if isinstance(value, str | dict):
+            check_texts(value, param=param)
+    if body.suffix is not None and SUFFIX.fullmatch(body.suffix) is None:
+        raise ApiError(
+            "'suffix' must be 1 to 64 letters, digits, dots, hyphens or underscores.",
+            param="suffix",
+            code="invalid_value",
+        )
+    if body.integrations:
+        raise ApiError("'integrations' are not supported: leave them out.", param="integrations")
+    if body.method is not None and body.method.type != "supervised":
+        raise ApiError(
+            f"The method '{body.method.type}' is not supported: 'method.type' must be 'supervised'.",
+            param="method.type",
+        )
+    for name in ("dpo", "reinforcement"):
+        if body.method is not None and getattr(body.method, name) is not None:
+            raise ApiError(f"'method.{name}' does not belong to the method 'supervised'.", param=f"method.{name}")
+    metadata = body.metadata or {}
+    if len(metadata) > _MOST_PAIRS:
+        raise ApiError(f"'metadata' has {len(metadata)} pairs; {_MOST_PAIRS} are allowed.", param="metadata")
+    if any(len(key) > _LONGEST_KEY or len(value) > _LONGEST_VALUE for key, value in metadata.items()):
+        raise ApiError(
+            f"'metadata' may have keys of {_LONGEST_KEY} and values of {_LONGEST_VALUE} characters.", param="metadata"
+        )
+
+
+def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
+    supervised = None if body.method is None or body.method.supervised is None else body.method.supervised
+    asked = None if supervised is None else supervised.hyperparameters
+    if asked is not None and body.hyperparameters is not None and asked != body.hyperparameters:
+        raise ApiError(
+            "'hyperparameters' and 'method.supervised.hyperparameters' differ: give the latter alone.",
+            param="hyperparameters",
+        )
+    given = asked or body.hyperparameters
+    return {} if given is None else given.model_dump()
+
+
+def _start(context: ServerContext, tenant: str, model: str) -> AdapterRef | None:
+    """The adapter that a job goes on training; None for a fresh one on the base."""
+    if model in context.base_names:
+        return None
+    known = context.find_adapter(tenant, model)
+    if known is None:
+        raise not_found(f"The model '{model}' does not exist", param="model", code="model_not_found")
+    return known.ref
+
+
+def _find(context: ServerContext, tenant: str, id: str) -> JobRecord:
+    with context.jobs.store.read() as transaction:
+        job = transaction.job(tenant, id)
+    if job is None:
+        raise not_found(f"Could not find fine tune: {id}", param="fine_tuning_job_id", code="fine_tune_not_found")
+    return job
+
+
+# -- to JSON ----------------------------------------------------------------------------
+
+
+def _job(context: ServerContext, job: JobRecord) -> dict[str, Any]:
+    settings = JobSettings.from_data(job.settings)
+    hyperparameters = settings.hyperparameters(job.num_examples)
+    return {
+        "object": "fine_tuning.job",
+        "id": job.id,
+        "created_at": job.created_at,
+        "finished_at": job.finished_at,
+        "estimated_finish": context.jobs.estimated_finish(job),
+        "status": job.status,
+        "error": job.error,
+        "model": job.model,
+        "fine_tuned_model": job.name if job.status == "succeeded" else None,
+        "organization_id": f"org-{organization(job.tenant)}",
+        "training_file": job.training_file,
+        "validation_file": job.validation_file,
+        "result_files": [] if job.result_file is None else [job.result_file],
+        "trained_tokens": job.trained_tokens,
+        "hyperparameters": hyperparameters,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+        "seed": job.seed,
+        "user_provided_suffix": job.suffix,
+        "metadata": job.metadata,
+        "integrations": [],
+        "coserve": {"step": job.num_steps_done, "total_steps": job.num_steps or None, "adapter": job.name},
+    }
+
+
+def _event(event: EventRecord) -> dict[str, Any]:
+    return {
+        "object": "fine_tuning.job.event",
+        "id": event.id,
+        "created_at": event.created_at,
+        "level": event.level,
+        "message": event.message,
+        "type": "metrics" if event.kind else "message",
+        "data": event.data,
+    }
+
+
+def _checkpoint(checkpoint: CheckpointRecord, events: tuple[EventRecord, ...]) -> dict[str, Any]:
+    known = by_step(events).get(checkpoint.step, {})
+    names = [f"{kind}_{what}" for kind in ("train", "valid", "full_valid") for what in ("loss", "mean_token_accuracy")]
+    return {
+        "object": "fine_tuning.job.checkpoint",
+        "id": checkpoint.id,
+        "created_at": checkpoint.created_at,
+        "fine_tuned_model_checkpoint": checkpoint.name,
+        "fine_tuning_job_id": checkpoint.job,
+        "step_number": checkpoint.step,
+        "metrics": {"step": checkpoint.step, **{name: known[name] for name in names if known.get(name) is not None}},
+    }
+
+
+def _page(page: Page, data: list[dict[str, Any]]) -> Response:
+    return json_response(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": page.has_more,
+        }
+    )
