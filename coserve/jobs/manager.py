@@ -78,7 +78,7 @@ class JobManager:
         self._ended: set[str] = set()  # succeeded in the engine, but the last checkpoint is not there yet
         self._deaths: dict[str, int] = {}
         self._meters: dict[str, ProgressMeter] = {}
-        self._known: dict[tuple[str, str], AdapterRecord] = {}  # adapters of this model, as the store has them
+        self._known: dict[tuple[str, str], AdapterRecord] = {}  # adapters that were asked for; the store is right
         self._live: dict[tuple[str, str], AdapterRecord] = {}
         self._validations: dict[str, asyncio.Task[None]] = {}
         self._unwanted: set[str] = set()  # jobs whose files nobody needs to read on
@@ -89,7 +89,6 @@ class JobManager:
     async def start(self) -> None:
         """Tidy up what a process that ended anywhere left behind, and begin."""
         jobs = await asyncio.to_thread(self._tidy)
-        await asyncio.to_thread(self._read_adapters)
         for job in jobs:
             if job.status == "validating_files":
                 self._validate(job)
@@ -198,11 +197,20 @@ class JobManager:
 
     def adapters(self, tenant: str) -> list[AdapterRecord]:
         """Those of this model that a tenant's jobs have made, and those of live jobs."""
-        return [each for (owner, _), each in (*self._known.items(), *self._live.items()) if owner == tenant]
+        with self.store.read() as transaction:
+            found = transaction.adapters(tenant, self.model.name)
+        return [*found, *(each for (owner, _), each in self._live.items() if owner == tenant)]
 
     def adapter(self, tenant: str, name: str) -> AdapterRecord | None:
-        """The one of a name."""
-        return self._known.get((tenant, name)) or self._live.get((tenant, name))
+        """The one of a name. A request's: the store is asked once."""
+        if (found := self._known.get((tenant, name)) or self._live.get((tenant, name))) is not None:
+            return found
+        with self.store.read() as transaction:
+            found = transaction.adapter(tenant, name)
+        if found is None or found.base != self.model.name:
+            return None
+        self._known[tenant, name] = found
+        return found
 
     def estimated_finish(self, job: JobRecord) -> int | None:
         """Unix time; None unless it is running and has made a step since that began."""
@@ -285,7 +293,7 @@ class JobManager:
         for id in outcome.published:
             await self._note_live(id)
         if outcome.num_checkpoints:
-            await self._in_store(self._read_adapters)
+            self._known.clear()
         self._taken -= outcome.left
         self._ended |= {id for id, error in outcome.ended.items() if error is None}
         for id, error in outcome.ended.items():
@@ -353,7 +361,7 @@ class JobManager:
         if job.base != self.model.name or not self._may_start:
             return
         checkpoint, is_done = await self._in_store(self._roll_back, job)
-        await self._in_store(self._read_adapters)
+        self._known.clear()
         if is_done:
             await self._end(job.id, "succeeded")
             return
@@ -546,7 +554,7 @@ class JobManager:
         self._meters.pop(id, None)
         self._deaths.pop(id, None)
         self._live.pop((job.tenant, job.name), None)
-        await self._in_store(self._read_adapters)
+        self._known.clear()
         return job
 
     def _write_end(self, id: str, status: JobStatus, error: dict[str, Any] | None) -> JobRecord:
@@ -593,7 +601,7 @@ class JobManager:
 
     async def _delete(self, tenant: str, name: str) -> bool:
         found = await asyncio.to_thread(self._delete_adapter, tenant, name)
-        await self._in_store(self._read_adapters)
+        self._known.clear()
         return found
 
     def _delete_adapter(self, tenant: str, name: str) -> bool:
@@ -613,11 +621,6 @@ class JobManager:
         if is_unused and found.directory is not None and self._folders.holds(Path(found.directory)):
             remove_tree(Path(found.directory))
         return True
-
-    def _read_adapters(self) -> None:
-        with self.store.read() as transaction:
-            found = transaction.adapters(self.model.name)
-        self._known = {(each.tenant, each.name): each for each in found}
 
     # -- records (these block) -------------------------------------------------------------------
 

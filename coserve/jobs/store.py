@@ -266,9 +266,9 @@ class Transaction:
         query = select(AdapterTable).where(AdapterTable.tenant == tenant, AdapterTable.name == name)
         return self._one(AdapterRecord, query)
 
-    def adapters(self, base: str) -> tuple[AdapterRecord, ...]:
-        """Those of a model, whosever, the oldest first: for the manager, who serves all."""
-        query = select(AdapterTable).where(AdapterTable.base == base)
+    def adapters(self, tenant: str, base: str) -> tuple[AdapterRecord, ...]:
+        """Those of a model, the oldest first."""
+        query = select(AdapterTable).where(AdapterTable.tenant == tenant, AdapterTable.base == base)
         return self._all(AdapterRecord, query.order_by(AdapterTable.seq))
 
     def adapters_in(self, directory: str) -> tuple[AdapterRecord, ...]:

@@ -1,0 +1,212 @@
+"""Engines and managers that end anywhere: every job finishes as if nothing had happened."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+from job_engine import TENANT, World, world
+from safetensors.torch import load_file
+from server.job_data import DATA, QUICK, adapter_in, distance, steps_of
+
+from coserve.jobs.recording import job_event
+from coserve.jobs.records import EventRecord
+
+# Ten epochs of nine batches; a checkpoint now and then.
+CRASHED = {
+    "hyperparameters": {"n_epochs": 10, "batch_size": 3},
+    "extension": {**QUICK["extension"], "checkpoint_every_steps": 5, "evaluate_every_steps": 7},
+    "seed": 11,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    async def story():
+        async with world(tmp_path_factory.mktemp("undisturbed")) as w:
+            job = await w.create(DATA, **CRASHED, validation_file=w.upload(DATA))
+            job = await w.until_over(job.id)
+            assert job.status == "succeeded"
+            return job, w.events(job.id), adapter_in(w.checkpoints(job.id)[-1].directory)
+
+    return asyncio.run(story())
+
+
+def metrics(events: list[EventRecord], name: str) -> list[float]:
+    return [event.data[name] for event in events if name in event.data]
+
+
+def assert_as_if_nothing_had_happened(w, id, undisturbed):
+    job, events, adapter = undisturbed
+    mine, happened, checkpoints = w.job(id), w.events(id), w.checkpoints(id)
+    assert mine.status == "succeeded", mine.error
+    assert steps_of(happened) == steps_of(events) == list(range(1, job.num_steps + 1))
+    assert steps_of(happened, "evaluation") == steps_of(events, "evaluation")
+    for name in ("train_loss", "valid_loss", "num_tokens"):
+        assert metrics(happened, name) == pytest.approx(metrics(events, name), rel=1e-4)
+    assert [each.step for each in checkpoints] == [*range(5, job.num_steps, 5), job.num_steps]
+    assert distance(adapter_in(checkpoints[-1].directory), adapter) < 1e-5
+    listed = {Path(each.directory) for each in checkpoints}
+    assert set((w.home / "jobs" / id / "checkpoints").iterdir()) == listed
+    assert {path.name for path in (w.home / "files").iterdir()} == _file_ids(w)
+    assert w.manager.adapter(TENANT, mine.name).directory == checkpoints[-1].directory
+
+
+def _file_ids(w):
+    with w.store.read() as transaction:
+        return transaction.file_ids()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_engines_that_die(seed, undisturbed, tmp_path):
+    rng = Random(seed)
+
+    async def story():
+        async with world(tmp_path, seed=seed, most_steps=60) as w:
+            job = await w.create(DATA, **CRASHED, validation_file=w.upload(DATA))
+            num_lives = 1
+            while not w.job(job.id).is_over:
+                engine = w.link.engine
+                await w.until(lambda engine=engine: not engine.is_alive or w.job(job.id).is_over)
+                num_lives += 1
+                w.live(seed=rng.randrange(99), most_steps=rng.choice((10, 40, 100, 200)))
+            assert num_lives > 3
+            assert_as_if_nothing_had_happened(w, job.id, undisturbed)
+
+    asyncio.run(story())
+
+
+async def throw_away(w: World) -> None:
+    """As if the process had ended: nothing more is said, taken in or written down."""
+    w.manager._task.cancel()
+    w.manager._unwanted |= w.manager._validations.keys()
+    if w.link.engine is not None:
+        w.link.engine.is_alive = False
+        w.link.engine._commands.put(None)
+        await asyncio.to_thread(w.link.engine.join)
+    for task in [w.manager._task, *w.manager._validations.values()]:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+    w.store.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_servers_that_die(seed, undisturbed, tmp_path):
+    rng = Random(seed)
+
+    async def story():
+        id, num_lives = None, 0
+        while True:
+            num_lives += 1
+            w = World(tmp_path)
+            await w.manager.start()
+            w.live(seed=rng.randrange(99))
+            if id is None:
+                id = (await w.create(DATA, **CRASHED, validation_file=w.upload(DATA))).id
+            until_step = w.job(id).num_steps_done + rng.choice((0, 1, 3, 4))
+            await w.until(lambda w=w, id=id, step=until_step: w.job(id).num_steps_done >= step)
+            if num_lives > 8:
+                await w.until_over(id)
+            if w.job(id).is_over:
+                assert_as_if_nothing_had_happened(w, id, undisturbed)
+                await throw_away(w)
+                return
+            await throw_away(w)
+
+    asyncio.run(story())
+
+
+def test_what_a_process_left_half_done_is_cleared_away(tmp_path):
+    """Blobs and checkpoints without records, and records of what is not there."""
+
+    async def first():
+        async with world(tmp_path) as w:
+            job = await w.create(DATA, **{**CRASHED, "hyperparameters": {"n_epochs": 50, "batch_size": 1}})
+            await w.until(lambda: w.job(job.id).num_steps_done > 12)
+        return job.id
+
+    id = asyncio.run(first())
+    checkpoints = tmp_path / "jobs" / id / "checkpoints"
+    for name in (".part-0123", "step-999", "step-5-1"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "job.json").write_text("{}")
+    (tmp_path / "jobs" / "ftjob-none").mkdir()
+    for name in ("file-none", "file-other.part"):
+        (tmp_path / "files" / name).write_text("x")
+
+    async def second():
+        async with world(tmp_path) as w:
+            assert not (tmp_path / "jobs" / "ftjob-none").exists()
+            assert {path.name for path in (tmp_path / "files").iterdir()} == _file_ids(w)
+            await w.until(lambda: w.job(id).status == "running")
+            with w.store.read() as transaction:
+                known = {Path(each.directory).name for each in transaction.all_checkpoints(id)}
+            names = {path.name for path in checkpoints.iterdir()}
+            assert not names & {".part-0123", "step-999", "step-5-1"}
+            assert known
+            await w.manager.cancel(TENANT, id)
+
+    asyncio.run(second())
+
+
+def test_a_job_whose_checkpoint_is_gone_begins_anew(undisturbed, tmp_path):
+    async def first():
+        async with world(tmp_path) as w:
+            job = await w.create(DATA, **CRASHED, validation_file=w.upload(DATA))
+            await w.until(lambda: w.job(job.id).num_steps_done > 7)
+        return job.id
+
+    id = asyncio.run(first())
+    for path in (tmp_path / "jobs" / id / "checkpoints").glob("*/optimizer.safetensors"):
+        path.unlink()
+
+    async def second():
+        async with world(tmp_path) as w:
+            await w.until_over(id)
+            assert_as_if_nothing_had_happened(w, id, undisturbed)
+            assert sum(event.message == "Fine-tuning job started" for event in w.events(id)) == 2
+
+    asyncio.run(second())
+
+
+def test_a_job_that_kills_every_engine_fails_at_last(tmp_path):
+    async def story():
+        async with world(tmp_path, alive=False) as w:
+            job = await w.create(DATA, **CRASHED)
+            await w.until(lambda: w.job(job.id).status == "queued")
+            for _ in range(10):
+                assert not w.job(job.id).is_over
+                engine = w.live(most_steps=0)
+                await w.until(lambda: w.job(job.id).status == "running")
+                engine.kill()
+                await w.until(lambda: w.job(job.id).status != "running")
+            await w.until_over(job.id)
+            return w.job(job.id)
+
+    job = asyncio.run(story())
+    assert (job.status, job.error["code"]) == ("failed", "engine_died")
+
+
+def test_a_job_that_was_done_when_the_server_died_is_done(undisturbed, tmp_path):
+    """The last checkpoint was written down, the news that the job has succeeded was not."""
+
+    async def first():
+        async with world(tmp_path) as w:
+            mine = await w.create(DATA, **CRASHED, validation_file=w.upload(DATA))
+            await w.until_over(mine.id)
+            with w.store.write() as transaction:
+                transaction.change_job(mine.id, status="running", finished_at=None, result_file=None)
+                transaction.remove_adapter(TENANT, mine.name)
+                transaction.add_event(job_event(mine, "as if it had not been told"))
+        return mine.id
+
+    async def second(id):
+        async with world(tmp_path) as w:
+            await w.until_over(id)
+            assert_as_if_nothing_had_happened(w, id, undisturbed)
+            last = w.checkpoints(id)[-1]
+            assert load_file(Path(last.directory) / "adapter_model.safetensors")
+
+    asyncio.run(second(asyncio.run(first())))

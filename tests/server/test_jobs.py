@@ -1,0 +1,295 @@
+"""The lifecycle of jobs, with a real engine in a thread."""
+
+import asyncio
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from job_engine import TENANT, base_model, world
+from peft import PeftModel
+from server.job_data import DATA, LONG, QUICK, adapter_in, distance, steps_of
+from support import make_model
+
+from coserve.engine.checkpoint import can_go_on_from
+from coserve.errors import JobError
+from coserve.jobs.messages import AdapterRef
+from coserve.jobs.settings import job_settings
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def test_a_job_from_its_files_to_its_model(tmp_path):
+    async def story():
+        async with world(tmp_path) as w:
+            validation = w.upload(DATA)
+            job = await w.create(DATA, **QUICK, validation_file=validation, suffix="mine", metadata={"k": "v"})
+            assert (job.status, job.name.split(":")[:4]) == ("validating_files", ["ft", "small", "coserve", "mine"])
+            job = await w.until_over(job.id)
+            events, checkpoints = w.events(job.id), w.checkpoints(job.id)
+            known = w.manager.adapters(TENANT)
+            with w.store.read() as transaction:
+                results = transaction.file(TENANT, job.result_file)
+            content = w.files.path(results).read_text()
+        return job, events, checkpoints, known, results, content
+
+    job, events, checkpoints, known, results, content = run(story())
+    assert (job.status, job.num_steps, job.num_steps_done, job.error) == ("succeeded", 9, 9, None)
+    assert job.trained_tokens == 3 * job.num_tokens > 0
+    assert steps_of(events) == list(range(1, 10))
+    assert steps_of(events, "evaluation") == [4, 8, 9]
+    messages = [event.message for event in events if not event.kind]
+    assert messages[:4] == [
+        f"Created fine-tuning job: {job.id}",
+        f"Validating training file: {job.training_file}",
+        "Files validated, moving job to queued state",
+        "Fine-tuning job started",
+    ]
+    assert messages[-2:] == [f"New fine-tuned model created: {job.name}", "The job has successfully completed"]
+    first = next(event.data for event in events if event.kind == "step")
+    assert first["total_steps"] == 9
+    assert first["train_loss"] > 0
+    assert 0 <= first["train_mean_token_accuracy"] <= 1
+    assert sum(event.data["num_tokens"] for event in events if event.kind == "step") == job.trained_tokens
+    assert [each.step for each in checkpoints] == [4, 8, 9]
+    names = [f"{job.name}:ckpt-step-{step}" for step in (4, 8, 9)]
+    assert [each.name for each in checkpoints] == names
+    assert [each.name for each in known] == [*names, job.name]
+    assert known[-1].directory == checkpoints[-1].directory
+    for each in checkpoints:
+        assert sorted(path.name for path in Path(each.directory).iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+        PeftModel.from_pretrained(make_model(), each.directory)
+    assert distance(adapter_in(checkpoints[0].directory), adapter_in(checkpoints[-1].directory)) > 1e-3
+    assert not list((tmp_path / "jobs" / job.id).glob("*.msgpack"))
+    rows = list(csv.DictReader(io.StringIO(content)))
+    assert (results.filename, results.purpose) == ("step_metrics.csv", "fine-tune-results")
+    assert results.num_bytes == len(content.encode())
+    assert content.splitlines()[0] == "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 10)]
+    assert [bool(row["valid_loss"]) for row in rows] == [step in (4, 8, 9) for step in range(1, 10)]
+
+
+def test_files_that_cannot_be_used_fail_the_job(tmp_path):
+    async def story():
+        async with world(tmp_path) as w:
+            bad = await w.create(b'{"text": "fine"}\n' + b"nonsense\n" * 12)
+            bad = await w.until_over(bad.id)
+            text = await w.create(b"\xff\xfe\n")
+            text = await w.until_over(text.id)
+            empty = await w.until_over((await w.create(b"\n\n")).id)
+            validation = w.upload(b'{"text": 7}')
+            late = await w.until_over((await w.create(DATA, validation_file=validation)).id)
+            for name, file in (("training_file", w.upload(DATA, "other")), ("validation_file", "file-none")):
+                files = {"training_file": w.upload(DATA), "validation_file": None} | {name: file}
+                named = {"model": "small", "suffix": None, "metadata": None, "start": None}
+                with pytest.raises(JobError, match=f"{name} '{file}' does not exist") as caught:
+                    await w.manager.create(TENANT, **files, **named, settings=_settings())
+                assert caught.value.param == name
+            with pytest.raises(JobError, match="was uploaded for 'batch', not for 'fine-tune'"):
+                await w.create(DATA, validation_file=w.upload(DATA, purpose="batch"))
+            events = w.events(bad.id)
+            assert w.checkpoints(bad.id) == []
+        return bad, text, empty, late, events
+
+    bad, text, empty, late, events = run(story())
+    assert (bad.status, bad.error["code"], bad.error["param"]) == ("failed", "invalid_training_file", "training_file")
+    assert [f"line {number}: not valid JSON" in bad.error["message"] for number in (1, 2, 11, 12)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert events[-1].level == "error"
+    assert "line 1: is not UTF-8" in text.error["message"]
+    assert "there is no line with an example" in empty.error["message"]
+    assert late.error["param"] == "validation_file"
+    assert "line 1: text must be a string" in late.error["message"]
+
+
+def _settings():
+    return job_settings(hyperparameters={}, extension={}, seed=0, architecture=base_model().architecture, is_fresh=True)
+
+
+def test_pause_resume_and_cancel(tmp_path):
+    async def story():
+        async with world(tmp_path) as w:
+            job = await w.create(DATA, **LONG)
+            await w.until(lambda: w.job(job.id).num_steps_done > 3)
+            assert w.manager.estimated_finish(w.job(job.id)) is not None
+            paused = await w.manager.pause(TENANT, job.id)
+            assert (paused.status, w.manager.estimated_finish(paused)) == ("paused", None)
+            with pytest.raises(JobError, match="is paused already"):
+                await w.manager.pause(TENANT, job.id)
+            await asyncio.sleep(0.1)
+            done = w.job(job.id).num_steps_done
+            await asyncio.sleep(0.1)
+            assert w.job(job.id).num_steps_done == done
+            with w.store.read() as transaction:
+                assert [each.step for each in transaction.all_checkpoints(job.id)][-1] == done
+            resumed = await w.manager.resume(TENANT, job.id)
+            assert resumed.status == "running"
+            with pytest.raises(JobError, match="is not paused: it is running"):
+                await w.manager.resume(TENANT, job.id)
+            await w.until(lambda: w.job(job.id).num_steps_done > done)
+            ended = await w.manager.cancel(TENANT, job.id)
+            assert (ended.status, w.manager.estimated_finish(ended)) == ("cancelled", None)
+            for verb in (w.manager.cancel, w.manager.pause, w.manager.resume):
+                with pytest.raises(JobError, match="has already completed: it has cancelled"):
+                    await verb(TENANT, job.id)
+            for verb in (w.manager.cancel, w.manager.pause, w.manager.resume):
+                with pytest.raises(JobError, match="There is no fine-tuning job"):
+                    await verb("somebody else", job.id)
+            await w.until(lambda: w.job(job.id).finished_at)
+            events, checkpoints = w.events(job.id), w.checkpoints(job.id)
+            assert steps_of(events) == list(range(1, len(steps_of(events)) + 1))
+            assert not any(can_go_on_from(each.directory) for each in checkpoints)
+            listed = {Path(each.directory) for each in checkpoints}
+            assert set((tmp_path / "jobs" / job.id / "checkpoints").iterdir()) == listed
+            # The engine has room for the next one.
+            assert (await w.until_over((await w.create(DATA, **QUICK)).id)).status == "succeeded"
+
+    run(story())
+
+
+def test_without_an_engine_jobs_wait_and_obey(tmp_path):
+    async def story():
+        async with world(tmp_path, alive=False) as w:
+            job = await w.create(DATA, **QUICK)
+            await w.until(lambda: w.job(job.id).status == "queued")
+            assert (await w.manager.pause(TENANT, job.id)).status == "paused"
+            other = await w.create(DATA, **QUICK)
+            await w.until(lambda: w.job(other.id).status == "queued")
+            assert (await w.manager.cancel(TENANT, other.id)).status == "cancelled"
+            w.live()
+            await asyncio.sleep(0.1)
+            assert w.job(job.id).status == "paused"
+            assert (await w.manager.resume(TENANT, job.id)).status == "running"
+            assert (await w.until_over(job.id)).status == "succeeded"
+
+    run(story())
+
+
+def test_what_a_job_cannot_be_told_twice_is_known_after_a_restart(tmp_path):
+    """A paused job stays paused, a job that was running goes on, one being validated is validated again."""
+
+    async def first():
+        async with world(tmp_path) as w:
+            paused = await w.create(DATA, **LONG)
+            await w.until(lambda: w.job(paused.id).num_steps_done > 2)
+            await w.manager.pause(TENANT, paused.id)
+            running = await w.create(DATA, **{**LONG, "hyperparameters": {"n_epochs": 20, "batch_size": 1}})
+            await w.until(lambda: w.job(running.id).num_steps_done > 5)
+            fresh = await w.create(DATA, **QUICK)
+        return paused.id, running.id, fresh.id
+
+    async def second(paused, running, fresh):
+        async with world(tmp_path) as w:
+            assert (await w.until_over(running)).status == "succeeded"
+            assert (await w.until_over(fresh)).status == "succeeded"
+            assert w.job(paused).status == "paused"
+            done = w.job(paused).num_steps_done
+            assert (await w.manager.resume(TENANT, paused)).status == "running"
+            await w.until(lambda: w.job(paused).num_steps_done > done)
+            await w.manager.cancel(TENANT, paused)
+            return w.events(running), w.job(running)
+
+    events, job = run(second(*run(first())))
+    assert steps_of(events) == list(range(1, job.num_steps + 1))
+
+
+def test_training_goes_on_from_a_model(tmp_path):
+    async def story():
+        async with world(tmp_path) as w:
+            first = await w.until_over((await w.create(DATA, **QUICK)).id)
+            known = w.manager.adapter(TENANT, first.name)
+            ref = AdapterRef(name=known.name, directory=known.directory)
+            extension = {"optimizer": {"learning_rate": 1e-9}, "checkpoint_every_steps": 0}
+            named = {"hyperparameters": QUICK["hyperparameters"], "extension": extension, "model": first.name}
+            second = await w.create(DATA, **named, start=ref)
+            with pytest.raises(JobError, match=f"job {second.id} needs {first.name}"):
+                await w.manager.delete_adapter(TENANT, first.name)
+            second = await w.until_over(second.id)
+            assert second.status == "succeeded", second.error
+            theirs = w.manager.adapter(TENANT, second.name)
+            assert 0 < distance(adapter_in(theirs.directory), adapter_in(known.directory)) < 1e-6
+            assert w.manager.adapter("other", first.name) is None
+            assert not await w.manager.delete_adapter("other", first.name)
+            assert await w.manager.delete_adapter(TENANT, first.name)
+            assert w.manager.adapter(TENANT, first.name) is None
+            assert Path(known.directory).is_dir(), "its last checkpoint is the same adapter"
+            assert await w.manager.delete_adapter(TENANT, f"{first.name}:ckpt-step-9")
+            assert not Path(known.directory).is_dir()
+            assert [each.step for each in w.checkpoints(first.id)] == [4, 8]
+
+    run(story())
+
+
+def test_a_live_job_is_listed_while_it_runs(tmp_path):
+    async def story():
+        async with world(tmp_path) as w:
+            live = {**LONG, "extension": {**LONG["extension"], "live": True}}
+            job = await w.create(DATA, **live)
+            await w.until(lambda: w.manager.adapter(TENANT, job.name))
+            assert w.manager.adapter(TENANT, job.name).directory is None
+            assert w.manager.adapter("other", job.name) is None
+            with pytest.raises(JobError, match="is being trained"):
+                await w.manager.delete_adapter(TENANT, job.name)
+            with pytest.raises(JobError, match="still being trained"):
+                await w.create(DATA, start=AdapterRef(name=job.name))
+            w.link.engine.kill()
+            await w.until(lambda: w.job(job.id).status == "queued")
+            assert w.manager.adapter(TENANT, job.name) is None
+            w.live()
+            await w.until(lambda: w.manager.adapter(TENANT, job.name))
+            await w.manager.cancel(TENANT, job.id)
+            assert w.manager.adapter(TENANT, job.name) is None
+
+    run(story())
+
+
+def test_jobs_run_beside_each_other(tmp_path):
+    async def story():
+        async with world(tmp_path) as w:
+            jobs = [await w.create(DATA, **QUICK, seed=seed) for seed in range(4)]
+            for job in jobs:
+                assert (await w.until_over(job.id)).status == "succeeded"
+                assert steps_of(w.events(job.id)) == list(range(1, 10))
+
+    run(story())
+
+
+def test_a_job_that_the_engine_refuses_fails_with_its_words(tmp_path):
+    start = AdapterRef(name="gone", directory=str(tmp_path / "nowhere"))
+
+    async def story():
+        async with world(tmp_path) as w:
+            with pytest.raises(JobError, match=r"coserve\.adapter must not be given where the model is an adapter"):
+                await w.create(DATA, **QUICK, start=start)
+            return await w.until_over((await w.create(DATA, start=start)).id)
+
+    job = run(story())
+    assert (job.status, job.error["code"]) == ("failed", "job_refused")
+    assert "nowhere has no adapter_config.json" in job.error["message"]
+
+
+def test_jobs_of_another_model_wait_for_it(tmp_path):
+    async def first():
+        async with world(tmp_path, alive=False) as w:
+            job = await w.create(DATA, **QUICK)
+            await w.until(lambda: w.job(job.id).status == "queued")
+            with w.store.write() as transaction:
+                transaction.change_job(job.id, base="another")
+        return job.id
+
+    async def second(id):
+        async with world(tmp_path) as w:
+            assert (await w.until_over((await w.create(DATA, **QUICK)).id)).status == "succeeded"
+            assert w.job(id).status == "queued"
+            assert (await w.manager.cancel(TENANT, id)).status == "cancelled"
+
+    run(second(run(first())))
