@@ -1,0 +1,1 @@
+"""What engines are fed with: data sets."""
