@@ -155,7 +155,7 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
     objective = results["objectives"][kind]
     found = {name: [o for o in results["phases"][name]["outcomes"] if o[kind]] for name in ("requests", "both")}
     values = [outcome[kind] for outcomes in found.values() for outcome in outcomes] + [objective]
-    x = Axis(label="seconds from the start of the trace", low=0, high=_seconds(results, "requests", "both"))
+    x = Axis(label="seconds from the start of the trace", low=0, high=results["config"]["seconds"])
     # The few that are far below the others (two tokens that came at once) lie on the edge.
     y = Axis(label=f"{words}, ms", low=max(percentile(values, 0.05) / 2, 1e-3), high=max(values) * 1.5, is_log=True)
     marks, entries = [rule(objective)], []

@@ -18,6 +18,7 @@ from coserve.cli.drawing import (
     milliseconds,
     printable,
     progress_bar,
+    resampled,
     sparkline,
     stacked_bar,
 )
@@ -114,10 +115,11 @@ def _tuning(recording: Recording, width: int) -> Text:
             lines[0].append(f"  {duration(progress.left_s)} left", style=DIM)
         lines.append(progress_bar(progress.step / progress.num_steps, width))
     if progress.loss is not None:
-        curve = sparkline(list(progress.losses.values()), max(4, width - 16), low=0.0)
+        room = max(4, width - 18)
+        curve = sparkline(resampled(list(progress.losses.values()), room), room, low=0.0)
         lines.append(Text("loss     ").append_text(curve).append(f" {progress.loss:.3g}"))
     rates = _rates(recording)
-    curve = sparkline(rates, max(4, width - 16), low=0.0)
+    curve = sparkline(rates, max(4, width - 18), low=0.0)
     lines.append(Text("tokens/s ").append_text(curve).append(f" {rates[-1] if rates else 0:,.0f}"))
     return Text("\n").join(_padded(lines, 4))
 

@@ -1,6 +1,7 @@
 """Pieces of live views: sparklines, stacked bars, latencies beside their objectives. Pure functions to rich's texts."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import isnan
 
 from rich.text import Text
@@ -29,6 +30,14 @@ def sparkline(
         block = _BLOCKS[min(len(_BLOCKS) - 1, max(0, int(share * len(_BLOCKS))))]
         text.append(block, style=BAD if limit is not None and value > limit else "cyan")
     return text
+
+
+def resampled(values: Sequence[float], width: int) -> list[float]:
+    """All of them in so many, each the mean of its part."""
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * index // width for index in range(width + 1)]
+    return [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
 
 
 def stacked_bar(parts: Iterable[tuple[float, str]], width: int, *, total: float | None = None) -> Text:

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from coserve.cli.drawing import DIM, against, duration, progress_bar, sparkline
+from coserve.cli.drawing import DIM, against, duration, progress_bar, resampled, sparkline
 from coserve.errors import ServerError
 from coserve.server.client import Client
 from coserve.server.job_progress import JobProgress
@@ -61,7 +61,8 @@ def view(progress: JobProgress, width: int) -> RenderableType:
     lines = [head]
     if progress.loss is not None:
         learning = Text.assemble("loss ", (f"{progress.loss:.4g}", "bold"), " ")
-        learning.append_text(sparkline(list(progress.losses.values()), max(10, min(40, width - 48))))
+        room = max(10, min(40, width - 48))
+        learning.append_text(sparkline(resampled(list(progress.losses.values()), room), room, low=0.0))
         if progress.validation_loss is not None:
             learning.append(f"  validation {progress.validation_loss:.4g}")
         if progress.tokens_per_s is not None:

@@ -61,6 +61,7 @@ def recorded(*, num_requests: int = 60, seconds: float = 30.0) -> dict:
         "machine": "2 cores of <something>",
         "date": "2026-01-02 03:04 UTC",
         "objectives": {"ttft_ms": 2000, "tpot_ms": 21.3},
+        "config": {"seconds": seconds},
         "settings": {"trace": "bursty, 2 requests/s & more", "learning rate": 1e-3},
         "job": {"id": "ftjob-1", "model": "ft:tiny:org:pirate:1"},
         "score": {"asked": 40, "before": 0.0, "after": 0.925},

@@ -9,7 +9,16 @@ from rich.console import Console
 
 from coserve.bench.demo import DemoState, Recording
 from coserve.cli.demo_view import comparison, live_view, questions
-from coserve.cli.drawing import against, duration, milliseconds, printable, progress_bar, sparkline, stacked_bar
+from coserve.cli.drawing import (
+    against,
+    duration,
+    milliseconds,
+    printable,
+    progress_bar,
+    resampled,
+    sparkline,
+    stacked_bar,
+)
 from coserve.cli.follow import view
 from coserve.server.job_progress import JobProgress
 from coserve.workloads.load import Load
@@ -102,6 +111,11 @@ def test_sparklines():
     assert sparkline([2, 2], 5).plain == "▁▁" and sparkline([1.0, float("nan"), 2.0], 5).plain == "▁█"
     late = sparkline([1, 9], 5, limit=5)
     assert [span.style for span in late.spans] == ["cyan", "bold red"]
+
+
+def test_resampling_keeps_the_whole_course():
+    assert resampled([1, 2, 3], 5) == [1, 2, 3]
+    assert resampled([1, 3, 5, 7], 2) == [2, 6] and len(resampled(list(range(1000)), 37)) == 37
 
 
 def test_bars_are_as_wide_as_they_should_be():
