@@ -48,7 +48,7 @@ def follow(client: Client, job: dict[str, Any], console: Console) -> JobProgress
 
 def view(progress: JobProgress, width: int) -> RenderableType:
     """A few lines: the job, its loss, the requests."""
-    job, requests = progress.job, progress.status.get("requests") or {}
+    job, requests = progress.job, progress.status.get("requests")
     objectives = progress.status.get("objectives") or {}
     head = Text.assemble((job["status"], "bold"), "  ")
     if progress.num_steps:
@@ -61,7 +61,7 @@ def view(progress: JobProgress, width: int) -> RenderableType:
     lines = [head]
     if progress.loss is not None:
         learning = Text.assemble("loss ", (f"{progress.loss:.4g}", "bold"), " ")
-        room = max(10, min(40, width - 48))
+        room = max(10, min(40, width - 54))
         learning.append_text(sparkline(resampled(list(progress.losses.values()), room), room, low=0.0))
         if progress.validation_loss is not None:
             learning.append(f"  validation {progress.validation_loss:.4g}")
@@ -69,12 +69,18 @@ def view(progress: JobProgress, width: int) -> RenderableType:
             learning.append(f"  {progress.tokens_per_s:,.0f} tokens/s", style=DIM)
         lines.append(learning)
     if requests:
-        meanwhile = Text.assemble("requests: ", f"{requests.get('running') or 0} running, p99 first token ")
-        meanwhile.append_text(against((requests.get("ttft_ms") or {}).get("p99"), objectives.get("ttft_ms")))
-        meanwhile.append(", then ")
-        meanwhile.append_text(against((requests.get("tpot_ms") or {}).get("p99"), objectives.get("tpot_ms")))
-        lines.append(meanwhile)
+        lines.append(_meanwhile(requests, objectives))
     return Group(*lines)
+
+
+def _meanwhile(requests: dict[str, Any], objectives: dict[str, Any]) -> Text:
+    """What requests saw in the last minute, against their objectives."""
+    firsts, means = ((requests.get(name) or {}).get("p99") for name in ("ttft_ms", "tpot_ms"))
+    text = Text(f"requests: {requests.get('running') or 0} running, ")
+    if firsts is None:
+        return text.append("none answered in the last minute", style=DIM)
+    text.append("p99 first token ").append_text(against(firsts, objectives.get("ttft_ms")))
+    return text.append(", then ").append_text(against(means, objectives.get("tpot_ms")))
 
 
 def _polls(client: Client, progress: JobProgress) -> Iterator[list[dict[str, Any]]]:

@@ -54,12 +54,15 @@ def show(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Js
     if as_json:
         print(json.dumps({**record, "checkpoints": checkpoints}))
         return
+    from coserve.cli.models import moment
     from coserve.cli.tables import console, table
 
     listing = table("field", "value")
     for name, value in record.items():
         if value not in (None, [], {}):
-            listing.add_row(name, value if isinstance(value, str) else json.dumps(value))
+            is_moment = name.endswith("_at") or name == "estimated_finish"
+            words = moment(value) if is_moment else value if isinstance(value, str) else json.dumps(value)
+            listing.add_row(name, words)
     for checkpoint in checkpoints:
         listing.add_row(f"step {checkpoint['step_number']}", checkpoint["fine_tuned_model_checkpoint"])
     console().print(listing)
