@@ -37,7 +37,7 @@ class DemoConfig:
     beside requests; None: about as many as last for the trace, by what the job alone reached.
     """
 
-    seconds: float = 40.0
+    seconds: float = 35.0
     rate: float = 2.0
     mean_output_tokens: float = 24.0
     epochs: int | None = None
@@ -46,7 +46,7 @@ class DemoConfig:
     r: int = 16
     checkpoint_every_steps: int = 25
     num_questions: int = 8
-    num_scored: int = 40
+    num_scored: int = 30
     seed: int = 0
 
 

@@ -34,7 +34,7 @@ def demo(
         LessonName, typer.Option(help="What the model learns: a manner, a skill, or words of a new language.")
     ] = "pirate",
     model: Annotated[str, typer.Option(help="A directory, a hub id, or tiny, the built-in model.")] = "tiny",
-    seconds: Annotated[float, typer.Option(min=1, help="Of each of the three phases.")] = 40.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each of the three phases.")] = 35.0,
     rate: Annotated[float, typer.Option(min=0.1, help="Mean requests per second; they come in bursts.")] = 2.0,
     slo_ttft: Annotated[
         str | None, typer.Option(metavar="TIME", help="Objective: time to the first token. [tiny: 500ms]")

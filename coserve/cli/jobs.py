@@ -37,11 +37,11 @@ def jobs(
     from coserve.cli.models import moment
     from coserve.cli.tables import console, table
 
-    listing = table("job", "status", "model", "result", ">trained tokens", "since")
+    listing = table("=job", "status", "result", ">tokens", "since")
     for job in found:
         result = job.get("fine_tuned_model") or (job.get("error") or {}).get("message") or ""
         tokens = "" if job.get("trained_tokens") is None else f"{job['trained_tokens']:,}"
-        listing.add_row(job["id"], job["status"], job["model"], result, tokens, moment(job["created_at"]))
+        listing.add_row(job["id"], job["status"], result or f"on {job['model']}", tokens, moment(job["created_at"]))
     console().print(listing if found else "No jobs yet; `coserve tune FILE` starts one.")
 
 

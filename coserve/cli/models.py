@@ -22,9 +22,9 @@ def models(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False
         return
     from coserve.cli.tables import console, table
 
-    listing = table("model", "kind", "on top of", "since")
+    listing = table("=model", "kind", "since")
     for model in found:
-        listing.add_row(model["id"], _kind(model), model.get("parent") or "", moment(model.get("created")))
+        listing.add_row(model["id"], _kind(model), moment(model.get("created")))
     console().print(listing)
 
 

@@ -1,6 +1,7 @@
 """How commands print: one console, one manner of tables; where nobody looks, lines that programs can cut."""
 
 import os
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -16,8 +17,9 @@ def console() -> Console:
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """Columns whose names begin with > are numbers."""
+    """Columns whose names begin with > are numbers; those that begin with = are to be copied, and never broken."""
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        made.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        made.add_column(column.lstrip(">="), justify=justify, overflow="fold", no_wrap=column.startswith("="))
     return made

@@ -126,7 +126,7 @@ def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
     try:
         progress = follow(client, job, screen)
     except KeyboardInterrupt:
-        screen.print(f"\nThe job goes on without being watched. {_afterwards(job['id'])}")
+        screen.print(f"\nThe job goes on without being watched.\n{_afterwards(job['id'])}", soft_wrap=True)
         if as_json:
             print(json.dumps({"job": job["id"], "status": "left running"}))
         return
@@ -138,7 +138,8 @@ def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
     if ended["status"] == "succeeded":
         screen.print(f"Done. Ask it: coserve chat --adapter {ended['fine_tuned_model']}", soft_wrap=True)
     else:
-        screen.print(f"The job was {ended['status']}; coserve jobs show {ended['id']} lists its checkpoints.")
+        words = f"The job was {ended['status']}; coserve jobs show {ended['id']} lists its checkpoints."
+        screen.print(words, soft_wrap=True)
     if as_json:
         print(json.dumps(progress.summary()))
 
@@ -151,9 +152,9 @@ def job_method(*, epochs: int | None, batch_size: int | None) -> dict[str, Any]:
 
 def _afterwards(job_id: str) -> str:
     return (
-        f"Watch it: coserve jobs follow {job_id}\n"
-        f"Let it rest: coserve jobs pause {job_id}\n"
-        f"End it: coserve jobs cancel {job_id}"
+        f"watch it    coserve jobs follow {job_id}\n"
+        f"let it rest coserve jobs pause {job_id}\n"
+        f"end it      coserve jobs cancel {job_id}"
     )
 
 

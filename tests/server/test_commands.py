@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from served import serving
+from served import model_directory, serving
+
+from coserve.cli.connection import base_model, find_model, is_there, own_server
+from coserve.errors import ServerError
+from coserve.server.client import Client
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -140,3 +144,15 @@ def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(server, many_examples
     assert (run.returncode, err) == (0, "")
     assert all(f"coserve jobs {verb} {job}" in out for verb in ("follow", "pause", "cancel"))
     assert server.post(f"/v1/fine_tuning/jobs/{job}/cancel").json()["status"] == "cancelled", "it was still there"
+
+
+def test_a_command_has_a_server_of_its_own_as_long_as_it_needs_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    log = tmp_path / "server.log"
+    with own_server(str(model_directory()), "--memory", "16MB", home=tmp_path / "home", log=log) as url:
+        assert is_there(url)
+        with Client(url) as client:
+            assert base_model(client) == "small" and find_model(client, "small") == "small"
+    assert not is_there(url)
+    with pytest.raises(ServerError, match=r"did not start: .*nowhere"), own_server(str(tmp_path / "nowhere"), log=log):
+        pass
