@@ -39,14 +39,14 @@ class JobService:
 async def start_jobs(context: ServerContext) -> JobManager:
     """Open the store, and have jobs go on as soon as there is an engine. StoreError if it cannot be opened.
 
-    Before the engine is started; `JobManager.close` is to be called when it has ended.
+    To be called once; `JobManager.close` is to be called when the engine has ended.
     """
     config = context.config
     store = _store(config)
     manager = JobManager(
         store=store,
-        files=Files(store, config.home / "files", max_bytes=config.max_upload_bytes),
-        directory=config.home / "jobs",
+        files=Files(store, config.directory / "files", max_bytes=config.max_upload_bytes),
+        directory=config.directory / "jobs",
         engine=context.link,
         model=BaseModel(
             name=context.model_name,
@@ -59,11 +59,13 @@ async def start_jobs(context: ServerContext) -> JobManager:
     context.link.listen(service)
     context.catalogues.append(service)
     context.job_manager = manager
+    if context.link.ready is not None:
+        manager.engine_ready()
     return manager
 
 
 def _store(config: ServerConfig) -> Store:
-    return Store.at(config.home) if config.database is None else Store(config.database)
+    return Store.at(config.directory) if config.database is None else Store(config.database)
 
 
 def _known(record: AdapterRecord) -> KnownAdapter:
