@@ -48,6 +48,7 @@ class _Screen:
             *(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()),
             console=self._console,
             transient=True,
+            disable=not self._console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
 

@@ -62,7 +62,9 @@ async def _answer_validation_error(request: Request, error: Exception) -> Respon
 
 def validation_error(faults: Any) -> ApiError:
     """Of what pydantic found, the fault that says most: those of a union's other branches say little."""
-    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    unknown = (fault for fault in faults if fault["type"] == "extra_forbidden")
+    right_type = (fault for fault in faults if not fault["type"].endswith("_type"))
+    first = next(unknown, None) or next(right_type, faults[0])
     name = _field_name(first["loc"])
     if first["type"] == "extra_forbidden":
         return ApiError(_UNKNOWN.format(name=name), param=name, code="unknown_parameter")

@@ -15,6 +15,7 @@ from coserve.server.engine_link import EngineLink, RequestStream
 from coserve.server.ledger import Entry, Ledger
 from coserve.server.metrics import Metrics
 from coserve.server.prompts import Prompts
+from coserve.server.protocol import Ready
 from coserve.server.status import StatusBoard
 
 if TYPE_CHECKING:
@@ -63,6 +64,13 @@ class ServerContext:
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: what could change the answer to a seeded request."""
         return f"coserve-{coserve.__version__}"
+
+    def require_ready(self) -> Ready:
+        """The engine, as it said of itself; EngineGoneError if requests cannot be answered now."""
+        ready = self.link.require_ready()
+        if not self.prompts.is_loaded or self.job_manager is None:
+            raise EngineGoneError("the server is starting; try again in a few seconds")
+        return ready
 
     def find_adapter(self, tenant: str, name: str) -> KnownAdapter | None:
         """By a name that the tenant knows."""

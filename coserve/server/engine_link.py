@@ -157,8 +157,10 @@ class EngineLink:
         return self._ready
 
     def listen(self, listener: EngineListener) -> None:
-        """Tell it what happens."""
+        """Tell it what happens, and that the engine is ready if it is already."""
         self._listeners.append(listener)
+        if self._ready is not None:
+            listener.engine_ready(self._ready)
 
     # -- life -----------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def sampling_params(body: SamplingBody, *, max_tokens: int, vocab_size: int, **m
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if (top_k := given.get("top_k")) is not None:
         given["top_k"] = min(top_k, vocab_size)
-    stop = body.stop or ()
+    stop = () if body.stop is None else body.stop
     check_text(stop if isinstance(stop, str) else "".join(stop), param="stop")
     try:
         params = SamplingParams(

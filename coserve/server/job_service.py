@@ -36,10 +36,10 @@ class JobService:
         return None if record is None else _known(record)
 
 
-async def start_jobs(context: ServerContext) -> JobManager:
+async def start_jobs(context: ServerContext) -> None:
     """Open the store, and have jobs go on as soon as there is an engine. StoreError if it cannot be opened.
 
-    To be called once; `JobManager.close` is to be called when the engine has ended.
+    `stop_jobs` is to be called when the engine has ended.
     """
     config = context.config
     store = _store(config)
@@ -61,7 +61,13 @@ async def start_jobs(context: ServerContext) -> JobManager:
     context.job_manager = manager
     if context.link.ready is not None:
         manager.engine_ready()
-    return manager
+
+
+async def stop_jobs(context: ServerContext) -> None:
+    """Write down what the engine said last, and close the store."""
+    if context.job_manager is not None:
+        await context.job_manager.close()
+        context.job_manager.store.close()
 
 
 def _store(config: ServerConfig) -> Store:

@@ -30,8 +30,9 @@ class Prompts:
         await self._run(self._load)
 
     def _load(self) -> None:
-        self._source = find_model(self._model, with_weights=False)
-        self._tokenizer = load_tokenizer(self._source)
+        source = find_model(self._model, with_weights=False)
+        self._tokenizer = load_tokenizer(source)
+        self._source = source
 
     def close(self) -> None:
         """End the thread."""
@@ -43,6 +44,11 @@ class Prompts:
             return list(prompt)  # type: ignore[arg-type]
         tokens: list[int] = await self._run(tokens_of, prompt, self._tokenizer, self._model)
         return tokens
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether `load` is done."""
+        return self._source is not None
 
     @property
     def source(self) -> ModelSource:

@@ -8,9 +8,9 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -19,7 +19,7 @@ from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
 from coserve.server.engine_link import EngineLink
-from coserve.server.job_service import start_jobs
+from coserve.server.job_service import start_jobs, stop_jobs
 from coserve.server.prompts import Prompts
 from coserve.server.protocol import EngineSettings, Happened, Progress, Ready
 
@@ -81,7 +81,8 @@ async def serve(config: ServerConfig, watcher: Watcher) -> None:
         link=EngineLink(settings, home=config.directory, on_progress=watcher.progress),
         prompts=Prompts(config.model),
     )
-    context.link.listen(_FirstReady(lambda ready: watcher.ready(ready, context, url)))
+    first = _FirstReady()
+    context.link.listen(first)
     server = _Server(
         uvicorn.Config(
             create_app(context),
@@ -93,35 +94,50 @@ async def serve(config: ServerConfig, watcher: Watcher) -> None:
     )
     try:
         with _signals() as signalled:
-            await _serve(server, listening, context, signalled)
+            await _serve(server, listening, context, signalled, lambda: _announce(context, first, watcher, url))
     finally:
         listening.close()
         context.prompts.close()
 
 
 async def _serve(
-    server: uvicorn.Server, listening: socket.socket, context: ServerContext, signalled: "_Signals"
+    server: uvicorn.Server,
+    listening: socket.socket,
+    context: ServerContext,
+    signalled: "_Signals",
+    announce: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
-    await context.prompts.load()
-    jobs = await start_jobs(context)
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
     engine = asyncio.create_task(context.link.run())
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    starting = asyncio.create_task(announce())
     waiting = asyncio.create_task(signalled.first.wait())
     try:
-        await asyncio.wait((serving, engine, waiting), return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Task[Any]] = {engine, serving, waiting}
+        await asyncio.wait({*ends, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if signalled.first.is_set():
             await _drain(context, signalled)
         await context.link.stop()
     finally:
         server.should_exit = True
         waiting.cancel()
-        await asyncio.gather(serving, waiting, return_exceptions=True)
+        starting.cancel()
+        await asyncio.gather(serving, waiting, starting, return_exceptions=True)
         if not engine.done():
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
-        await jobs.close()
-        jobs.store.close()
-    await engine
+        await stop_jobs(context)
+    if not engine.cancelled():
+        engine.result()
+
+
+async def _announce(context: ServerContext, first: "_FirstReady", watcher: Watcher, url: str) -> None:
+    """Load what this process needs of the model; tell when all is there."""
+    await context.prompts.load()
+    await start_jobs(context)
+    watcher.ready(await first.ready, context, url)
 
 
 async def _drain(context: ServerContext, signalled: "_Signals") -> None:
@@ -134,15 +150,14 @@ async def _drain(context: ServerContext, signalled: "_Signals") -> None:
 
 
 class _FirstReady:
-    """Tells the first time that an engine is ready."""
+    """Waits for the first engine."""
 
-    def __init__(self, tell: Callable[[Ready], None]) -> None:
-        self._tell: Callable[[Ready], None] | None = tell
+    def __init__(self) -> None:
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
 
     def engine_ready(self, ready: Ready) -> None:
-        if self._tell is not None:
-            self._tell(ready)
-            self._tell = None
+        if not self.ready.done():
+            self.ready.set_result(ready)
 
     def engine_gone(self) -> None:
         pass

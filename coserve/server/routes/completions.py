@@ -78,7 +78,7 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
 async def _generation(
     body: CompletionBody, prompts: list[str | list[int]], context: ServerContext, tenant: str, arrival_s: float
 ) -> Generation:
-    ready = context.link.require_ready()
+    ready = context.require_ready()
     adapter = find_model(context, tenant, body.model)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens < 0 or (max_tokens == 0 and not body.echo):

@@ -21,7 +21,7 @@ async def health() -> Response:
 @router.get("/ready")
 async def ready(context: Context) -> Response:
     """200 if requests are answered now, 503 otherwise."""
-    context.link.require_ready()
+    context.require_ready()
     return json_response({"status": "ready"})
 
 

@@ -1,0 +1,188 @@
+"""Starts, deaths and ends: of clients, of the engine, of the server."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from served import Served, expected, is_alive, model_directory, serving, tokenizer
+
+LONG: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    """A server whose engine may be killed."""
+    with serving() as running:
+        yield running
+
+
+def running(served: Served) -> int:
+    return int(served.get("/v1/status").json()["requests"]["running"])
+
+
+def slow_stream(client: OpenAI) -> Any:
+    """Many long streams in one, so that it lasts for a while."""
+    stream = client.completions.create(**{**LONG, "n": 16}, stream=True)
+    next(iter(stream))
+    return stream
+
+
+def test_the_start_line_says_it_all(own: Served):
+    assert re.fullmatch(
+        r"coserve serves small \(float32, cpu\): weights \S+ kB, pool 16 MB for [\d,]+ tokens; "
+        r"objectives TTFT 2 s, TPOT \S+ m?s; http://127\.0\.0\.1:\d+/v1\n",
+        own.start_line,
+    )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_cancels_its_request(own: Served, stream: bool):
+    client = own.client()
+    if stream:
+        with slow_stream(client):
+            own.wait_until(lambda: running(own) == 16)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            body = {**LONG, "n": 16, **LONG["extra_body"]}
+            del body["extra_body"]
+            with httpx.Client(timeout=60) as connection:
+                waiting = pool.submit(connection.post, f"{own.url}/v1/completions", json=body)
+                own.wait_until(lambda: running(own) == 16)
+                for pooled in connection._transport._pool.connections:  # type: ignore[attr-defined]
+                    pooled._connection._network_stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+            with pytest.raises(httpx.HTTPError):
+                waiting.result()
+    steps = own.get("/v1/status/steps").json()["cursor"]
+    own.wait_until(lambda: running(own) == 0)
+    events = own.get(f"/v1/status/steps?after={steps}").json()
+    assert events["requests"] == []  # cancelled, not finished
+
+
+def test_an_engine_that_dies_ends_streams_clearly_and_is_started_again(own: Served):
+    client = own.client()
+    before = own.engine_pid()
+    stream = slow_stream(client)
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(client.completions.create, **{**LONG, "n": 16})
+        own.wait_until(lambda: running(own) == 32)
+        os.kill(before, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the engine died"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="the engine died") as raised:
+            whole.result()
+    assert raised.value.status_code == 503
+    assert raised.value.response.headers["retry-after"] == "2"
+
+    refused = own.post("/v1/completions", json={"model": "small", "prompt": "x"})
+    assert refused.status_code == own.get("/ready").status_code == 503
+    assert refused.headers["retry-after"] == "2"
+    assert refused.json()["error"]["type"] == "server_error"
+    assert own.get("/health").status_code == 200
+    assert own.get("/v1/status").json()["ready"] is False
+
+    own.wait_until(lambda: own.get("/ready").status_code == 200)
+    assert own.engine_pid() != before
+    assert not is_alive(before)
+    prompt = list(tokenizer()("Hello")["input_ids"])
+    answer = client.completions.create(model="small", prompt="Hello", max_tokens=4, temperature=0)
+    assert answer.choices[0].text == tokenizer().decode(expected(prompt, 4)[0], skip_special_tokens=True)
+    assert "coserve_engine_deaths_total 1.0" in own.get("/metrics").text
+
+
+def sockets_of_engines() -> set[Path]:
+    return set(Path(os.environ.get("TMPDIR", "/tmp")).glob("coserve-*/engine"))
+
+
+def test_a_server_that_is_killed_leaves_no_engine():
+    before = sockets_of_engines()
+    served = Served()
+    [made] = sockets_of_engines() - before or {None}
+    engine = served.engine_pid()
+    stream = slow_stream(served.client())
+    served.process.kill()
+    served.process.wait()
+    with pytest.raises((httpx.HTTPError, openai.APIError)):
+        list(stream)
+    served.wait_until(lambda: not is_alive(engine))
+    assert made is not None
+    served.wait_until(lambda: not made.parent.exists())
+    served.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_streams_end_and_refuses_new_requests(number: int):
+    before = sockets_of_engines()
+    served = Served()
+    client, engine = served.client(), served.engine_pid()
+    stream = slow_stream(client)
+    os.kill(served.process.pid, number)
+    served.wait_until(lambda: served.get("/ready").status_code == 503)
+    with pytest.raises(openai.InternalServerError, match="shutting down"):
+        served.client().completions.create(model="small", prompt="x")
+    reasons = [event.choices[0].finish_reason for event in stream if event.choices[0].finish_reason]
+    assert reasons == ["length"] * 16
+    assert served.process.wait(30) == 0
+    assert not is_alive(engine)
+    assert sockets_of_engines() <= before
+    assert served.stop() == 0
+    assert served.log.read_text() == ""
+
+
+def test_streams_that_last_too_long_are_ended():
+    with serving("--drain", "0s") as served:
+        stream = slow_stream(served.client())
+        os.kill(served.process.pid, signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        assert served.process.wait(30) == 0
+
+
+def up(*options: str) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "coserve", "up", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def test_mistakes_are_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for options, words in (
+            ((str(model_directory()), "--port", port), "Address already in use; choose another --port"),
+            (("/no/such/model", "--port", "0"), "'/no/such/model' is not a directory"),
+            ((str(model_directory()), "--port", "0", "--dtype", "float3"), "dtype 'float3' is not one of"),
+            ((str(model_directory()), "--port", "0", "--memory", "1kB"), "the page pool needs"),
+            ((str(model_directory()), "--port", "0", "--device", "abacus"), "device 'abacus' cannot be used here"),
+            (("--slo-tpot", "soon"), "is no number with a unit"),
+            (("--policy", "greed"), "greed"),
+        ):
+            result = up(*options)
+            assert result.returncode != 0
+            assert result.stdout == ""
+            lines = result.stderr.strip().splitlines()
+            assert len(lines) == 1, result.stderr
+            assert lines[0].startswith("error: ")
+            assert words in lines[0]
+
+
+def test_the_engine_ends_when_its_input_does():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coserve.server.engine_process"],
+        stdin=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    time.sleep(0.1)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
