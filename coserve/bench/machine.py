@@ -57,7 +57,7 @@ def read_bytes_per_s(device: torch.device) -> float:
 def weight_bytes(backbone: Backbone) -> int:
     """Bytes of weights that a forward pass reads: all but a table of embeddings that is not also the head."""
     weights = {
-        id(tensor.untyped_storage()): tensor.nbytes
+        tensor.data_ptr(): tensor.nbytes
         for part, tensors in backbone.weights.items()
         for tensor in tensors.values()
         if part != "embed"

@@ -15,9 +15,12 @@ Values = Mapping[str, Tensor]
 
 def run_node(node: Node, values: Values, weights: Values, context: Any) -> dict[str, Tensor]:
     """Run one node on tensors by name; returns its outputs by name."""
-    inputs = {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
-    results = node.operator.forward(inputs, node.attribute, context)
+    results = node.operator.forward(_inputs(node, values, weights), node.attribute, context)
     return {name: results[slot] for slot, name in node.outputs}
+
+
+def _inputs(node: Node, values: Values, weights: Values) -> dict[str, Tensor]:
+    return {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
 
 
 def run_graph(
@@ -32,13 +35,19 @@ def run_graph(
     weights: backbone weights (and parameters, where the graph has any) by name. after: called behind each node, to let
     bypasses add to its output and to save tensors, before anything is let go.
     """
-    for node in graph.nodes:
-        values.update(run_node(node, values, weights, context))
-        if after is not None:
-            after(node, values)
-        for name in (*node.input.values(), *node.output.values()):
-            if graph.last_use.get(name) == node.name:
-                values.pop(name, None)
+    for run in graph.runs:
+        if len(run) == 1:
+            values.update(run_node(run[0], values, weights, context))
+        else:
+            inputs = [(_inputs(node, values, weights), node.attribute) for node in run]
+            for node, results in zip(run, run[0].operator.forward_all(inputs, context), strict=True):
+                values.update({name: results[slot] for slot, name in node.outputs})
+        for node in run:
+            if after is not None:
+                after(node, values)
+            for name in (*node.input.values(), *node.output.values()):
+                if graph.last_use.get(name) == node.name:
+                    values.pop(name, None)
 
 
 class BackwardRun:

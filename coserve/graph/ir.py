@@ -118,6 +118,18 @@ class Graph:
         return tuple(dict.fromkeys(names))
 
     @cached_property
+    def runs(self) -> tuple[tuple[Node, ...], ...]:
+        """The nodes in order; neighbours of one operator that may run at once (see `Operator.shared`) together."""
+        runs: list[list[Node]] = []
+        for node in self.nodes:
+            slot = node.operator.shared
+            if slot and runs and runs[-1][0].op == node.op and runs[-1][0].input[slot] == node.input[slot]:
+                runs[-1].append(node)
+            else:
+                runs.append([node])
+        return tuple(map(tuple, runs))
+
+    @cached_property
     def last_use(self) -> dict[str, str]:
         """Row tensor -> name of the last node that reads it (or makes it): a forward pass lets it go there. Outputs
         are absent.

@@ -11,6 +11,7 @@ Which way is fastest depends on the device, the dtype and the number of rows; `b
 In every case the sums are float32, and the result is rounded once.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -43,6 +44,38 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.shape[0] < _FEW_BFLOAT16_ROWS and is_native(x):
         return left_product(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """`product` of the same rows with several weights; with those that `join` laid side by side, as one."""
+    whole = _joined(weights)
+    bias = None if biases[0] is None else _joined(biases)
+    if whole is None or (bias is None and any(each is not None for each in biases)):
+        return tuple(product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return product(x, whole, bias).split([weight.shape[0] for weight in weights], -1)
+
+
+def join(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same weights [out, in] or biases [out] in one piece of memory, which `products` recognizes."""
+    whole = torch.cat(list(tensors))
+    if whole.dim() > 1:
+        whole = stored(whole)
+    return list(whole.split([tensor.shape[0] for tensor in tensors]))
+
+
+def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The one tensor whose rows these are; None if they lie anywhere."""
+    first = tensors[0]
+    assert first is not None
+    memory, stride = first.untyped_storage().data_ptr(), first.stride()
+    offset, num_rows = first.storage_offset(), 0
+    for tensor in tensors:
+        if tensor is None or tensor.untyped_storage().data_ptr() != memory:
+            return None
+        if tensor.stride() != stride or tensor.storage_offset() != offset + num_rows * stride[0]:
+            return None
+        num_rows += tensor.shape[0]
+    return first.as_strided((num_rows, *first.shape[1:]), stride)
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coserve.errors import WeightsError
-from coserve.kernels.linear import stored
+from coserve.kernels.linear import join, stored
 from coserve.models.base import Architecture, Part
 
 Weights = dict[Part, dict[str, Tensor]]
@@ -59,7 +59,7 @@ def load_weights(
                     progress(len(loaded), len(architecture.weight_shapes))
     if architecture.tied and _HEAD in found:
         _check_tied_head(found[_HEAD].file, loaded[f"{architecture.embedding_name}.weight"])
-    return by_part(architecture, loaded)
+    return _joined(architecture, loaded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,20 @@ def random_weights(architecture: Architecture, *, dtype: torch.dtype, device: to
         else:
             tensor.normal_(0.0, 0.02, generator=generator)
         weights[name] = _stored(architecture, name, tensor)
-    return by_part(architecture, weights)
+    return _joined(architecture, weights)
+
+
+def _joined(architecture: Architecture, loaded: dict[str, Tensor]) -> Weights:
+    """`by_part`, with weights that are multiplied with the same rows in one piece of memory; takes from `loaded`."""
+    weights = by_part(architecture, loaded)
+    loaded.clear()  # so that each goes as soon as its copy is there
+    for part, graph in architecture.graphs.items():
+        for run in graph.runs:
+            for slot in ("weight", "bias"):
+                names = [node.input[slot] for node in run if slot in node.input]
+                if len(names) == len(run) > 1:
+                    weights[part] |= zip(names, join([weights[part][name] for name in names]), strict=True)
+    return weights
 
 
 def _stored(architecture: Architecture, name: str, tensor: Tensor) -> Tensor:

@@ -143,6 +143,29 @@ def test_products_with_the_weight_on_the_left_are_the_plain_ones(rows, dtype):
         torch.testing.assert_close(left, plain, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [(), (0, 1, 2), (1,)])
+def test_joined_weights_are_multiplied_as_one_and_others_one_by_one(dtype, biased, monkeypatch):
+    weights = linear.join([torch.randn(out, 24, dtype=dtype) for out in (30, 6, 90)])
+    biases = linear.join([torch.randn(out, dtype=dtype) for out in (30, 6, 90)])
+    biases = [bias if index in biased else None for index, bias in enumerate(biases)]
+    x = torch.randn(40, 24, dtype=dtype)
+    wanted = [linear.product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    apart = [weight.clone() for weight in weights]
+    calls, product = [], linear.product
+    monkeypatch.setattr(linear, "product", lambda *given: calls.append(given) or product(*given))
+    for given, order, num_calls in (
+        (weights, 1, 3 if biased == (1,) else 1),
+        (apart, 1, 3),
+        (weights[::-1], -1, 3),
+    ):
+        calls.clear()
+        found = linear.products(x, given, biases[::order])
+        assert len(calls) == num_calls
+        for y, theirs in zip(found, wanted[::order], strict=True):
+            torch.testing.assert_close(y, theirs, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}))
+
+
 @pytest.mark.parametrize("rows", [1, 16, 47, 48, 130])
 @pytest.mark.parametrize("tile", [1 << 21, 40 * 24])
 def test_wide_products_of_bfloat16_are_the_plain_ones(rows, tile, monkeypatch):

@@ -1,7 +1,7 @@
 """What an operator is: forward, vector-Jacobian product (VJP), what the VJP needs, and cost, written once."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,6 +62,8 @@ class Operator(ABC):
     whole: ClassVar[tuple[str, ...]] = ()
     # Output slots that the VJP can hand back once it holds all row inputs.
     restores: ClassVar[tuple[str, ...]] = ()
+    # An input slot: neighbours that read the same tensor there, and nothing else of each other's, may run at once.
+    shared: ClassVar[str | None] = None
     # Slots for which the VJP accepts packed signs (kernels.bits) in place of the values.
     sign_suffices: ClassVar[tuple[str, ...]] = ()
 
@@ -71,6 +73,10 @@ class Operator(ABC):
 
     @abstractmethod
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]: ...
+
+    def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Any) -> list[dict[str, Tensor]]:
+        """`forward` of several neighbours that share their slot `shared`."""
+        return [self.forward(values, attributes, context) for values, attributes in runs]
 
     @abstractmethod
     def vjp(

@@ -1,6 +1,6 @@
 """Matrix product with a weight, and table look-up."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Load, Operator, Shape, Shapes, Values
 from coserve.kernels.dropout import dropout_mask
-from coserve.kernels.linear import input_gradient, product, weight_gradient
+from coserve.kernels.linear import input_gradient, product, products, weight_gradient
 
 if TYPE_CHECKING:
     from coserve.graph.ir import TensorSpec
@@ -22,12 +22,17 @@ class Linear(Operator):
     inputs = ("x", "weight", "bias")
     optional = frozenset({"bias"})
     needs = {"x": ("weight",), "weight": ("x",), "bias": ()}
+    shared = "x"
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None)}
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
         return {"y": product(values["x"], values["weight"], values.get("bias"))}
+
+    def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Any) -> list[dict[str, Tensor]]:
+        weights, biases = [values["weight"] for values, _ in runs], [values.get("bias") for values, _ in runs]
+        return [{"y": y} for y in products(runs[0][0]["x"], weights, biases)]
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
@@ -60,6 +65,7 @@ class DropoutLinear(Linear):
     inputs = ("x", "weight", "row_keys")
     optional = frozenset()
     needs = {"x": ("weight", "row_keys"), "weight": ("x", "row_keys"), "row_keys": None}
+    shared = None
 
     def _drop(self, x: Tensor, values: Values, attributes: Attributes) -> Tensor:
         mask = dropout_mask(values["row_keys"], x.shape[1], p=attributes["p"], salt=attributes["salt"])
