@@ -35,22 +35,31 @@ class Folders:
         """Whether a directory is in here."""
         return self._directory in directory.parents
 
-    def prune(self, job: str, kept: Collection[CheckpointRecord], *, is_over: bool) -> None:
-        """Remove everything but these checkpoints (and, unless the job is over, its examples): all but the newest are
-        kept as adapters alone.
+    def thin_out(self, kept: Collection[CheckpointRecord], dropped: Collection[str]) -> None:
+        """While a job goes on: remove the directories that were dropped, and keep all checkpoints but the newest as
+        adapters alone. What else is there, the engine may be writing just now.
         """
-        if is_over:
-            self.examples(job).unlink(missing_ok=True)
-            self.validation(job).unlink(missing_ok=True)
-        if not self.checkpoints(job).is_dir():
-            return
+        for directory in dropped:
+            remove_tree(Path(directory))
+        for each in sorted(kept, key=lambda each: each.step)[:-1]:
+            keep_adapter_alone(each.directory)
+
+    def sweep(self, job: str, kept: Collection[CheckpointRecord], *, is_over: bool) -> None:
+        """When no engine has the job: remove all that is not known. Of a job that is over, adapters alone are kept."""
         directories = {Path(each.directory) for each in kept}
-        newest = max(kept, key=lambda each: each.step, default=None)
-        for path in self.checkpoints(job).iterdir():
+        for path in self.checkpoints(job).iterdir() if self.checkpoints(job).is_dir() else ():
             if path not in directories:
                 remove_tree(path)
-            elif newest is None or is_over or path != Path(newest.directory):
-                keep_adapter_alone(path)
+        self.thin_out(kept, ())
+        if is_over:
+            for each in kept:
+                keep_adapter_alone(each.directory)
+            self.validation(job).unlink(missing_ok=True)
+            self.examples(job).unlink(missing_ok=True)  # the last: as long as it is there, this has not been done
+
+    def unswept(self) -> list[str]:
+        """Jobs whose examples are there."""
+        return [path.name for path in self._directory.iterdir() if self.examples(path.name).exists()]
 
     def tidy(self, known: Collection[str]) -> None:
         """Remove the folders of jobs that are not known."""
@@ -59,16 +68,18 @@ class Folders:
                 remove_tree(path)
 
 
-def prune_records(transaction: Transaction, job: JobRecord, *, is_over: bool) -> tuple[CheckpointRecord, ...]:
+def prune_records(
+    transaction: Transaction, job: JobRecord, *, is_over: bool
+) -> tuple[tuple[CheckpointRecord, ...], tuple[str, ...]]:
     """Forget checkpoints that are only there so that nothing is lost, but the newest of a job that goes on; returns
-    what is left.
+    what is left, and the directories of the others.
     """
     found = transaction.all_checkpoints(job.id)
     kept = tuple(each for each in found if each.listed or (not is_over and each.step == found[-1].step))
-    for each in found:
-        if each not in kept:
-            transaction.remove_checkpoint(job.id, each.step)
-    return kept
+    dropped = tuple(each for each in found if each not in kept)
+    for each in dropped:
+        transaction.remove_checkpoint(job.id, each.step)
+    return kept, tuple(each.directory for each in dropped)
 
 
 def resume_point(checkpoints: Collection[CheckpointRecord]) -> CheckpointRecord | None:

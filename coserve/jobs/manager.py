@@ -112,6 +112,11 @@ class JobManager:
                     transaction.change_job(job.id, status="queued")
             known = transaction.job_ids()
         self._folders.tidy(known)
+        for id in self._folders.unswept():
+            with self.store.read() as transaction:
+                job, kept = transaction.any_job(id), transaction.all_checkpoints(id)
+            if job is not None and job.is_over:
+                self._folders.sweep(id, kept, is_over=True)
         return jobs
 
     # -- what the engine says (on the event loop; returns at once) ----------------------
@@ -394,8 +399,8 @@ class JobManager:
             is_done = last is not None and found is not last and _is_final(last, job)
             if not is_done:
                 transaction.roll_back(job.id, 0 if found is None else found.step)
-            kept = prune_records(transaction, job, is_over=False)
-        self._folders.prune(job.id, kept, is_over=False)
+            kept, _ = prune_records(transaction, job, is_over=False)
+        self._folders.sweep(job.id, kept, is_over=False)
         return (None if found is None else (found.step, found.directory)), is_done
 
     def _job_start(self, job: JobRecord, checkpoint: tuple[int, str] | None) -> JobStart:
@@ -518,7 +523,7 @@ class JobManager:
     async def _validated(self, id: str, found: Validated | JobError) -> None:
         job = await self._in_store(self._job, id)
         if job.is_over:
-            self._folders.prune(id, (), is_over=True)
+            self._folders.sweep(id, (), is_over=True)
             return
         if isinstance(found, JobError):
             code = f"invalid_{found.param}"
@@ -563,7 +568,7 @@ class JobManager:
             return job
         results = self._write_results(job) if status == "succeeded" else None
         with self.store.write() as transaction:
-            kept = prune_records(transaction, job, is_over=True)
+            kept, _ = prune_records(transaction, job, is_over=True)
             if status == "succeeded":
                 assert results is not None
                 transaction.add_file(results)
@@ -583,7 +588,7 @@ class JobManager:
                 result_file=results.id if results is not None else None,
                 trained_tokens=job.num_tokens * config.num_epochs if status == "succeeded" else None,
             )
-        self._folders.prune(id, kept, is_over=True)
+        self._folders.sweep(id, kept, is_over=True)
         return job
 
     def _write_results(self, job: JobRecord) -> FileRecord:

@@ -49,7 +49,7 @@ class Recorder:
 
     def record(self, reports: Sequence[Report], is_wanted: Callable[[str], bool]) -> Outcome:
         """Blocks. is_wanted: whether a job is this engine's to report on. Safe to do again if it failed."""
-        outcome, kept = Outcome(), {}
+        outcome, replaced = Outcome(), dict[str, list[str]]()
         last_step_s = dict(self._last_step_s)
         with self._store.write() as transaction:
             for report in reports:
@@ -59,19 +59,20 @@ class Recorder:
                 for checkpoint in report.checkpoints:
                     if is_wanted(checkpoint.job):
                         outcome.num_checkpoints += 1
-                        job = self._checkpoint(transaction, checkpoint)
-                        kept[job.id] = (job, prune_records(transaction, job, is_over=job.is_over))
+                        replaced.setdefault(checkpoint.job, []).extend(self._checkpoint(transaction, checkpoint))
+            pruned = [
+                (old, prune_records(transaction, self._job(transaction, id), is_over=False))
+                for id, old in replaced.items()
+            ]
         self._last_step_s = last_step_s
-        for job, checkpoints in kept.values():
-            self._folders.prune(job.id, checkpoints, is_over=job.is_over)
+        for old, (kept, dropped) in pruned:
+            self._folders.thin_out(kept, [*old, *dropped])
         return outcome
 
     def _event(
         self, transaction: Transaction, event: JobEvent, outcome: Outcome, last_step_s: dict[str, float]
     ) -> None:
-        job = transaction.any_job(event.job)
-        if job is None:
-            return
+        job = self._job(transaction, event.job)
         if event.kind in ("step", "evaluation"):
             seconds = event.now_s - last_step_s.get(event.job, event.now_s)
             data = metrics_of(
@@ -91,9 +92,15 @@ class Recorder:
             if event.kind != "cancelled":
                 outcome.ended[job.id] = None if event.kind == "succeeded" else event.message
 
-    def _checkpoint(self, transaction: Transaction, checkpoint: Checkpointed) -> JobRecord:
-        job = transaction.any_job(checkpoint.job)
-        assert job is not None
+    def _job(self, transaction: Transaction, id: str) -> JobRecord:
+        job = transaction.any_job(id)
+        assert job is not None, f"job {id} is not in the store"
+        return job
+
+    def _checkpoint(self, transaction: Transaction, checkpoint: Checkpointed) -> list[str]:
+        """Returns the directory whose place it takes, if any."""
+        job = self._job(transaction, checkpoint.job)
+        old = [each.directory for each in transaction.all_checkpoints(job.id) if each.step == checkpoint.step]
         record = transaction.put_checkpoint(
             CheckpointRecord(
                 id=new_id("ftckpt_"),
@@ -110,7 +117,7 @@ class Recorder:
             if transaction.adapter(job.tenant, record.name) is None:
                 transaction.add_event(job_event(job, f"Checkpoint created at step {record.step}: {record.name}"))
             transaction.put_adapter(adapter_of(job, record.name, record.directory))
-        return job
+        return [directory for directory in old if directory != checkpoint.directory]
 
 
 def job_event(

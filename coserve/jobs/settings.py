@@ -132,8 +132,10 @@ def job_settings(
     every = asked.checkpoint_every_steps
     known = _hyperparameters(hyperparameters)
     settings = JobSettings(
-        adapter=_adapter(asked.adapter or {}, architecture) if is_fresh else None,
-        optimizer=_build(OptimizerConfig, _with_tuples(asked.optimizer or {}), "coserve.optimizer"),
+        adapter=_adapter({} if asked.adapter is None else asked.adapter, architecture) if is_fresh else None,
+        optimizer=_build(
+            OptimizerConfig, _with_tuples({} if asked.optimizer is None else asked.optimizer), "coserve.optimizer"
+        ),
         max_sequence_length=length,
         shuffle=asked.shuffle,
         seed=seed,

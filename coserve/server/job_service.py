@@ -59,6 +59,8 @@ async def start_jobs(context: ServerContext) -> None:
     context.link.listen(service)
     context.catalogues.append(service)
     context.job_manager = manager
+    if context.link.ready is not None:
+        manager.engine_ready()
 
 
 async def stop_jobs(context: ServerContext) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from job_data import DATA, QUICK, adapter_in, distance, steps_of
 from job_engine import TENANT, World, world
 from safetensors.torch import load_file
-from server.job_data import DATA, QUICK, adapter_in, distance, steps_of
 
 from coserve.jobs.recording import job_event
 from coserve.jobs.records import EventRecord

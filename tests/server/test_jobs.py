@@ -6,9 +6,9 @@ import io
 from pathlib import Path
 
 import pytest
+from job_data import DATA, LONG, QUICK, adapter_in, distance, steps_of
 from job_engine import TENANT, base_model, world
 from peft import PeftModel
-from server.job_data import DATA, LONG, QUICK, adapter_in, distance, steps_of
 from support import make_model
 
 from coserve.engine.checkpoint import can_go_on_from

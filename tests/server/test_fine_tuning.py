@@ -1,0 +1,336 @@
+"""Files and fine-tuning through the real client, over a socket, on a real engine."""
+
+import csv
+import io
+import json
+
+import httpx
+import openai
+import pytest
+from served import serving
+
+LINES = [{"prompt": f"What is {n}? ", "completion": f"It is {n}."} for n in range(12)]
+DATA = "".join(json.dumps(line) + "\n" for line in LINES).encode()
+ADAPTER = {"type": "lora", "r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"], "dropout": 0}
+QUICK = {"adapter": ADAPTER, "optimizer": {"learning_rate": 1e-2}, "checkpoint_every_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving("--api-key", "one=key-1", "--api-key", "two=key-2", "--max-upload", "1MB") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    return served.client("key-1")
+
+
+def upload(client, content=DATA, **named):
+    return client.files.create(file=("data.jsonl", content), purpose="fine-tune", **named)
+
+
+def create(client, model="small", *, n_epochs=2, batch_size=3, coserve=None, **named):
+    return client.fine_tuning.jobs.create(
+        model=model,
+        training_file=named.pop("training_file", None) or upload(client).id,
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": n_epochs, "batch_size": batch_size}},
+        },
+        extra_body={"coserve": QUICK if coserve is None else coserve},
+        **named,
+    )
+
+
+def finished(served, client, job):
+    def over():
+        found = client.fine_tuning.jobs.retrieve(job.id)
+        return found if found.status in ("succeeded", "failed", "cancelled") else None
+
+    return served.wait_until(over, limit_s=120)
+
+
+def all_events(client, job):
+    """The oldest first, by pages."""
+    return list(reversed(list(client.fine_tuning.jobs.list_events(job.id, limit=7))))
+
+
+def train_steps(client, job):
+    return [event.data["step"] for event in all_events(client, job) if "train_loss" in (event.data or {})]
+
+
+# -- files ---------------------------------------------------------------------------------
+
+
+def test_files(client):
+    before = {each.id for each in client.files.list()}
+    made = [upload(client, b"%d\n" % n) for n in range(5)]
+    other = client.files.create(file=("b.bin", b"\x00\xff"), purpose="user_data")
+    first = made[0]
+    assert (first.object, first.bytes, first.filename, first.purpose) == ("file", 2, "data.jsonl", "fine-tune")
+    assert first.expires_at is None
+    assert client.files.retrieve(first.id) == first
+    assert client.files.content(first.id).read() == b"0\n"
+    assert client.files.content(other.id).read() == b"\x00\xff"
+    ids = [each.id for each in client.files.list(limit=2, order="asc", purpose="fine-tune") if each.id not in before]
+    assert ids == [each.id for each in made]
+    newest = client.files.list(limit=1)
+    assert [each.id for each in newest.data] == [other.id]
+    assert newest.has_more
+    assert client.files.delete(first.id).deleted
+    for call in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError, match="No such File object"):
+            call(first.id)
+    kept = upload(client, expires_after={"anchor": "created_at", "seconds": 3600})
+    assert kept.expires_at == kept.created_at + 3600
+
+
+def test_uploads_that_are_refused(served, client):
+    def post(**form):
+        return served.post("/v1/files", headers={"Authorization": "Bearer key-1"}, **form)
+
+    file = {"file": ("a.jsonl", b"{}")}
+    for form, param in (
+        ({"files": file}, "purpose"),
+        ({"files": {"purpose": (None, "fine-tune")}}, "file"),
+        ({"files": file, "data": {"purpose": "nonsense"}}, "purpose"),
+        ({"files": file, "data": {"purpose": "batch", "colour": "red"}}, "colour"),
+        ({"files": file, "data": {"purpose": "batch", "expires_after[seconds]": "3600"}}, "expires_after[anchor]"),
+        (
+            {
+                "files": file,
+                "data": {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "9"},
+            },
+            "expires_after[seconds]",
+        ),
+        ({"json": {"file": "x", "purpose": "batch"}}, "file"),
+        ({"content": b"--x", "headers": {"Authorization": "Bearer key-1"}}, "file"),
+    ):
+        answer = httpx.post(
+            f"{served.url}/v1/files", **{"headers": {"Authorization": "Bearer key-1"}, "timeout": 60} | form
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    with pytest.raises(openai.APIStatusError) as caught:
+        upload(client, b"x" * 1_000_001)
+    assert caught.value.status_code in (400, 413)
+    with pytest.raises(openai.APIStatusError) as caught:
+        upload(client, b"x" * 3_000_000)
+    assert caught.value.status_code == 413
+    assert post(files=file, data={"purpose": "batch"}).status_code == 200
+    broken = post(content=b"--x\r\nnonsense", headers=None) if False else None
+    assert broken is None
+    with pytest.raises(openai.BadRequestError, match="after names"):
+        client.files.list(after="file-none")
+    with pytest.raises(openai.BadRequestError):
+        client.files.list(limit=0)
+
+
+# -- jobs ----------------------------------------------------------------------------------
+
+
+def test_a_job_from_upload_to_answers(served, client):
+    job = create(
+        client, suffix="my-model", seed=7, metadata={"team": "a", "kind": "b"}, validation_file=upload(client).id
+    )
+    assert (job.object, job.status, job.model, job.seed) == ("fine_tuning.job", "validating_files", "small", 7)
+    assert (job.fine_tuned_model, job.finished_at, job.estimated_finish) == (None, None, None)
+    assert (job.organization_id, job.result_files, job.metadata) == ("org-one", [], {"team": "a", "kind": "b"})
+    assert (job.method.type, job.method.supervised.hyperparameters.n_epochs) == ("supervised", 2)
+    assert job.hyperparameters.learning_rate_multiplier == "auto"
+    job = finished(served, client, job)
+    assert (job.status, job.error) == ("succeeded", None)
+    assert job.finished_at >= job.created_at
+    assert job.hyperparameters.learning_rate_multiplier == 1
+    assert job.trained_tokens > 0
+    base, org, suffix, id = job.fine_tuned_model.removeprefix("ft:").split(":")
+    assert (base, org, suffix, len(id)) == ("small", "one", "my-model", 8)
+    assert train_steps(client, job) == list(range(1, 9))
+    events = all_events(client, job)
+    assert len({event.id for event in events}) == len(events)
+    assert {event.type for event in events} == {"message", "metrics"}
+    valid = [event.data for event in events if "valid_loss" in (event.data or {})]
+    assert [each["step"] for each in valid] == [4, 8]
+    losses = [event.data["train_loss"] for event in events if "train_loss" in (event.data or {})]
+    assert losses[-1] < losses[0]
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id, limit=1))
+    assert [each.step_number for each in checkpoints] == [8, 4]
+    assert checkpoints[0].metrics.train_loss == losses[-1]
+    assert checkpoints[0].metrics.full_valid_loss == valid[-1]["valid_loss"]
+    assert [each.fine_tuned_model_checkpoint for each in checkpoints] == [
+        f"{job.fine_tuned_model}:ckpt-step-{step}" for step in (8, 4)
+    ]
+    (results,) = job.result_files
+    assert client.files.retrieve(results).purpose == "fine-tune-results"
+    rows = list(csv.DictReader(io.StringIO(client.files.content(results).read().decode())))
+    assert [float(row["train_loss"]) for row in rows] == losses
+    names = [job.fine_tuned_model, *(each.fine_tuned_model_checkpoint for each in checkpoints)]
+    assert {each.id for each in client.models.list()} >= {"small", *names}
+    answers = {
+        name: client.completions.create(model=name, prompt="What is 3? ", max_tokens=8, temperature=0, logprobs=1)
+        for name in ("small", *names)
+    }
+    scores = {name: answer.choices[0].logprobs.token_logprobs for name, answer in answers.items()}
+    assert scores[names[0]] == pytest.approx(scores[names[1]], abs=1e-5), "the last checkpoint is the model"
+    assert scores[names[0]] != scores[names[2]]
+    assert scores[names[0]] != scores["small"]
+    assert client.models.retrieve(names[0]).id == names[0]
+
+
+def test_lists_of_jobs(served, client):
+    jobs = [create(client, metadata={"round": "r", "n": str(n)}) for n in range(3)]
+    for job in jobs:
+        finished(served, client, job)
+    ids = [job.id for job in jobs]
+    asked = client.fine_tuning.jobs.list(limit=2, metadata={"round": "r"})
+    assert [job.id for job in asked] == ids[::-1]
+    assert [job.id for job in client.fine_tuning.jobs.list(metadata={"round": "r", "n": "1"})] == [ids[1]]
+    bare = served.get("/v1/fine_tuning/jobs?metadata=null", headers={"Authorization": "Bearer key-1"}).json()
+    assert not {job["id"] for job in bare["data"]} & set(ids)
+    everything = [job.id for job in client.fine_tuning.jobs.list(limit=1)]
+    assert len(everything) == len(set(everything)) >= 3
+
+
+def test_pause_resume_cancel(served, client):
+    long = {**QUICK, "checkpoint_every_steps": 0}
+    job = create(client, n_epochs=50, batch_size=1, coserve=long)
+    served.wait_until(lambda: len(train_steps(client, job)) > 2)
+    assert client.fine_tuning.jobs.retrieve(job.id).estimated_finish is not None
+    assert client.fine_tuning.jobs.pause(job.id).status == "paused"
+    with pytest.raises(openai.BadRequestError, match="paused already"):
+        client.fine_tuning.jobs.pause(job.id)
+    assert client.fine_tuning.jobs.resume(job.id).status in ("running", "queued")
+    with pytest.raises(openai.BadRequestError, match="is not paused"):
+        client.fine_tuning.jobs.resume(job.id)
+    cancelled = client.fine_tuning.jobs.cancel(job.id)
+    assert (cancelled.status, cancelled.fine_tuned_model) == ("cancelled", None)
+    for verb in (client.fine_tuning.jobs.cancel, client.fine_tuning.jobs.pause, client.fine_tuning.jobs.resume):
+        with pytest.raises(openai.BadRequestError, match="has already completed"):
+            verb(job.id)
+
+
+def test_bad_data_fails_with_line_and_reason(served, client):
+    file = upload(client, b'{"messages": []}\n{"prompt": "a"}\n')
+    job = finished(served, client, create(client, training_file=file.id))
+    assert (job.status, job.error.code, job.error.param) == ("failed", "invalid_training_file", "training_file")
+    assert "line 1: messages must be a list that is not empty" in job.error.message
+    assert "line 2: completion must be a string; it is missing" in job.error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"model": "none"}, "model"),
+        ({"training_file": "file-none"}, "training_file"),
+        ({"training_file": None}, "training_file"),
+        ({"validation_file": "file-none"}, "validation_file"),
+        ({"suffix": ""}, "suffix"),
+        ({"suffix": "x" * 65}, "suffix"),
+        ({"suffix": "a:b"}, "suffix"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**31}, "seed"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {"k": "\ud800"}}, "metadata"),
+        ({"colour": "red"}, "colour"),
+        ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
+        ({"method": {"type": "dpo", "dpo": {}}}, "method.type"),
+        ({"method": {"type": "reinforcement"}}, "method.type"),
+        ({"method": {"type": "supervised", "dpo": {}}}, "method.dpo"),
+        ({"method": {"type": "supervised", "colour": 1}}, "method.colour"),
+        ({"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 1}}}}, None),
+        ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
+        ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs"),
+        ({"hyperparameters": {"n_epochs": "many"}}, None),
+        ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size"),
+        ({"hyperparameters": {"learning_rate_multiplier": 0}}, "hyperparameters.learning_rate_multiplier"),
+        ({"coserve": {"colour": 1}}, "coserve.colour"),
+        ({"coserve": {"live": 1}}, "coserve.live"),
+        ({"coserve": {"max_sequence_length": 513}}, "coserve.max_sequence_length"),
+        ({"coserve": {"max_sequence_length": 1}}, "coserve.max_sequence_length"),
+        ({"coserve": {"checkpoint_every_steps": -1}}, "coserve.checkpoint_every_steps"),
+        ({"coserve": {"adapter": {"type": "ia3"}}}, "coserve.adapter.type"),
+        ({"coserve": {"adapter": {"rank": 4}}}, "coserve.adapter.rank"),
+        ({"coserve": {"adapter": {"r": 33}}}, "coserve.adapter.r"),
+        ({"coserve": {"adapter": {"target_modules": ["nothing"]}}}, "coserve.adapter.target_modules"),
+        ({"coserve": {"adapter": []}}, "coserve.adapter"),
+        ({"coserve": {"optimizer": {"learning_rate": "high"}}}, "coserve.optimizer"),
+        ({"coserve": {"optimizer": {"lr": 1}}}, "coserve.optimizer.lr"),
+        ({"coserve": {"optimizer": {"betas": [1, 2, 3]}}}, "coserve.optimizer"),
+    ],
+)
+def test_jobs_that_are_refused(body, param, served, client):
+    file = upload(client).id
+    full = {"model": "small", "training_file": file} | body
+    answer = served.post(
+        "/v1/fine_tuning/jobs",
+        content=json.dumps({name: value for name, value in full.items() if value is not None}),
+        headers={"Authorization": "Bearer key-1", "Content-Type": "application/json"},
+    )
+    error = answer.json()["error"]
+    assert answer.status_code == (404 if body.get("model") == "none" else 400), answer.text
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param, error
+    assert client.files.delete(file).deleted
+
+
+def test_what_is_not_there(client):
+    jobs = client.fine_tuning.jobs
+    for call in (jobs.retrieve, jobs.cancel, jobs.pause, jobs.resume, jobs.list_events, jobs.checkpoints.list):
+        with pytest.raises(openai.NotFoundError, match="Could not find fine tune: ftjob-none"):
+            call("ftjob-none")
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.delete("ft:small:one::none")
+    with pytest.raises(openai.BadRequestError, match="cannot be deleted"):
+        client.models.delete("small")
+
+
+def test_a_tenant_sees_only_its_own(served, client):
+    other = served.client("key-2")
+    file = upload(client)
+    job = finished(served, client, create(client, training_file=file.id))
+    assert file.id not in [each.id for each in other.files.list()]
+    assert job.id not in [each.id for each in other.fine_tuning.jobs.list()]
+    for call, id in (
+        (other.files.retrieve, file.id),
+        (other.files.content, file.id),
+        (other.files.delete, file.id),
+        (other.fine_tuning.jobs.retrieve, job.id),
+        (other.fine_tuning.jobs.cancel, job.id),
+        (other.fine_tuning.jobs.list_events, job.id),
+        (other.fine_tuning.jobs.checkpoints.list, job.id),
+        (other.models.retrieve, job.fine_tuned_model),
+        (other.models.delete, job.fine_tuned_model),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call(id)
+    with pytest.raises(openai.BadRequestError, match="does not exist"):
+        create(other, training_file=file.id)
+    with pytest.raises(openai.NotFoundError):
+        create(other, model=job.fine_tuned_model)
+    with pytest.raises(openai.NotFoundError):
+        other.completions.create(model=job.fine_tuned_model, prompt="a", max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="after names"):
+        other.files.list(after=file.id)
+
+
+def test_models_go_on_being_trained_and_are_deleted(served, client):
+    first = finished(served, client, create(client))
+    same = {key: value for key, value in QUICK.items() if key != "adapter"}
+    second = create(client, model=first.fine_tuned_model, coserve=same)
+    assert second.model == first.fine_tuned_model
+    second = finished(served, client, second)
+    assert second.status == "succeeded"
+    answer = client.completions.create(model=first.fine_tuned_model, prompt="a", max_tokens=1)
+    assert answer.model == first.fine_tuned_model
+    assert client.models.delete(first.fine_tuned_model).deleted
+    for call in (client.models.retrieve, client.models.delete):
+        with pytest.raises(openai.NotFoundError):
+            call(first.fine_tuned_model)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model=first.fine_tuned_model, prompt="a", max_tokens=1)
+    for each in client.fine_tuning.jobs.checkpoints.list(first.id):
+        client.completions.create(model=each.fine_tuned_model_checkpoint, prompt="a", max_tokens=1)
