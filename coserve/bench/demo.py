@@ -16,7 +16,7 @@ from coserve.server.client import Client
 from coserve.server.job_progress import JobProgress
 from coserve.workloads.load import Load, chats
 from coserve.workloads.summary import Outcome, percentile, summarize
-from coserve.workloads.traces import Lengths, TracedRequest, bursty
+from coserve.workloads.traces import Lengths, TracedRequest, adapt, bursty, read_trace
 
 PhaseName = Literal["requests", "job", "both"]
 PHASES: tuple[PhaseName, ...] = ("requests", "job", "both")
@@ -27,6 +27,8 @@ _PATIENCE = 1.5
 # The share of its speed alone that a job is expected to have beside requests; at most so many epochs are allowed.
 _EXPECTED_SHARE = 0.8
 _MOST_EPOCHS = 50
+# Answers of a recorded trace are cut to so many times the mean.
+_LONGEST_ANSWER = 4
 # A guard for answers that never come.
 _GUARD_S = 120.0
 
@@ -34,7 +36,8 @@ _GUARD_S = 120.0
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     """What is played. seconds: of the trace, and of the job alone. rate: mean requests per second. epochs: of the job
-    beside requests; None: about as many as last for the trace, by what the job alone reached.
+    beside requests; None: about as many as last for the trace, by what the job alone reached. trace_file: a recorded
+    trace to play instead of one from the seed, at that rate, its answers cut.
     """
 
     seconds: float = 35.0
@@ -48,6 +51,7 @@ class DemoConfig:
     num_questions: int = 8
     num_scored: int = 30
     seed: int = 0
+    trace_file: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -187,6 +191,10 @@ class Demo:
     def trace(self) -> list[TracedRequest]:
         """The same for every phase that has one."""
         config = self._config
+        if config.trace_file is not None:
+            most = round(_LONGEST_ANSWER * config.mean_output_tokens)
+            trace = read_trace(config.trace_file)
+            return adapt(trace, rate=config.rate, seconds=config.seconds, max_output_tokens=most)
         lengths = Lengths(mean_output_tokens=config.mean_output_tokens)
         return bursty(rate=config.rate, seconds=config.seconds, seed=config.seed, lengths=lengths)
 

@@ -23,7 +23,7 @@ LessonName = Literal["pirate", "backwards", "zub"]
 # 25 tokens a second, faster than people read: its steps are so short that the usual objective, a multiple of one, is
 # no more than what a busy machine loses between two processes.
 _TINY_OPTIONS = {"--memory": "256MB", "--slo-ttft": "500ms", "--slo-tpot": "40ms"}
-_QUICK: dict[str, Any] = {"seconds": 4.0, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
+_QUICK: dict[str, Any] = {"seconds": 3.0, "rate": 4.0, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
 
 
 def demo(
@@ -36,6 +36,10 @@ def demo(
     model: Annotated[str, typer.Option(help="A directory, a hub id, or tiny, the built-in model.")] = "tiny",
     seconds: Annotated[float, typer.Option(min=1, help="Of each of the three phases.")] = 35.0,
     rate: Annotated[float, typer.Option(min=0.1, help="Mean requests per second; they come in bursts.")] = 2.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A recorded trace (CSV, as Azure's or BurstGPT's) for the arrivals instead."),
+    ] = None,
     slo_ttft: Annotated[
         str | None, typer.Option(metavar="TIME", help="Objective: time to the first token. [tiny: 500ms]")
     ] = None,
@@ -52,8 +56,11 @@ def demo(
     of every request against its objective, `results.json`, and `adapter/` in PEFT's format.
     """
     from coserve.bench.demo import DemoConfig
+    from coserve.workloads.traces import read_trace
 
-    config = DemoConfig(seconds=seconds, rate=rate, seed=seed)
+    config = DemoConfig(seconds=seconds, rate=rate, seed=seed, trace_file=None if trace is None else str(trace))
+    if trace is not None:
+        read_trace(trace)  # a file that is none is said at once
     config = replace(config, **_QUICK) if quick else config
     start_s = monotonic()
     with TemporaryDirectory(prefix="coserve-demo-") as directory:
@@ -115,7 +122,10 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, options: list[str],
 def _settings(config: dict[str, Any], lesson: Any) -> dict[str, str]:
     """For readers of the report."""
     return {
-        "trace": f"bursty, {config['rate']:g} requests/s on average for {config['seconds']:g} s, seed {config['seed']}",
+        "trace": (
+            f"{config['trace_file'] or 'bursty'}, {config['rate']:g} requests/s on average for {config['seconds']:g} s, "
+            f"seed {config['seed']}"
+        ),
         "answers": f"{config['mean_output_tokens']:g} tokens on average",
         "examples": f"{len(lesson.train)} of the lesson “{lesson.name}”",
         "epochs": f"{config['epochs']}, batches of {config['batch_size']}",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from served import model_directory, serving
+from served import model_directory
 
 from coserve.cli.connection import base_model, find_model, is_there, own_server
 from coserve.errors import ServerError
@@ -17,14 +17,8 @@ from coserve.server.client import Client
 ROOT = str(Path(__file__).parents[2])
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving() as served:
-        yield served
-
-
 @pytest.fixture
-def coserve(server):
+def coserve(served):
     """Run a command to its end: status, stdout, stderr."""
 
     def run(*arguments: str, stdin: str = "", url: str | None = None) -> tuple[int, str, str]:
@@ -34,7 +28,7 @@ def coserve(server):
             capture_output=True,
             text=True,
             timeout=120,
-            env={**os.environ, "COSERVE_URL": url or server.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "COSERVE_URL": url or served.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
         )
         return done.returncode, done.stdout, done.stderr
 
@@ -47,17 +41,17 @@ def test_models_are_listed(coserve):
     assert json.loads(coserve("models", "--json")[1])["models"][0] == "small"
 
 
-def test_a_conversation_in_a_pipe_is_answers_alone(coserve, server):
+def test_a_conversation_in_a_pipe_is_answers_alone(coserve, served):
     status, out, err = coserve("chat", "--temperature", "0", "--max-tokens", "6", stdin="Hello world\n\nAnd you?\n")
     assert (status, err) == (0, "")
     messages = [{"role": "user", "content": "Hello world"}]
-    first = _answer(server, messages)
+    first = _answer(served, messages)
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And you?"}]
-    assert out == f"{first}\n{_answer(server, messages)}\n", "the second question was asked of the whole conversation"
+    assert out == f"{first}\n{_answer(served, messages)}\n", "the second question was asked of the whole conversation"
 
 
-def _answer(server, messages) -> str:
-    answer = server.client().chat.completions.create(model="small", messages=messages, max_tokens=6, temperature=0)
+def _answer(served, messages) -> str:
+    answer = served.client().chat.completions.create(model="small", messages=messages, max_tokens=6, temperature=0)
     return answer.choices[0].message.content
 
 
@@ -67,6 +61,7 @@ def test_mistakes_are_one_line(coserve, tmp_path):
         (("models", "--url", "nowhere"), "must begin with http"),
         (("models", "--url", "http://127.0.0.1:9"), "start one with `coserve up`"),
         (("tune", str(tmp_path / "nothing.jsonl")), "cannot be read"),
+        (("demo", "--trace", str(tmp_path / "nothing.csv")), "cannot be read"),
     ):
         status, out, err = coserve(*arguments)
         assert status == 1 and out == "", arguments
@@ -133,17 +128,17 @@ def test_bad_examples_are_named_and_a_job_that_is_not_there_is_said(coserve, tmp
     assert status == 1 and "ftjob-nothing" in err and err.count("\n") == 1
 
 
-def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(server, many_examples):
-    environment = {**os.environ, "COSERVE_URL": server.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(served, many_examples):
+    environment = {**os.environ, "COSERVE_URL": served.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "coserve", "tune", str(many_examples), "--epochs", "50", "--batch-size", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
         job = run.stdout.readline().split()[1]
-        server.wait_until(lambda: "running" in server.get(f"/v1/fine_tuning/jobs/{job}").text)
+        served.wait_until(lambda: "running" in served.get(f"/v1/fine_tuning/jobs/{job}").text)
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=60)
     assert (run.returncode, err) == (0, "")
     assert all(f"coserve jobs {verb} {job}" in out for verb in ("follow", "pause", "cancel"))
-    assert server.post(f"/v1/fine_tuning/jobs/{job}/cancel").json()["status"] == "cancelled", "it was still there"
+    assert served.post(f"/v1/fine_tuning/jobs/{job}/cancel").json()["status"] == "cancelled", "it was still there"
 
 
 def test_a_command_has_a_server_of_its_own_as_long_as_it_needs_one(tmp_path, monkeypatch):
