@@ -194,7 +194,9 @@ class Demo:
         if config.trace_file is not None:
             most = round(_LONGEST_ANSWER * config.mean_output_tokens)
             trace = read_trace(config.trace_file)
-            return adapt(trace, rate=config.rate, seconds=config.seconds, max_output_tokens=most)
+            # Recordings begin slowly.
+            start_s = trace[-1].at_s / 10
+            return adapt(trace, start_s=start_s, rate=config.rate, seconds=config.seconds, max_output_tokens=most)
         lengths = Lengths(mean_output_tokens=config.mean_output_tokens)
         return bursty(rate=config.rate, seconds=config.seconds, seed=config.seed, lengths=lengths)
 

@@ -122,10 +122,8 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, options: list[str],
 def _settings(config: dict[str, Any], lesson: Any) -> dict[str, str]:
     """For readers of the report."""
     return {
-        "trace": (
-            f"{config['trace_file'] or 'bursty'}, {config['rate']:g} requests/s on average for {config['seconds']:g} s, "
-            f"seed {config['seed']}"
-        ),
+        "trace": f"{config['trace_file'] or 'bursty'}, {config['seconds']:g} s, seed {config['seed']}",
+        "arrivals": f"{config['rate']:g} requests/s on average",
         "answers": f"{config['mean_output_tokens']:g} tokens on average",
         "examples": f"{len(lesson.train)} of the lesson “{lesson.name}”",
         "epochs": f"{config['epochs']}, batches of {config['batch_size']}",

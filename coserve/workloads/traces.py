@@ -127,24 +127,26 @@ def read_lengths(path: str | Path) -> list[tuple[int, int]]:
 def adapt(
     trace: Sequence[TracedRequest],
     *,
+    start_s: float = 0.0,
     rate: float | None = None,
     seconds: float | None = None,
     max_prompt_tokens: int | None = None,
     max_output_tokens: int | None = None,
 ) -> list[TracedRequest]:
-    """A trace for a smaller machine: time runs so that arrivals have this mean rate, then the first seconds of it;
-    lengths are cut.
+    """A trace for a smaller machine: from start_s on, time runs so that the arrivals of the whole have this mean rate,
+    for so many seconds; lengths are cut.
     """
     factor = 1.0
     if rate is not None and len(trace) > 1:
         factor = (len(trace) - 1) / (trace[-1].at_s - trace[0].at_s) / rate
     adapted = [
         TracedRequest(
-            at_s=request.at_s * factor,
+            at_s=(request.at_s - start_s) * factor,
             num_prompt_tokens=_cut(request.num_prompt_tokens, max_prompt_tokens),
             num_output_tokens=_cut(request.num_output_tokens, max_output_tokens),
         )
         for request in trace
+        if request.at_s >= start_s
     ]
     return [request for request in adapted if seconds is None or request.at_s < seconds]
 
