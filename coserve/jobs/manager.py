@@ -554,8 +554,10 @@ class JobManager:
     async def _end(
         self, id: str, status: Literal["succeeded", "failed", "cancelled"], error: dict[str, Any] | None = None
     ) -> JobRecord:
-        """A job is over."""
+        """A job is over: what an engine may still say of it is too late."""
         job = await self._in_store(self._write_end, id, status, error)
+        self._taken.discard(id)
+        self._ended.discard(id)
         self._meters.pop(id, None)
         self._deaths.pop(id, None)
         self._live.pop((job.tenant, job.name), None)

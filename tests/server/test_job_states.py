@@ -8,7 +8,7 @@ import asyncio
 from pathlib import Path
 from tempfile import mkdtemp
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from job_data import DATA
@@ -175,21 +175,19 @@ class Lives(RuleBasedStateMachine):
     def ask(self, number, verb):
         id = self.job(number)
         before = self.expected[id]
-        allowed = before not in OVER and (before == "paused") == (verb == "resume" or before == "paused" != verb)
-        if verb == "cancel":
-            allowed = before not in OVER
-        elif verb == "pause":
-            allowed = before in ("running", "queued")
-        else:
-            allowed = before == "paused"
+        allowed = before in {
+            "cancel": ("running", "queued", "paused"),
+            "pause": ("running", "queued"),
+            "resume": ("paused",),
+        }[verb]
 
         async def story():
             # The engine may be further than what it has said: then the job may turn out to be over.
             was_over = self.engine is not None and before == "running" and id not in self.engine.steps
             try:
                 found = await getattr(self.world.manager, verb)(TENANT, id)
-            except JobError as error:
-                assert not allowed or was_over, error
+            except JobError:
+                assert was_over or not allowed
                 if was_over:
                     self.engine.say()
                     await self.settle()
@@ -325,5 +323,7 @@ class Lives(RuleBasedStateMachine):
         self.world.store.close()
 
 
-Lives.TestCase.settings = settings(max_examples=6, stateful_step_count=20, deadline=None)
+Lives.TestCase.settings = settings(
+    max_examples=6, stateful_step_count=20, deadline=None, phases=[Phase.generate], report_multiple_bugs=False
+)
 TestLives = Lives.TestCase
