@@ -114,8 +114,8 @@ class JobManager:
         self._folders.tidy(known)
         for id in self._folders.unswept():
             with self.store.read() as transaction:
-                job, kept = transaction.any_job(id), transaction.all_checkpoints(id)
-            if job is not None and job.is_over:
+                found, kept = transaction.any_job(id), transaction.all_checkpoints(id)
+            if found is not None and found.is_over:
                 self._folders.sweep(id, kept, is_over=True)
         return jobs
 

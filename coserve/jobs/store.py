@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import Engine, Select, create_engine, delete, event, func, inspect, select, update
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import DatabaseError, IntegrityError, InterfaceError, SQLAlchemyError, TimeoutError
 from sqlalchemy.orm import Session
 
 from coserve.errors import JobError, StoreError
@@ -67,7 +67,7 @@ class Store:
                 _set_up_sqlite(self._engine)
             self._writing = self._engine.execution_options(coserve_writes=True)
             self._make_tables()
-        except (ArgumentError, NoSuchModuleError, OperationalError, ImportError) as error:
+        except (SQLAlchemyError, ImportError) as error:
             shown = " ".join(str(error).split())
             raise StoreError(f"the database {_without_password(url)} cannot be opened: {shown}") from None
 
@@ -322,8 +322,11 @@ class Transaction:
 def _store_errors() -> Iterator[None]:
     try:
         yield
-    except OperationalError as error:
-        raise StoreError(f"the database cannot be used now: {' '.join(str(error.orig).split())}") from error
+    except IntegrityError:  # a bug
+        raise
+    except (DatabaseError, InterfaceError, TimeoutError) as error:
+        reason = getattr(error, "orig", None) or error
+        raise StoreError(f"the database cannot be used now: {' '.join(str(reason).split())}") from error
 
 
 def _record(kind: type[_Record], row: Any) -> _Record:

@@ -1,0 +1,263 @@
+"""The store of files and jobs, and blobs on disk."""
+
+import io
+import sqlite3
+import threading
+import time
+
+import pytest
+
+from coserve.errors import DataError, JobError, StoreError
+from coserve.jobs.files import Files
+from coserve.jobs.records import AdapterRecord, CheckpointRecord, EventRecord, FileRecord, JobRecord
+from coserve.jobs.store import Store
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Store.at(tmp_path)
+    yield made
+    made.close()
+
+
+def job(id="ftjob-1", tenant="a", **fields):
+    given = {"created_at": 1, "model": "m", "base": "m", "name": f"ft:{id}", "status": "queued", "seed": 0}
+    return JobRecord(
+        **{"id": id, "tenant": tenant, "training_file": "file-1", "settings": {"x": [1]}, **given, **fields}
+    )
+
+
+def event(id, step=None, job="ftjob-1", kind="step", **fields):
+    kind = "" if step is None else kind
+    return EventRecord(id=id, tenant="a", job=job, created_at=1, message=id, step=step, kind=kind, **fields)
+
+
+def checkpoint(step, *, listed=True, id=None):
+    id = id or f"ftckpt_{step}"
+    return CheckpointRecord(
+        id=id, tenant="a", job="ftjob-1", created_at=1, step=step, name=f"n{step}", directory=id, listed=listed
+    )
+
+
+def test_records_come_out_as_they_went_in(store, tmp_path):
+    file = FileRecord(id="file-1", tenant="a", purpose="p", filename="ü.jsonl", num_bytes=2**40, created_at=5)
+    full = job(metadata={"k": "v"}, start={"name": "n", "directory": None}, error={"code": "c"}, num_tokens=2**40)
+    plain = job("ftjob-2")
+    happened = event("e1", 3, data={"loss": 0.5, "none": None}, level="warn")
+    adapter = AdapterRecord(tenant="a", name="n", base="m", directory="/d", job="ftjob-1", created_at=2)
+    with store.write() as transaction:
+        transaction.add_file(file)
+        transaction.add_job(full)
+        transaction.add_job(plain)
+        transaction.add_event(happened)
+        transaction.put_checkpoint(checkpoint(3))
+        transaction.put_adapter(adapter)
+    store.close()
+    again = Store.at(tmp_path)
+    with again.read() as transaction:
+        assert transaction.file("a", "file-1") == file
+        assert [transaction.job("a", each.id) for each in (full, plain)] == [full, plain]
+        assert transaction.events("a", "ftjob-1", after=None, limit=9).items == (happened,)
+        assert transaction.all_checkpoints("ftjob-1") == (checkpoint(3),)
+        assert transaction.adapters("a", "m") == (adapter,)
+    again.close()
+
+
+def test_a_tenant_sees_only_its_own(store):
+    with store.write() as transaction:
+        transaction.add_file(FileRecord(id="f", tenant="a", purpose="p", filename="f", num_bytes=1, created_at=1))
+        transaction.add_job(job())
+        transaction.add_event(event("e"))
+        transaction.put_checkpoint(checkpoint(1))
+        transaction.put_adapter(AdapterRecord(tenant="a", name="n", base="m", directory="d", created_at=1))
+    with store.write() as transaction:
+        assert transaction.file("b", "f") is None
+        assert not transaction.files("b", purpose=None, after=None, limit=9, newest_first=True).items
+        assert not transaction.remove_file("b", "f")
+        assert transaction.job("b", "ftjob-1") is None
+        assert not transaction.jobs("b", after=None, limit=9).items
+        assert not transaction.events("b", "ftjob-1", after=None, limit=9).items
+        assert not transaction.checkpoints("b", "ftjob-1", after=None, limit=9).items
+        assert transaction.adapter("b", "n") is None
+        assert not transaction.adapters("b", "m")
+        assert not transaction.remove_adapter("b", "n")
+        for after in ("f", "nothing"):
+            with pytest.raises(JobError, match="after names"):
+                transaction.files("b", purpose=None, after=after, limit=9, newest_first=True)
+        transaction.put_adapter(AdapterRecord(tenant="b", name="n", base="m", directory="e", created_at=1))
+    with store.read() as transaction:
+        assert transaction.adapter("a", "n").directory == "d"
+        assert transaction.adapter("b", "n").directory == "e"
+
+
+def test_lists_come_in_pages(store):
+    with store.write() as transaction:
+        for n in range(5):
+            purpose = "x" if n % 2 else "y"
+            transaction.add_file(
+                FileRecord(id=f"f{n}", tenant="a", purpose=purpose, filename="f", num_bytes=1, created_at=1)
+            )
+            transaction.add_job(job(f"j{n}", metadata={"n": str(n % 2), "quoted\"'": "it's"} if n else None))
+
+    def files(**asked):
+        with store.read() as transaction:
+            given = {"purpose": None, "after": None, "limit": 2, "newest_first": True} | asked
+            page = transaction.files("a", **given)
+        return [each.id for each in page.items], page.has_more
+
+    assert files() == (["f4", "f3"], True)
+    assert files(after="f3") == (["f2", "f1"], True)
+    assert files(after="f1") == (["f0"], False)
+    assert files(newest_first=False, after="f1", limit=3) == (["f2", "f3", "f4"], False)
+    assert files(purpose="x") == (["f3", "f1"], False)
+
+    def jobs(**asked):
+        with store.read() as transaction:
+            page = transaction.jobs("a", **({"after": None, "limit": 2} | asked))
+        return [each.id for each in page.items], page.has_more
+
+    assert jobs(metadata={"n": "0"}) == (["j4", "j2"], False)
+    assert jobs(metadata={"n": "1"}, limit=1) == (["j3"], True)
+    assert jobs(metadata={"n": "1", "quoted\"'": "it's"}, after="j3") == (["j1"], False)
+    assert jobs(metadata={"m": "1"}) == ([], False)
+    assert jobs(bare=True) == (["j0"], False)
+
+
+def test_a_transaction_happens_whole_or_not_at_all(store):
+    def half_done():
+        with store.write() as transaction:
+            transaction.add_job(job())
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        half_done()
+    with store.read() as transaction:
+        assert transaction.job("a", "ftjob-1") is None
+
+
+def test_what_a_job_does_again_is_forgotten_first(store):
+    with store.write() as transaction:
+        transaction.add_job(job(num_steps_done=9))
+        for step in range(1, 10):
+            assert transaction.add_event(event(f"s{step}", step))
+        assert transaction.add_event(event("v4", 4, kind="evaluation"))
+        assert not transaction.add_event(event("again", 4)), "a step's metrics come once"
+        transaction.add_event(event("words"))
+        for step in (4, 8):
+            transaction.put_checkpoint(checkpoint(step))
+            name = f"n{step}"
+            transaction.put_adapter(
+                AdapterRecord(tenant="a", name=name, base="m", directory="d", job="ftjob-1", created_at=1)
+            )
+        transaction.roll_back("ftjob-1", 5)
+    with store.read() as transaction:
+        assert [each.id for each in transaction.metrics("ftjob-1")] == ["s1", "s2", "s3", "s4", "v4", "s5"]
+        assert [each.id for each in transaction.events("a", "ftjob-1", after=None, limit=2).items] == ["words", "v4"]
+        assert [each.step for each in transaction.all_checkpoints("ftjob-1")] == [4]
+        assert [each.name for each in transaction.adapters("a", "m")] == ["n4"]
+        assert transaction.job("a", "ftjob-1").num_steps_done == 5
+
+
+def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_other(store):
+    with store.write() as transaction:
+        transaction.add_job(job())
+        transaction.put_checkpoint(checkpoint(4))
+        put = transaction.put_checkpoint(checkpoint(4, listed=False, id="other"))
+        assert (put.id, put.directory, put.listed) == ("ftckpt_4", "other", True)
+        transaction.put_checkpoint(checkpoint(6, listed=False))
+        assert [each.step for each in transaction.checkpoints("a", "ftjob-1", after=None, limit=9).items] == [4]
+
+
+def test_writers_wait_for_each_other(store):
+    with store.write() as transaction:
+        transaction.add_job(job())
+    errors = []
+
+    def write(number):
+        try:
+            for n in range(20):
+                with store.write() as transaction:
+                    done = transaction.any_job("ftjob-1").num_steps_done
+                    transaction.change_job("ftjob-1", num_steps_done=done + 1)
+                    transaction.add_event(event(f"{number}-{n}"))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    with store.read() as transaction:
+        assert transaction.any_job("ftjob-1").num_steps_done == 80
+
+
+def test_a_newer_database_is_left_alone(tmp_path):
+    Store.at(tmp_path).close()
+    with sqlite3.connect(tmp_path / "coserve.db") as connection:
+        connection.execute("UPDATE coserve_schema SET version = 99")
+    connection.close()
+    with pytest.raises(StoreError, match="schema 99, which a newer coserve has written; this one knows 1"):
+        Store.at(tmp_path)
+
+
+def test_databases_that_cannot_be_opened(tmp_path):
+    (tmp_path / "file").write_text("x" * 10_000)
+    for url in (f"sqlite:///{tmp_path}/none/x.db", "nonsense", "nothing://x", f"sqlite:///{tmp_path}/file"):
+        with pytest.raises(StoreError, match="cannot be opened"):
+            Store(url)
+
+
+# -- blobs -----------------------------------------------------------------------------------
+
+
+def create(files, content=b"abc", **named):
+    return files.create("a", **{"purpose": "batch", "filename": "../../x", "source": io.BytesIO(content), **named})
+
+
+def test_blobs_lie_under_their_ids(store, tmp_path):
+    files = Files(store, tmp_path / "files")
+    record = create(files, b"x" * 3_000_000)
+    assert files.path(record) == tmp_path / "files" / record.id
+    assert files.path(record).read_bytes() == b"x" * 3_000_000
+    assert files.find("a", record.id) == record
+    assert not files.delete("b", record.id)
+    assert files.delete("a", record.id)
+    assert not files.delete("a", record.id)
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(store, tmp_path):
+    files = Files(store, tmp_path / "files", max_bytes=10)
+    with pytest.raises(DataError, match="longer than 10 bytes"):
+        create(files, b"x" * 11)
+
+    class Broken(io.BytesIO):
+        def read(self, size=-1):
+            raise OSError("the client is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        create(files, source=Broken())
+    assert list((tmp_path / "files").iterdir()) == []
+    assert create(files, b"x" * 10).num_bytes == 10
+
+
+def test_files_have_their_time(store, tmp_path, monkeypatch):
+    files = Files(store, tmp_path / "files")
+    short, long = create(files, expires_after_s=3600), create(files)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3601)
+    assert files.find("a", short.id) is None
+    assert files.find("a", long.id) == long
+    files.tidy()
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [long.id]
+
+
+def test_blobs_without_records_are_cleared_away(store, tmp_path):
+    files = Files(store, tmp_path / "files")
+    record = create(files)
+    for name in ("file-none", f"{record.id}.part"):
+        (tmp_path / "files" / name).write_text("x")
+    files.tidy()
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [record.id]
