@@ -81,6 +81,7 @@ class Served:
     """A server in a process of its own."""
 
     def __init__(self, *options: str, home: Path | None = None, model: str | None = None) -> None:
+        self._clients: dict[str, OpenAI] = {}
         self.home = home or Path(mkdtemp(prefix="coserve-home-"))
         # What is measured of this machine is measured once for all servers of a test run.
         profiles = Path(os.environ["COSERVE_HOME"]) / "profiles"
@@ -116,9 +117,11 @@ class Served:
             raise AssertionError(f"the server did not start: {self.log.read_text()}")
         return line
 
-    def client(self, api_key: str = "none", **settings: Any) -> OpenAI:
+    def client(self, api_key: str = "none") -> OpenAI:
         """The real client; without its own repeats, so that tests see the first answer."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60, **settings)
+        if api_key not in self._clients:
+            self._clients[api_key] = OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+        return self._clients[api_key]
 
     def get(self, path: str, **settings: Any) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=60, **settings)
@@ -142,6 +145,8 @@ class Served:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """End it; its status."""
+        for client in self._clients.values():
+            client.close()
         if self.process.poll() is None:
             self.process.send_signal(number)
             try:

@@ -1,11 +1,12 @@
 """Which adapters a tenant can name in a request, and what the engine calls them."""
 
+import asyncio
+import itertools
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from coserve.jobs.messages import AdapterRef
-from coserve.server.config import DEFAULT_TENANT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +32,25 @@ class AdapterCatalogue(Protocol):
 
 
 class LoadedAdapters:
-    """Those that clients have loaded from directories: an `AdapterCatalogue` that lives as long as the server."""
+    """Those that clients have loaded from directories: an `AdapterCatalogue` that lives as long as the server.
+
+    What the engine calls one is never given twice, so one that takes another's place is there before that goes.
+    """
 
     def __init__(self) -> None:
+        self.lock = asyncio.Lock()  # one change at a time
         self._known: dict[tuple[str, str], KnownAdapter] = {}
+        self._serial = itertools.count()
 
     def list(self, tenant: str) -> list[KnownAdapter]:
-        return [known for (owner, _), known in self._known.items() if owner == tenant]
+        return [known for (owner, _), known in list(self._known.items()) if owner == tenant]
 
     def find(self, tenant: str, name: str) -> KnownAdapter | None:
         return self._known.get((tenant, name))
 
     def reference(self, tenant: str, name: str, directory: str) -> AdapterRef:
-        """What the engine is to call an adapter: names are each tenant's own."""
-        return AdapterRef(name=name if tenant == DEFAULT_TENANT else f"{tenant}/{name}", directory=directory)
+        """What the engine is to call an adapter."""
+        return AdapterRef(name=f"{tenant}/{name}#{next(self._serial)}", directory=directory)
 
     def add(self, tenant: str, name: str, ref: AdapterRef) -> None:
         """It has been loaded."""

@@ -1,5 +1,6 @@
 """What the routes share: one object, at `app.state.context`."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,8 +74,16 @@ class ServerContext:
         return ready
 
     def find_adapter(self, tenant: str, name: str) -> KnownAdapter | None:
-        """By a name that the tenant knows."""
+        """By a name that the tenant knows. Blocks."""
         return find_adapter(self.catalogues, tenant, name)
+
+    async def look_up(self, tenant: str, name: str) -> KnownAdapter | None:
+        """`find_adapter`, which holds up nobody else."""
+        return self.loaded.find(tenant, name) or await asyncio.to_thread(self.find_adapter, tenant, name)
+
+    async def adapters(self, tenant: str) -> list[KnownAdapter]:
+        """All that it can name."""
+        return await asyncio.to_thread(lambda: [known for each in self.catalogues for known in each.list(tenant)])
 
     def open(self, generation: "Generation") -> RequestStream:
         """Send a generation's requests to the engine; to be closed in any case."""

@@ -15,6 +15,7 @@ from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error, not_found
 from coserve.server.protocol import AddRequest, Ready
 from coserve.server.schemas import SamplingBody
+from coserve.server.texts import check_texts
 
 # Fields of SamplingParams that a body has by the same name.
 _SAME = (
@@ -59,11 +60,12 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid4().hex}"
 
 
-def find_model(context: ServerContext, tenant: str, name: str) -> KnownAdapter | None:
+async def find_model(context: ServerContext, tenant: str, name: str) -> KnownAdapter | None:
     """The adapter of a model's name, None for the base; 404 for a name that the tenant does not know."""
     if name in context.base_names:
         return None
-    adapter = context.find_adapter(tenant, name)
+    check_texts(name, param="model")
+    adapter = await context.look_up(tenant, name)
     if adapter is None:
         raise not_found(
             f"The model `{name}` does not exist or you do not have access to it.",
@@ -79,7 +81,7 @@ def sampling_params(body: SamplingBody, *, max_tokens: int, vocab_size: int, **m
     if (top_k := given.get("top_k")) is not None:
         given["top_k"] = min(top_k, vocab_size)
     stop = () if body.stop is None else body.stop
-    check_text(stop if isinstance(stop, str) else "".join(stop), param="stop")
+    check_texts(stop, param="stop")
     try:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -93,14 +95,6 @@ def sampling_params(body: SamplingBody, *, max_tokens: int, vocab_size: int, **m
     except ValueError as error:
         raise ApiError(str(error), param=str(error).split()[0]) from None
     return params
-
-
-def check_text(text: str, *, param: str) -> None:
-    """JSON can say half a character (a lone surrogate), and nothing behind it can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ApiError(f"{param} has half a character (a lone surrogate) at {error.start}", param=param) from None
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

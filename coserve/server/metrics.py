@@ -130,6 +130,7 @@ class Metrics:
         self._margin.set(stats.margin)
         self._tuned.inc(max(0, stats.num_tokens_trained - self._num_tuned))
         self._num_tuned = stats.num_tokens_trained
+        self._pages.clear()  # of owners that have none now
         for owner, number in {**stats.num_pages_by_owner, "free": stats.num_pages_free}.items():
             self._pages.labels(owner).set(number)
 

@@ -119,8 +119,8 @@ async def _serve(
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if signalled.first.is_set():
             await _drain(context, signalled)
-        await context.link.stop()
     finally:
+        await context.link.stop()
         server.should_exit = True
         waiting.cancel()
         starting.cancel()

@@ -14,6 +14,6 @@ def check_texts(value: Any, *, param: str) -> None:
         for name, item in value.items():
             check_texts(name, param=param)
             check_texts(item, param=param)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for item in value:
             check_texts(item, param=param)

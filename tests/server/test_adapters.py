@@ -69,6 +69,10 @@ def test_a_name_is_taken_once_unless_in_place(served: Served):
     )
     assert again.json()["error"]["type"] == "InvalidUserInput"
     assert load(served, "pirate", load_inplace=True).status_code == 200
+    (adapter_root() / "empty").mkdir(exist_ok=True)
+    body = {"lora_name": "pirate", "lora_path": str(adapter_root() / "empty"), "load_inplace": True}
+    assert served.post("/v1/load_lora_adapter", json=body).status_code == 400
+    assert served.client().completions.create(model="pirate", prompt="x", max_tokens=1)  # it is still there
     assert load(served, "small").status_code == 400
 
 
@@ -96,6 +100,6 @@ def test_a_directory_without_an_adapter_is_refused(served: Served):
     (adapter_root() / "empty").mkdir(exist_ok=True)
     path = str(adapter_root() / "empty")
     answer = served.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
-    assert 400 <= answer.status_code < 500
+    assert answer.status_code == 400
     assert "adapter_config.json" in answer.json()["error"]["message"]
     assert served.post("/v1/unload_lora_adapter", json={"lora_name": "x"}).status_code == 404

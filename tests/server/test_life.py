@@ -120,29 +120,29 @@ def test_a_server_that_is_killed_leaves_no_engine():
     served.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_streams_end_and_refuses_new_requests(number: int):
+def test_a_signal_lets_streams_end_and_refuses_new_requests():
     before = sockets_of_engines()
     served = Served()
     client, engine = served.client(), served.engine_pid()
     stream = slow_stream(client)
-    os.kill(served.process.pid, number)
+    os.kill(served.process.pid, signal.SIGTERM)
     served.wait_until(lambda: served.get("/ready").status_code == 503)
     with pytest.raises(openai.InternalServerError, match="shutting down"):
         served.client().completions.create(model="small", prompt="x")
     reasons = [event.choices[0].finish_reason for event in stream if event.choices[0].finish_reason]
     assert reasons == ["length"] * 16
-    assert served.process.wait(30) == 0
+    assert served.stop() == 0
     assert not is_alive(engine)
     assert sockets_of_engines() <= before
-    assert served.stop() == 0
     assert served.log.read_text() == ""
 
 
 def test_streams_that_last_too_long_are_ended():
     with serving("--drain", "0s") as served:
         stream = slow_stream(served.client())
-        os.kill(served.process.pid, signal.SIGTERM)
+        # What a terminal does: both processes get it.
+        os.kill(served.engine_pid(), signal.SIGINT)
+        os.kill(served.process.pid, signal.SIGINT)
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
         assert served.process.wait(30) == 0
@@ -162,11 +162,8 @@ def test_mistakes_are_one_line():
         for options, words in (
             ((str(model_directory()), "--port", port), "Address already in use; choose another --port"),
             (("/no/such/model", "--port", "0"), "'/no/such/model' is not a directory"),
-            ((str(model_directory()), "--port", "0", "--dtype", "float3"), "dtype 'float3' is not one of"),
             ((str(model_directory()), "--port", "0", "--memory", "1kB"), "the page pool needs"),
-            ((str(model_directory()), "--port", "0", "--device", "abacus"), "device 'abacus' cannot be used here"),
             (("--slo-tpot", "soon"), "is no number with a unit"),
-            (("--policy", "greed"), "greed"),
         ):
             result = up(*options)
             assert result.returncode != 0

@@ -65,7 +65,7 @@ def _refuse_what_is_not_there(body: ChatBody) -> None:
 
 async def _generation(body: ChatBody, context: ServerContext, tenant: str, arrival_s: float) -> Generation:
     ready = context.require_ready()
-    adapter = find_model(context, tenant, body.model)
+    adapter = await find_model(context, tenant, body.model)
     tokens = await context.prompts.tokens([_plain(message) for message in body.messages])
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if asked is not None and asked < 1:

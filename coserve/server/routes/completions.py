@@ -79,7 +79,7 @@ async def _generation(
     body: CompletionBody, prompts: list[str | list[int]], context: ServerContext, tenant: str, arrival_s: float
 ) -> Generation:
     ready = context.require_ready()
-    adapter = find_model(context, tenant, body.model)
+    adapter = await find_model(context, tenant, body.model)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens < 0 or (max_tokens == 0 and not body.echo):
         raise ApiError("max_tokens must be at least 1; 0 needs echo", param="max_tokens")

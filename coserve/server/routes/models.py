@@ -7,12 +7,13 @@ from urllib.parse import unquote
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
+from coserve.errors import AdapterError
 from coserve.server.adapters import KnownAdapter
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
-from coserve.server.generation import check_text
 from coserve.server.responses import json_response
 from coserve.server.schemas import LoadAdapterBody, UnloadAdapterBody
+from coserve.server.texts import check_texts
 
 router = APIRouter()
 
@@ -20,7 +21,7 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(context: Context, tenant: Tenant) -> Response:
     """The base first."""
-    known = [each for catalogue in context.catalogues for each in catalogue.list(tenant)]
+    known = await context.adapters(tenant)
     return json_response({"object": "list", "data": [_base(context), *(_adapter(context, each) for each in known)]})
 
 
@@ -29,7 +30,7 @@ async def retrieve_model(model: str, context: Context, tenant: Tenant) -> Respon
     """One of them."""
     if model in context.base_names:
         return json_response(_base(context))
-    known = context.find_adapter(tenant, unquote(model))
+    known = await context.look_up(tenant, unquote(model))
     if known is None:
         raise not_found(f"The model '{model}' does not exist", param="model", code="model_not_found")
     return json_response(_adapter(context, known))
@@ -65,24 +66,28 @@ async def load_lora_adapter(body: LoadAdapterBody, context: Context, tenant: Ten
     if not body.lora_name or not body.lora_path:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
     name = body.lora_name
-    check_text(name, param="lora_name")
-    check_text(body.lora_path, param="lora_path")
+    check_texts(name, param="lora_name")
+    check_texts(body.lora_path, param="lora_path")
     if "@" in name:
         raise _invalid("'lora_name' must not have an @, which begins a version.")
     if name in context.base_names:
         raise _invalid(f"'{name}' is the name of the base model.")
     directory = _allowed(body.lora_path, context.config.allow_adapter_paths)
-    if (there := context.find_adapter(tenant, name)) is not None:
-        if not body.load_inplace or context.loaded.find(tenant, name) is None:
+    async with context.loaded.lock:
+        there = await context.look_up(tenant, name)
+        if there is not None and (not body.load_inplace or context.loaded.find(tenant, name) is None):
             raise _invalid(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
                 "'load_inplace' to true."
             )
-        await context.link.unload_adapter(there.ref.name)
-        context.loaded.remove(tenant, name)
-    ref = context.loaded.reference(tenant, name, str(directory))
-    await context.link.load_adapter(ref)
-    context.loaded.add(tenant, name, ref)
+        ref = context.loaded.reference(tenant, name, str(directory))
+        try:
+            await context.link.load_adapter(ref)
+        except AdapterError as error:
+            raise ApiError(str(error), param="lora_path") from error
+        context.loaded.add(tenant, name, ref)
+        if there is not None:
+            await context.link.unload_adapter(there.ref.name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
@@ -91,13 +96,13 @@ async def unload_lora_adapter(body: UnloadAdapterBody, context: Context, tenant:
     """Serve it no longer; those who use it go on to their end."""
     if not body.lora_name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
-    known = context.loaded.find(tenant, body.lora_name)
-    if known is None:
-        raise ApiError(
-            f"The lora adapter '{body.lora_name}' cannot be found.", status=404, kind="NotFoundError", param="lora_name"
-        )
-    await context.link.unload_adapter(known.ref.name)
-    context.loaded.remove(tenant, body.lora_name)
+    async with context.loaded.lock:
+        known = context.loaded.find(tenant, body.lora_name)
+        if known is None:
+            message = f"The lora adapter '{body.lora_name}' cannot be found."
+            raise ApiError(message, status=404, kind="NotFoundError", param="lora_name")
+        await context.link.unload_adapter(known.ref.name)
+        context.loaded.remove(tenant, body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
