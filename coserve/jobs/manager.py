@@ -114,8 +114,8 @@ class JobManager:
         self._folders.tidy(known)
         for id in self._folders.unswept():
             with self.store.read() as transaction:
-                job, kept = transaction.any_job(id), transaction.all_checkpoints(id)
-            if job is not None and job.is_over:
+                found, kept = transaction.any_job(id), transaction.all_checkpoints(id)
+            if found is not None and found.is_over:
                 self._folders.sweep(id, kept, is_over=True)
         return jobs
 
@@ -554,8 +554,10 @@ class JobManager:
     async def _end(
         self, id: str, status: Literal["succeeded", "failed", "cancelled"], error: dict[str, Any] | None = None
     ) -> JobRecord:
-        """A job is over."""
+        """A job is over: what an engine may still say of it is too late."""
         job = await self._in_store(self._write_end, id, status, error)
+        self._taken.discard(id)
+        self._ended.discard(id)
         self._meters.pop(id, None)
         self._deaths.pop(id, None)
         self._live.pop((job.tenant, job.name), None)

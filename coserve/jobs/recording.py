@@ -50,6 +50,7 @@ class Recorder:
     def record(self, reports: Sequence[Report], is_wanted: Callable[[str], bool]) -> Outcome:
         """Blocks. is_wanted: whether a job is this engine's to report on. Safe to do again if it failed."""
         outcome, replaced = Outcome(), dict[str, list[str]]()
+        too_late: list[str] = []
         last_step_s = dict(self._last_step_s)
         with self._store.write() as transaction:
             for report in reports:
@@ -60,11 +61,14 @@ class Recorder:
                     if is_wanted(checkpoint.job):
                         outcome.num_checkpoints += 1
                         replaced.setdefault(checkpoint.job, []).extend(self._checkpoint(transaction, checkpoint))
+                    elif (job := transaction.any_job(checkpoint.job)) is None or job.is_over:
+                        too_late.append(checkpoint.directory)
             pruned = [
                 (old, prune_records(transaction, self._job(transaction, id), is_over=False))
                 for id, old in replaced.items()
             ]
         self._last_step_s = last_step_s
+        self._folders.thin_out((), too_late)
         for old, (kept, dropped) in pruned:
             self._folders.thin_out(kept, [*old, *dropped])
         return outcome

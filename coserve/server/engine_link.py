@@ -96,14 +96,15 @@ class RequestStream:
         """All chunks that are there, again and again to the end; CoserveError if there is no good end."""
         while True:
             await self._news.wait()
-            self._news.clear()
-            batch, self._waiting = self._waiting, []
-            if batch:
+            # More may come while one batch is being sent: the end is only where none is left.
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
                 yield batch
             if self._error is not None:
                 raise self._error
             if not any(self._num_open.values()):
                 return
+            self._news.clear()
 
 
 class EngineLink:

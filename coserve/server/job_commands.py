@@ -39,12 +39,15 @@ class News:
 
 @dataclass(kw_only=True)
 class _Waiting:
-    """What is to be told when a checkpoint is on disk. written: None if there was nothing to write."""
+    """What is to be told when a checkpoint is on disk. written: None if there was nothing to write. is_new: whether the
+    checkpoint is news itself.
+    """
 
     job: str
     step: int
     listed: bool
     written: "Future[Path] | None" = None
+    is_new: bool = True
     event: JobEvent | None = None
     call: int | None = None
 
@@ -57,7 +60,7 @@ class JobCommands:
         self._starts: dict[str, JobStart] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoints")
         self._waiting: deque[_Waiting] = deque()
-        self._last_written: dict[str, tuple[int, bool]] = {}  # the step, and whether it was listed, by job
+        self._last: dict[str, _Waiting] = {}  # checkpoint of each job
 
     # -- adapters -------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class JobCommands:
             try:
                 directory = str(done.written.result())
                 found = Checkpointed(job=done.job, step=done.step, directory=directory, listed=done.listed)
-                news.checkpoints.append(found)
+                news.checkpoints += [found] if done.is_new else []
             except CoserveError as raised:
                 error = raised
                 _log.error("job %s: %s", done.job, error)
@@ -187,22 +190,33 @@ class JobCommands:
 
     def _checkpoint(self, job: str, *, listed: bool, event: JobEvent | None = None, call: int | None = None) -> None:
         """Copy a job as it is now, and have it written, unless that step is on disk (or on its way) already."""
-        step = self._engine.job(job).num_steps_done
+        step, last = self._engine.job(job).num_steps_done, self._last.get(job)
         waiting = _Waiting(job=job, step=step, listed=listed, event=event, call=call)
-        if self._last_written.get(job) not in ((step, True), (step, listed)):
-            try:
-                checkpoint = self._engine.checkpoint(job)
-            except CoserveError as error:
-                waiting.written = Future()
-                waiting.written.set_exception(error)
-            else:
-                while sum(1 for each in self._waiting if each.written and not each.written.done()) >= _MOST_WAITING:
-                    wait([each.written for each in self._waiting if each.written], return_when="FIRST_COMPLETED")
-                waiting.written = self._writer.submit(checkpoint.write, self._starts[job].checkpoints)
-                self._last_written[job] = step, listed
+        if last is not None and last.step == step and last.listed >= listed and not _failed(last):
+            waiting.written, waiting.is_new = last.written, False
+        else:
+            waiting.written = self._write(job)
+            self._last[job] = waiting
         self._waiting.append(waiting)
+
+    def _write(self, job: str) -> "Future[Path]":
+        try:
+            checkpoint = self._engine.checkpoint(job)
+        except CoserveError as error:
+            failed: Future[Path] = Future()
+            failed.set_exception(error)
+            return failed
+        under_way = [each.written for each in self._waiting if each.written is not None and not each.written.done()]
+        wait(under_way[: max(0, len(under_way) - _MOST_WAITING)])
+        return self._writer.submit(checkpoint.write, self._starts[job].checkpoints)
 
     def _forget(self, job: str) -> None:
         self._engine.forget_job(job)
         self._starts.pop(job, None)
-        self._last_written.pop(job, None)
+        self._last.pop(job, None)
+
+
+def _failed(waiting: _Waiting) -> bool:
+    """Whether it could not be written."""
+    written = waiting.written
+    return written is not None and written.done() and written.exception() is not None

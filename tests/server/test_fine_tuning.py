@@ -87,9 +87,7 @@ def test_files(client):
 
 
 def test_uploads_that_are_refused(served, client):
-    def post(**form):
-        return served.post("/v1/files", headers={"Authorization": "Bearer key-1"}, **form)
-
+    key = {"Authorization": "Bearer key-1"}
     file = {"file": ("a.jsonl", b"{}")}
     for form, param in (
         ({"files": file}, "purpose"),
@@ -105,11 +103,10 @@ def test_uploads_that_are_refused(served, client):
             "expires_after[seconds]",
         ),
         ({"json": {"file": "x", "purpose": "batch"}}, "file"),
-        ({"content": b"--x", "headers": {"Authorization": "Bearer key-1"}}, "file"),
+        ({"content": b"--x"}, "file"),
+        ({"content": b"--x\r\nno", "headers": {**key, "Content-Type": "multipart/form-data; boundary=x"}}, None),
     ):
-        answer = httpx.post(
-            f"{served.url}/v1/files", **{"headers": {"Authorization": "Bearer key-1"}, "timeout": 60} | form
-        )
+        answer = httpx.post(f"{served.url}/v1/files", **{"headers": key, "timeout": 60} | form)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     with pytest.raises(openai.APIStatusError) as caught:
         upload(client, b"x" * 1_000_001)
@@ -117,9 +114,6 @@ def test_uploads_that_are_refused(served, client):
     with pytest.raises(openai.APIStatusError) as caught:
         upload(client, b"x" * 3_000_000)
     assert caught.value.status_code == 413
-    assert post(files=file, data={"purpose": "batch"}).status_code == 200
-    broken = post(content=b"--x\r\nnonsense", headers=None) if False else None
-    assert broken is None
     with pytest.raises(openai.BadRequestError, match="after names"):
         client.files.list(after="file-none")
     with pytest.raises(openai.BadRequestError):

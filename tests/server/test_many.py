@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 from openai import AsyncOpenAI
-from served import Served, expected, serving, tokenizer
+from served import Served, expected, tokenizer
 
 NUM_CLIENTS = 64
 
@@ -14,7 +14,7 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-def test_many_streams_at_once_are_each_their_own():
+def test_many_streams_beside_a_job_are_each_their_own(served: Served):
     prompts = [f"Hello {number}" for number in range(NUM_CLIENTS)]
     texts = [
         tokenizer().decode(expected(list(tokenizer()(prompt)["input_ids"]), 12)[0], skip_special_tokens=True)
@@ -31,15 +31,22 @@ def test_many_streams_at_once_are_each_their_own():
         async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
             return await asyncio.gather(*(stream(client, prompt) for prompt in prompts))
 
-    with serving() as served:
-        assert asyncio.run(all_at_once(served)) == texts  # and everything is warm
-        pids = (served.process.pid, served.engine_pid())
-        before = [resident_bytes(pid) for pid in pids]
-        for _ in range(4):
-            assert asyncio.run(all_at_once(served)) == texts
-        after = [resident_bytes(pid) for pid in pids]
-        assert all(late < early + 30e6 for early, late in zip(before, after, strict=True)), (before, after)
-        served.wait_until(lambda: served.get("/v1/status").json()["requests"]["running"] == 0)
+    client = served.client()
+    assert asyncio.run(all_at_once(served)) == texts  # and everything is warm
+    file = client.files.create(file=("lines.jsonl", b'{"text": "serve and learn"}\n' * 8), purpose="fine-tune")
+    job = client.fine_tuning.jobs.create(
+        model="small", training_file=file.id, hyperparameters={"n_epochs": 50, "batch_size": 1}
+    )
+    served.wait_until(lambda: client.fine_tuning.jobs.retrieve(job.id).status == "running")
+    assert asyncio.run(all_at_once(served)) == texts
+    pids = (served.process.pid, served.engine_pid())
+    before = [resident_bytes(pid) for pid in pids]
+    for _ in range(3):
+        assert asyncio.run(all_at_once(served)) == texts
+    after = [resident_bytes(pid) for pid in pids]
+    assert all(late < early + 30e6 for early, late in zip(before, after, strict=True)), (before, after)
+    served.wait_until(lambda: served.get("/v1/status").json()["requests"]["running"] == 0)
+    served.wait_until(lambda: client.fine_tuning.jobs.retrieve(job.id).status == "succeeded")
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(served: Served):

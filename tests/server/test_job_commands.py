@@ -1,0 +1,138 @@
+"""What the engine's process does about jobs: checkpoints, and what is told when."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import examples_of, make_engine
+
+from coserve.adapters import LoraConfig
+from coserve.errors import JobError
+from coserve.jobs.examples import write_examples_file
+from coserve.jobs.messages import JobStart
+from coserve.server.job_commands import JobCommands, News
+from coserve.server.protocol import CancelJob, PauseJob, ResumeJob, StartJob
+from coserve.tuning.config import TuningConfig
+
+NUM_STEPS = 6
+
+
+class Process:
+    """An engine and its commands, driven by hand."""
+
+    def __init__(self) -> None:
+        self.engine = make_engine()
+        self.commands = JobCommands(self.engine)
+        self.news = News()
+
+    def step(self) -> None:
+        self.commands.take([event for event in self.engine.step() if hasattr(event, "job")])
+        self.hear()
+
+    def hear(self) -> None:
+        """Take in what may be told now."""
+        found = self.commands.take_news()
+        self.news.events += found.events
+        self.news.checkpoints += found.checkpoints
+        self.news.replies += found.replies
+
+    def hear_all(self) -> None:
+        while self.commands.is_waiting:
+            self.hear()
+            time.sleep(0.001)
+
+    def run(self, num_steps: int | None = None) -> None:
+        """To the end, or until so many optimizer steps are made."""
+        while self.engine.has_work:
+            self.step()
+            if num_steps is not None and self.engine.job("j").num_steps_done == num_steps:
+                break
+        self.hear_all()
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.news.events if event.kind in ("step", "succeeded", "failed", "cancelled")]
+
+
+@pytest.fixture
+def process() -> Process:
+    return Process()
+
+
+def job(directory: Path, **more: Any) -> JobStart:
+    path = directory / "examples"
+    write_examples_file(path, examples_of([8] * 6))
+    settings: dict[str, Any] = {
+        "id": "j",
+        "name": "learned",
+        "examples": str(path),
+        "config": TuningConfig(batch_size=1),
+        "adapter": LoraConfig(r=2, target_modules="all-linear").to_peft(),
+        "checkpoints": str(directory / "checkpoints"),
+        "checkpoint_every_steps": 2,
+        **more,
+    }
+    return JobStart(**settings)
+
+
+def test_checkpoints_come_before_what_follows_from_them(process: Process, tmp_path: Path):
+    process.commands.obey(StartJob(1, job(tmp_path)))
+    process.run()
+    assert process.kinds() == ["step"] * NUM_STEPS + ["succeeded"]
+    assert [reply.call for reply in process.news.replies] == [1]
+    assert [(each.step, each.listed) for each in process.news.checkpoints] == [(2, True), (4, True), (6, True)]
+    for each in process.news.checkpoints:
+        assert (Path(each.directory) / "adapter_config.json").exists()
+    assert process.engine.jobs == {}  # nothing is kept of it
+    assert "learned" in process.engine.versions
+
+
+def test_a_pause_is_answered_when_it_is_on_disk(process: Process, tmp_path: Path):
+    process.commands.obey(StartJob(1, job(tmp_path, checkpoint_every_steps=0)))
+    process.run(3)
+    process.commands.obey(PauseJob(2, "j"))
+    process.hear_all()
+    assert not process.engine.has_work
+    [checkpoint] = process.news.checkpoints
+    assert (checkpoint.step, checkpoint.listed) == (3, False)
+    assert [reply.call for reply in process.news.replies] == [1, 2]
+    process.commands.obey(ResumeJob(3, "j"))
+    process.run()
+    assert process.kinds() == ["step"] * NUM_STEPS + ["succeeded"]
+    assert [(each.step, each.listed) for each in process.news.checkpoints] == [(3, False), (6, True)]
+
+
+def test_another_engine_goes_on_where_one_was_shut_down(process: Process, tmp_path: Path):
+    process.commands.obey(StartJob(1, job(tmp_path)))
+    process.run(3)
+    process.commands.checkpoint_all(9)
+    process.hear_all()
+    assert process.news.replies[-1].call == 9
+    last = process.news.checkpoints[-1]
+    assert (last.step, last.listed) == (3, False)
+    other = Process()
+    other.commands.obey(StartJob(1, job(tmp_path, checkpoint=last.directory)))
+    other.run()
+    assert [event.step for event in other.news.events if event.kind == "step"] == [4, 5, 6]
+    assert [each.step for each in other.news.checkpoints] == [4, 6]
+
+
+def test_a_cancelled_job_keeps_what_it_had(process: Process, tmp_path: Path):
+    process.commands.obey(StartJob(1, job(tmp_path, checkpoint_every_steps=0)))
+    process.run(2)
+    process.commands.obey(CancelJob(2, "j"))
+    process.run()
+    assert [(each.step, each.listed) for each in process.news.checkpoints] == [(2, False)]
+    assert (Path(process.news.checkpoints[0].directory) / "optimizer.safetensors").exists()
+    assert process.kinds() == ["step", "step", "cancelled"]
+    with pytest.raises(JobError):
+        process.commands.obey(CancelJob(3, "j"))
+
+
+def test_a_job_whose_result_cannot_be_kept_has_failed(process: Process, tmp_path: Path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    process.commands.obey(StartJob(1, job(tmp_path)))
+    process.run()
+    assert process.kinds() == ["step"] * NUM_STEPS + ["failed"]
+    assert "cannot write a checkpoint" in process.news.events[-1].message
+    assert process.news.checkpoints == []
