@@ -25,7 +25,7 @@ _POLL_S = 0.25
 # With both, the job may take so many times the phase's seconds before it is stopped.
 _PATIENCE = 1.5
 # The share of its speed alone that a job is expected to have beside requests; at most so many epochs are allowed.
-_EXPECTED_SHARE = 0.8
+_EXPECTED_SHARE = 0.65
 _MOST_EPOCHS = 50
 # Answers of a recorded trace are cut to so many times the mean.
 _LONGEST_ANSWER = 4
