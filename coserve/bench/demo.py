@@ -306,6 +306,7 @@ class Demo:
         counted = [outcome for outcome in outcomes if outcome.arrival_s <= until_s]
         return {
             "seconds": round(recording.seconds, 2),
+            "job_end_s": recording.job_end_s and round(recording.job_end_s, 2),
             "summary": summarize(counted, **objectives) if recording.load else None,
             "engine": _as_the_engine_saw(recording.records) if recording.load else None,
             "tuning": _tuning(recording) if recording.progress else None,

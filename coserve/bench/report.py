@@ -158,15 +158,21 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
     x = Axis(label="seconds from the start of the trace", low=0, high=results["config"]["seconds"])
     # The few that are far below the others (two tokens that came at once) lie on the edge.
     y = Axis(label=f"{words}, ms", low=max(percentile(values, 0.05) / 2, 1e-3), high=max(values) * 1.5, is_log=True)
+    # Whom the job had left to themselves is told apart.
+    end_s = results["phases"]["both"].get("job_end_s") or float("inf")
+    groups = [
+        (_PHASES["requests"], found["requests"]),
+        (_PHASES["both"], [o for o in found["both"] if o["arrival_s"] <= end_s]),
+        (("after the job had ended", "dim"), [o for o in found["both"] if o["arrival_s"] > end_s]),
+    ]
     marks, entries = [rule(objective)], []
-    for name, outcomes in found.items():
-        held, colour = [o for o in outcomes if o[kind] <= objective], _PHASES[name][1]
-        late = [o for o in outcomes if o[kind] > objective]
-        marks.append(dots([_told(o, kind) for o in held], colour))
-        entries.append(("dot", colour, _PHASES[name][0]))
-        if late:
-            marks.append(dots([_told(o, kind) for o in late], colour, crossed=True))
-            entries.append(("cross", colour, f"{_PHASES[name][0]}, too late"))
+    for (name, colour), outcomes in groups:
+        held, late = ([o for o in outcomes if (o[kind] <= objective) is wanted] for wanted in (True, False))
+        marks += [
+            dots([_told(o, kind) for o in held], colour),
+            dots([_told(o, kind) for o in late], colour, crossed=True),
+        ]
+        entries += [("dot", colour, name)] * bool(outcomes) + [("cross", colour, f"{name}, too late")] * bool(late)
     entries.append(("dash", "ink", f"objective, {_ms(objective)}"))
     caption = f"{words.capitalize()} of every request"
     return _figure(caption, legend(entries) + chart(caption, x, y, marks, width=960, height=260), wide=True)

@@ -70,6 +70,7 @@ def recorded(*, num_requests: int = 60, seconds: float = 30.0) -> dict:
             "requests": {**phase, "summary": summary(), "outcomes": outcomes(1)},
             "both": {
                 "seconds": seconds,
+                "job_end_s": 0.9 * seconds,
                 "engine": engine,
                 "summary": summary(),
                 "tuning": tuning(420.4),
@@ -89,6 +90,7 @@ def test_the_page_has_every_part_and_is_well_formed():
     for part in (
         "Time to first token of every request",
         "Time per output token of every request",
+        "after the job had ended",
         "Fine-tuning: tokens per second",
         "Rows of a step, by kind",
         "Loss: the same, whatever runs beside the job",
