@@ -52,7 +52,7 @@ def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | Non
     bias = None if biases[0] is None else _joined(biases)
     if whole is None or (bias is None and any(each is not None for each in biases)):
         return tuple(product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    return product(x, whole, bias).split([weight.shape[0] for weight in weights], -1)
+    return torch.split(product(x, whole, bias), [weight.shape[0] for weight in weights], -1)
 
 
 def join(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -60,7 +60,7 @@ def join(tensors: Sequence[Tensor]) -> list[Tensor]:
     whole = torch.cat(list(tensors))
     if whole.dim() > 1:
         whole = stored(whole)
-    return list(whole.split([tensor.shape[0] for tensor in tensors]))
+    return list(torch.split(whole, [tensor.shape[0] for tensor in tensors]))
 
 
 def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:

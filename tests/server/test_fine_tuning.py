@@ -104,7 +104,7 @@ def test_uploads_that_are_refused(served, client):
         ),
         ({"json": {"file": "x", "purpose": "batch"}}, "file"),
         ({"content": b"--x"}, "file"),
-        ({"content": b"--x\r\nno", "headers": {**key, "Content-Type": "multipart/form-data; boundary=x"}}, None),
+        ({"content": b"--x\r\nno", "headers": {**key, "Content-Type": "multipart/form-data; boundary=x"}}, "file"),
     ):
         answer = httpx.post(f"{served.url}/v1/files", **{"headers": key, "timeout": 60} | form)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

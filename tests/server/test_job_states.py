@@ -175,11 +175,14 @@ class Lives(RuleBasedStateMachine):
     def ask(self, number, verb):
         id = self.job(number)
         before = self.expected[id]
-        allowed = before in {
-            "cancel": ("running", "queued", "paused"),
-            "pause": ("running", "queued"),
-            "resume": ("paused",),
-        }[verb]
+        allowed = (
+            before
+            in {
+                "cancel": ("running", "queued", "paused"),
+                "pause": ("running", "queued"),
+                "resume": ("paused",),
+            }[verb]
+        )
 
         async def story():
             # The engine may be further than what it has said: then the job may turn out to be over.

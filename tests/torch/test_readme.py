@@ -13,14 +13,14 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_engine_s_example_runs(capsys):
-    exec(compile(EXAMPLES[0], "README.md", "exec"), {})
+    exec(compile(EXAMPLES[1], "README.md", "exec"), {})
     before, after, num_trained = re.fullmatch(r"(\(.*?\)) (\(.*?\)) (\d+)\n", capsys.readouterr().out).groups()
     assert len(eval(before)) == len(eval(after)) == 8
     assert int(num_trained) == 2 * 8 * 5, "every token of every example, twice"
 
 
 def test_the_parts_example_runs(capsys):
-    exec(compile(EXAMPLES[1], "README.md", "exec"), {})
+    exec(compile(EXAMPLES[2], "README.md", "exec"), {})
     token, loss, num_gradients = capsys.readouterr().out.split()
     assert 0 <= int(token) < 49152
     assert float(loss) == pytest.approx(10.8, abs=0.5), "random weights guess among 49,152 tokens"

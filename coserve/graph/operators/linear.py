@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class Linear(Operator):
     inputs = ("x", "weight", "bias")
     optional = frozenset({"bias"})
     needs = {"x": ("weight",), "weight": ("x",), "bias": ()}
-    shared = "x"
+    shared: ClassVar[str | None] = "x"
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None)}
