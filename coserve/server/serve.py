@@ -19,6 +19,7 @@ from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
 from coserve.server.engine_link import EngineLink
+from coserve.server.home import home_of_our_own
 from coserve.server.job_service import start_jobs, stop_jobs
 from coserve.server.prompts import Prompts
 from coserve.server.protocol import EngineSettings, Happened, Progress, Ready
@@ -68,8 +69,13 @@ async def serve(config: ServerConfig, watcher: Watcher) -> None:
     """Serve until a signal comes.
 
     Raises:
-        ModelError: the engine cannot start as it was asked. CoserveError: the port cannot be had.
+        ModelError: the engine cannot start as it was asked. CoserveError: the port or the home cannot be had.
     """
+    with home_of_our_own(config.directory):
+        await _serve_at_home(config, watcher)
+
+
+async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
     listening = listen(config.host, config.port)
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

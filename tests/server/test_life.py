@@ -17,6 +17,8 @@ import pytest
 from openai import OpenAI
 from served import Served, expected, is_alive, model_directory, serving, tokenizer
 
+from coserve.server.home import home_of_our_own
+
 LONG: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
 
 
@@ -172,6 +174,18 @@ def test_mistakes_are_one_line():
             assert len(lines) == 1, result.stderr
             assert lines[0].startswith("error: ")
             assert words in lines[0]
+
+
+def test_a_home_has_one_server(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with home_of_our_own(tmp_path / "home"):
+        for home, words in (("home", "another server uses"), ("file", "cannot be written")):
+            result = up(str(model_directory()), "--port", "0", "--home", str(tmp_path / home))
+            assert result.returncode != 0
+            [line] = result.stderr.strip().splitlines()
+            assert words in line
+    with home_of_our_own(tmp_path / "home"):  # when the other one has ended
+        pass
 
 
 def test_the_engine_ends_when_its_input_does():
