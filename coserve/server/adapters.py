@@ -1,10 +1,10 @@
 """Which adapters a tenant can name in a request, and what the engine calls them."""
 
 import asyncio
-import itertools
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
+from uuid import uuid4
 
 from coserve.jobs.messages import AdapterRef
 
@@ -40,7 +40,6 @@ class LoadedAdapters:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()  # one change at a time
         self._known: dict[tuple[str, str], KnownAdapter] = {}
-        self._serial = itertools.count()
 
     def list(self, tenant: str) -> list[KnownAdapter]:
         return [known for (owner, _), known in list(self._known.items()) if owner == tenant]
@@ -50,7 +49,8 @@ class LoadedAdapters:
 
     def reference(self, tenant: str, name: str, directory: str) -> AdapterRef:
         """What the engine is to call an adapter."""
-        return AdapterRef(name=f"{tenant}/{name}#{next(self._serial)}", directory=directory)
+        # Nor after a restart: a job that began with one by this name must not meet another.
+        return AdapterRef(name=f"{tenant}/{name}#{uuid4().hex}", directory=directory)
 
     def add(self, tenant: str, name: str, ref: AdapterRef) -> None:
         """It has been loaded."""

@@ -8,6 +8,8 @@ import pytest
 from openai import OpenAI
 from served import Served, adapter_root, chat_tokens, expected, peft_model, tokenizer
 
+from coserve.server.adapters import LoadedAdapters
+
 
 @pytest.fixture(autouse=True)
 def _unload_after(served: Served):
@@ -103,3 +105,9 @@ def test_a_directory_without_an_adapter_is_refused(served: Served):
     assert answer.status_code == 400
     assert "adapter_config.json" in answer.json()["error"]["message"]
     assert served.post("/v1/unload_lora_adapter", json={"lora_name": "x"}).status_code == 404
+
+
+def test_the_engine_never_hears_a_name_twice():
+    """Not even of servers one after the other: a job that waits may still mean the adapter of the first."""
+    first, second = (LoadedAdapters().reference("default", "pirate", place) for place in ("/a", "/b"))
+    assert first.name != second.name
