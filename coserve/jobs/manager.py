@@ -14,7 +14,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -90,7 +89,7 @@ class JobManager:
         """Tidy up what a process that ended anywhere left behind, and begin."""
         jobs = await asyncio.to_thread(self._tidy)
         for job in jobs:
-            if job.status == "validating_files":
+            if job.status == "validating_files" and job.base == self.model.name:
                 self._validate(job)
         self._task = asyncio.create_task(self._run())
 
@@ -204,7 +203,7 @@ class JobManager:
         """Those of this model that a tenant's jobs have made, and those of live jobs."""
         with self.store.read() as transaction:
             found = transaction.adapters(tenant, self.model.name)
-        return [*found, *(each for (owner, _), each in self._live.items() if owner == tenant)]
+        return [*found, *(each for (owner, _), each in list(self._live.items()) if owner == tenant)]
 
     def adapter(self, tenant: str, name: str) -> AdapterRecord | None:
         """The one of a name. A request's: the store is asked once."""
@@ -246,7 +245,8 @@ class JobManager:
                 await self._settle()
         await self._settle()
         for call in self._calls:
-            call.result.set_exception(EngineGoneError("the server is shutting down"))
+            if not call.result.done():  # who waited may have given up
+                call.result.set_exception(EngineGoneError("the server is shutting down"))
 
     async def _serve(self, call: _Call) -> None:
         try:
@@ -343,10 +343,10 @@ class JobManager:
 
     def _requeue(self, lost: set[str]) -> list[str]:
         with self.store.write() as transaction:
-            running = [job.id for job in transaction.unfinished_jobs() if job.status == "running" and job.id in lost]
-            for id in running:
-                transaction.change_job(id, status="queued")
-        return running
+            jobs = [job for job in transaction.unfinished_jobs() if job.id in lost and job.status != "paused"]
+            for job in jobs:
+                transaction.change_job(job.id, status="queued")
+        return [job.id for job in jobs]
 
     # -- to the engine ------------------------------------------------------------------------
 
@@ -378,7 +378,7 @@ class JobManager:
         try:
             await self._engine.start_job(self._job_start(job, checkpoint))
         except EngineGoneError:
-            self._taken.discard(job.id)
+            pass  # `_lose_all` comes next, and counts it among those that the engine died of
         except CoserveError as error:
             self._taken.discard(job.id)
             await self._end(job.id, "failed", {"code": "job_refused", "message": str(error), "param": None})
@@ -444,7 +444,8 @@ class JobManager:
         if id in self._taken:
             await self._tell(self._engine.cancel_job, id)
             job = await self._living(tenant, id)
-        self._unwanted.add(id)
+        if id in self._validations:
+            self._unwanted.add(id)
         return await self._end(job.id, "cancelled")
 
     async def _pause(self, tenant: str, id: str) -> JobRecord:
@@ -462,6 +463,8 @@ class JobManager:
         if job.status != "paused":
             raise JobError(f"Job {id} is not paused: it is {job.status}")
         if not job.validated:
+            if job.base != self.model.name:
+                raise JobError(f"Job {id} is of the model {job.base}, which is not served now", param="model")
             job = await asyncio.to_thread(self._set_status, id, "validating_files", "Fine-tuning job resumed")
             self._validate(job)
             return job
@@ -514,11 +517,13 @@ class JobManager:
         except Exception as error:
             _log.exception("the files of %s could not be read", job.id)
             found = JobError(f"the files could not be read: {error!r}", param="training_file")
-        finally:
+        try:
+            await self._call(lambda: self._validated(job.id, found))
+        except (EngineGoneError, StoreError):
+            pass  # shutting down: they are read again at the next start
+        finally:  # not before: who resumes the job meanwhile must not begin to read them again
             del self._validations[job.id]
             self._unwanted.discard(job.id)
-        with suppress(EngineGoneError):  # shutting down: they are read again at the next start
-            await self._call(lambda: self._validated(job.id, found))
 
     async def _validated(self, id: str, found: Validated | JobError) -> None:
         job = await self._in_store(self._job, id)

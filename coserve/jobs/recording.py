@@ -93,6 +93,7 @@ class Recorder:
             outcome.published.add(job.id)
         elif event.kind in ("succeeded", "failed", "cancelled"):
             outcome.left.add(job.id)
+            last_step_s.pop(job.id, None)
             if event.kind != "cancelled":
                 outcome.ended[job.id] = None if event.kind == "succeeded" else event.message
 

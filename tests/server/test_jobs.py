@@ -3,6 +3,7 @@
 import asyncio
 import csv
 import io
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from peft import PeftModel
 from support import make_model
 
 from coserve.engine.checkpoint import can_go_on_from
-from coserve.errors import JobError
+from coserve.errors import EngineGoneError, JobError
+from coserve.jobs import manager
 from coserve.jobs.messages import AdapterRef
 from coserve.jobs.settings import job_settings
 
@@ -277,19 +279,78 @@ def test_a_job_that_the_engine_refuses_fails_with_its_words(tmp_path):
     assert "nowhere has no adapter_config.json" in job.error["message"]
 
 
-def test_jobs_of_another_model_wait_for_it(tmp_path):
+@pytest.mark.parametrize("status", ["queued", "validating_files"])
+def test_jobs_of_another_model_wait_for_it(tmp_path, status):
     async def first():
         async with world(tmp_path, alive=False) as w:
             job = await w.create(DATA, **QUICK)
             await w.until(lambda: w.job(job.id).status == "queued")
             with w.store.write() as transaction:
-                transaction.change_job(job.id, base="another")
+                transaction.change_job(job.id, base="another", status=status, num_steps=job.num_steps)
         return job.id
 
     async def second(id):
         async with world(tmp_path) as w:
             assert (await w.until_over((await w.create(DATA, **QUICK)).id)).status == "succeeded"
-            assert w.job(id).status == "queued"
+            assert w.job(id).status == status
+            if status == "validating_files":  # it would be read with this model's tokenizer
+                await w.manager.pause(TENANT, id)
+                with pytest.raises(JobError, match="is of the model another"):
+                    await w.manager.resume(TENANT, id)
             assert (await w.manager.cancel(TENANT, id)).status == "cancelled"
 
     run(second(run(first())))
+
+
+def test_a_job_that_no_engine_survives_the_start_of_fails(tmp_path):
+    class Poisoned:
+        def __init__(self, world):
+            self.world = world
+
+        async def start_job(self, job):
+            self.world.manager.engine_gone()
+            asyncio.get_running_loop().call_soon(self.world.manager.engine_ready)
+            raise EngineGoneError("the engine has died")
+
+    async def story():
+        async with world(tmp_path, alive=False) as w:
+            w.link.engine = Poisoned(w)
+            w.manager.engine_ready()
+            job = await w.until_over((await w.create(DATA, **QUICK)).id)
+            w.link.engine = None
+            return job
+
+    job = run(story())
+    assert (job.status, job.error["code"]) == ("failed", "engine_died")
+
+
+def test_who_resumes_a_job_just_when_its_files_are_read_does_not_read_them_again(tmp_path, monkeypatch):
+    may_validate, num_validated = threading.Event(), []
+
+    def validate(*arguments):
+        may_validate.wait(30)
+        num_validated.append(1)
+        return manager.validate_files(*arguments)
+
+    monkeypatch.setattr(manager, "validate_files", manager.validate, raising=False)
+    monkeypatch.setattr(manager, "validate", validate)
+
+    async def story():
+        async with world(tmp_path) as w:
+            busy = asyncio.Event()
+            job = await w.create(DATA, **QUICK)
+            await w.manager.pause(TENANT, job.id)
+            waiting = asyncio.create_task(w.manager._call(busy.wait))
+            await asyncio.sleep(0)
+            resuming = asyncio.create_task(w.manager.resume(TENANT, job.id))
+            await asyncio.sleep(0)
+            may_validate.set()
+            await w.until(lambda: len(w.manager._calls) == 2)
+            busy.set()
+            await asyncio.gather(waiting, resuming)
+            return await w.until_over(job.id), [event.message for event in w.events(job.id)]
+
+    job, messages = run(story())
+    assert job.status == "succeeded"
+    assert num_validated == [1]
+    assert sum(message.startswith("Files validated") for message in messages) == 1
