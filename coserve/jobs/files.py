@@ -47,11 +47,13 @@ class Files:
         )
         try:
             with self._store.write() as transaction:
-                transaction.remove_expired_files()
+                expired = transaction.remove_expired_files()
                 transaction.add_file(record)
         except BaseException:
             self.remove_blob(id)
             raise
+        for one in expired:
+            self.remove_blob(one)
         return record
 
     def write_blob(self, id: str, chunks: Iterable[bytes]) -> int:

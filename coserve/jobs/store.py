@@ -134,9 +134,12 @@ class Transaction:
         """Returns whether it was there."""
         return self._execute(delete(FileTable).where(FileTable.tenant == tenant, FileTable.id == id)) > 0
 
-    def remove_expired_files(self) -> int:
-        """Forget files that are past their time; returns how many."""
-        return self._execute(delete(FileTable).where(FileTable.expires_at <= int(time.time())))
+    def remove_expired_files(self) -> list[str]:
+        """Forget files that are past their time; returns their ids."""
+        expired = FileTable.expires_at <= int(time.time())
+        ids = list(self._session.scalars(select(FileTable.id).where(expired)))
+        self._execute(delete(FileTable).where(expired))
+        return ids
 
     def file_ids(self) -> set[str]:
         """Of every tenant; for tidying up."""

@@ -250,8 +250,13 @@ def test_files_have_their_time(store, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: now + 3601)
     assert files.find("a", short.id) is None
     assert files.find("a", long.id) == long
+    newer = create(files)  # makes room while the server runs
+    assert {path.name for path in (tmp_path / "files").iterdir()} == {long.id, newer.id}
+    monkeypatch.setattr(time, "time", lambda: now)
+    create(files, expires_after_s=3600)
+    monkeypatch.setattr(time, "time", lambda: now + 3601)
     files.tidy()
-    assert [path.name for path in (tmp_path / "files").iterdir()] == [long.id]
+    assert {path.name for path in (tmp_path / "files").iterdir()} == {long.id, newer.id}
 
 
 def test_blobs_without_records_are_cleared_away(store, tmp_path):
