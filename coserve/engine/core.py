@@ -64,7 +64,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """The engine at this moment. num_tokens_trained: rows of packs whose gradients are in, of all jobs ever."""
+    """The engine at this moment. num_tokens_trained: rows of packs whose gradients are in, of all jobs here."""
 
     num_running: int
     num_waiting: int
@@ -292,6 +292,7 @@ class EngineCore:
             job = Job(id=job_id, name=name, config=config, examples=examples, validation=validation, trainer=trainer)
             if position is not None:
                 job.go_on_from(position)
+                self._num_tokens_forgotten -= job.num_tokens_trained  # another engine's
         except JobError:
             trainer.close()
             raise

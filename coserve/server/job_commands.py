@@ -40,7 +40,7 @@ class News:
 @dataclass(kw_only=True)
 class _Waiting:
     """What is to be told when a checkpoint is on disk. written: None if there was nothing to write. is_new: whether the
-    checkpoint is news itself.
+    checkpoint is news itself. name: of the adapter on the device that is on disk with it.
     """
 
     job: str
@@ -50,6 +50,7 @@ class _Waiting:
     is_new: bool = True
     event: JobEvent | None = None
     call: int | None = None
+    name: str | None = None
 
 
 class JobCommands:
@@ -92,7 +93,7 @@ class JobCommands:
             if not self._engine.job(command.id).is_over:
                 self._checkpoint(command.id, listed=False)
             self._engine.cancel_job(command.id)
-            self._forget(command.id)
+            self._forget(command.id, keep_versions=False)
             self._tell(Reply(command.call))
 
     def _start(self, job: JobStart) -> None:
@@ -131,7 +132,8 @@ class JobCommands:
             job = self._starts.get(event.job)
             if event.kind == "succeeded" and job is not None:
                 self._checkpoint(event.job, listed=True, event=event)
-                self._forget(event.job)
+                self._waiting[-1].name = job.name
+                self._forget(event.job, keep_versions=True)
                 continue
             self._tell_event(event)
             if job is None:
@@ -140,7 +142,7 @@ class JobCommands:
             if event.kind == "step" and every and event.step % every == 0:
                 self._checkpoint(event.job, listed=True)
             elif event.kind in ("failed", "cancelled"):
-                self._forget(event.job)
+                self._forget(event.job, keep_versions=False)
 
     def take_news(self) -> News:
         """What may be told now."""
@@ -165,6 +167,7 @@ class JobCommands:
 
     def _finish(self, done: _Waiting, news: News) -> None:
         error: CoserveError | None = None
+        directory = ""
         if done.written is not None:
             try:
                 directory = str(done.written.result())
@@ -173,6 +176,11 @@ class JobCommands:
             except CoserveError as raised:
                 error = raised
                 _log.error("job %s: %s", done.job, error)
+        if done.name is not None and done.name in self._engine.versions:
+            if error is None:
+                self._engine.ensure_adapter(done.name, directory)  # it is there; from now on it may make room
+            else:
+                self._engine.unload_adapter(done.name)
         if done.event is not None:
             failed = error is not None and done.event.kind == "succeeded"
             news.events.append(replace(done.event, kind="failed", message=str(error)) if failed else done.event)
@@ -210,9 +218,12 @@ class JobCommands:
         wait(under_way[: max(0, len(under_way) - _MOST_WAITING)])
         return self._writer.submit(checkpoint.write, self._starts[job].checkpoints)
 
-    def _forget(self, job: str) -> None:
+    def _forget(self, job: str, *, keep_versions: bool) -> None:
+        """keep_versions: of the adapter that it has made; nobody can ask for those of a job that did not succeed."""
         self._engine.forget_job(job)
-        self._starts.pop(job, None)
+        started = self._starts.pop(job, None)
+        if started is not None and not keep_versions:
+            self.unload_adapter(started.name)
         self._last.pop(job, None)
 
 

@@ -22,7 +22,7 @@ class Process:
     """An engine and its commands, driven by hand."""
 
     def __init__(self) -> None:
-        self.engine = make_engine()
+        self.engine = make_engine(max_adapters=1)
         self.commands = JobCommands(self.engine)
         self.news = News()
 
@@ -115,6 +115,8 @@ def test_another_engine_goes_on_where_one_was_shut_down(process: Process, tmp_pa
     other.run()
     assert [event.step for event in other.news.events if event.kind == "step"] == [4, 5, 6]
     assert [each.step for each in other.news.checkpoints] == [4, 6]
+    # Each counts what it has done itself.
+    assert other.engine.stats().num_tokens_trained == process.engine.stats().num_tokens_trained == 3 * 8
 
 
 def test_a_cancelled_job_keeps_what_it_had(process: Process, tmp_path: Path):
@@ -136,3 +138,20 @@ def test_a_job_whose_result_cannot_be_kept_has_failed(process: Process, tmp_path
     assert process.kinds() == ["step"] * NUM_STEPS + ["failed"]
     assert "cannot write a checkpoint" in process.news.events[-1].message
     assert process.news.checkpoints == []
+
+
+def test_what_jobs_made_makes_room_on_the_device(process: Process, tmp_path: Path):
+    for name in ("first", "second"):
+        process.commands.obey(StartJob(1, job(tmp_path, id=name, name=name, checkpoints=str(tmp_path / name))))
+        process.run()
+    assert "second" in process.engine.versions
+    assert "first" not in process.engine.versions
+
+
+def test_nothing_stays_on_the_device_of_a_live_job_that_was_cancelled(process: Process, tmp_path: Path):
+    process.commands.obey(StartJob(1, job(tmp_path, config=TuningConfig(batch_size=1, live=True))))
+    process.run(2)
+    assert "learned" in process.engine.versions
+    process.commands.obey(CancelJob(2, "j"))
+    process.run()
+    assert "learned" not in process.engine.versions
