@@ -174,7 +174,11 @@ class EngineLink:
             if self._closing:
                 return
             if self._failed is not None:
-                raise self._failed
+                # What has been started once can be started: perhaps memory of the one before it is not free yet.
+                if not self._was_ready:
+                    raise self._failed
+                _log.error("%s", self._failed)
+                self._failed = None
             if time.monotonic() - started_s > _LONG_LIFE_S:
                 wait_s = _FIRST_WAIT_S
             _log.error("the engine has died; it is started again in %.1f s", wait_s)
@@ -225,7 +229,7 @@ class EngineLink:
             )
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(msgspec.structs.replace(self._settings, address=address)) + b"\n")
-            receiving = asyncio.create_task(self._receive(socket))
+            receiving = asyncio.create_task(self._receive(socket, process))
             status = await process.wait()
             await self._take_last_words(socket)
             if not self._was_ready and self._failed is None:
@@ -240,9 +244,15 @@ class EngineLink:
             socket.close()
             shutil.rmtree(directory, ignore_errors=True)
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            self._take(decode_report(await socket.recv()))
+    async def _receive(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> None:
+        try:
+            while True:
+                self._take(decode_report(await socket.recv()))
+        except Exception:
+            # An engine that nobody listens to would leave everybody waiting.
+            _log.exception("what the engine said could not be taken in; it is ended")
+            if process.returncode is None:
+                process.kill()
 
     async def _take_last_words(self, socket: zmq.asyncio.Socket) -> None:
         """What the process sent before its end may still be on the way to those who wait."""

@@ -1,14 +1,17 @@
-"""The queue between the engine's reports and one request's answer."""
+"""The server's end of the engine: queues between its reports and answers, and what becomes of it."""
 
 import asyncio
 
 import pytest
+import zmq
+import zmq.asyncio
 
+from coserve.engine.config import EngineConfig
 from coserve.engine.request import Chunk
 from coserve.engine.sampling import SamplingParams
-from coserve.errors import EngineGoneError
-from coserve.server.engine_link import RequestStream
-from coserve.server.protocol import AddRequest
+from coserve.errors import EngineGoneError, ModelError
+from coserve.server.engine_link import EngineLink, RequestStream
+from coserve.server.protocol import AddRequest, EngineSettings
 
 
 def make_stream(n: int = 1) -> RequestStream:
@@ -43,3 +46,46 @@ def test_an_error_comes_behind_what_was_there():
     with pytest.raises(EngineGoneError, match="gone"):
         asyncio.run(read(texts))
     assert texts == ["a", "b"]
+
+
+SETTINGS = EngineSettings(address="", model="none", dtype="auto", device="cpu", engine=EngineConfig())
+
+
+def test_an_engine_that_cannot_be_understood_is_ended():
+    async def listen() -> int:
+        link, context = EngineLink(SETTINGS), zmq.asyncio.Context()
+        here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        here.bind("inproc://engine")
+        there.connect("inproc://engine")
+        process = await asyncio.create_subprocess_exec("sleep", "60")
+        await there.send(b"no report")
+        await asyncio.wait_for(link._receive(here, process), 30)
+        context.destroy(linger=0)
+        link._context.destroy()
+        return await process.wait()
+
+    assert asyncio.run(listen()) < 0
+
+
+@pytest.mark.parametrize("was_ready", [False, True])
+def test_only_the_first_start_must_succeed(was_ready: bool):
+    class Failing(EngineLink):
+        num_lives = 0
+
+        async def _live(self) -> None:
+            self.num_lives += 1
+            self._was_ready = was_ready
+            self._failed = ModelError("no memory")
+            self._closing = self.num_lives == 2
+
+    async def run() -> int:
+        link = Failing(SETTINGS)
+        if was_ready:
+            await link.run()
+        else:
+            with pytest.raises(ModelError, match="no memory"):
+                await link.run()
+        link._context.destroy()
+        return link.num_lives
+
+    assert asyncio.run(run()) == 1 + was_ready
