@@ -45,6 +45,8 @@ _log = logging.getLogger(__name__)
 
 # What nobody waits for is reported so often.
 _BATCH_S = 0.2
+# New commands hold up requests that run for no longer than this between two steps.
+_COMMANDS_S = 5e-3
 # When there is work, but the policy plans nothing.
 _NO_PLAN_WAIT_MS = 10
 # When there is none, but a checkpoint is being written.
@@ -78,16 +80,19 @@ class EngineProcess:
     # -- commands -------------------------------------------------------------------
 
     def _take_commands(self) -> None:
-        """All that are there; without work, wait for one."""
+        """Those that are there, as far as there is time; without work, wait for one."""
         wait_ms: int | None = 0
         if not self._engine.has_work:
             self._report_batch()
             wait_ms = _WRITER_WAIT_MS if self._jobs.is_waiting else None
         elif self._engine.last_plan.is_empty and not self._engine.has_requests:
             wait_ms = _NO_PLAN_WAIT_MS
+        until_s: float | None = None
         while self._running and self._socket.poll(wait_ms):
             self._take(decode_command(self._socket.recv()))
-            wait_ms = 0
+            wait_ms, until_s = 0, until_s or time.monotonic() + _COMMANDS_S
+            if time.monotonic() > until_s:
+                break
         if self._jobs.has_news:
             self._report([], whole=True)
 

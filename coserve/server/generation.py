@@ -119,9 +119,6 @@ def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param:
     """What the engine would refuse, in OpenAI's words and before anything is sent."""
     if not tokens:
         raise ApiError("the prompt has no tokens", param=param)
-    wrong = next((token for token in tokens if not 0 <= token < ready.vocab_size), None)
-    if wrong is not None:
-        raise ApiError(f"the prompt has token {wrong}; the model has {ready.vocab_size} tokens", param=param)
     most = most_tokens(ready)
     if len(tokens) + max_tokens > most:
         raise ApiError(
@@ -131,6 +128,9 @@ def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param:
             param=param,
             code="context_length_exceeded",
         )
+    wrong = next((token for token in tokens if not 0 <= token < ready.vocab_size), None)
+    if wrong is not None:
+        raise ApiError(f"the prompt has token {wrong}; the model has {ready.vocab_size} tokens", param=param)
 
 
 def most_tokens(ready: Ready) -> int:

@@ -26,8 +26,8 @@ class StreamOptions(Body):
 class SloBody(Body):
     """A request's own objectives; those that are not given are the server's."""
 
-    ttft_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    tpot_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    ttft_ms: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
+    tpot_ms: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
 
 
 class SamplingBody(Body):

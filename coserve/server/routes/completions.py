@@ -31,6 +31,8 @@ router = APIRouter()
 
 # OpenAI's default.
 _MAX_TOKENS = 16
+# Of one request: prompts, each n times.
+_MOST_CHOICES = 2048
 
 
 @router.post("/v1/completions")
@@ -44,6 +46,7 @@ async def completions(body: CompletionBody, request: Request, context: Context, 
     echoes = [
         prompt if isinstance(prompt, str) else context.prompts.text(list(tokens))
         for prompt, tokens in zip(prompts, generation.prompts, strict=True)
+        if body.echo
     ]
     writer = _Writer(context, generation, echoes if body.echo else None)
     headers = {"x-request-id": generation.id}
@@ -83,6 +86,8 @@ async def _generation(
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens < 0 or (max_tokens == 0 and not body.echo):
         raise ApiError("max_tokens must be at least 1; 0 needs echo", param="max_tokens")
+    if len(prompts) * (body.n or 1) > _MOST_CHOICES:
+        raise ApiError(f"{len(prompts)} prompts, n times each, are more than {_MOST_CHOICES} choices", param="n")
     tokens = [tuple(await context.prompts.tokens(prompt)) for prompt in prompts]
     for each in tokens:
         check_prompt(each, max_tokens, ready, param="prompt")

@@ -75,7 +75,7 @@ class CreateJobBody(Body):
 async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> Response:
     """A new job."""
     _check(body)
-    start = _start(context, tenant, body.model)
+    start = await run_in_threadpool(_start, context, tenant, body.model)
     settings = job_settings(
         hyperparameters=_hyperparameters(body),
         extension=body.coserve or {},
