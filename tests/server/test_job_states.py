@@ -158,6 +158,13 @@ class Lives(RuleBasedStateMachine):
             if status == "queued":
                 self.expected[id] = "running"
 
+    def hear_of_ends(self):
+        """Jobs that the engine has ended, once it has said all that it had to say."""
+        if self.engine is not None and not self.engine._unsaid:
+            for id, status in self.expected.items():
+                if status == "running" and id not in self.engine.steps:
+                    self.expected[id] = "succeeded"
+
     # -- what can happen --------------------------------------------------------------
 
     @precondition(lambda self: len(self.expected) < 4)
@@ -185,6 +192,10 @@ class Lives(RuleBasedStateMachine):
         )
 
         async def story():
+            await ask()
+            self.hear_of_ends()
+
+        async def ask():
             # The engine may be further than what it has said: then the job may turn out to be over.
             was_over = self.engine is not None and before == "running" and id not in self.engine.steps
             try:
@@ -223,9 +234,7 @@ class Lives(RuleBasedStateMachine):
             if says:
                 self.engine.say()
                 await self.settle()
-                for id, status in self.expected.items():
-                    if status == "running" and id not in self.engine.steps:
-                        self.expected[id] = "succeeded"
+                self.hear_of_ends()
 
         self.run(story())
 
