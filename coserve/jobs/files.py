@@ -15,6 +15,8 @@ from coserve.jobs.store import Store
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 RESULTS = "fine-tune-results"
 _CHUNK_BYTES = 1 << 20
+# A line is read and tokenized in one piece, at a hundred times its memory: a million tokens, and more.
+_MOST_LINE_BYTES = 8 << 20
 _PART = ".part"
 
 
@@ -107,9 +109,11 @@ class Files:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a text file; DataError, naming the line, if it is not UTF-8."""
+    """The lines of a text file; DataError, naming the line, if it is not UTF-8, or too long to be an example."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), 1):
+            if len(line) > _MOST_LINE_BYTES:
+                raise DataError(f"line {number}: is longer than {_MOST_LINE_BYTES} bytes")
             try:
                 yield line.decode()
             except UnicodeDecodeError as error:

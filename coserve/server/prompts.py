@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -14,20 +15,23 @@ from coserve.models.source import ModelSource, find_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Characters of a prompt that takes a tenth of a second, or longer.
+_LONG = 100_000
+
 
 class Prompts:
-    """The model's tokenizer, on a thread of its own: a long prompt holds up no stream."""
+    """The model's tokenizer, on threads of its own: a long prompt holds up no stream, and no short prompt."""
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._thread, self._slow_thread = ThreadPoolExecutor(1, "tokenizer"), ThreadPoolExecutor(1, "long prompts")
         self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._pieces: dict[int, TokenPiece] = {}
 
     async def load(self) -> None:
         """Find the model's tokenizer; ModelError if there is no such model."""
-        await self._run(self._load)
+        await self._run(self._thread, self._load)
 
     def _load(self) -> None:
         source = find_model(self._model, with_weights=False)
@@ -35,14 +39,16 @@ class Prompts:
         self._source = source
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads."""
+        for thread in (self._thread, self._slow_thread):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def tokens(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids; RequestError for one that cannot be read."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(prompt)  # type: ignore[arg-type]
-        tokens: list[int] = await self._run(tokens_of, prompt, self._tokenizer, self._model)
+        thread = self._slow_thread if _length(prompt) > _LONG else self._thread
+        tokens: list[int] = await self._run(thread, tokens_of, prompt, self._tokenizer, self._model)
         return tokens
 
     @property
@@ -82,8 +88,15 @@ class Prompts:
             found = self._pieces[token] = TokenPiece(text=raw.decode("utf-8", "replace"), raw=list(raw))
         return found
 
-    async def _run(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+    async def _run(self, thread: ThreadPoolExecutor, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
+
+
+def _length(prompt: Prompt) -> int:
+    """Characters of text, or of a chat's messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(str(text)) for message in prompt if isinstance(message, Mapping) for text in message.values())
 
 
 @dataclass(frozen=True, kw_only=True)

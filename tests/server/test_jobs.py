@@ -84,6 +84,7 @@ def test_files_that_cannot_be_used_fail_the_job(tmp_path):
             text = await w.create(b"\xff\xfe\n")
             text = await w.until_over(text.id)
             empty = await w.until_over((await w.create(b"\n\n")).id)
+            endless = await w.until_over((await w.create(DATA + b'{"text": "' + b"x" * (9 << 20) + b'"}')).id)
             validation = w.upload(b'{"text": 7}')
             late = await w.until_over((await w.create(DATA, validation_file=validation)).id)
             for name, file in (("training_file", w.upload(DATA, "other")), ("validation_file", "file-none")):
@@ -96,9 +97,9 @@ def test_files_that_cannot_be_used_fail_the_job(tmp_path):
                 await w.create(DATA, validation_file=w.upload(DATA, purpose="batch"))
             events = w.events(bad.id)
             assert w.checkpoints(bad.id) == []
-        return bad, text, empty, late, events
+        return bad, text, empty, endless, late, events
 
-    bad, text, empty, late, events = run(story())
+    bad, text, empty, endless, late, events = run(story())
     assert (bad.status, bad.error["code"], bad.error["param"]) == ("failed", "invalid_training_file", "training_file")
     assert [f"line {number}: not valid JSON" in bad.error["message"] for number in (1, 2, 11, 12)] == [
         False,
@@ -109,6 +110,7 @@ def test_files_that_cannot_be_used_fail_the_job(tmp_path):
     assert events[-1].level == "error"
     assert "line 1: is not UTF-8" in text.error["message"]
     assert "there is no line with an example" in empty.error["message"]
+    assert "line 8: is longer than 8388608 bytes" in endless.error["message"]
     assert late.error["param"] == "validation_file"
     assert "line 1: text must be a string" in late.error["message"]
 

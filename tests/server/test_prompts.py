@@ -1,0 +1,37 @@
+"""Text to tokens, beside whatever else the server does."""
+
+import asyncio
+import threading
+
+import pytest
+from served import model_directory
+
+from coserve.server import prompts as module
+from coserve.server.prompts import Prompts
+
+
+@pytest.mark.parametrize("long", ["x" * 200_000, [{"role": "user", "content": "x" * 200_000}]])
+def test_a_long_prompt_holds_up_no_short_one(long, monkeypatch: pytest.MonkeyPatch):
+    go_on, tokens_of = threading.Event(), module.tokens_of
+
+    def slow(prompt, *arguments):
+        if prompt is long:
+            assert go_on.wait(60)
+        return tokens_of(prompt, *arguments)
+
+    monkeypatch.setattr(module, "tokens_of", slow)
+
+    async def ask() -> tuple[list[int], list[int]]:
+        prompts = Prompts(str(model_directory()))
+        await prompts.load()
+        waiting = asyncio.create_task(prompts.tokens(long))
+        await asyncio.sleep(0)
+        short = await asyncio.wait_for(prompts.tokens("hello"), 30)
+        go_on.set()
+        try:
+            return short, await waiting
+        finally:
+            prompts.close()
+
+    short, found = asyncio.run(ask())
+    assert 0 < len(short) < len(found)
