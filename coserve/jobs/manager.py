@@ -382,6 +382,10 @@ class JobManager:
         except CoserveError as error:
             self._taken.discard(job.id)
             await self._end(job.id, "failed", {"code": "job_refused", "message": str(error), "param": None})
+        except Exception as error:  # a bug; of this job, and the others must not wait for it
+            _log.exception("job %s could not be started", job.id)
+            message = f"the job could not be started: {error!r}"
+            await self._end(job.id, "failed", {"code": "job_refused", "message": message, "param": None})
         else:
             step = 0 if checkpoint is None else checkpoint[0]
             message = f"Fine-tuning goes on from step {step}" if step else "Fine-tuning job started"

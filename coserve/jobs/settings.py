@@ -20,6 +20,7 @@ from coserve.tuning.optimizer import OptimizerConfig
 
 _Settings = TypeVar("_Settings")
 _LONGEST_SEQUENCE = 1024
+_MOST_STEPS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ def job_settings(
         ("max_sequence_length", asked.max_sequence_length, 2),
     ):
         if value is not None:
-            _whole(f"coserve.{name}", value, least)
+            _whole(f"coserve.{name}", value, least, _MOST_STEPS)
     for name in ("shuffle", "live"):
         if not isinstance(getattr(asked, name), bool):
             _refuse(f"coserve.{name}", f"must be true or false, not {getattr(asked, name)!r}")

@@ -365,8 +365,8 @@ class EngineLink:
             raise EngineGoneError("the engine is starting; try again in a few seconds")
         number = next(self._numbers)
         call = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._send(kind(number, *fields))
         try:
+            self._send(kind(number, *fields))
             await call
         finally:
             self._calls.pop(number, None)

@@ -356,3 +356,29 @@ def test_who_resumes_a_job_just_when_its_files_are_read_does_not_read_them_again
     assert job.status == "succeeded"
     assert num_validated == [1]
     assert sum(message.startswith("Files validated") for message in messages) == 1
+
+
+def test_a_job_that_cannot_be_started_holds_up_no_other(tmp_path):
+    class Refusing:
+        def __init__(self, engine, id):
+            self._engine, self._id = engine, id
+
+        async def start_job(self, job):
+            if job.id == self._id:
+                raise OverflowError("can't serialize ints >= 2**64 or < -2**63")
+            await self._engine.start_job(job)
+
+    async def story():
+        async with world(tmp_path, alive=False) as w:
+            ids = [(await w.create(DATA, **QUICK)).id for _ in range(2)]
+            await w.until(lambda: all(w.job(id).status == "queued" for id in ids))
+            engine = w.live()
+            w.link.engine = Refusing(engine, ids[0])
+            jobs = [await w.until_over(id) for id in ids]
+            w.link.engine = engine
+        return jobs
+
+    first, second = run(story())
+    assert (first.status, first.error["code"]) == ("failed", "job_refused")
+    assert "could not be started" in first.error["message"]
+    assert second.status == "succeeded"
