@@ -207,13 +207,14 @@ class JobManager:
 
     def adapter(self, tenant: str, name: str) -> AdapterRecord | None:
         """The one of a name. A request's: the store is asked once."""
-        if (found := self._known.get((tenant, name)) or self._live.get((tenant, name))) is not None:
+        known = self._known  # another, if something changes while the store is asked
+        if (found := known.get((tenant, name)) or self._live.get((tenant, name))) is not None:
             return found
         with self.store.read() as transaction:
             found = transaction.adapter(tenant, name)
         if found is None or found.base != self.model.name:
             return None
-        self._known[tenant, name] = found
+        known[tenant, name] = found
         return found
 
     def estimated_finish(self, job: JobRecord) -> int | None:
@@ -298,7 +299,7 @@ class JobManager:
         for id in outcome.published:
             await self._note_live(id)
         if outcome.num_checkpoints:
-            self._known.clear()
+            self._known = {}
         self._taken -= outcome.left
         self._ended |= {id for id, error in outcome.ended.items() if error is None}
         for id, error in outcome.ended.items():
@@ -366,7 +367,7 @@ class JobManager:
         if job.base != self.model.name or not self._may_start:
             return
         checkpoint, is_done = await self._in_store(self._roll_back, job)
-        self._known.clear()
+        self._known = {}
         if is_done:
             await self._end(job.id, "succeeded")
             return
@@ -570,7 +571,7 @@ class JobManager:
         self._meters.pop(id, None)
         self._deaths.pop(id, None)
         self._live.pop((job.tenant, job.name), None)
-        self._known.clear()
+        self._known = {}
         return job
 
     def _write_end(self, id: str, status: JobStatus, error: dict[str, Any] | None) -> JobRecord:
@@ -617,7 +618,7 @@ class JobManager:
 
     async def _delete(self, tenant: str, name: str) -> bool:
         found = await asyncio.to_thread(self._delete_adapter, tenant, name)
-        self._known.clear()
+        self._known = {}
         return found
 
     def _delete_adapter(self, tenant: str, name: str) -> bool:

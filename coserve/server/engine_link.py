@@ -231,7 +231,7 @@ class EngineLink:
             process.stdin.write(msgspec.json.encode(msgspec.structs.replace(self._settings, address=address)) + b"\n")
             receiving = asyncio.create_task(self._receive(socket, process))
             status = await process.wait()
-            await self._take_last_words(socket)
+            await self._take_last_words(socket, receiving)
             if not self._was_ready and self._failed is None:
                 self._failed = ModelError(f"the engine ended with status {status} before it was ready; see above")
         finally:
@@ -254,9 +254,9 @@ class EngineLink:
             if process.returncode is None:
                 process.kill()
 
-    async def _take_last_words(self, socket: zmq.asyncio.Socket) -> None:
+    async def _take_last_words(self, socket: zmq.asyncio.Socket, receiving: asyncio.Task[None]) -> None:
         """What the process sent before its end may still be on the way to those who wait."""
-        while await socket.poll(50):
+        while not receiving.done() and await socket.poll(50):
             await asyncio.sleep(0)
 
     def _gone(self) -> None:

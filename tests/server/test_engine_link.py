@@ -58,8 +58,11 @@ def test_an_engine_that_cannot_be_understood_is_ended():
         here.bind("inproc://engine")
         there.connect("inproc://engine")
         process = await asyncio.create_subprocess_exec("sleep", "60")
-        await there.send(b"no report")
-        await asyncio.wait_for(link._receive(here, process), 30)
+        for _ in range(2):
+            await there.send(b"no report")
+        receiving = asyncio.create_task(link._receive(here, process))
+        await asyncio.wait_for(receiving, 30)
+        await asyncio.wait_for(link._take_last_words(here, receiving), 30)
         context.destroy(linger=0)
         link._context.destroy()
         return await process.wait()

@@ -4,6 +4,7 @@ import asyncio
 import csv
 import io
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -382,3 +383,30 @@ def test_a_job_that_cannot_be_started_holds_up_no_other(tmp_path):
     assert (first.status, first.error["code"]) == ("failed", "job_refused")
     assert "could not be started" in first.error["message"]
     assert second.status == "succeeded"
+
+
+def test_a_model_that_is_deleted_while_it_is_looked_up_is_not_known_later(tmp_path):
+    async def story():
+        async with world(tmp_path) as w:
+            job = await w.until_over((await w.create(DATA, **QUICK)).id)
+            read, asked, may_go_on = w.store.read, threading.Event(), threading.Event()
+
+            @contextmanager
+            def slow_read():
+                with read() as transaction:
+                    transaction.adapter(TENANT, job.name)  # the moment that it sees
+                    asked.set()
+                    assert may_go_on.wait(30)
+                    yield transaction
+
+            w.store.read = slow_read
+            looking = asyncio.create_task(asyncio.to_thread(w.manager.adapter, TENANT, job.name))
+            await asyncio.to_thread(asked.wait, 30)
+            w.store.read = read
+            assert await w.manager.delete_adapter(TENANT, job.name)
+            may_go_on.set()
+            return await looking, w.manager.adapter(TENANT, job.name)
+
+    before, after = run(story())
+    assert before is not None
+    assert after is None
