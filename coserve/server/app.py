@@ -83,7 +83,7 @@ def validation_error(faults: Any) -> ApiError:
     first_words, *others = dict.fromkeys(same if _is_plain(first) else [first["msg"]])
     words = " or ".join([first_words, *(other.removeprefix("Input should be ") for other in others)])
     words = words.removeprefix("Value error, ").replace(" after validation", "")
-    words = words.replace("dictionary or object to extract fields from", "object")
+    words = words.replace("dictionary or object to extract fields from", "object").replace("dictionary", "object")
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     return ApiError(f"Invalid value for '{name}': {words}.", param=name, code=code)
 
