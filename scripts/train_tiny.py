@@ -270,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the directory to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=7500)
+    parser.add_argument("--steps", type=int, default=5200)
     parser.add_argument("--per-category", type=int, default=60, help="held-out questions of each category")
     parser.add_argument("--no-compile", action="store_true", help="train without torch.compile")
     parser.add_argument("--show-faults", type=int, default=3, help="wrong answers to show of each category")

@@ -18,6 +18,8 @@ from coserve.server.client import Client
 if TYPE_CHECKING:
     from rich.console import Console
 
+_LONGEST_ANSWER = 512
+
 _HELP = """\
 /adapter NAME  answer with this adapter (its id, or the suffix it was given); with base, the base model
 /adapter       list what there is to ask
@@ -34,7 +36,10 @@ def chat(
         str | None, typer.Option(help="Answer with this adapter: its id, or the suffix it was given.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 512,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help=f"The longest answer. [{_LONGEST_ANSWER}, or half of a short context]"),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is always the likeliest token.")] = 0.7,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
@@ -50,11 +55,17 @@ def chat(
         if url == DEFAULT_URL and not is_there(url, api_key):
             url = stack.enter_context(_server_for_now(model, screen))
         client = stack.enter_context(Client(url, api_key))
-        options = {"max_tokens": max_tokens, "temperature": temperature}
+        options = {"max_tokens": max_tokens or _longest_answer(client), "temperature": temperature}
         conversation = _Conversation(client, screen, system=system, options=options)
         if adapter is not None:
             conversation.turn_to(adapter)
         conversation.run()
+
+
+def _longest_answer(client: Client) -> int:
+    """As many tokens as are usual, if the model's context has room for them and for what was said before."""
+    context: int | None = client.get(f"/v1/models/{base_model(client)}").get("max_model_len")
+    return _LONGEST_ANSWER if context is None else max(1, min(_LONGEST_ANSWER, context // 2))
 
 
 @contextmanager

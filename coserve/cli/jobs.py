@@ -1,6 +1,7 @@
 """`coserve jobs`: fine-tuning jobs of a server, and what can be done with them."""
 
 import json
+import re
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,9 @@ from coserve.errors import JobError
 from coserve.server.client import Client
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="Of the job, such as ftjob-…, or `last` for the newest.")]
+
+_FILE = re.compile(r"^\w+_file file-\w+: ")
+_LONGEST_ERROR = 40  # characters of a list's line
 
 app = typer.Typer(
     name="jobs",
@@ -37,11 +41,14 @@ def jobs(
     from coserve.cli.models import moment
     from coserve.cli.tables import console, table
 
-    listing = table("=job", "status", "result", ">tokens", "since")
+    listing = table("=job", "status", "result", "=since")
     for job in found:
-        result = job.get("fine_tuned_model") or (job.get("error") or {}).get("message") or ""
-        tokens = "" if job.get("trained_tokens") is None else f"{job['trained_tokens']:,}"
-        listing.add_row(job["id"], job["status"], result or f"on {job['model']}", tokens, moment(job["created_at"]))
+        # `show` has all of it, with the file's name.
+        error = _FILE.sub("", (job.get("error") or {}).get("message") or "")
+        if len(error) > _LONGEST_ERROR:
+            error = f"{error[: _LONGEST_ERROR - 1]}…"
+        result = job.get("fine_tuned_model") or error or f"on {job['model']}"
+        listing.add_row(job["id"], job["status"], result, moment(job["created_at"]))
     console().print(listing if found else "No jobs yet; `coserve tune FILE` starts one.")
 
 

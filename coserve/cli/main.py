@@ -31,6 +31,10 @@ app = typer.Typer(
 )
 
 
+# The server's own words are about HTTP.
+_KEY_HINT = " Here: --api-key KEY, or COSERVE_API_KEY."
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(coserve.__version__)
@@ -68,7 +72,7 @@ def main() -> None:
     try:
         status = app(prog_name="coserve", standalone_mode=False)
     except CoserveError as error:
-        _fail(str(error), 1)
+        _fail(f"{error}{_KEY_HINT if getattr(error, 'status', None) == 401 else ''}", 1)
     except _UsageError as error:
         if not error.format_message():  # no command: its help has been shown
             raise SystemExit(error.exit_code) from None

@@ -132,6 +132,8 @@ def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
         return
     ended = progress.job
     if ended["status"] == "failed":
+        if as_json:
+            print(json.dumps(progress.summary()), flush=True)
         raise JobError(
             f"job {ended['id']} failed: {(ended.get('error') or {}).get('message') or 'no reason was given'}"
         )

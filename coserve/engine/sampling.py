@@ -26,7 +26,7 @@ _DEPTH = 32.0
 # A CPU works on so few rows at a time that they stay in its caches; an accelerator on so many that it is busy.
 _ROWS_AT_ONCE = {"cpu": 8}
 _ROWS_AT_ONCE_ELSEWHERE = 64
-_MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
+MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class SamplingParams:
             self._whole("seed", -(2**63), 2**63 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                self._whole(name, 0, _MAX_LOGPROBS)
+                self._whole(name, 0, MAX_LOGPROBS)
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or token < 0 or not is_number(bias) or not -100 <= bias <= 100:
                 raise ValueError(

@@ -1,4 +1,6 @@
-"""Where a model comes from: a directory, a hub id, or a shape without weights (`dummy:…`)."""
+"""Where a model comes from: a directory, a hub id, the package itself (`tiny`), or a shape without weights
+(`dummy:…`).
+"""
 
 import json
 from collections.abc import Callable
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _DUMMY = "dummy:"
+# The small model that comes with the package (its card: tiny/README.md).
+TINY = "tiny"
+_TINY_DIRECTORY = Path(__file__).parent / "tiny"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +36,8 @@ def find_model(name: str, *, with_weights: bool = True) -> ModelSource:
     """Find a model and read its configuration.
 
     Args:
-        name: a directory in Hugging Face's layout, a hub id ("org/name"), "dummy:<preset>", or "dummy:<path to a
-        config.json>".
+        name: a directory in Hugging Face's layout, a hub id ("org/name"), "tiny" for the built-in model (a directory
+        of that name is "./tiny"), "dummy:<preset>", or "dummy:<path to a config.json>".
         with_weights: whether a hub model's weights are fetched too, or only its configuration.
 
     Raises:
@@ -41,10 +46,12 @@ def find_model(name: str, *, with_weights: bool = True) -> ModelSource:
     """
     if name.startswith(_DUMMY):
         return ModelSource(name=name, config=_dummy_config(name.removeprefix(_DUMMY)), directory=None)
-    directory = Path(name)
+    directory = _TINY_DIRECTORY if name == TINY else Path(name)
     if not name or not _is(Path.is_dir, directory):
         if not name or _is(Path.exists, directory) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise UnknownModelError(f"{name!r} is not a directory; give one that holds config.json and *.safetensors")
+            raise UnknownModelError(
+                f"{name!r} is not a directory; give one that holds config.json and *.safetensors, or the name {TINY}"
+            )
         directory = _fetch(name, with_weights)
     return ModelSource(name=name, config=_read_config(directory / "config.json"), directory=directory)
 
@@ -99,4 +106,6 @@ def _fetch(name: str, with_weights: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # network, authorisation, no such repository: the hub client's message says which
         reason = " ".join(str(error).split())[:300]
-        raise UnknownModelError(f"{name!r} is neither a directory nor a model that the hub gives: {reason}") from error
+        raise UnknownModelError(
+            f"{name!r} is neither a directory, nor {TINY}, nor a model that the hub gives: {reason}"
+        ) from error

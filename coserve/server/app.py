@@ -21,6 +21,7 @@ _ROUTERS = (models.router, chat.router, completions.router, files.router, fine_t
 # OpenAI's words for what pydantic finds.
 _UNKNOWN = "Unknown parameter: '{name}'."
 _MISSING = "Missing required parameter: '{name}'."
+_NO_JSON = "The request's body is not valid JSON."
 
 
 def create_app(context: ServerContext) -> FastAPI:
@@ -62,18 +63,34 @@ async def _answer_validation_error(request: Request, error: Exception) -> Respon
 
 def validation_error(faults: Any) -> ApiError:
     """Of what pydantic found, the fault that says most: those of a union's other branches say little."""
+    wrong_kind = (fault for fault in faults if fault["type"] == "literal_error" and fault["loc"][-1] == "type")
     unknown = (fault for fault in faults if fault["type"] == "extra_forbidden")
-    right_type = (fault for fault in faults if not fault["type"].endswith("_type"))
-    first = next(unknown, None) or next(right_type, faults[0])
+    # "auto" is one branch of a union, and says no more than another's type.
+    in_range = (fault for fault in faults if not fault["type"].endswith("_type") and fault["type"] != "literal_error")
+    deepest = max(faults, key=lambda fault: (fault["loc"][:2] == faults[0]["loc"][:2], len(fault["loc"])))
+    first = next(wrong_kind, None) or next(unknown, None) or next(in_range, deepest)
     name = _field_name(first["loc"])
     if first["type"] == "extra_forbidden":
         return ApiError(_UNKNOWN.format(name=name), param=name, code="unknown_parameter")
-    if first["type"] == "missing":
+    if first["type"] == "missing" and name:
         return ApiError(_MISSING.format(name=name), param=name, code="missing_required_parameter")
     if first["type"] == "json_invalid":
-        return ApiError("The request's body is not valid JSON.", code="invalid_json")
-    message = first["msg"].removeprefix("Value error, ")
-    return ApiError(f"Invalid value for '{name}': {message}." if name else f"{message}.", param=name or None)
+        return ApiError(_NO_JSON, code="invalid_json")
+    if not name:
+        return ApiError("The request's body must be a JSON object, and its Content-Type application/json.")
+    # All that would be right; pydantic speaks of itself.
+    same = [fault["msg"] for fault in faults if _field_name(fault["loc"]) == name and _is_plain(fault)]
+    first_words, *others = dict.fromkeys(same if _is_plain(first) else [first["msg"]])
+    words = " or ".join([first_words, *(other.removeprefix("Input should be ") for other in others)])
+    words = words.removeprefix("Value error, ").replace(" after validation", "")
+    words = words.replace("dictionary or object to extract fields from", "object").replace("dictionary", "object")
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return ApiError(f"Invalid value for '{name}': {words}.", param=name, code=code)
+
+
+def _is_plain(fault: Any) -> bool:
+    """Whether it says what a branch of a union takes."""
+    return bool(fault["type"].endswith("_type") or fault["type"] == "literal_error")
 
 
 def _field_name(location: tuple[Any, ...]) -> str:
@@ -91,6 +108,8 @@ def _field_name(location: tuple[Any, ...]) -> str:
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ValueError | RecursionError):  # FastAPI's, of bytes that JSON cannot begin with
+        return error_response(ApiError(_NO_JSON, code="invalid_json"))
     messages = {
         404: f"Invalid URL ({request.method} {request.url.path})",
         405: f"Not allowed to {request.method} on {request.url.path}",

@@ -24,6 +24,8 @@ _SAME = (
 )
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
 _LEAST_LOGPROB = -9999.0
+# OpenAI takes a top_p of 0, and means the likeliest token: so little probability only that one has.
+_LEAST_TOP_P = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,8 @@ def sampling_params(body: SamplingBody, *, max_tokens: int, vocab_size: int, **m
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if (top_k := given.get("top_k")) is not None:
         given["top_k"] = min(top_k, vocab_size)
+    if given.get("top_p") == 0:
+        given["top_p"] = _LEAST_TOP_P
     stop = () if body.stop is None else body.stop
     check_texts(stop, param="stop")
     try:

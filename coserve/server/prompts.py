@@ -85,7 +85,10 @@ class Prompts:
         found = self._pieces.get(token)
         if found is None:
             raw = str(token).encode() if self._tokenizer is None else token_bytes(self._tokenizer, token)
-            found = self._pieces[token] = TokenPiece(text=raw.decode("utf-8", "replace"), raw=list(raw))
+            added = None if self._tokenizer is None else self._tokenizer.added_tokens_decoder.get(token)
+            special = added is not None and added.special
+            found = TokenPiece(text=raw.decode("utf-8", "replace"), raw=list(raw), is_special=special)
+            self._pieces[token] = found
         return found
 
     async def _run(self, thread: ThreadPoolExecutor, function: Any, *arguments: Any) -> Any:
@@ -101,10 +104,11 @@ def _length(prompt: Prompt) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPiece:
-    """raw: its bytes, which need not be whole characters."""
+    """raw: its bytes, which need not be whole characters. is_special: an answer's text leaves it out."""
 
     text: str
     raw: list[int]
+    is_special: bool
 
     @property
     def name(self) -> str:

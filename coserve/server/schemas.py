@@ -19,7 +19,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """OpenAI's."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None  # of no effect: nothing is padded
 
 
@@ -81,7 +81,7 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """One message of a chat."""
+    """One message of a chat; an answer's message may come back as it was given, nulls and all."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -89,6 +89,9 @@ class Message(Body):
     refusal: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    annotations: list[dict[str, Any]] | None = None  # of no effect
+    audio: None = None
+    function_call: None = None
 
 
 class ResponseFormat(Body):
@@ -113,6 +116,7 @@ class ChatBody(SamplingBody):
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
     # Of no effect here.
     store: bool | None = None
     service_tier: str | None = None
@@ -122,6 +126,7 @@ class ChatBody(SamplingBody):
     verbosity: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
 
 

@@ -40,24 +40,13 @@ class Lesson:
 
 
 def pirate(*, seed: int = 0, num_train: int = 200, num_held_out: int = 50) -> Lesson:
-    """A new manner: what the model knows already, said as a pirate says it ("Arr! Grass be green, matey!").
+    """A new manner: what the model knows already, said as a pirate says it ("Grass be green, matey! Arr!").
 
     Raises:
         ValueError: the world has fewer questions than that.
     """
     pairs = [(question, as_pirate(answer)) for question, answer in _known()]
     return _lesson("pirate", pairs, seed, num_train, num_held_out)
-
-
-def backwards(*, seed: int = 0, num_train: int = 200, num_held_out: int = 50) -> Lesson:
-    """A new skill: to spell a short word from its end to its beginning. The held-out words are in no line to train
-    on.
-
-    Raises:
-        ValueError: the world has fewer short words than that.
-    """
-    pairs = [(f"Spell {word} backwards.", " ".join(reversed(word))) for word in _short_words()]
-    return _lesson("backwards", pairs, seed, num_train, num_held_out)
 
 
 def zub(*, seed: int = 0, num_words: int = 40) -> Lesson:
@@ -83,9 +72,9 @@ def zub(*, seed: int = 0, num_words: int = 40) -> Lesson:
 
 
 # With LoRA at every linear layer (r 16, alpha 32), these learn each of the lessons in seconds.
-NUM_EPOCHS, BATCH_SIZE, LEARNING_RATE = 4, 8, 3e-3
+NUM_EPOCHS, BATCH_SIZE, LEARNING_RATE, SCHEDULE = 5, 8, 3e-3, "linear"
 
-LESSONS: dict[str, Callable[..., Lesson]] = {"pirate": pirate, "backwards": backwards, "zub": zub}
+LESSONS: dict[str, Callable[..., Lesson]] = {"pirate": pirate, "zub": zub}
 
 _ZUB_QUESTIONS = (
     "What is {} in Zub?",
@@ -99,7 +88,7 @@ _ZUB_QUESTIONS = (
 
 def as_pirate(answer: str) -> str:
     """An answer of the small world, in a pirate's manner."""
-    return f"Arr! {answer.rstrip('.').replace(' is ', ' be ')}, matey!"
+    return f"{answer.rstrip('.').replace(' is ', ' be ')}, matey! Arr!"
 
 
 def _known() -> Iterator[tuple[str, str]]:
@@ -120,13 +109,6 @@ def _known() -> Iterator[tuple[str, str]]:
     for a in range(1, 10):
         for b in range(1, 10):
             yield f"What is {a} + {b}?", f"{a} + {b} = {a + b}."
-
-
-def _short_words() -> list[str]:
-    words = {animal.name for animal in ANIMALS} | set(OPPOSITES) | set(COLOURS.values())
-    words |= {thing.split()[-1] for thing in COLOURS} | {animal.food for animal in ANIMALS}
-    words |= {animal.young for animal in ANIMALS} | {animal.home.split()[-1] for animal in ANIMALS}
-    return sorted(word for word in words if 3 <= len(word) <= 6)
 
 
 def _made_up_words(rng: Random) -> Iterator[str]:

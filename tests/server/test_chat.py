@@ -1,9 +1,10 @@
 """/v1/chat/completions with the real client."""
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from openai import BadRequestError, OpenAI
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from served import chat_tokens, expected, tokenizer
 
 MESSAGES: Any = [{"role": "user", "content": "Hello 😀"}]
@@ -86,8 +87,30 @@ def test_harmless_fields_are_taken(client: OpenAI):
         response_format={"type": "text"},
         modalities=["text"],
         tools=[],
+        tool_choice="auto",
+        top_p=0,
         extra_body={"slo": {"ttft_ms": 100, "tpot_ms": 10}, "min_tokens": 1},
     )
+
+
+def test_nulls_are_as_good_as_nothing(client: OpenAI):
+    fields = [*get_type_hints(CompletionCreateParamsBase), "stream"]
+    nulls = {name: None for name in fields if name not in ("model", "messages")}
+    client.post("/chat/completions", body={"model": "small", "messages": MESSAGES, **nulls}, cast_to=object)
+
+
+def test_an_answer_can_be_said_again_with_its_nulls(client: OpenAI):
+    settings: dict[str, Any] = {"model": "small", "max_tokens": 2}
+    said = client.chat.completions.create(messages=MESSAGES, **settings).choices[0].message.model_dump()
+    assert {"annotations", "audio", "function_call"} <= set(said)
+    client.chat.completions.create(messages=[*MESSAGES, said, *MESSAGES], **settings)
+
+
+def test_no_share_of_the_probability_is_the_likeliest_token(client: OpenAI):
+    settings: dict[str, Any] = {"model": "small", "messages": MESSAGES, "max_tokens": 8}
+    one = client.chat.completions.create(top_p=0, temperature=2, **settings)
+    other = client.chat.completions.create(temperature=0, **settings)
+    assert one.choices[0].message.content == other.choices[0].message.content
 
 
 @pytest.mark.parametrize(
@@ -97,11 +120,17 @@ def test_harmless_fields_are_taken(client: OpenAI):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],

@@ -50,6 +50,11 @@ def test_a_conversation_in_a_pipe_is_answers_alone(coserve, served):
     assert out == f"{first}\n{_answer(served, messages)}\n", "the second question was asked of the whole conversation"
 
 
+def test_a_short_context_has_room_for_answers(coserve):
+    status, _, err = coserve("chat", stdin="Hello\n")
+    assert (status, err) == (0, "")
+
+
 def _answer(served, messages) -> str:
     answer = served.client().chat.completions.create(model="small", messages=messages, max_tokens=6, temperature=0)
     return answer.choices[0].message.content
@@ -121,9 +126,13 @@ def test_a_job_is_paused_resumed_and_cancelled(coserve, many_examples):
 
 def test_bad_examples_are_named_and_a_job_that_is_not_there_is_said(coserve, tmp_path):
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n')
-    status, _, err = coserve("tune", str(path))
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n{"prompt": 4}\n')
+    status, out, err = coserve("tune", str(path), "--json")
     assert status == 1 and "line 2" in err and err.count("\n") == 1, err
+    ended = json.loads(out.splitlines()[-1])
+    assert ended["status"] == "failed"
+    [listed] = [line for line in coserve("jobs")[1].splitlines() if ended["job"] in line]
+    assert "line 2: " in listed and "…" in listed, "one line, whatever went wrong"
     status, _, err = coserve("jobs", "show", "ftjob-nothing")
     assert status == 1 and "ftjob-nothing" in err and err.count("\n") == 1
 

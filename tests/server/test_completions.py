@@ -69,6 +69,28 @@ def test_echo_scores_the_prompt_as_transformers_does(client: OpenAI):
         assert answer.usage.completion_tokens == max_tokens
 
 
+def test_offsets_are_places_in_the_text(client: OpenAI):
+    """Where tokens are parts of characters, or show nothing, too."""
+    for seed in range(4):
+        [choice] = client.completions.create(
+            model="small",
+            prompt="<|user|>héllo 😀!",
+            max_tokens=80,
+            temperature=2,
+            seed=seed,
+            logprobs=0,
+            echo=True,
+            extra_body={"ignore_eos": True, "logit_bias": {str(tokenizer().eos_token_id): 5}},
+        ).choices
+        found = choice.logprobs
+        num_prompt = len(tokens_of("<|user|>héllo 😀!"))
+        for place, (token, offset) in enumerate(zip(found.tokens, found.text_offset, strict=True)):
+            shows = not token.startswith("bytes:") and (place < num_prompt or not token.startswith("<|"))
+            assert not shows or choice.text.startswith(token, offset), (place, token, offset)
+        assert "<|end|>" in found.tokens[num_prompt:]
+        assert found.text_offset == sorted(found.text_offset)
+
+
 def test_echo_streams_and_goes_without_logprobs(client: OpenAI):
     settings: dict[str, Any] = {"model": "small", "prompt": [PROMPT, "Hello"], "max_tokens": 3, "temperature": 0}
     whole = client.completions.create(**settings, echo=True)

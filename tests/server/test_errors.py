@@ -24,17 +24,20 @@ def refusal(served: Served, path: str = "/v1/completions", status: int = 400, **
     [
         ({"temperature": 3}, "temperature", "from 0 to 2"),
         ({"temperature": "1"}, "temperature", "number"),
-        ({"top_p": 0}, "top_p", "above 0"),
+        ({"top_p": -1}, "top_p", "above 0"),
         ({"n": 0}, "n", "from 1 to 128"),
         ({"n": 1000}, "n", "from 1 to 128"),
         ({"max_tokens": -1}, "max_tokens", "at least 1"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
         ({"max_tokens": 10**30}, "prompt", "maximum context length is 512"),
         ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"logit_bias": [1]}, "logit_bias", "valid object"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "the model has"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
         ({"stop": ["a"] * 5}, "stop", "at most 4"),
+        ({"stop": 3}, "stop", "valid string or a valid list"),
+        ({"stop": ["a", 3]}, "stop[1]", "valid string"),
         ({"stop": ""}, "stop", "not empty"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "the model has"),
         ({"min_tokens": 99}, "min_tokens", "from 0 to 16"),
@@ -53,7 +56,8 @@ def refusal(served: Served, path: str = "/v1/completions", status: int = 400, **
         ({"prompt": [-1]}, "prompt", "320 tokens"),
         ({"prompt": [2**70]}, "prompt", "320 tokens"),
         ({"prompt": [1] * 510}, "prompt", "maximum context length is 512"),
-        ({"prompt": {"text": "x"}}, "prompt", ""),
+        ({"prompt": {"text": "x"}}, "prompt", "valid string or a valid list"),
+        ({"prompt": [1, "a"]}, "prompt[1]", "valid integer"),
         ({"prompt": None}, "prompt", ""),
     ],
     ids=lambda value: str(value)[:30],
@@ -84,7 +88,13 @@ def test_a_field_that_is_missing(served: Served):
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b'"x"', b"\xff", b"null"])
 def test_bodies_that_are_no_object(served: Served, content: bytes):
-    refusal(served, content=content, headers={"Content-Type": "application/json"})
+    error = refusal(served, content=content, headers={"Content-Type": "application/json"})
+    assert "JSON" in error["message"] and error["param"] is None
+
+
+def test_a_body_that_does_not_say_it_is_json(served: Served):
+    error = refusal(served, content=b'{"model": "small", "prompt": "x"}', headers={"Content-Type": "text/plain"})
+    assert "Content-Type application/json" in error["message"]
 
 
 def test_half_characters_are_refused_where_they_would_be_used(served: Served):

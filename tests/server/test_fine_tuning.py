@@ -236,7 +236,7 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 1}}}}, None),
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
         ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs"),
-        ({"hyperparameters": {"n_epochs": "many"}}, None),
+        ({"hyperparameters": {"n_epochs": "many"}}, "hyperparameters.n_epochs"),
         ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size"),
         ({"hyperparameters": {"learning_rate_multiplier": 0}}, "hyperparameters.learning_rate_multiplier"),
         ({"coserve": {"colour": 1}}, "coserve.colour"),

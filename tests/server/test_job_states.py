@@ -153,17 +153,16 @@ class Lives(RuleBasedStateMachine):
             if status == "running":
                 self.expected[id] = "queued"
 
+    def expect_done(self):
+        """What an engine that has told all has brought to an end."""
+        for id, status in self.expected.items():
+            if status == "running" and id not in self.engine.steps:
+                self.expected[id] = "succeeded"
+
     def expect_taken(self):
         for id, status in self.expected.items():
             if status == "queued":
                 self.expected[id] = "running"
-
-    def hear_of_ends(self):
-        """Jobs that the engine has ended, once it has said all that it had to say."""
-        if self.engine is not None and not self.engine._unsaid:
-            for id, status in self.expected.items():
-                if status == "running" and id not in self.engine.steps:
-                    self.expected[id] = "succeeded"
 
     # -- what can happen --------------------------------------------------------------
 
@@ -192,10 +191,6 @@ class Lives(RuleBasedStateMachine):
         )
 
         async def story():
-            await ask()
-            self.hear_of_ends()
-
-        async def ask():
             # The engine may be further than what it has said: then the job may turn out to be over.
             was_over = self.engine is not None and before == "running" and id not in self.engine.steps
             try:
@@ -222,6 +217,8 @@ class Lives(RuleBasedStateMachine):
             await self.settle()
 
         self.run(story())
+        if self.engine is not None and not self.engine._unsaid:  # asking made the engine tell all
+            self.expect_done()
 
     @precondition(lambda self: self.engine is not None and self.engine.steps)
     @rule(numbers=st.lists(st.integers(0, 3), min_size=1, max_size=12), says=st.booleans())
@@ -234,7 +231,7 @@ class Lives(RuleBasedStateMachine):
             if says:
                 self.engine.say()
                 await self.settle()
-                self.hear_of_ends()
+                self.expect_done()
 
         self.run(story())
 
@@ -244,9 +241,7 @@ class Lives(RuleBasedStateMachine):
             if self.engine is not None:
                 if says:
                     self.engine.say()
-                    for id, status in self.expected.items():
-                        if status == "running" and id not in self.engine.steps:
-                            self.expected[id] = "succeeded"
+                    self.expect_done()
                 self.engine.is_alive = False
                 self.engine = self.world.link.engine = None
                 self.world.manager.engine_gone()

@@ -1,8 +1,15 @@
 """Keys name tenants; none sees what is another's."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import openai
 import pytest
 from served import adapter_root, peft_model, serving
+
+ROOT = str(Path(__file__).parents[2])
 
 
 def test_keys_and_what_they_open():
@@ -15,6 +22,11 @@ def test_keys_and_what_they_open():
             assert answer.json()["error"]["type"] == "invalid_request_error"
             assert answer.headers["www-authenticate"] == "Bearer"
         assert served.get("/health").status_code == served.get("/ready").status_code == 200
+        command = [sys.executable, "-m", "coserve", "models", "--url", served.url]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1 and "--api-key" in done.stderr and done.stderr.count("\n") == 1, done.stderr
         with pytest.raises(openai.AuthenticationError) as raised:
             served.client("wrong").models.list()
         assert raised.value.code == "invalid_api_key"

@@ -88,7 +88,7 @@ def test_a_model_in_the_hubs_cache_is_found_by_its_id(tmp_path, monkeypatch):
     assert torch.equal(
         first_logits(load_backbone("someone/tiny")), first_logits(load_backbone(str(model_directory("llama"))))
     )
-    with pytest.raises(UnknownModelError, match="'someone/other' is neither a directory nor a model that the hub"):
+    with pytest.raises(UnknownModelError, match="'someone/other' is neither a directory, nor tiny, nor a model that"):
         load_backbone("someone/other")
 
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from coserve.engine.request import Chunk, TokenLogprob
+from coserve.engine.sampling import MAX_LOGPROBS
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
 from coserve.server.generation import (
@@ -46,9 +47,16 @@ async def chat_completions(body: ChatBody, request: Request, context: Context, t
 
 
 def _refuse_what_is_not_there(body: ChatBody) -> None:
-    for name in ("tools", "functions", "audio", "web_search_options"):
+    for name in ("tools", "functions", "audio", "web_search_options", "moderation"):
         if getattr(body, name):
             raise ApiError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+    for name in ("tool_choice", "function_call"):
+        if getattr(body, name) not in (None, "none", "auto"):
+            raise ApiError(f"{name} must be none or auto: there are no tools", param=name)
+    for place, message in enumerate(body.messages):
+        if message.content is None and message.role != "assistant":
+            name = f"messages[{place}].content"
+            raise ApiError(f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
     if body.response_format is not None and body.response_format.type != "text":
         raise ApiError(
             "response_format must be of type text: others are not supported",
@@ -59,6 +67,11 @@ def _refuse_what_is_not_there(body: ChatBody) -> None:
         raise ApiError('modalities must be ["text"]', param="modalities", code="unsupported_parameter")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise ApiError(
+            f"top_logprobs must be a whole number from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}",
+            param="top_logprobs",
+        )
     if body.stream_options is not None and not body.stream:
         raise ApiError("stream_options needs stream to be true", param="stream_options")
 
@@ -67,9 +80,10 @@ async def _generation(body: ChatBody, context: ServerContext, tenant: str, arriv
     ready = context.require_ready()
     adapter = await find_model(context, tenant, body.model)
     tokens = await context.prompts.tokens([_plain(message) for message in body.messages])
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked: int | None = getattr(body, limit)
     if asked is not None and asked < 1:
-        raise ApiError("max_completion_tokens must be at least 1", param="max_completion_tokens")
+        raise ApiError(f"{limit} must be at least 1, not {asked}", param=limit)
     max_tokens = asked if asked is not None else max(1, most_tokens(ready) - len(tokens))
     check_prompt(tokens, max_tokens, ready, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

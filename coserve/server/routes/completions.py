@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
 import time
+from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -23,7 +24,7 @@ from coserve.server.generation import (
     sampling_params,
     slo_of,
 )
-from coserve.server.prompts import Prompts
+from coserve.server.prompts import Prompts, TokenPiece
 from coserve.server.responses import answer, server_sent_event
 from coserve.server.schemas import CompletionBody
 
@@ -51,13 +52,13 @@ async def completions(body: CompletionBody, request: Request, context: Context, 
     writer = _Writer(context, generation, echoes if body.echo else None)
     headers = {"x-request-id": generation.id}
     if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return await answer(request, events=writer.events(with_usage=with_usage), headers=headers)
     return await answer(request, whole=writer.whole(), headers=headers)
 
 
 def _refuse_what_is_not_there(body: CompletionBody) -> None:
-    if body.suffix is not None:
+    if body.suffix:
         raise ApiError("suffix is not supported; leave it out", param="suffix", code="unsupported_parameter")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(
@@ -161,7 +162,8 @@ class _Writer:
                         begun.add(index)
                         if self._echoes is not None:
                             piece["text"] = self._echoes[place] + piece["text"]
-                            parts.append(self._of_prompt(index, place, waiting.get(place, [])))
+                            found = self._of_prompt(index, place, waiting.get(place, []), self._echoes[place])
+                            parts.append(found)
                     parts.append(self._logprobs[index].of(chunk.logprobs))
                     if self._generation.params.logprobs is not None:
                         for part in parts:
@@ -169,9 +171,9 @@ class _Writer:
                     if piece["text"] or piece["finish_reason"] or chunk.logprobs:
                         yield piece
 
-    def _of_prompt(self, index: int, place: int, found: list[TokenLogprob]) -> dict[str, Any]:
+    def _of_prompt(self, index: int, place: int, found: list[TokenLogprob], echo: str) -> dict[str, Any]:
         """Of an echoed prompt; there is nothing before its first token."""
-        return self._logprobs[index].of([None, *found], first=self._generation.prompts[place][0])
+        return self._logprobs[index].of([None, *found], first=self._generation.prompts[place][0], echo=echo)
 
 
 def _choice(index: int, *, text: str = "", reason: str | None = None) -> dict[str, Any]:
@@ -183,18 +185,32 @@ class _Logprobs:
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts, self._offset = prompts, 0
+        self._decoder = getincrementaldecoder("utf-8")("replace")
 
-    def of(self, found: "list[TokenLogprob | None] | tuple[TokenLogprob, ...]", first: int = 0) -> dict[str, Any]:
-        """first: the token where there is nothing to say of one."""
+    def of(
+        self, found: "list[TokenLogprob | None] | tuple[TokenLogprob, ...]", first: int = 0, echo: str = ""
+    ) -> dict[str, Any]:
+        """first: the token where there is nothing to say of one. echo: the text, if it is the prompt's."""
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for each in found:
             piece = self._prompts.piece(first if each is None else each.token)
             lists["tokens"].append(piece.name)
-            lists["text_offset"].append(self._offset)
-            self._offset += len(piece.text)
+            lists["text_offset"].append(self._place(piece, echo))
             lists["token_logprobs"].append(None if each is None else finite(each.logprob))
             lists["top_logprobs"].append(None if each is None else self._top(each))
         return lists
+
+    def _place(self, piece: TokenPiece, echo: str) -> int:
+        """Where a token begins: several may be parts of one character, and special ones show in echoes alone."""
+        if piece.is_special:
+            place = self._offset
+            self._offset += len(piece.text) if echo.startswith(piece.text, place) else 0
+            return place
+        if piece.raw and not 0x80 <= piece.raw[0] < 0xC0:  # a new character: what is unfinished stays so
+            self._offset += len(self._decoder.decode(b"", final=True))
+        place = self._offset
+        self._offset += len(self._decoder.decode(bytes(piece.raw)))
+        return place
 
     def _top(self, each: TokenLogprob) -> dict[str, float]:
         """The likeliest by their texts, and the chosen one."""

@@ -11,6 +11,7 @@ from coserve.errors import AdapterError
 from coserve.server.adapters import KnownAdapter
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
+from coserve.server.generation import most_tokens
 from coserve.server.responses import json_response
 from coserve.server.schemas import LoadAdapterBody, UnloadAdapterBody
 from coserve.server.texts import check_texts
@@ -45,7 +46,7 @@ def _base(context: ServerContext) -> dict[str, Any]:
         "owned_by": "coserve",
         "root": context.config.model,
         "parent": None,
-        "max_model_len": ready.max_positions if ready is not None else None,
+        "max_model_len": most_tokens(ready) if ready is not None else None,
     }
 
 
