@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A process for each core, each with one thread: they would wait for one another otherwise.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 .PHONY: setup demo test check format clean
 
@@ -16,13 +18,13 @@ demo: setup  ## Serve and fine-tune at once, in three minutes; leaves demo-repor
 	$(BIN)/coserve demo
 
 test: setup  ## Every test that this machine can run, warnings as errors
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: setup  ## Format, lint, types and tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 format: setup  ## Bring the code into format
 	$(BIN)/ruff format .

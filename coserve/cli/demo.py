@@ -18,10 +18,10 @@ from coserve.errors import CoserveError
 if TYPE_CHECKING:
     from coserve.bench.demo import DemoConfig, DemoState
 
-LessonName = Literal["pirate", "backwards", "zub"]
+LessonName = Literal["pirate", "zub"]
 # For the built-in model: enough pages for all that is asked here, few enough to see in a chart; and answers at
-# 25 tokens a second, faster than people read: its steps are so short that the usual objective, a multiple of one, is
-# no more than what a busy machine loses between two processes.
+# 25 tokens a second, faster than people read. The usual objective, a multiple of one of its steps, would be a few
+# milliseconds: as much as the machine takes, now and then, to turn from one of the demo's processes to another.
 _TINY_OPTIONS = {"--memory": "256MB", "--slo-ttft": "500ms", "--slo-tpot": "40ms"}
 _QUICK: dict[str, Any] = {"seconds": 3.0, "rate": 4.0, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
 
@@ -31,7 +31,7 @@ def demo(
         Path, typer.Option(metavar="DIR", help="Where the report goes; what an earlier demo left is replaced.")
     ] = Path("demo-report"),
     lesson: Annotated[
-        LessonName, typer.Option(help="What the model learns: a manner, a skill, or words of a new language.")
+        LessonName, typer.Option(help="What the model learns: a manner, or words of a new language.")
     ] = "pirate",
     model: Annotated[str, typer.Option(help="A directory, a hub id, or tiny, the built-in model.")] = "tiny",
     seconds: Annotated[float, typer.Option(min=1, help="Of each of the three phases.")] = 35.0,

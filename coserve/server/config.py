@@ -86,6 +86,14 @@ class ServerConfig:
         shown="2.5 × a decode step alone, as measured at start",
     )
     policy: str = _option("slack", "--policy", "Who gets the device: slack, token-fusion or inference-only.")
+    threads: int | None = _option(
+        None,
+        "--threads",
+        "Of the CPU, for the engine's arithmetic.",
+        parse=int,
+        metavar="N",
+        shown="one for a small model, all for others",
+    )
     max_requests: int = _option(256, "--max-requests", "Sequences that run at once.")
     max_adapters: int = _option(64, "--max-adapters", "Adapters on the device; the least used ones make room.")
     api_keys: tuple[str, ...] = _option(
@@ -126,6 +134,8 @@ class ServerConfig:
         for name, least, most in (("port", 0, 65535), ("max_adapters", 1, None), ("max_body_bytes", 1, None)):
             self._whole(name, least, most)
         self._whole("max_upload_bytes", 1, None)
+        if self.threads is not None:
+            self._whole("threads", 1, None)
         if not is_number(self.drain_s) or self.drain_s < 0:
             raise ValueError(f"drain_s must be a number of seconds, 0 or more, not {self.drain_s!r}")
         if len(self.tenants) != len(self.api_keys):

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import zmq
 
 from coserve.engine.core import Event
+from coserve.engine.cpu_threads import worthwhile_threads
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
@@ -212,6 +214,7 @@ def start(settings: EngineSettings, socket: "zmq.Socket[bytes]") -> Engine | Non
 
     progress(f"starting {settings.model}", 0, 0)
     try:
+        torch.set_num_threads(settings.threads or worthwhile_threads(settings.model))
         engine = Engine.load(
             settings.model, settings.engine, dtype=settings.dtype, device=settings.device, progress=progress
         )

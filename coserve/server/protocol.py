@@ -20,12 +20,15 @@ from coserve.jobs.messages import AdapterRef, Checkpointed, JobStart
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine's process is to be, as JSON. address: of the socket that the server has bound."""
+    """What the engine's process is to be, as JSON. address: of the socket that the server has bound. threads: of the
+    CPU; None: as many as the model is worth.
+    """
 
     address: str
     model: str
     dtype: str
     device: str
+    threads: int | None = None
     engine: EngineConfig
 
 

@@ -80,7 +80,12 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     settings = EngineSettings(
-        address="", model=config.model, dtype=config.dtype, device=config.device, engine=config.engine
+        address="",
+        model=config.model,
+        dtype=config.dtype,
+        device=config.device,
+        threads=config.threads,
+        engine=config.engine,
     )
     context = ServerContext(
         config=config,

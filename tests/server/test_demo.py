@@ -1,5 +1,6 @@
 """`coserve demo --quick` as a user runs it: the report, the numbers, and an adapter that PEFT loads."""
 
+import copy
 import json
 import os
 import subprocess
@@ -54,6 +55,6 @@ def test_the_report_is_one_page_and_the_adapter_is_pefts(demo):
     out, _ = demo
     page = ElementTree.fromstring((out / "report.html").read_text())
     assert len([e for e in page.iter("{http://www.w3.org/2000/svg}svg") if e.get("role") == "img"]) == 6
-    adapted = PeftModel.from_pretrained(model(), out / "adapter")
+    adapted = PeftModel.from_pretrained(copy.deepcopy(model()), out / "adapter")
     weights = {name: value for name, value in adapted.named_parameters() if "lora_B" in name}
     assert weights and all(float(value.abs().sum()) > 0 for value in weights.values())
