@@ -16,6 +16,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # What is measured of devices is kept on disk: not where the user has it.
 os.environ["COSERVE_HOME"] = mkdtemp(prefix="coserve-home-")
+# Commands print into pipes here, as wide as they do there; not as wide as the terminal that the tests run in.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

@@ -94,7 +94,7 @@ def test_a_job_stopped_anywhere_and_gone_on_with_ends_the_same(seed, undisturbed
         assert reported[key][0] == pytest.approx(loss, abs=1e-5), key
         assert reported[key][1:] == (num_trained, rate), key
     assert_equal(adapter_of(engine, tmp_path), adapter, within=1e-5)  # windows are others, and round otherwise
-    assert engine.stats().num_tokens_trained == 2 * sum(len(e.tokens) for e in DATA)
+    assert engine.jobs["job"].num_tokens_trained == 2 * sum(len(e.tokens) for e in DATA)
 
 
 def test_a_checkpoint_is_of_the_moment_it_was_taken(tmp_path):
