@@ -37,10 +37,12 @@ def bench(
     from coserve.bench import coserve as whole
     from coserve.bench import decode, train
     from coserve.bench.machine import best_dtype, describe
+    from coserve.engine.device_memory import keep_freed_memory
     from coserve.models import load_backbone
 
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     dtype = best_dtype(place) if dtype == "best" else dtype
+    keep_freed_memory()  # as the server's engine does; for both sides
     backbone = load_backbone(model, dtype=dtype, device=place)
     if experiment == "decode":
         found = decode.run(backbone, runs=runs)
