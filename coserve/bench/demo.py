@@ -3,6 +3,7 @@ the same job. What it found is plain data, which the report is made of.
 """
 
 import asyncio
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -105,6 +106,15 @@ class DemoState:
     questions: list[dict[str, str]] = field(default_factory=list)
 
 
+def _openai_client(url: str) -> Any:
+    """The client that people know, for what they would do with it; None where it is not installed."""
+    if importlib.util.find_spec("openai") is None:
+        return None
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
 class Demo:
     """One run of it on a server that nobody else uses.
 
@@ -124,7 +134,7 @@ class Demo:
         watch: Callable[[DemoState], None] = lambda state: None,
     ) -> None:
         self._url, self._lesson, self._file, self._config, self._watch = url, lesson, training_file, config, watch
-        self._client = Client(url)
+        self._client, self._openai = Client(url), _openai_client(url)
         self._cursor = 0
         self.state = DemoState()
 
@@ -133,7 +143,7 @@ class Demo:
         status = self._client.get("/v1/status")
         base = str(status["model"])
         before = self._ask(base, "asks the base model")
-        uploaded = self._client.upload(self._file)["id"]
+        uploaded = self._upload()
         for name in PHASES:
             self._phase(name, base, uploaded)
         both = self.state.recordings["both"]
@@ -141,6 +151,8 @@ class Demo:
         tuned = self._served_model(both.progress)
         after = self._ask(tuned, "asks the new adapter") if tuned else []
         self._client.close()
+        if self._openai is not None:
+            self._openai.close()
         return self._results(status, before, after, tuned)
 
     # -- asking --------------------------------------------------------------------------
@@ -233,8 +245,17 @@ class Demo:
                 "checkpoint_every_steps": config.checkpoint_every_steps,
             },
         }
-        job: dict[str, Any] = self._client.post("/v1/fine_tuning/jobs", body)
+        if self._openai is None:
+            job: dict[str, Any] = self._client.post("/v1/fine_tuning/jobs", body)
+        else:
+            extension = {"coserve": body.pop("coserve")}
+            job = self._openai.fine_tuning.jobs.create(**body, extra_body=extension).to_dict(mode="json")
         return job
+
+    def _upload(self) -> str:
+        if self._openai is None:
+            return str(self._client.upload(self._file)["id"])
+        return str(self._openai.files.create(file=self._file, purpose="fine-tune").id)
 
     # -- recording -----------------------------------------------------------------------
 
