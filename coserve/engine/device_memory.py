@@ -11,6 +11,8 @@ import torch
 _GPU_SHARE, _CPU_SHARE = 0.85, 0.25
 # Options of glibc's mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+# Of a thousand, which is oneDNN's own bound, three quarters are hardly ever used again: a step has few kinds of products.
+_MOST_COMPILED_PRODUCTS = 256
 
 
 def pool_bytes(device: torch.device) -> int:
@@ -30,6 +32,16 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1)):
             mallopt(option, value)
+
+
+def bound_compiled_products() -> None:
+    """Have oneDNN keep fewer of the products that it compiled, each of which takes some 0.4 MB: one for every shape.
+
+    The number of rows is part of a shape, and a server sees most numbers sooner or later. To be called before the first
+    product; what the user's environment says stands.
+    https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_MOST_COMPILED_PRODUCTS))
 
 
 def _free_memory_bytes() -> int:

@@ -20,7 +20,7 @@ import zmq
 
 from coserve.engine.core import Event
 from coserve.engine.cpu_threads import worthwhile_threads
-from coserve.engine.device_memory import keep_freed_memory
+from coserve.engine.device_memory import bound_compiled_products, keep_freed_memory
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
@@ -215,6 +215,7 @@ def start(settings: EngineSettings, socket: "zmq.Socket[bytes]") -> Engine | Non
 
     progress(f"starting {settings.model}", 0, 0)
     keep_freed_memory()
+    bound_compiled_products()
     try:
         torch.set_num_threads(settings.threads or worthwhile_threads(settings.model))
         engine = Engine.load(
