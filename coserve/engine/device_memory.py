@@ -11,7 +11,7 @@ import torch
 _GPU_SHARE, _CPU_SHARE = 0.85, 0.25
 # Options of glibc's mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-# Of a thousand, which is oneDNN's own bound, three quarters are hardly ever used again: a step has few kinds of products.
+# oneDNN's own bound is 1,024; a step has few kinds of products, and of the rest most are hardly ever used again.
 _MOST_COMPILED_PRODUCTS = 256
 
 
