@@ -256,7 +256,7 @@ class _Measurement:
                 constants,
                 weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
                 accumulators={},
-                max_rows=chunk_rows(self.backbone.architecture.vocab_size),
+                max_rows=chunk_rows(self.backbone.architecture.vocab_size, self.backbone.dtype),
             )
 
         return self._fastest_s(run)

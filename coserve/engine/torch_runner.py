@@ -264,7 +264,7 @@ class TorchRunner:
         if not any(scored):
             return []
         found: list[list[TokenLogprob]] = []
-        most = chunk_rows(self.backbone.architecture.vocab_size)
+        most = chunk_rows(self.backbone.architecture.vocab_size, torch.float32)
         for end, (request, num_rows, _), wanted in zip(ends, requests, scored, strict=False):
             found.append([])
             assert request.sequence is not None

@@ -107,7 +107,7 @@ class TrainingPass:
             {"targets": self._targets[start:end], **self._constants("head", slice(start, end))},
             weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
             accumulators=self._accumulators("head"),
-            max_rows=chunk_rows(self.backbone.architecture.vocab_size),
+            max_rows=chunk_rows(self.backbone.architecture.vocab_size, self.backbone.dtype),
         )
         self.sums.add(sums)
         if self.programs.parts:

@@ -324,8 +324,10 @@ def test_the_loss_is_taken_in_chunks_of_trained_rows_only(monkeypatch):
 
 
 def test_a_chunk_is_bounded_in_bytes():
-    assert chunk_rows(151936) * 151936 * 4 <= 64 << 20
-    assert chunk_rows(10**9) == 1
+    for dtype in (torch.bfloat16, torch.float32):
+        assert chunk_rows(151936, dtype) * 151936 * dtype.itemsize <= 80 << 20
+    assert chunk_rows(151936, torch.bfloat16) >= 256
+    assert chunk_rows(10**9, torch.float32) == 1
 
 
 def test_token_accuracy_counts_the_likeliest_token():
