@@ -70,7 +70,7 @@ class AdapterOptimizer:
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
-            foreach=True,
+            fused=True,
             weight_decay=config.weight_decay,
         )
 
