@@ -29,7 +29,9 @@ class RmsNorm(RowWise):
 
     def _normalized(self, values: Values, attributes: Attributes) -> tuple[Tensor, Tensor]:
         x = _grouped(values["x"], values["weight"])
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + attributes["eps"])
+        # As fast as PyTorch gets it on a CPU: one pass, where the mean of the squares takes two.
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = mean_square.add_(attributes["eps"]).rsqrt_()
         return x * scale, scale
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
@@ -48,7 +50,7 @@ class RmsNorm(RowWise):
         if "x" in wanted:
             weighted = dy * values["weight"].float()
             mean = (weighted * normalized).mean(-1, keepdim=True)
-            result["x"] = ((weighted - normalized * mean) * scale).flatten(-2).to(values["x"].dtype)
+            result["x"] = weighted.addcmul_(normalized, mean, value=-1).mul_(scale).flatten(-2).to(values["x"].dtype)
         if "weight" in wanted:
             result["weight"] = (dy * normalized).sum((0, 1))
         if "y" in wanted:
