@@ -19,6 +19,11 @@ def run_node(node: Node, values: Values, weights: Values, context: Any) -> dict[
     return {name: results[slot] for slot, name in node.outputs}
 
 
+def add_node(total: Tensor, node: Node, values: Values, weights: Values, context: Any) -> None:
+    """Run one node of one output, and add that to `total` in place."""
+    node.operator.forward_onto(total, _inputs(node, values, weights), node.attribute, context)
+
+
 def _inputs(node: Node, values: Values, weights: Values) -> dict[str, Tensor]:
     return {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
 
@@ -74,6 +79,8 @@ class BackwardRun:
         self._values: dict[str, Tensor] = {}
         self._given = values
         self._gradients = dict(gradients)
+        # Sums made here; other gradients may be somebody else's tensors, or two names for one.
+        self._sums: set[str] = set()
         self._next = 0
 
     @property
@@ -115,7 +122,11 @@ class BackwardRun:
             self._values.update({name: results[slot] for slot, name in node.outputs})
         else:
             gradients = {slot: self._gradients[name] for slot, name in node.outputs if name in self._gradients}
-            results = rule.vjp(step.wanted, inputs, gradients, node.attribute, self._context)
+            added = [slot for slot in step.wanted if slot in rule.sums and node.input[slot] in self._gradients]
+            for slot in added:
+                rule.vjp_onto(self._sum(node.input[slot]), slot, inputs, gradients, node.attribute)
+            wanted = [slot for slot in step.wanted if slot not in added]
+            results = rule.vjp(wanted, inputs, gradients, node.attribute, self._context) if wanted else {}
             for slot, value in results.items():
                 if slot in node.output:
                     self._values[node.output[slot]] = value
@@ -132,5 +143,13 @@ class BackwardRun:
             self._accumulators[tensor].add_(gradient)
         elif tensor in self._gradients:
             self._gradients[tensor] = self._gradients[tensor] + gradient
+            self._sums.add(tensor)
         else:
             self._gradients[tensor] = gradient
+
+    def _sum(self, tensor: str) -> Tensor:
+        """The gradient so far, to be added to in place."""
+        if tensor not in self._sums:
+            self._gradients[tensor] = self._gradients[tensor].clone()
+            self._sums.add(tensor)
+        return self._gradients[tensor]

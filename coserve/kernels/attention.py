@@ -12,17 +12,18 @@ query rows, each with the keys that it can see, so that scores or masks of n × 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.linear import is_native
+from coserve.kernels.linear import is_native, rounded_factors
 
 # Most elements of a tile's scores or mask.
 _MAX_TILE_ELEMENTS = 1 << 22
-# Rows below which a tile is not worth cutting.
-_MIN_TILE_ROWS = 64
+# Rows below which a tile is not worth cutting, forward and backward.
+_MIN_TILE_ROWS, _MIN_BACKWARD_ROWS = 64, 128
 # Elements of a tile's scores that a CPU core's cache holds.
 _CACHED_TILE_ELEMENTS = 1 << 18
 
@@ -103,6 +104,7 @@ class AttentionKernel(ABC):
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
+    @abstractmethod
     def backward(
         self,
         grad: Tensor,
@@ -121,15 +123,6 @@ class AttentionKernel(ABC):
 
         The gradients of k and v are added to key_grads and value_grads, float32 [m, Hkv, D].
         """
-        parts = []
-        for rows, keys in self._tiles(q, k, sliding_window, backward=True):
-            dq, dk, dv = self._backward_tile(
-                grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale, sliding_window
-            )
-            parts.append(dq)
-            key_grads[keys] += dk
-            value_grads[keys] += dv
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _tiles(
         self, q: Tensor, k: Tensor, sliding_window: int | None, *, backward: bool = False
@@ -157,19 +150,6 @@ class AttentionKernel(ABC):
     def _forward_tile(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None
     ) -> tuple[Tensor, Tensor]: ...
-
-    @abstractmethod
-    def _backward_tile(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        sliding_window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def _hidden_keys(n: int, m: int, sliding_window: int | None, device: torch.device) -> Tensor:
@@ -221,7 +201,7 @@ class PlainAttention(AttentionKernel):
         out = torch.matmul((scores - lse).exp_(), v.float().transpose(0, 1))
         return _by_row(out, q.shape[0]).to(q.dtype), _by_row(lse, q.shape[0])[..., 0]
 
-    def _backward_tile(
+    def backward(
         self,
         grad: Tensor,
         q: Tensor,
@@ -229,19 +209,24 @@ class PlainAttention(AttentionKernel):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
+        *,
         scale: float,
         sliding_window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = k.shape[1]
-        queries, keys, scores = self._scores(q, k, scale, sliding_window)
-        probabilities = (scores - _by_key_head(lse[..., None], heads)).exp_()
-        out_grad = _by_key_head(grad, heads)
-        delta = (out_grad * _by_key_head(out, heads)).sum(-1, keepdim=True)
-        score_grad = torch.matmul(out_grad, v.float().permute(1, 2, 0)).sub_(delta).mul_(probabilities).mul_(scale)
-        dq = _by_row(torch.matmul(score_grad, keys), q.shape[0]).to(q.dtype)
-        dk = torch.matmul(score_grad.transpose(1, 2), queries).transpose(0, 1)
-        dv = torch.matmul(probabilities.transpose(1, 2), out_grad).transpose(0, 1)
-        return dq, dk, dv
+        key_grads: Tensor,
+        value_grads: Tensor,
+    ) -> Tensor:
+        parts, heads = [], k.shape[1]
+        delta = (grad.float() * out.float()).sum(-1, keepdim=True)
+        for rows, seen in self._tiles(q, k, sliding_window, backward=True):
+            queries, keys, scores = self._scores(q[rows], k[seen], scale, sliding_window)
+            probabilities = (scores - _by_key_head(lse[rows, :, None], heads)).exp_()
+            out_grad = _by_key_head(grad[rows], heads)
+            score_grad = torch.matmul(out_grad, v[seen].float().permute(1, 2, 0))
+            score_grad.sub_(_by_key_head(delta[rows], heads)).mul_(probabilities).mul_(scale)
+            parts.append(_by_row(torch.matmul(score_grad, keys), rows.stop - rows.start).to(q.dtype))
+            key_grads[seen] += torch.matmul(score_grad.transpose(1, 2), queries).transpose(0, 1)
+            value_grads[seen] += torch.matmul(probabilities.transpose(1, 2), out_grad).transpose(0, 1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class CpuAttention(AttentionKernel):
@@ -259,7 +244,7 @@ class CpuAttention(AttentionKernel):
         return n if needs_no_mask else max(1, _MAX_TILE_ELEMENTS // span)
 
     def _backward_rows(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
-        return max(_MIN_TILE_ROWS, _CACHED_TILE_ELEMENTS // (num_heads * span))
+        return max(_MIN_BACKWARD_ROWS, _CACHED_TILE_ELEMENTS // (num_heads * span))
 
     def forward_paged(
         self, q: Tensor, keys: Tensor, values: Tensor, table: PageTable, *, scale: float, sliding_window: int | None
@@ -296,7 +281,7 @@ class CpuAttention(AttentionKernel):
         )
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
-    def _backward_tile(
+    def backward(
         self,
         grad: Tensor,
         q: Tensor,
@@ -304,28 +289,54 @@ class CpuAttention(AttentionKernel):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
+        *,
         scale: float,
         sliding_window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        n, m, heads = q.shape[0], k.shape[0], k.shape[1]
-        queries, out_grad = _by_key_head(q, heads).mul_(scale), _by_key_head(grad, heads)
-        keys, values = (x.float().transpose(0, 1) for x in (k, v))
+        key_grads: Tensor,
+        value_grads: Tensor,
+    ) -> Tensor:
+        n, num_heads, width = q.shape
+        groups = num_heads // k.shape[1]
         delta = torch.matmul(grad.float()[:, :, None], out.float()[..., None])[..., 0]
-        # Scores less the log-sum-exp; hidden ones are in the last n keys, unless a sliding window hides early ones too.
-        probabilities = torch.baddbmm(_by_key_head(lse[..., None], heads).neg_(), queries, keys.transpose(1, 2))
-        first = 0 if sliding_window is not None and m > sliding_window else m - n
-        hidden = _hidden_keys(n, m, sliding_window, q.device)[:, first:]
-        probabilities.view(heads, -1, n, m)[..., first:].masked_fill_(hidden, float("-inf"))
-        probabilities.exp_()
-        score_grad = torch.baddbmm(_by_key_head(delta, heads).neg_(), out_grad, values.transpose(1, 2))
-        score_grad.mul_(probabilities)
-        if is_native(q):  # the other factors are bfloat16 already
-            probabilities, score_grad = probabilities.to(q.dtype), score_grad.to(q.dtype)
-            queries, out_grad, keys = queries.to(q.dtype), out_grad.to(q.dtype), keys.to(q.dtype)
-        dq = _by_row(torch.matmul(score_grad, keys).mul_(scale), n).to(q.dtype)
-        dk = torch.matmul(score_grad.transpose(1, 2), queries).transpose(0, 1)
-        dv = torch.matmul(probabilities.transpose(1, 2), out_grad).transpose(0, 1)
-        return dq, dk, dv
+        # By key head, the query heads of a row side by side: what a tile reads is then a run of each.
+        queries, out_grad, less_lse, less_delta = (
+            _heads_first(x.view(n, k.shape[1], groups, -1)).flatten(1, 2)
+            for x in (q, grad, lse.neg()[..., None], delta.neg_()[..., None])
+        )
+        keys, values = _heads_first(k), _heads_first(v)
+        dq = torch.empty_like(queries)
+        with rounded_factors() if is_native(q) else nullcontext():
+            for rows, seen in self._tiles(q, k, sliding_window, backward=True):
+                own, num_rows, num_keys = (
+                    slice(groups * rows.start, groups * rows.stop),
+                    rows.stop - rows.start,
+                    seen.stop - seen.start,
+                )
+                probabilities = torch.baddbmm(less_lse[:, own], queries[:, own], keys[:, seen].mT, alpha=scale)
+                # Hidden are keys among the last `num_rows`, unless a sliding window hides early ones too.
+                slides = sliding_window is not None and num_keys > sliding_window
+                masked = num_keys if slides else num_rows
+                hidden = _tile_mask(num_rows, masked, sliding_window if slides else None)
+                by_row = probabilities.view(k.shape[1], num_rows, groups, num_keys)
+                by_row[..., num_keys - masked :].masked_fill_(hidden, float("-inf"))
+                probabilities.exp_()
+                score_grad = torch.baddbmm(less_delta[:, own], out_grad[:, own], values[:, seen].mT).mul_(probabilities)
+                dq[:, own] = torch.bmm(score_grad, keys[:, seen])
+                key_grads[seen].transpose(0, 1).add_(torch.bmm(score_grad.mT, queries[:, own]), alpha=scale)
+                value_grads[seen].transpose(0, 1).add_(torch.bmm(probabilities.mT, out_grad[:, own]))
+        return dq.mul_(scale).view(-1, n, groups, width).transpose(0, 1).reshape(q.shape).to(q.dtype)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[n, heads, ...] -> a new float32 tensor [heads, n, ...]."""
+    made = torch.empty(x.shape[1], x.shape[0], *x.shape[2:], dtype=torch.float32, device=x.device)
+    return made.copy_(x.transpose(0, 1))
+
+
+@lru_cache(maxsize=16)
+def _tile_mask(n: int, m: int, sliding_window: int | None) -> Tensor:
+    """Which of the keys a tile's queries must not see: bool [n, 1, m]."""
+    return _hidden_keys(n, m, sliding_window, torch.device("cpu"))[:, None]
 
 
 @lru_cache(maxsize=16)

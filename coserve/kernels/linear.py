@@ -11,7 +11,8 @@ Which way is fastest depends on the device, the dtype and the number of rows; `b
 In every case the sums are float32, and the result is rounded once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -44,6 +45,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.shape[0] < _FEW_BFLOAT16_ROWS and is_native(x):
         return left_product(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
+    """total += x W^T, rounded once; x [n, in], weight [out, in], total [n, out]."""
+    if _is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
+        total += wide_product(x, weight)
+    else:
+        total.addmm_(x, weight.T)
 
 
 def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -83,6 +92,14 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
         return wide_input_gradient(grad, weight)
     return grad @ weight
+
+
+def add_input_gradient(total: Tensor, grad: Tensor, weight: Tensor) -> None:
+    """total += dy W, rounded once; grad [n, out], weight [out, in], total [n, in]."""
+    if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
+        total += wide_input_gradient(grad, weight)
+    else:
+        total.addmm_(grad, weight)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -131,6 +148,20 @@ def _tiles(weight: Tensor) -> list[slice]:
     """Runs of a weight's rows."""
     num_rows, size = weight.shape[0], max(1, _TILE_ELEMENTS // weight.shape[1])
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+@contextmanager
+def rounded_factors() -> Iterator[None]:
+    """Products of float32 tensors within round both factors to bfloat16, and nothing else: sums and results stay
+    float32. Of factors that were bfloat16 before, they are exact. For CPUs with instructions for that.
+    """
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def is_native(x: Tensor) -> bool:

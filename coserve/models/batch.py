@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coserve.graph.bypass import Network
-from coserve.graph.execute import run_graph, run_node
+from coserve.graph.execute import add_node, run_graph, run_node
 from coserve.graph.ir import Node
 from coserve.graph.operators.attention import AttentionContext, PagedSegment, Segment
 from coserve.models.backbone import Backbone
@@ -189,6 +189,9 @@ class _AfterNode:
         for name in node.output.values():
             self.save(name, values[name])
 
+    def _is_kept(self, name: str) -> bool:
+        return name in self._savers or name in self._signs
+
     def save(self, name: str, value: Tensor, first_row: int = 0) -> None:
         """Copy a tensor's rows to every span that keeps them; `value` begins at row `first_row` of the batch."""
         last_row = first_row + value.shape[0]
@@ -211,6 +214,8 @@ class _AfterNode:
         output = values[node.outputs[0][1]]
         local: dict[str, Tensor] = {network.base: output[rows]}
         self.save(network.base, output[rows], rows.start)
+        # The last node's result goes right into the sum, unless somebody wants it for itself.
+        is_sum = network.nodes[-1].outputs[0][1] == network.result and not self._is_kept(network.result)
         for inner in network.nodes:
             for name in inner.input.values():
                 if name in local or name in bound.parameters:
@@ -219,6 +224,9 @@ class _AfterNode:
                     local[name] = values[name][rows]
                 else:
                     local[name] = torch.cat([taker.constants[name] for taker in run])
+            if is_sum and inner is network.nodes[-1]:
+                add_node(output[rows], inner, local, bound.parameters, None)
+                return
             made = run_node(inner, local, bound.parameters, None)
             local.update(made)
             for name, value in made.items():

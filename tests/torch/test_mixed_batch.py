@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import FAMILIES, make_adapter, make_backbone, make_model, peft_twin, random_sequences, random_tokens
 
+from coserve.graph import operators
 from coserve.models import CachedSequence, forward, logits
 from coserve.tuning import TrainingPass, make_pack, training_programs
 
@@ -46,6 +47,10 @@ def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
     linear = torch.nn.functional.linear
     monkeypatch.setattr(
         torch.nn.functional, "linear", lambda x, w, b=None: products.append((len(x), w.shape)) or linear(x, w, b)
+    )
+    add = operators.linear.add_product
+    monkeypatch.setattr(
+        operators.linear, "add_product", lambda total, x, w: products.append((len(x), w.shape)) or add(total, x, w)
     )
     spans = [
         CachedSequence(backbone, 9).extend(random_tokens(9, 0)),

@@ -64,6 +64,8 @@ class Operator(ABC):
     restores: ClassVar[tuple[str, ...]] = ()
     # An input slot: neighbours that read the same tensor there, and nothing else of each other's, may run at once.
     shared: ClassVar[str | None] = None
+    # Row inputs whose gradient can be added to what other readers of the same tensor gave (`vjp_onto`) as it is made.
+    sums: ClassVar[frozenset[str]] = frozenset()
     # Slots for which the VJP accepts packed signs (kernels.bits) in place of the values.
     sign_suffices: ClassVar[tuple[str, ...]] = ()
 
@@ -78,10 +80,19 @@ class Operator(ABC):
         """`forward` of several neighbours that share their slot `shared`."""
         return [self.forward(values, attributes, context) for values, attributes in runs]
 
+    def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Any) -> None:
+        """Add the result of `forward`, whose one output has `total`'s shape, to it in place."""
+        (result,) = self.forward(values, attributes, context).values()
+        total += result
+
     @abstractmethod
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
     ) -> dict[str, Tensor]: ...
+
+    def vjp_onto(self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes) -> None:
+        """Add the gradient of one of the slots in `sums` to `total` in place."""
+        raise NotImplementedError
 
     @abstractmethod
     def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Load, Operator, Shape, Shapes, Values
 from coserve.kernels.dropout import dropout_mask
-from coserve.kernels.linear import input_gradient, product, products, weight_gradient
+from coserve.kernels.linear import add_input_gradient, add_product, input_gradient, product, products, weight_gradient
 
 if TYPE_CHECKING:
     from coserve.graph.ir import TensorSpec
@@ -23,12 +23,19 @@ class Linear(Operator):
     optional = frozenset({"bias"})
     needs = {"x": ("weight",), "weight": ("x",), "bias": ()}
     shared: ClassVar[str | None] = "x"
+    sums: ClassVar[frozenset[str]] = frozenset({"x"})
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None)}
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
         return {"y": product(values["x"], values["weight"], values.get("bias"))}
+
+    def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Any) -> None:
+        if "bias" in values:
+            super().forward_onto(total, values, attributes, context)
+        else:
+            add_product(total, values["x"], values["weight"])
 
     def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Any) -> list[dict[str, Tensor]]:
         weights, biases = [values["weight"] for values, _ in runs], [values.get("bias") for values, _ in runs]
@@ -45,6 +52,9 @@ class Linear(Operator):
         if "bias" in wanted:
             result["bias"] = dy.float().sum(0)
         return result
+
+    def vjp_onto(self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes) -> None:
+        add_input_gradient(total, gradients["y"], values["weight"])
 
     def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
         return 2 * prod(specs["weight"].shape)
@@ -65,12 +75,14 @@ class DropoutLinear(Linear):
     inputs = ("x", "weight", "row_keys")
     optional = frozenset()
     needs = {"x": ("weight", "row_keys"), "weight": ("x", "row_keys"), "row_keys": None}
-    shared = None
+    shared, sums = None, frozenset()
 
     def _drop(self, x: Tensor, values: Values, attributes: Attributes) -> Tensor:
         mask = dropout_mask(values["row_keys"], x.shape[1], p=attributes["p"], salt=attributes["salt"])
         scale: float = 1 / (1 - attributes["p"])
         return x * mask * scale
+
+    forward_onto = Operator.forward_onto
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
         x = self._drop(values["x"], values, attributes)
