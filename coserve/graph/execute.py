@@ -79,7 +79,7 @@ class BackwardRun:
         self._values: dict[str, Tensor] = {}
         self._given = values
         self._gradients = dict(gradients)
-        # Sums made here; other gradients may be somebody else's tensors, or two names for one.
+        # Gradients that are this run's own; others may be somebody else's tensors, or two names for one.
         self._sums: set[str] = set()
         self._next = 0
 
@@ -131,14 +131,15 @@ class BackwardRun:
                 if slot in node.output:
                     self._values[node.output[slot]] = value
                 else:
-                    self._accumulate(node.input[slot], value)
+                    self._accumulate(node.input[slot], value, is_new=slot in rule.sums)
         for name in step.frees:
             self._values.pop(name, None)
         for name in step.frees_gradients:
             self._gradients.pop(name, None)
         self._next += 1
 
-    def _accumulate(self, tensor: str, gradient: Tensor) -> None:
+    def _accumulate(self, tensor: str, gradient: Tensor, *, is_new: bool) -> None:
+        """is_new: whether nobody else has this gradient."""
         if tensor in self._accumulators:
             self._accumulators[tensor].add_(gradient)
         elif tensor in self._gradients:
@@ -146,6 +147,8 @@ class BackwardRun:
             self._sums.add(tensor)
         else:
             self._gradients[tensor] = gradient
+            if is_new:
+                self._sums.add(tensor)
 
     def _sum(self, tensor: str) -> Tensor:
         """The gradient so far, to be added to in place."""

@@ -64,7 +64,8 @@ class Operator(ABC):
     restores: ClassVar[tuple[str, ...]] = ()
     # An input slot: neighbours that read the same tensor there, and nothing else of each other's, may run at once.
     shared: ClassVar[str | None] = None
-    # Row inputs whose gradient can be added to what other readers of the same tensor gave (`vjp_onto`) as it is made.
+    # Row inputs whose gradient can be added to what other readers of the same tensor gave (`vjp_onto`) as it is made;
+    # `vjp` gives a new tensor for them.
     sums: ClassVar[frozenset[str]] = frozenset()
     # Slots for which the VJP accepts packed signs (kernels.bits) in place of the values.
     sign_suffices: ClassVar[tuple[str, ...]] = ()
