@@ -12,7 +12,7 @@ LEAST_PREFILL_ROWS, LEAST_RIDING_ROWS = 64, 16
 LEAST_WINDOW_ROWS = 16
 # A window may cost so many times per row what the longest one would; a smaller one waits until more time has been saved
 # up, where that can be: slack is spent in lumps.
-MOST_WINDOW_COST = 1.5
+MOST_WINDOW_COST = 1.25
 
 
 class PlanBuilder:
