@@ -50,9 +50,8 @@ def run_graph(
         for node in run:
             if after is not None:
                 after(node, values)
-            for name in (*node.input.values(), *node.output.values()):
-                if graph.last_use.get(name) == node.name:
-                    values.pop(name, None)
+            for name in graph.frees[node.name]:
+                values.pop(name, None)
 
 
 class BackwardRun:

@@ -130,12 +130,16 @@ class Graph:
         return tuple(map(tuple, runs))
 
     @cached_property
-    def last_use(self) -> dict[str, str]:
-        """Row tensor -> name of the last node that reads it (or makes it): a forward pass lets it go there. Outputs
-        are absent.
+    def frees(self) -> dict[str, tuple[str, ...]]:
+        """Node -> the row tensors that it is the last one to read (or makes for nobody): a forward pass lets them go
+        there.
         """
         last = {name: node.name for node in self.nodes for name in (*node.output.values(), *node.input.values())}
-        return {name: node for name, node in last.items() if name not in self.outputs and self.spec[name].kind == "row"}
+        frees: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        for name, node in last.items():
+            if name not in self.outputs and self.spec[name].kind == "row":
+                frees[node].append(name)
+        return {node: tuple(names) for node, names in frees.items()}
 
     def with_kind(self, kind: Kind) -> tuple[TensorSpec, ...]:
         return tuple(tensor for tensor in self.tensors if tensor.kind == kind)

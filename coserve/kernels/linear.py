@@ -73,18 +73,16 @@ def join(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """The one tensor whose rows these are; None if they lie anywhere."""
-    first = tensors[0]
-    assert first is not None
-    memory, stride = first.untyped_storage().data_ptr(), first.stride()
-    offset, num_rows = first.storage_offset(), 0
+    """The one tensor whose rows these are, as `join` made it; None if they lie anywhere."""
+    whole = None if tensors[0] is None else tensors[0]._base
+    num_rows = 0
     for tensor in tensors:
-        if tensor is None or tensor.untyped_storage().data_ptr() != memory:
+        if tensor is None or whole is None or tensor._base is not whole:
             return None
-        if tensor.stride() != stride or tensor.storage_offset() != offset + num_rows * stride[0]:
+        if tensor.storage_offset() != num_rows * whole.stride(0):
             return None
         num_rows += tensor.shape[0]
-    return first.as_strided((num_rows, *first.shape[1:]), stride)
+    return whole if whole is not None and num_rows == whole.shape[0] else None
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
@@ -111,10 +109,11 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def left_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`product` with the weight as the left factor, for few rows."""
-    # One row alone would be a product of a matrix and a vector, which is slower than with two.
-    rows = torch.nn.functional.pad(x, (0, 0, 0, 1)) if x.shape[0] == 1 else x
-    y = torch.mm(weight, rows.T) if bias is None else torch.addmm(bias[:, None], weight, rows.T)
-    return y.T[: x.shape[0]].contiguous()
+    if x.shape[0] == 1:
+        y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+        return y[None]
+    y = torch.mm(weight, x.T) if bias is None else torch.addmm(bias[:, None], weight, x.T)
+    return torch.stack(y.unbind(1))  # half of what a transposed copy takes
 
 
 def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -186,8 +186,9 @@ class _AfterNode:
         for run in self._bypassed:
             if (bound := run[0].networks.get(node.name)) is not None:
                 self._run_network(bound, run, node, values)
-        for name in node.output.values():
-            self.save(name, values[name])
+        for _, name in node.outputs:
+            if self._is_kept(name):
+                self.save(name, values[name])
 
     def _is_kept(self, name: str) -> bool:
         return name in self._savers or name in self._signs
