@@ -18,7 +18,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.request import Chunk
 from coserve.engine.sampling import SamplingParams
 from coserve.memory.kv_cache import kv_page_bytes
-from coserve.scheduling import LatencyModel, Plan, PlannedRows, PlannedTasklets, View
+from coserve.scheduling import LatencyModel, Plan, PlannedLoss, PlannedRows, PlannedTasklets, View
 from coserve.simulate import Hardware, roofline_profile
 from coserve.tuning.examples import Example
 
@@ -72,7 +72,7 @@ def random_policy(seed: int) -> Callable[[View, LatencyModel], Plan]:
     rng = Random(seed)
 
     def plan(view: View, latency: LatencyModel) -> Plan:
-        rows, tasklets, updates, room = [], [], [], view.max_rows
+        rows, losses, tasklets, updates, room = [], [], [], [], view.max_rows
         for request in view.requests:
             num_rows = min(room, request.num_rows, rng.choice((1, 2, 3, 5, 8, 1000)))
             if num_rows and rng.random() < 0.9:
@@ -84,12 +84,14 @@ def random_policy(seed: int) -> Callable[[View, LatencyModel], Plan]:
                 continue
             if job.phase == "update":
                 updates.append(job.id)
+            elif job.phase == "loss":
+                losses.append(PlannedLoss(job.id, rng.choice((2, 7, 20, 1000))))
             elif job.phase == "backward":
                 tasklets.append(PlannedTasklets(job.id, *_some_tasklets(rng, job.num_rows_left, job.num_parts_left)))
             elif num_rows := min(room, job.num_rows_left, rng.choice((1, 3, 7, 20, 1000))):
                 rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, num_rows))
                 room -= num_rows
-        return Plan(rows=tuple(rows), tasklets=tuple(tasklets), updates=tuple(updates))
+        return Plan(rows=tuple(rows), losses=tuple(losses), tasklets=tuple(tasklets), updates=tuple(updates))
 
     return plan
 

@@ -18,7 +18,17 @@ from coserve.engine.checkpoint import Checkpoint, read_position
 from coserve.engine.config import EngineConfig
 from coserve.engine.job import EventKind, Job, JobEvent
 from coserve.engine.request import Chunk, Request, Slo
-from coserve.engine.runner import RequestRows, Runner, StepFailedError, StepResult, Tasklets, Update, WindowRows, Work
+from coserve.engine.runner import (
+    LossRows,
+    RequestRows,
+    Runner,
+    StepFailedError,
+    StepResult,
+    Tasklets,
+    Update,
+    WindowRows,
+    Work,
+)
 from coserve.engine.sampling import SamplingParams
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion, AdapterVersions
@@ -550,6 +560,7 @@ class EngineCore:
         return Work(
             requests=requests,
             windows=windows,
+            losses=[LossRows(jobs[job].trainer, rows) for job, rows in plan.losses],
             tasklets=[Tasklets(jobs[job].trainer, rows, number) for job, rows, number in plan.tasklets],
             updates=[
                 Update(jobs[job].trainer, jobs[job].sums.num_trained, jobs[job].order.num_steps) for job in plan.updates
@@ -594,8 +605,7 @@ class EngineCore:
     def _apply_jobs(self, plan: Plan, result: StepResult, now_s: float) -> None:
         for job_id, norm in zip(plan.updates, result.norms, strict=True):
             self._apply_update(self.jobs[job_id], norm, now_s)
-        items = [rows.item for rows in plan.rows if rows.kind == "window"] + [part.job for part in plan.tasklets]
-        for job in [self.jobs[item] for item in items]:
+        for job in [self.jobs[item] for item in plan.moved_jobs]:
             job.count_rows()
             if job.finish_pack_if_done():
                 self._outbox.append(job.finish_evaluation(now_s))
@@ -647,6 +657,8 @@ class EngineCore:
             num_rows = sum(rows.rows for rows in plan.rows)
             windows = any(rows.kind == "window" for rows in plan.rows)
             latency.observe("forward", num_rows, windows, predicted_s=plan.forward_s, measured_s=result.forward_s)
+        for num_rows in {piece.rows.bit_length(): piece.rows for piece in plan.losses}.values():
+            latency.observe("loss", num_rows, False, predicted_s=plan.loss_s, measured_s=result.loss_s)
         # A section's time teaches once for each size in it, however many jobs have pieces of that size.
         sizes = {tasklets.rows.bit_length(): tasklets.rows for tasklets in plan.tasklets}
         for num_rows in sizes.values():
@@ -685,10 +697,9 @@ class EngineCore:
 
     def _drop_planned(self, plan: Plan) -> int:
         """Drop the packs that took part in a failed step; returns how many there were."""
-        names = {rows.item for rows in plan.rows if rows.kind == "window"} | {part.job for part in plan.tasklets}
-        for name in names:
+        for name in plan.moved_jobs:
             self._drop_pack(self.jobs[name])
-        return len(names)
+        return len(plan.moved_jobs)
 
     # -- endings ----------------------------------------------------------------------
 

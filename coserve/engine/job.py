@@ -1,9 +1,9 @@
 """A fine-tuning job as the engine sees it: packs of one optimizer step after the other, and what came of them.
 
 A job goes through the optimizer steps of its `TrainingOrder`. Each is packs, one at a time: memory is taken, forward
-windows and backward tasklets run, gradients are added to the step's; then the update. In between it measures the loss
-of the validation set, forward only, and publishes versions. A pack can be dropped at any moment: it is begun again, and
-everything else stands.
+windows, the loss and backward tasklets run, gradients are added to the step's; then the update. In between it measures
+the loss of the validation set, nothing backward, and publishes versions. A pack can be dropped at any moment: it is
+begun again, and everything else stands.
 """
 
 from collections import deque
@@ -99,9 +99,11 @@ class Job:
 
     @property
     def pack_progress(self) -> int:
-        """Rows of the pack that have been run, each part backward counted as one pass."""
+        """Rows of the pack that have been run; the loss, and each part backward, count as a pass each."""
         cursor = self.trainer.cursor
-        return 0 if cursor is None else cursor.num_forward_rows + cursor.num_parts_done * cursor.num_rows
+        if cursor is None:
+            return 0
+        return cursor.num_forward_rows + cursor.num_loss_rows + cursor.num_parts_done * cursor.num_rows
 
     @property
     def update_due(self) -> bool:
@@ -117,6 +119,8 @@ class Job:
         phase: JobPhase
         if not cursor.forward_done:
             phase, rows_left = "forward", cursor.num_rows - cursor.num_forward_rows
+        elif not cursor.loss_done:
+            phase, rows_left = "loss", cursor.num_rows - cursor.num_loss_rows
         else:
             phase, rows_left = "backward", cursor.num_backward_rows
         share = self._pack.num_trained / self._pack.num_rows

@@ -227,6 +227,7 @@ class _Measurement:
         for _ in range(3):
             training = self._pass(rows)
             training.finish_window(forward(self.backbone, [training.next_window(rows)]))
+            training.run_loss(rows)
             start = self._time_s()
             while not training.done:
                 training.next_tasklet(rows).run()

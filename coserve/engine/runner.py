@@ -79,6 +79,13 @@ class WindowRows(NamedTuple):
     num_rows: int
 
 
+class LossRows(NamedTuple):
+    """The next rows of a job's pack through the loss."""
+
+    trainer: Trainer
+    num_rows: int
+
+
 class Tasklets(NamedTuple):
     """The next tasklets of a job's pack."""
 
@@ -97,8 +104,9 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A plan with the things that it names. Run in this order: tasklets, updates, the forward pass."""
+    """A plan with the things that it names. Run in this order: losses, tasklets, updates, the forward pass."""
 
+    losses: Sequence[LossRows] = ()
     tasklets: Sequence[Tasklets] = ()
     updates: Sequence[Update] = ()
     requests: Sequence[RequestRows] = ()
@@ -129,6 +137,7 @@ class StepResult:
     prompts: Sequence[Sequence[TokenLogprob]] = ()
     norms: Sequence[float | None] = ()
     forward_s: float = 0.0
+    loss_s: float = 0.0
     backward_s: float = 0.0
     update_s: float = 0.0
 

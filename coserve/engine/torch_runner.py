@@ -15,7 +15,16 @@ from coserve.adapters.peft_directory import load_adapter, read_tensors, save_ada
 from coserve.engine.checkpoint import OPTIMIZER_FILE
 from coserve.engine.profiling import load_profile
 from coserve.engine.request import Request, TokenLogprob
-from coserve.engine.runner import RequestRows, StepFailedError, StepResult, Tasklets, Update, WindowRows, Work
+from coserve.engine.runner import (
+    LossRows,
+    RequestRows,
+    StepFailedError,
+    StepResult,
+    Tasklets,
+    Update,
+    WindowRows,
+    Work,
+)
 from coserve.engine.sampling import sample
 from coserve.errors import AdapterError, DeviceMemoryError
 from coserve.memory.activations import PooledMemory, group_bytes
@@ -148,6 +157,9 @@ class TorchRunner:
         try:
             with torch.inference_mode(), _device_memory():
                 marks = [self._time_s()]
+                for piece in work.losses:
+                    _pass_of(piece).run_loss(piece.num_rows)
+                marks.append(self._time_s())
                 for tasklets in work.tasklets:
                     self._run_tasklets(tasklets)
                 marks.append(self._time_s())
@@ -160,12 +172,13 @@ class TorchRunner:
                 marks.append(self._time_s())
         except DeviceMemoryError as error:
             raise StepFailedError(str(error), norms=norms, broken_update=updating) from error
-        backward_s, update_s, forward_s = (end - start for start, end in pairwise(marks))
+        loss_s, backward_s, update_s, forward_s = (end - start for start, end in pairwise(marks))
         return StepResult(
             tokens=tokens,
             prompts=prompts,
             norms=norms,
             forward_s=forward_s,
+            loss_s=loss_s,
             backward_s=backward_s,
             update_s=update_s,
         )
@@ -215,9 +228,7 @@ class TorchRunner:
         return update.trainer.update(update.num_trained, update.num_steps)
 
     def _forward(self, work: Work) -> tuple[list[TokenLogprob], list[list[TokenLogprob]]]:
-        """All rows through the blocks; then a token for each sampled request, what prompts were to be scored, and the
-        loss of each window.
-        """
+        """All rows through the blocks; then a token for each sampled request, and what prompts were to be scored."""
         passes = [_pass_of(window) for window in work.windows]
         spans = [self._span(rows) for rows in work.requests]
         spans += [training.next_window(window.num_rows) for training, window in zip(passes, work.windows, strict=True)]
@@ -296,7 +307,7 @@ def _scored(scores: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprob]
     ]
 
 
-def _pass_of(item: Tasklets | WindowRows) -> TrainingPass:
+def _pass_of(item: LossRows | Tasklets | WindowRows) -> TrainingPass:
     assert isinstance(item.trainer, TorchTrainer) and item.trainer.training_pass is not None
     return item.trainer.training_pass
 

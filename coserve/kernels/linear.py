@@ -73,16 +73,18 @@ def join(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """The one tensor whose rows these are, as `join` made it; None if they lie anywhere."""
-    whole = None if tensors[0] is None else tensors[0]._base
-    num_rows = 0
+    """The one tensor whose rows these are; None if they lie anywhere."""
+    first = tensors[0]
+    assert first is not None
+    memory, stride = first.untyped_storage().data_ptr(), first.stride()
+    offset, num_rows = first.storage_offset(), 0
     for tensor in tensors:
-        if tensor is None or whole is None or tensor._base is not whole:
+        if tensor is None or tensor.untyped_storage().data_ptr() != memory:
             return None
-        if tensor.storage_offset() != num_rows * whole.stride(0):
+        if tensor.stride() != stride or tensor.storage_offset() != offset + num_rows * stride[0]:
             return None
         num_rows += tensor.shape[0]
-    return whole if whole is not None and num_rows == whole.shape[0] else None
+    return first.as_strided((num_rows, *first.shape[1:]), stride)
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Scheduling: what a policy sees (View), what it decides (Plan), what it believes steps cost (LatencyModel)."""
 
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import JobView, Plan, PlannedRows, PlannedTasklets, RequestView, View
+from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View
 from coserve.scheduling.policies import POLICIES, Policy, make_policy
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "JobView",
     "LatencyModel",
     "Plan",
+    "PlannedLoss",
     "PlannedRows",
     "PlannedTasklets",
     "Policy",

@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
-from coserve.scheduling.plan import JobView, Plan, PlannedRows, PlannedTasklets, RequestView, View
+from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View
 
 # The smallest piece of a prompt that has to go on, and of one that rides along; unless it is all that is left.
 LEAST_PREFILL_ROWS, LEAST_RIDING_ROWS = 64, 16
 # The smallest window of a job, unless it is all that is left, or a forward pass may not have so many rows.
 LEAST_WINDOW_ROWS = 16
-# A window may cost so many times per row what the longest one would; a smaller one waits until more time has been saved
-# up, where that can be: slack is spent in lumps.
-MOST_WINDOW_COST = 1.25
+# A window, or a piece of the loss, may cost so many times per row what the longest one would; a smaller one waits until
+# more time has been saved up, where that can be: slack is spent in lumps.
+MOST_WINDOW_COST = 1.1
 
 
 class PlanBuilder:
@@ -22,21 +22,24 @@ class PlanBuilder:
         self._latency, self._max_rows = latency, view.max_rows
         self._load = ForwardLoad()
         self._rows: list[PlannedRows] = []
+        self._losses: list[PlannedLoss] = []
         self._tasklets: list[PlannedTasklets] = []
         self._updates: list[str] = []
-        self._forward_s = self._backward_s = self._update_s = 0.0
+        self._forward_s = self._loss_s = self._backward_s = self._update_s = 0.0
 
     @property
     def seconds(self) -> float:
         """What the plan takes, without a margin."""
-        return self._forward_s + self._backward_s + self._update_s
+        return self._forward_s + self._loss_s + self._backward_s + self._update_s
 
     def build(self) -> Plan:
         return Plan(
             rows=tuple(self._rows),
+            losses=tuple(self._losses),
             tasklets=tuple(self._tasklets),
             updates=tuple(self._updates),
             forward_s=self._forward_s,
+            loss_s=self._loss_s,
             backward_s=self._backward_s,
             update_s=self._update_s,
         )
@@ -73,7 +76,7 @@ class PlanBuilder:
     def tune(self, jobs: Sequence[JobView], budget_s: float, *, patient: bool = False) -> None:
         """Of each job in turn, the largest piece of its current phase that fits into what is left of the time.
 
-        patient: there will be more time in a later step, so windows that cost too much per row may wait for it.
+        patient: there will be more time in a later step, so what costs too much per row may wait for it.
 
         A device that has nothing else to do makes the smallest step there is, whatever the time: no later one would
         have more.
@@ -86,9 +89,11 @@ class PlanBuilder:
                 self._update(job, left_s)
             elif job.phase == "backward":
                 self._backward(job, left_s)
+            elif job.phase == "loss":
+                self._loss(job, left_s, patient)
             else:
                 self._window(job, left_s, patient)
-        if jobs and not (self._rows or self._tasklets or self._updates):
+        if jobs and not (self._rows or self._losses or self._tasklets or self._updates):
             self._least(jobs[0])
 
     def _least(self, job: JobView) -> None:
@@ -99,6 +104,9 @@ class PlanBuilder:
         elif job.phase == "backward":
             self._tasklets.append(PlannedTasklets(job.id, rows, 1))
             self._backward_s += self._latency.tasklet_s(job, rows)
+        elif job.phase == "loss":
+            self._losses.append(PlannedLoss(job.id, rows))
+            self._loss_s += self._latency.loss_s(job, rows)
         else:
             self._add_window(job, min(rows, self._max_rows))
 
@@ -128,6 +136,28 @@ class PlanBuilder:
             self._backward_s += seconds + num_whole * whole_s
         self._tasklets.append(PlannedTasklets(job.id, rows, num_tasklets))
 
+    def _loss(self, job: JobView, left_s: float, patient: bool) -> None:
+        """As many rows as possible; behind the last ones, tasklets."""
+        longest = job.num_rows_left
+        least = min(longest, LEAST_WINDOW_ROWS)
+        if self._latency.loss_s(job, least) > left_s:
+            return
+        rows = _most(least, longest, lambda rows: self._latency.loss_s(job, rows) <= left_s)
+        seconds = self._latency.loss_s(job, rows)
+        if (
+            patient
+            and rows < longest
+            and self._costs_much(seconds / rows, self._latency.loss_s(job, longest) / longest)
+        ):
+            return
+        self._losses.append(PlannedLoss(job.id, rows))
+        self._loss_s += seconds
+        if rows == longest and job.num_parts_left:
+            self._backward(job._replace(phase="backward", num_rows_left=job.num_rows), left_s - seconds)
+
+    def _costs_much(self, row_s: float, longest_row_s: float) -> bool:
+        return row_s > MOST_WINDOW_COST * longest_row_s
+
     def _window(self, job: JobView, left_s: float, patient: bool) -> None:
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
         least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
@@ -139,7 +169,7 @@ class PlanBuilder:
         if longest < least or extra_s(least) > left_s:
             return
         rows = _most(least, longest, lambda rows: extra_s(rows) <= left_s)
-        if patient and rows < longest and extra_s(rows) / rows > MOST_WINDOW_COST * extra_s(longest) / longest:
+        if patient and rows < longest and self._costs_much(extra_s(rows) / rows, extra_s(longest) / longest):
             return
         self._add_window(job, rows)
 

@@ -110,7 +110,6 @@ class ForwardLoad:
 
     rows: int = 0
     sampled: int = 0
-    trained: int = 0
     spans: int = 0
     pairs: float = 0.0
     keys: int = 0
@@ -165,7 +164,7 @@ class LatencyModel:
     # -- questions --------------------------------------------------------------
 
     def forward_s(self, load: ForwardLoad) -> float:
-        """Seconds of a forward pass, with sampling and the loss of windows."""
+        """Seconds of a forward pass, with sampling."""
         if not load.rows:
             return 0.0
         return self._raw_forward_s(load) * self._correction("forward", load.rows, load.windows > 0)
@@ -195,20 +194,22 @@ class LatencyModel:
 
     def with_window_s(self, load: ForwardLoad, job: JobView, rows: int) -> float:
         """The same with a window of a job added to it; the load stays as it is."""
-        raw = self._raw_forward_s(load) - _at(self._forward, load.rows) - _at(self._loss, load.trained)
-        trained = load.trained + round(rows * job.trained_share)
-        raw += _at(self._forward, load.rows + rows) + _at(self._loss, trained) + self._window_s(job, rows)
+        raw = self._raw_forward_s(load) - _at(self._forward, load.rows)
+        raw += _at(self._forward, load.rows + rows) + self._window_s(job, rows)
         return raw * self._correction("forward", load.rows + rows, True)
 
     def add_window(self, load: ForwardLoad, job: JobView, rows: int) -> None:
         """Add a window to a load."""
         load.rows += rows
-        load.trained += round(rows * job.trained_share)
         load.spans += 1
         load.pairs += rows * job.keys
         load.networks += job.counts.num_networks
         load.windows += 1
         load.window_rows += rows * self._weigh(job.counts)[0]
+
+    def loss_s(self, job: JobView, rows: int) -> float:
+        """Seconds of some rows' way through the loss."""
+        return _at(self._loss, round(rows * job.trained_share)) * self._correction("loss", rows, False)
 
     def tasklet_s(self, job: JobView, rows: int) -> float:
         """Seconds of one tasklet."""
@@ -224,7 +225,9 @@ class LatencyModel:
     # -- what was learned -------------------------------------------------------
 
     def observe(self, section: str, rows: int, windows: bool, *, predicted_s: float, measured_s: float) -> None:
-        """A section ("forward", "backward", "update") of a step was predicted with its correction, and took so long."""
+        """A section ("forward", "loss", "backward", "update") of a step was predicted with its correction, and took so
+        long.
+        """
         if predicted_s <= 0 or measured_s <= 0:
             return
         kind = (section, rows.bit_length(), windows)
@@ -263,7 +266,6 @@ class LatencyModel:
         return (
             _at(self._forward, load.rows)
             + _at(self._head, load.sampled)
-            + _at(self._loss, load.trained)
             + load.pairs * p.s_per_pair
             + load.keys * p.s_per_key
             + load.spans * p.s_per_span
@@ -272,7 +274,7 @@ class LatencyModel:
         )
 
     def _window_s(self, job: JobView, rows: int) -> float:
-        """What a window costs beside its rows' way through the blocks and the loss."""
+        """What a window costs beside its rows' way through the blocks."""
         p = self.profile
         own = job.keys * p.s_per_pair + self._weigh(job.counts)[0] * p.s_per_window_row
         return rows * own + p.s_per_span + job.counts.num_networks * p.s_per_network

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from coserve.scheduling.counts import JobCounts
 
 RowKind = Literal["decode", "prefill", "window"]
-JobPhase = Literal["forward", "backward", "update"]
+JobPhase = Literal["forward", "loss", "backward", "update"]
 
 
 class RequestView(NamedTuple):
@@ -37,9 +37,9 @@ class RequestView(NamedTuple):
 class JobView(NamedTuple):
     """A job with a pack in memory, or one whose optimizer step is due.
 
-    num_rows: of its pack. num_rows_left: rows that are still to go forward, or backward in the current part.
-    num_parts_left: parts that are still to go backward, the current one among them. keys: mean number of keys that a
-    row attends to. trained_share: share of rows that have a target.
+    num_rows: of its pack. num_rows_left: rows that are still to go forward, through the loss, or backward in the
+    current part. num_parts_left: parts that are still to go backward, the current one among them. keys: mean number of
+    keys that a row attends to. trained_share: share of rows that have a target.
     """
 
     id: str
@@ -78,6 +78,13 @@ class PlannedRows(NamedTuple):
     rows: int
 
 
+class PlannedLoss(NamedTuple):
+    """The next rows of a job's pack through the head, to their loss."""
+
+    job: str
+    rows: int
+
+
 class PlannedTasklets(NamedTuple):
     """The next tasklets of a job, each of at most `rows` rows."""
 
@@ -88,23 +95,32 @@ class PlannedTasklets(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one step runs: first the tasklets, then optimizer steps, then the forward pass.
+    """What one step runs: first losses, then tasklets, then optimizer steps, then the forward pass.
 
     In this order the tokens of requests come out at the end of the step, where their deadlines are compared with it.
     The predictions are in seconds, without the margin for error.
     """
 
     rows: tuple[PlannedRows, ...] = ()
+    losses: tuple[PlannedLoss, ...] = ()
     tasklets: tuple[PlannedTasklets, ...] = ()
     updates: tuple[str, ...] = ()
     forward_s: float = 0.0
+    loss_s: float = 0.0
     backward_s: float = 0.0
     update_s: float = 0.0
 
     @property
     def predicted_s(self) -> float:
-        return self.forward_s + self.backward_s + self.update_s
+        return self.forward_s + self.loss_s + self.backward_s + self.update_s
+
+    @property
+    def moved_jobs(self) -> tuple[str, ...]:
+        """The jobs whose packs get on with it."""
+        windows = [rows.item for rows in self.rows if rows.kind == "window"]
+        losses, tasklets = [piece.job for piece in self.losses], [part.job for part in self.tasklets]
+        return tuple(dict.fromkeys([*windows, *losses, *tasklets]))
 
     @property
     def is_empty(self) -> bool:
-        return not (self.rows or self.tasklets or self.updates)
+        return not (self.rows or self.losses or self.tasklets or self.updates)

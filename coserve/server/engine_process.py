@@ -161,6 +161,8 @@ class EngineProcess:
         rows = {"decode": 0, "prefill": 0, "window": 0}
         for planned in plan.rows:
             rows[planned.kind] += planned.rows
+        num_reversed = sum(part.rows * part.num_tasklets for part in plan.tasklets)
+        num_reversed += sum(piece.rows for piece in plan.losses)
         num_parts = self._engine.backbone.architecture.num_layers + 1  # and the head
         return StepRecord(
             end_s=end_s,
@@ -169,7 +171,7 @@ class EngineProcess:
             decode_rows=rows["decode"],
             prefill_rows=rows["prefill"],
             window_rows=rows["window"],
-            backward_rows=sum(part.rows * part.num_tasklets for part in plan.tasklets) / num_parts,
+            backward_rows=num_reversed / num_parts,
         )
 
     # -- reports --------------------------------------------------------------------

@@ -156,7 +156,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """One step: when it ended, what it took and was believed to take, and the rows in it by kind.
 
-    backward_rows: rows of tasklets, over all blocks, divided by the number of blocks.
+    backward_rows: rows through the loss and of tasklets, over all blocks and the head, divided by the number of these.
     """
 
     end_s: float

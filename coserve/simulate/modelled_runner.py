@@ -73,7 +73,14 @@ class ModelledTrainer:
         if self.cursor.forward_done:
             for group in [group for group in self._runs if group not in self._programs.parts and group != "workspace"]:
                 self._memory.give_back_run(self._runs.pop(group))
-            self._release_if_done()
+
+    def loss(self, max_rows: int) -> int:
+        """Rows have been through the loss; returns how many."""
+        assert self.cursor is not None
+        start, end = self.cursor.next_loss(max_rows)
+        self.cursor.advance_loss(end - start)
+        self._release_if_done()
+        return end - start
 
     def backward(self, max_rows: int) -> int:
         """A tasklet has been run; returns its rows."""
@@ -148,6 +155,7 @@ class ModelledRunner:
         self._num_networks: dict[str, int] = {}
 
     def run(self, work: Work) -> StepResult:
+        loss_s = self._taken(sum(self._loss_s(*piece) for piece in work.losses))
         backward_s = self._taken(sum(self._tasklets_s(*tasklets) for tasklets in work.tasklets))
         updates = [JobView("", "update", 0, 0, 0, 0.0, 0.0, update.trainer.counts) for update in work.updates]
         update_s = self._taken(sum(self._truth.update_s(view) for view in updates))
@@ -167,13 +175,14 @@ class ModelledRunner:
         ]
         scored = [request.scored_rows(num_rows) for request, num_rows, _ in work.requests]
         prompts = [[TokenLogprob(token=0, logprob=0.0)] * len(rows) for rows in scored] if any(scored) else []
-        self.clock.advance(backward_s + update_s + forward_s)
+        self.clock.advance(loss_s + backward_s + update_s + forward_s)
         norms = [0.0] * len(work.updates)
         return StepResult(
             tokens=tokens,
             prompts=prompts,
             norms=norms,
             forward_s=forward_s,
+            loss_s=loss_s,
             backward_s=backward_s,
             update_s=update_s,
         )
@@ -196,6 +205,11 @@ class ModelledRunner:
 
     def profile(self) -> Profile:
         return self._profile
+
+    def _loss_s(self, trainer: object, num_rows: int) -> float:
+        assert isinstance(trainer, ModelledTrainer)
+        view = trainer.view()
+        return self._truth.loss_s(view, trainer.loss(num_rows))
 
     def _tasklets_s(self, trainer: object, num_rows: int, num_tasklets: int) -> float:
         assert isinstance(trainer, ModelledTrainer)

@@ -1,8 +1,10 @@
-"""Where a pack is on its way through the model: forward rows, then parts backward, each from its last row to its first.
+"""Where a pack is on its way through the model: rows forward, rows through the loss, then parts backward, each from its
+last row to its first.
 
 FlexLLM section 6.1, algorithm 2: forward windows go from the first row to the last, each through all parts; backward
-windows go from the last part to the first, and in a part from the last row to the first. Pure counting, so that plans
-and simulations need no tensors.
+windows go from the last part to the first, and in a part from the last row to the first. The loss is a piece of its
+own between the two: the head's weight is as large as many blocks', and a few rows cost it as much as a hundred, so its
+rows are not those of the forward windows. Pure counting, so that plans and simulations need no tensors.
 """
 
 
@@ -12,6 +14,7 @@ class Cursor:
     def __init__(self, num_rows: int, num_parts: int) -> None:
         self.num_rows, self.num_parts = num_rows, num_parts
         self.num_forward_rows = 0
+        self.num_loss_rows = 0
         self.num_parts_done = 0
         self.num_backward_rows = num_rows  # rows of the current part that are still to be reversed
 
@@ -20,8 +23,12 @@ class Cursor:
         return self.num_forward_rows == self.num_rows
 
     @property
+    def loss_done(self) -> bool:
+        return self.num_loss_rows == self.num_rows
+
+    @property
     def done(self) -> bool:
-        return self.forward_done and self.num_parts_done == self.num_parts
+        return self.loss_done and self.num_parts_done == self.num_parts
 
     def next_forward(self, max_rows: int) -> tuple[int, int]:
         """First and last-plus-one row of the next forward window of at most this many rows."""
@@ -34,9 +41,21 @@ class Cursor:
         self.num_forward_rows += num_rows
         assert self.num_forward_rows <= self.num_rows
 
+    def next_loss(self, max_rows: int) -> tuple[int, int]:
+        """First and last-plus-one row of the next that go through the loss."""
+        assert self.forward_done, "the loss comes behind the forward pass"
+        start = self.num_loss_rows
+        end = min(start + max_rows, self.num_rows)
+        assert start < end, "the loss is done, or no rows were asked for"
+        return start, end
+
+    def advance_loss(self, num_rows: int) -> None:
+        self.num_loss_rows += num_rows
+        assert self.num_loss_rows <= self.num_rows
+
     def next_backward(self, max_rows: int) -> tuple[int, int]:
         """First and last-plus-one row of the current part's next backward window."""
-        assert self.forward_done and not self.done, "there is nothing to run backward"
+        assert self.loss_done and not self.done, "there is nothing to run backward"
         assert max_rows > 0, "a tasklet has rows"
         return max(0, self.num_backward_rows - max_rows), self.num_backward_rows
 

@@ -1,12 +1,12 @@
-"""One pack's way through the model: forward in windows of any size, then backward in tasklets, each one block × one
-window.
+"""One pack's way through the model: forward in windows of any size, the loss in pieces of any size, then backward in
+tasklets, each one block × one window.
 
 FlexLLM section 6.1, algorithm 2, with the suspension of LLMStation section 5.1. Forward windows run from the first
-row to the last, each through all blocks, in whatever batch they share with others. Backward tasklets run from the
-last block to the first, and in a block from the last window to the first; the windows of a block need not be those of
-another, nor those of the forward pass. A pass can rest between any two windows or tasklets, and within a tasklet
-between any two instructions; what it has summed up is its own until it is done, so that it can be dropped at any time
-without a trace.
+row to the last, each through all blocks, in whatever batch they share with others. What comes out waits for the loss.
+Backward tasklets run from the last block to the first, and in a block from the last window to the first; the windows of
+a block need not be those of another, nor those of the forward pass. A pass can rest between any two of these, and
+within a tasklet between any two instructions; what it has summed up is its own until it is done, so that it can be
+dropped at any time without a trace.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ from coserve.tuning.objective import LossSums, chunk_rows, loss_and_gradient
 from coserve.tuning.pack import Pack
 from coserve.tuning.programs import TrainingPrograms
 
-# Tensors of a pass's workspace.
-_GRADIENT, _KEY_GRADS, _VALUE_GRADS = "gradient", "key_grads", "value_grads"
+# Tensors of a pass's workspace. Rows: what the blocks give for each row; behind the loss, the gradient of that.
+_ROWS, _KEY_GRADS, _VALUE_GRADS = "rows", "key_grads", "value_grads"
 
 
 class TrainingPass:
@@ -96,27 +96,38 @@ class TrainingPass:
         return _Window(self, *self.cursor.next_forward(max_rows))
 
     def finish_window(self, hidden: Tensor) -> None:
-        """Take the blocks' output for the window's rows [n, hidden_size]: loss, and its gradient for the backward
-        pass.
-        """
+        """Take the blocks' output for the window's rows [n, hidden_size]."""
         assert not self._released, "the pass was released"
         start, end = self.cursor.next_forward(hidden.shape[0])
+        self._workspace[_ROWS][start:end] = hidden
+        self.cursor.advance_forward(end - start)
+        if self.forward_done:  # below the lowest trained part, K and V were kept for the windows behind alone
+            for part in [part for part in self._saved if part not in self.programs.parts]:
+                self._memory.give_back(self._saved.pop(part))
+
+    # -- loss -------------------------------------------------------------------
+
+    @property
+    def loss_done(self) -> bool:
+        return self.cursor.loss_done
+
+    def run_loss(self, max_rows: int) -> None:
+        """Run the next rows, at most so many, through the head: their loss, and its gradient for the backward pass."""
+        assert not self._released, "the pass was released"
+        start, end = self.cursor.next_loss(max_rows)
+        rows = self._workspace[_ROWS][start:end]
         sums, gradient = loss_and_gradient(
             self.programs.loss,
-            hidden,
+            rows,
             {"targets": self._targets[start:end], **self._constants("head", slice(start, end))},
             weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
             accumulators=self._accumulators("head"),
             max_rows=chunk_rows(self.backbone.architecture.vocab_size, self.backbone.dtype),
         )
         self.sums.add(sums)
-        if self.programs.parts:
-            self._workspace[_GRADIENT][start:end] = gradient
-        self.cursor.advance_forward(end - start)
-        if self.forward_done:  # below the lowest trained part, K and V were kept for the windows behind alone
-            for part in [part for part in self._saved if part not in self.programs.parts]:
-                self._memory.give_back(self._saved.pop(part))
-            self._release_if_done()
+        rows.copy_(gradient)
+        self.cursor.advance_loss(end - start)
+        self._release_if_done()
 
     # -- backward ---------------------------------------------------------------
 
@@ -142,7 +153,7 @@ class TrainingPass:
     def _finish_tasklet(self, part: Part, start: int, end: int, gradient: Tensor | None) -> None:
         """Store the gradient for the part below; after a part's first row, let its saved tensors go."""
         if gradient is not None:
-            self._workspace[_GRADIENT][start:end] = gradient
+            self._workspace[_ROWS][start:end] = gradient
         self._tasklet = None
         if self.cursor.advance_backward(end - start):
             self._memory.give_back(self._saved.pop(part))
@@ -222,7 +233,7 @@ class Tasklet:
         self._run: BackwardRun | None = BackwardRun(
             program,
             values={**constants, **backbone.weights[part], **training.adapter.parameters(part), **saved},
-            gradients={program.graph.outputs[0]: training._workspace[_GRADIENT][rows]},
+            gradients={program.graph.outputs[0]: training._workspace[_ROWS][rows]},
             accumulators=training._accumulators(part),
             context=context,
         )
@@ -285,13 +296,13 @@ def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num
 
 
 def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> Shapes:
-    """The tensors that a pass of this many rows needs beside: the gradient between blocks, dK and dV of one block."""
-    if not programs.parts:
-        return {}
+    """The tensors that a pass of this many rows needs beside: its rows between blocks, dK and dV of one block."""
     graph = backbone.architecture.graphs[0]
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        _GRADIENT: ((num_rows, backbone.architecture.hidden_size), backbone.dtype)
+        _ROWS: ((num_rows, backbone.architecture.hidden_size), backbone.dtype)
     }
+    if not programs.parts:
+        return shapes
     for name, carried in zip((_KEY_GRADS, _VALUE_GRADS), graph.carried, strict=True):
         shapes[name] = ((num_rows, *graph.spec[carried].shape), torch.float32)
     return shapes
@@ -301,5 +312,7 @@ def run_alone(training: TrainingPass, *, forward_rows: int, backward_rows: int) 
     """Run a pass to its end with no other rows beside it, in windows of at most these sizes."""
     while not training.forward_done:
         training.finish_window(forward(training.backbone, [training.next_window(forward_rows)]))
+    while not training.loss_done:
+        training.run_loss(forward_rows)
     while not training.done:
         training.next_tasklet(backward_rows).run()

@@ -70,7 +70,7 @@ def test_engines_that_die(seed, undisturbed, tmp_path):
                 engine = w.link.engine
                 await w.until(lambda engine=engine: not engine.is_alive or w.job(job.id).is_over)
                 num_lives += 1
-                w.live(seed=rng.randrange(99), most_steps=rng.choice((10, 40, 100, 200)))
+                w.live(seed=rng.randrange(99), most_steps=rng.choice((15, 60, 150, 300)))
             assert num_lives > 3
             assert_as_if_nothing_had_happened(w, job.id, undisturbed)
 

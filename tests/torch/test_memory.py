@@ -279,6 +279,7 @@ def test_a_pass_that_does_not_fit_takes_nothing_and_one_that_is_dropped_gives_al
     pool = make_pool(300, 256)
     dropped = TrainingPass(adapter, programs, pack, memory=PooledMemory(pool))
     dropped.finish_window(forward(adapter.backbone, [dropped.next_window(20)]))
+    dropped.run_loss(20)
     dropped.next_tasklet(5).run(3)
     dropped.release()
     assert pool.num_free == 300
@@ -292,11 +293,17 @@ def test_what_was_dropped_never_touches_pages_that_are_no_longer_its_own():
     )
     window = training.next_window(9)
     training.finish_window(forward(adapter.backbone, [window]))
+    training.run_loss(9)
     tasklet = training.next_tasklet(9)
     tasklet.run(4)
     training.release()
     before = pool.storage.clone()
-    for attempt in (tasklet.run, lambda: training.next_tasklet(9), lambda: forward(adapter.backbone, [window])):
+    for attempt in (
+        tasklet.run,
+        lambda: training.next_tasklet(9),
+        lambda: training.run_loss(9),
+        lambda: forward(adapter.backbone, [window]),
+    ):
         with pytest.raises(AssertionError):
             attempt()
     assert torch.equal(pool.storage, before)
@@ -356,6 +363,7 @@ def test_requests_and_a_job_share_one_pool():
     hidden = forward(cache.backbone, [extend(sequence, tokens), training.next_window(20)])
     sequence.commit(10)
     training.finish_window(hidden[10:])
+    training.run_loss(20)
     assert set(cache.pool.num_pages_by_owner()) == {"kv", "activations"}
     while not training.done:
         training.next_tasklet(5).run()

@@ -75,12 +75,14 @@ def test_training_windows_and_requests_share_the_batch():
     training = TrainingPass(trained, training_programs(trained), pack)
     lonely = TrainingPass(trained, training_programs(trained), pack)
     lonely.finish_window(forward(backbone, [lonely.next_window(13)]))
+    lonely.run_loss(13)
     spans = [
         CachedSequence(backbone, 8, user.bypasses() if user else None).extend(prompt)
         for prompt, user in zip(prompts, users, strict=True)
     ]
     hidden = forward(backbone, [spans[0], training.next_window(13), *spans[1:]])
     training.finish_window(hidden[6:19])
+    training.run_loss(13)
     rows = [hidden[:6], hidden[19:23], hidden[23:]]
     for theirs, ours, user in zip(expected, rows, users, strict=True):
         mine = logits(backbone, ours, [(len(ours), user.bypasses() if user else None)])

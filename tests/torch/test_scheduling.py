@@ -95,7 +95,7 @@ def rows_of(made: Plan, kind: str) -> dict[str, int]:
 
 
 def tunes(made: Plan) -> bool:
-    return bool(rows_of(made, "window") or made.tasklets or made.updates)
+    return bool(rows_of(made, "window") or made.losses or made.tasklets or made.updates)
 
 
 @st.composite
@@ -118,8 +118,9 @@ def views(draw: st.DrawFn) -> View:
         requests.append(item)
     jobs = []
     for index in range(rng.choice([0, 1, 1, 4])):
-        phase, rows = rng.choice(["forward", "backward", "update"]), rng.choice([40, 256, 1024])
-        jobs.append(job(f"j{index}", phase, rows, rng.randint(1, rows), parts_left=rng.randint(1, 24)))
+        phase, rows = rng.choice(["forward", "loss", "backward", "update"]), rng.choice([40, 256, 1024])
+        parts_left = rng.randint(phase != "loss", 24)  # a pack that is evaluated ends with the loss
+        jobs.append(job(f"j{index}", phase, rows, rng.randint(1, rows), parts_left=parts_left))
     return View(
         now_s=now_s,
         requests=tuple(requests),
@@ -152,8 +153,9 @@ def test_every_decoding_request_gets_its_row_in_every_plan(policy, seen, hardwar
 def test_plans_are_what_the_engine_can_run(policy, seen, hardware):
     made = plan(policy, seen, make_latency(hardware))
     requests, jobs = {r.id: r for r in seen.requests}, {j.id: j for j in seen.jobs}
+    losses = {piece.job: piece.rows for piece in made.losses}
     named = [rows.item for rows in made.rows] + [part.job for part in made.tasklets] + list(made.updates)
-    assert len(set(named)) == len(named), "each item has one piece in a step"
+    assert len(set(named)) == len(named) and len(losses) == len(made.losses), "each item has one piece in a step"
     num_decoding = len(rows_of(made, "decode"))
     assert sum(rows.rows for rows in made.rows) <= max(seen.max_rows, num_decoding)
     for rows in made.rows:
@@ -164,8 +166,15 @@ def test_plans_are_what_the_engine_can_run(policy, seen, hardware):
             assert rows.rows >= min(LEAST_WINDOW_ROWS, item.num_rows_left, seen.max_rows)
         else:
             assert 1 <= rows.rows <= requests[rows.item].num_rows and rows.start == requests[rows.item].num_past
+    for name, num_rows in losses.items():
+        item = jobs[name]
+        assert item.phase == "loss"
+        assert min(LEAST_WINDOW_ROWS, item.num_rows_left) <= num_rows <= item.num_rows_left
     for part in made.tasklets:
         item = jobs[part.job]
+        if item.phase == "loss":
+            assert losses[part.job] == item.num_rows_left, "tasklets come behind all of the loss"
+            item = item._replace(phase="backward", num_rows_left=item.num_rows)
         assert item.phase == "backward" and part.num_tasklets >= 1
         assert part.rows >= min(LEAST_WINDOW_ROWS, item.num_rows_left)
         in_current = -(-item.num_rows_left // part.rows)
@@ -200,7 +209,7 @@ def test_a_plan_says_what_it_takes(policy, seen, hardware):
             load.add_request(requests[rows.item], rows.rows)
     for part in made.tasklets:
         item = jobs[part.job]
-        left, parts_left = item.num_rows_left, item.num_parts_left
+        left, parts_left = item.num_rows if item.phase == "loss" else item.num_rows_left, item.num_parts_left
         for _ in range(part.num_tasklets):
             backward_s += latency.tasklet_s(item, min(part.rows, left))
             left -= min(part.rows, left)
@@ -208,6 +217,8 @@ def test_a_plan_says_what_it_takes(policy, seen, hardware):
                 left, parts_left = item.num_rows, parts_left - 1
     assert made.forward_s == pytest.approx(latency.forward_s(load))
     assert made.backward_s == pytest.approx(backward_s)
+    assert made.loss_s == pytest.approx(sum(latency.loss_s(jobs[piece.job], piece.rows) for piece in made.losses))
+    assert made.predicted_s == pytest.approx(made.forward_s + made.loss_s + made.backward_s + made.update_s)
     assert made.update_s == pytest.approx(sum(latency.update_s(jobs[name]) for name in made.updates))
 
 
@@ -336,8 +347,9 @@ def test_idle_steps_end_soon_or_are_one_indivisible_piece(seen, hardware):
     if made.predicted_s <= arrival_wait_s(idle):
         return
     first = idle.jobs[0]
-    assert [rows.item for rows in made.rows] + [t.job for t in made.tasklets] + list(made.updates) == [first.id]
+    assert [*made.moved_jobs, *made.updates] == [first.id]
     least = min(first.num_rows_left, LEAST_WINDOW_ROWS)
+    assert [tuple(piece) for piece in made.losses] == ([(first.id, least)] if first.phase == "loss" else [])
     assert sum(rows.rows for rows in made.rows) == (least if first.phase == "forward" else 0)
     assert [tuple(part) for part in made.tasklets] == ([(first.id, least, 1)] if first.phase == "backward" else [])
     assert all(made.predicted_s > arrival_wait_s(idle) for _ in idle.jobs)
@@ -419,15 +431,15 @@ def test_jobs_go_on_where_only_small_passes_are_allowed():
 
 def test_crumbs_of_time_are_saved_up():
     """Right behind a token there is little in the bank: a window that would cost much per row waits for more."""
-    latency = make_latency()
+    latency = LatencyModel(replace(make_profile(), s_per_network=1e-3))  # what a window costs at least
     alone_s = latency.decode_s(num_requests=1, context=100)
     load = ForwardLoad()
     load.add_decodes([decoding()])
     longest = min(1024, View(now_s=0.0).max_rows)
     least_s, longest_s = (latency.with_window_s(load, job(), n) - alone_s for n in (LEAST_WINDOW_ROWS, longest))
     taken, refused = set(), 0
-    for hundredths in range(1, 400):
-        budget_s = alone_s + least_s + hundredths * 0.001
+    for hundredths in range(1, 100):
+        budget_s = alone_s + least_s + (longest_s - least_s) * hundredths / 100
         request = decoding(num_output=20, tpot_s=10.0, last_token_s=10.0 + budget_s * 1.1 - MOST_GAP_TPOTS * 10.0)
         made = plan("slack", view(request, job(), ttft_s=1000.0, tpot_s=10.0), latency)
         windows = rows_of(made, "window")
@@ -442,6 +454,43 @@ def test_crumbs_of_time_are_saved_up():
     wait_s = alone_s + least_s * 1.01
     made = plan("slack", view(decoding(num_output=20, last_token_s=10.0), job(), ttft_s=wait_s * 2, tpot_s=0.01))
     assert rows_of(made, "window")["j"] < min(taken)
+
+
+def test_crumbs_of_time_are_saved_up_for_the_loss_too():
+    """Few rows cost the head as much as a hundred."""
+    latency = make_latency()
+    alone_s = latency.decode_s(num_requests=1, context=100)
+    taken, refused = [], 0
+    least_s, longest_s = (latency.loss_s(job(), n) for n in (LEAST_WINDOW_ROWS, 1024))
+    for hundredths in range(1, 100):
+        budget_s = alone_s + least_s + (longest_s - least_s) * hundredths / 100
+        request = decoding(num_output=20, tpot_s=10.0, last_token_s=10.0 + budget_s * 1.1 - MOST_GAP_TPOTS * 10.0)
+        made = plan("slack", view(request, job("j", "loss"), ttft_s=1000.0, tpot_s=10.0), latency)
+        if not made.losses:
+            refused += 1
+            continue
+        (piece,) = made.losses
+        taken.append(piece.rows)
+        assert made.loss_s / piece.rows <= MOST_WINDOW_COST * longest_s / 1024 + EPSILON
+        assert alone_s + made.loss_s <= budget_s + EPSILON
+    assert refused and taken == sorted(taken) and taken[0] > 2 * LEAST_WINDOW_ROWS
+    # The rest of a pack may be small, and so may a piece where waiting would bring no more.
+    (piece,) = plan("slack", view(decoding(num_output=9), job("j", "loss", left=3), ttft_s=20.0)).losses
+    assert piece.rows == 3
+    wait_s = alone_s + least_s * 1.01
+    tight = view(decoding(num_output=20, last_token_s=10.0), job("j", "loss"), ttft_s=wait_s * 2, tpot_s=0.01)
+    (piece,) = plan("slack", tight).losses
+    assert piece.rows < taken[0]
+
+
+def test_tasklets_follow_the_last_rows_of_the_loss():
+    made = plan("slack", view(job("j", "loss", left=100), ttft_s=100.0))
+    assert [*made.losses] == [("j", 100)] and [part.job for part in made.tasklets] == ["j"]
+    assert made.tasklets[0].rows == 1024, "the whole pack is still to go backward"
+    evaluated = plan("slack", view(job("j", "loss", left=100, parts_left=0), ttft_s=100.0))
+    assert [*evaluated.losses] == [("j", 100)] and not evaluated.tasklets
+    partly = plan("slack", view(decoding(num_output=20), job("j", "loss"), ttft_s=3.0))
+    assert partly.losses and partly.losses[0].rows < 1024 and not partly.tasklets
 
 
 def test_the_rest_of_a_pack_may_be_a_small_window():
@@ -543,7 +592,6 @@ loads = st.builds(
     ForwardLoad,
     rows=st.integers(1, 3000),
     sampled=st.integers(0, 100),
-    trained=st.integers(0, 1000),
     spans=st.integers(1, 100),
     pairs=st.floats(0, 1e6),
     keys=st.integers(0, 100_000),
@@ -554,7 +602,7 @@ loads = st.builds(
 
 
 @settings(deadline=None)
-@given(loads, st.sampled_from(["rows", "sampled", "trained", "spans", "pairs", "keys", "networks", "window_rows"]))
+@given(loads, st.sampled_from(["rows", "sampled", "spans", "pairs", "keys", "networks", "window_rows"]))
 def test_more_of_anything_takes_no_less_time(load, what):
     latency, more = make_latency(), copy.deepcopy(load)
     setattr(more, what, getattr(load, what) + 50)
@@ -586,11 +634,11 @@ def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, kno
 
 
 @settings(deadline=None)
-@given(loads, st.integers(1, 500), st.floats(0.0, 1.0), st.sampled_from([0.0, 1e6, 5e7]))
-def test_what_a_window_would_add_is_what_it_adds(load, rows, trained_share, flops_per_row):
+@given(loads, st.integers(1, 500), st.sampled_from([0.0, 1e6, 5e7]))
+def test_what_a_window_would_add_is_what_it_adds(load, rows, flops_per_row):
     latency = taught_latency()
     counts = replace(make_profile().job, flops_per_row=flops_per_row)
-    window = job()._replace(trained_share=trained_share, counts=counts)
+    window = job()._replace(counts=counts)
     foreseen_s = latency.with_window_s(load, window, rows)
     latency.add_window(load, window, rows)
     assert foreseen_s == pytest.approx(latency.forward_s(load))

@@ -14,7 +14,7 @@ from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
 from coserve.engine.request import Chunk
-from coserve.engine.runner import Tasklets, WindowRows, Work
+from coserve.engine.runner import LossRows, Tasklets, WindowRows, Work
 from coserve.engine.torch_runner import TorchRunner
 from coserve.errors import BudgetError
 from coserve.memory.activations import PooledMemory
@@ -385,7 +385,7 @@ def test_requests_and_jobs_get_through_a_pool_that_is_too_small_for_all_of_them(
     """Packs are dropped and requests preempted; all are done in the end, with all that they asked for."""
     engine = make_engine(num_jobs=0, num_pages=450, ttft_s=30.0)
     for _ in range(2):
-        engine.submit_examples(examples(200, 64), TuningConfig(batch_size=4, max_pack_tokens=128), adapter=ALL)
+        engine.submit_examples(examples(400, 64), TuningConfig(batch_size=4, max_pack_tokens=128), adapter=ALL)
     rng = Random(2)
     arrivals = [
         Arrival(
@@ -403,7 +403,7 @@ def test_requests_and_jobs_get_through_a_pool_that_is_too_small_for_all_of_them(
     stats = engine.stats()
     assert stats.num_preemptions > 5 and stats.num_packs_dropped >= 2
     assert [job.state for job in engine.jobs.values()] == ["succeeded"] * 2
-    assert all(job.num_tokens_trained == 200 * 64 for job in engine.jobs.values()), "each example once"
+    assert all(job.num_tokens_trained == 400 * 64 for job in engine.jobs.values()), "each example once"
     assert sorted(record.num_output_tokens for record in engine.records) == sorted(
         a.num_output_tokens for a in arrivals
     )
@@ -459,6 +459,9 @@ def test_a_modelled_pack_takes_the_pages_that_a_real_one_takes(targets, evaluate
         for rows in (10, 10, 7):
             runner.run(Work(windows=[WindowRows(trainer, rows)]))
             history.append(pool.num_free)
+        while not trainer.cursor.loss_done:
+            runner.run(Work(losses=[LossRows(trainer, 11)]))
+            history += [pool.num_free, trainer.cursor and trainer.cursor.num_loss_rows]
         while not trainer.cursor.done:
             runner.run(Work(tasklets=[Tasklets(trainer, 11, 1)]))
             history += [pool.num_free, trainer.cursor.num_parts_done, trainer.cursor.num_backward_rows]

@@ -154,6 +154,9 @@ class Storm:
             if tasklet is None:
                 if not job.forward_done or job.done:
                     return
+                if not job.loss_done:
+                    job.run_loss(self.random.randint(1, 12))
+                    continue
                 tasklet = job.next_tasklet(self.random.randint(1, 12))
             if not tasklet.run(self.random.choice([None, 1, 2, 7])):
                 self.tasklets[job] = tasklet
@@ -231,6 +234,8 @@ def test_bits_of_a_relu_are_those_of_the_windows_rows():
     while not training.forward_done:
         spans = [request.extend(random_tokens(3, request.length)), training.next_window(4)]
         training.finish_window(forward(adapter.backbone, spans)[3:])
+    training.run_loss(6)
+    training.run_loss(100)
     while not training.done:
         training.next_tasklet(5).run()
     assert worst_error(training.gradients, peft_gradients(model, sequences)) < 1e-5
@@ -374,6 +379,7 @@ def test_saved_tensors_are_let_go_block_by_block():
     training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))))
     full = training.num_saved_bytes
     training.finish_window(forward(adapter.backbone, [training.next_window(13)]))
+    training.run_loss(13)
     seen = []
     while not training.done:
         training.next_tasklet(6).run()
@@ -389,6 +395,7 @@ def test_a_tasklet_holds_no_more_than_it_still_needs():
     programs = training_programs(adapter)
     training = TrainingPass(adapter, programs, make_pack(random_sequences((40,))))
     training.finish_window(forward(adapter.backbone, [training.next_window(40)]))
+    training.run_loss(40)
     tasklet = training.next_tasklet(40)
     held = []
     while not tasklet.done:
@@ -451,6 +458,7 @@ def test_a_pass_that_is_dropped_leaves_no_trace():
     expected = gradients(adapter, sequences).gradients
     dropped = TrainingPass(adapter, training_programs(adapter), make_pack(sequences))
     dropped.finish_window(forward(adapter.backbone, [dropped.next_window(13)]))
+    dropped.run_loss(13)
     dropped.next_tasklet(5).run(3)
     dropped.release()
     assert dropped.num_saved_bytes == 0
