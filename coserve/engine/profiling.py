@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ from coserve.tuning.programs import TrainingPrograms, training_programs
 from coserve.tuning.training_pass import TrainingPass
 
 _log = logging.getLogger(__name__)
+
+# Packages whose code takes the time.
+_MEASURED = ("kernels", "graph", "models", "memory", "tuning", "engine")
 
 _FORWARD_ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 _BACKWARD_ROWS = (32, 128, 512)
@@ -84,7 +88,18 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
         "dtype": str(backbone.dtype),
         "torch": torch.__version__,
         "coserve": coserve.__version__,
+        "code": _code(),
     }
+
+
+@cache
+def _code() -> str:
+    """A digest of the code that is measured: while it is worked on, its version says too little."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(coserve.__file__).parent.glob("*/**/*.py")):
+        if path.relative_to(Path(coserve.__file__).parent).parts[0] in _MEASURED:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def device_name(device: torch.device) -> str:
