@@ -32,7 +32,7 @@ def make_view(phases: tuple[str, ...], latency: LatencyModel, *, num_prompts: in
     ]
     requests += [RequestView(f"p{i}", 40, 0, 0, NOW_S, None, NOW_S, 20.0, 2.0) for i in range(num_prompts)]
     jobs = [
-        JobView(f"j{i}", phases[i % len(phases)], 1024, 1024 - 100 * i, 24, 128.0, 1.0, latency.profile.job)  # type: ignore[arg-type]
+        JobView(f"j{i}", phases[i % len(phases)], 1024, 1024 - 100 * i, 24, 128.0, latency.profile.job)  # type: ignore[arg-type]
         for i in range(NUM_JOBS)
     ]
     return View(now_s=NOW_S, requests=tuple(requests), jobs=tuple(jobs), ttft_s=20.0, tpot_s=2.0)

@@ -539,7 +539,7 @@ class EngineCore:
         return View(
             now_s=now_s,
             requests=tuple([request.view() for request in self._running.values()]),
-            jobs=tuple([view for job in self._jobs_by_need() if (view := job.view()) is not None]),
+            jobs=tuple([view for job in self._jobs_by_need() if (view := job.view(now_s)) is not None]),
             num_free_pages=self.cache.num_available,
             ttft_s=self.slo.ttft_s,
             tpot_s=self.slo.tpot_s,
@@ -606,7 +606,7 @@ class EngineCore:
         for job_id, norm in zip(plan.updates, result.norms, strict=True):
             self._apply_update(self.jobs[job_id], norm, now_s)
         for job in [self.jobs[item] for item in plan.moved_jobs]:
-            job.count_rows()
+            job.count_rows(now_s)
             if job.finish_pack_if_done():
                 self._outbox.append(job.finish_evaluation(now_s))
                 self._go_on(job, now_s)

@@ -9,6 +9,7 @@ begun again, and everything else stands.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from coserve.engine.checkpoint import JobPosition
@@ -68,6 +69,7 @@ class Job:
         self.order = TrainingOrder(examples, config)
         self.num_steps_done = 0
         self.num_rows_run = 0.0  # forward rows and reversed rows, for sharing the device among jobs
+        self.moved_s = -inf  # when it last got on
         self.num_tokens_trained = 0  # rows of packs whose gradients are in
         self.num_drops = 0
         self.error: str | None = None
@@ -109,24 +111,24 @@ class Job:
     def update_due(self) -> bool:
         return self.state == "running" and self._pack is None and not self._waiting and not self.evaluating
 
-    def view(self) -> JobView | None:
+    def view(self, now_s: float) -> JobView | None:
         """What a policy may do with it now; None: nothing."""
         if self.state != "running":
             return None
         counts, cursor = self.trainer.counts, self.trainer.cursor
         if self._pack is None or cursor is None:
-            return JobView(self.id, "update", 0, 0, 0, 0.0, 0.0, counts) if self.update_due else None
+            return JobView(self.id, "update", 0, 0, 0, 0.0, counts) if self.update_due else None
         phase: JobPhase
         if not cursor.forward_done:
             phase, rows_left = "forward", cursor.num_rows - cursor.num_forward_rows
         elif not cursor.loss_done:
-            phase, rows_left = "loss", cursor.num_rows - cursor.num_loss_rows
+            phase, rows_left = "loss", cursor.num_trained - cursor.num_loss_rows
         else:
             phase, rows_left = "backward", cursor.num_backward_rows
-        share = self._pack.num_trained / self._pack.num_rows
         parts_left = cursor.num_parts - cursor.num_parts_done
         keys = self._pack.mean_keys
-        return JobView(self.id, phase, cursor.num_rows, rows_left, parts_left, keys, share, counts)
+        waited_s = max(0.0, now_s - self.moved_s)
+        return JobView(self.id, phase, cursor.num_rows, rows_left, parts_left, keys, counts, waited_s)
 
     # -- what happened ------------------------------------------------------------
 
@@ -173,13 +175,18 @@ class Job:
         self._pack = None
         self.num_drops += 1
 
-    def count_rows(self) -> None:
-        """Some of the pack has been run; a row counts once forward, and once backward through all parts."""
+    def count_rows(self, now_s: float) -> None:
+        """Some of the pack has been run; a row counts once forward, and once for the loss and all parts backward."""
+        self.moved_s = now_s
         cursor = self.trainer.cursor
         if cursor is None:
             return
-        num_reversed = (cursor.num_parts_done + 1) * cursor.num_rows - cursor.num_backward_rows
-        num_rows = cursor.num_forward_rows + num_reversed / max(1, cursor.num_parts)
+        num_reversed: float = (cursor.num_parts_done + 1) * cursor.num_rows - cursor.num_backward_rows
+        if cursor.loss_done:
+            num_reversed += cursor.num_rows
+        elif cursor.num_loss_rows:
+            num_reversed += cursor.num_rows * cursor.num_loss_rows / cursor.num_trained
+        num_rows = cursor.num_forward_rows + num_reversed / (self.trainer.counts.num_parts + 1)
         self.num_rows_run += num_rows - self._num_rows_counted
         self._num_rows_counted = num_rows
 

@@ -14,6 +14,7 @@ In every case the sums are float32, and the result is rounded once.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from torch import Tensor
 _TILE_ELEMENTS = 1 << 21
 # From how many rows on a conversion pays.
 _MIN_WIDE_ROWS = 16
+# Held while factors are rounded.
+_ROUNDING = Lock()
 # Below how many rows float32 products are faster with the weight as the left factor.
 _FEW_ROWS = 48
 # The same for products by instructions for bfloat16.
@@ -42,13 +45,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
     if _is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
         return wide_product(x, weight, bias)
-    if x.shape[0] < _FEW_BFLOAT16_ROWS and is_native(x):
+    if 0 < x.shape[0] < _FEW_BFLOAT16_ROWS and is_native(x):
         return left_product(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
-    """total += x W^T, rounded once; x [n, in], weight [out, in], total [n, out]."""
+    """total += x W^T; x [n, in], weight [out, in], total [n, out]. Rounded once, unless bfloat16 is emulated."""
     if _is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
         total += wide_product(x, weight)
     else:
@@ -95,7 +98,7 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_input_gradient(total: Tensor, grad: Tensor, weight: Tensor) -> None:
-    """total += dy W, rounded once; grad [n, out], weight [out, in], total [n, in]."""
+    """total += dy W; grad [n, out], weight [out, in], total [n, in]. Rounded once, unless bfloat16 is emulated."""
     if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
         total += wide_input_gradient(grad, weight)
     else:
@@ -110,7 +113,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def left_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product` with the weight as the left factor, for few rows."""
+    """`product` with the weight as the left factor, for few rows, at least one."""
     if x.shape[0] == 1:
         y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
         return y[None]
@@ -155,14 +158,18 @@ def _tiles(weight: Tensor) -> list[slice]:
 def rounded_factors() -> Iterator[None]:
     """Products of float32 tensors within round both factors to bfloat16, and nothing else: sums and results stay
     float32. Of factors that were bfloat16 before, they are exact. For CPUs with instructions for that.
+
+    The setting is the process's: no other thread may be within at the same time, and what float32 products others do
+    meanwhile are rounded, too.
     """
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
+    with _ROUNDING:
+        before = settings.fp32_precision
+        settings.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = before
 
 
 def is_native(x: Tensor) -> bool:

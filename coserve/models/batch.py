@@ -215,8 +215,10 @@ class _AfterNode:
         output = values[node.outputs[0][1]]
         local: dict[str, Tensor] = {network.base: output[rows]}
         self.save(network.base, output[rows], rows.start)
-        # The last node's result goes right into the sum, unless somebody wants it for itself.
-        is_sum = network.nodes[-1].outputs[0][1] == network.result and not self._is_kept(network.result)
+        # The last node's result goes right into the sum, unless somebody wants it for itself, or it reads the base.
+        last = network.nodes[-1]
+        is_sum = last.outputs[0][1] == network.result and not self._is_kept(network.result)
+        is_sum &= network.base not in last.input.values()
         for inner in network.nodes:
             for name in inner.input.values():
                 if name in local or name in bound.parameters:
@@ -225,7 +227,7 @@ class _AfterNode:
                     local[name] = values[name][rows]
                 else:
                     local[name] = torch.cat([taker.constants[name] for taker in run])
-            if is_sum and inner is network.nodes[-1]:
+            if is_sum and inner is last:
                 add_node(output[rows], inner, local, bound.parameters, None)
                 return
             made = run_node(inner, local, bound.parameters, None)

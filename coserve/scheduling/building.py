@@ -8,11 +8,12 @@ from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, Pla
 
 # The smallest piece of a prompt that has to go on, and of one that rides along; unless it is all that is left.
 LEAST_PREFILL_ROWS, LEAST_RIDING_ROWS = 64, 16
-# The smallest window of a job, unless it is all that is left, or a forward pass may not have so many rows.
+# The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward pass may not have so
+# many rows.
 LEAST_WINDOW_ROWS = 16
-# A window, or a piece of the loss, may cost so many times per row what the longest one would; a smaller one waits until
-# more time has been saved up, where that can be: slack is spent in lumps.
-MOST_WINDOW_COST = 1.1
+# Either may cost so many times per row what one of so many rows would; a smaller one waits until more time has been
+# saved up, where that can be: slack is spent in lumps.
+MOST_ROW_COST, GOOD_ROWS = 1.1, 256
 
 
 class PlanBuilder:
@@ -73,10 +74,10 @@ class PlanBuilder:
                 return False
         return True
 
-    def tune(self, jobs: Sequence[JobView], budget_s: float, *, patient: bool = False) -> None:
+    def tune(self, jobs: Sequence[JobView], budget_s: float, *, patience_s: float = 0.0) -> None:
         """Of each job in turn, the largest piece of its current phase that fits into what is left of the time.
 
-        patient: there will be more time in a later step, so what costs too much per row may wait for it.
+        patience_s: how long what costs too much per row may wait, because a later step will have more time.
 
         A device that has nothing else to do makes the smallest step there is, whatever the time: no later one would
         have more.
@@ -90,9 +91,9 @@ class PlanBuilder:
             elif job.phase == "backward":
                 self._backward(job, left_s)
             elif job.phase == "loss":
-                self._loss(job, left_s, patient)
+                self._loss(job, left_s, patient=job.waited_s < patience_s)
             else:
-                self._window(job, left_s, patient)
+                self._window(job, left_s, patient=job.waited_s < patience_s)
         if jobs and not (self._rows or self._losses or self._tasklets or self._updates):
             self._least(jobs[0])
 
@@ -106,7 +107,7 @@ class PlanBuilder:
             self._backward_s += self._latency.tasklet_s(job, rows)
         elif job.phase == "loss":
             self._losses.append(PlannedLoss(job.id, rows))
-            self._loss_s += self._latency.loss_s(job, rows)
+            self._loss_s += self._latency.loss_s(rows)
         else:
             self._add_window(job, min(rows, self._max_rows))
 
@@ -136,29 +137,23 @@ class PlanBuilder:
             self._backward_s += seconds + num_whole * whole_s
         self._tasklets.append(PlannedTasklets(job.id, rows, num_tasklets))
 
-    def _loss(self, job: JobView, left_s: float, patient: bool) -> None:
+    def _loss(self, job: JobView, left_s: float, *, patient: bool) -> None:
         """As many rows as possible; behind the last ones, tasklets."""
         longest = job.num_rows_left
         least = min(longest, LEAST_WINDOW_ROWS)
-        if self._latency.loss_s(job, least) > left_s:
+        if self._latency.loss_s(least) > left_s:
             return
-        rows = _most(least, longest, lambda rows: self._latency.loss_s(job, rows) <= left_s)
-        seconds = self._latency.loss_s(job, rows)
-        if (
-            patient
-            and rows < longest
-            and self._costs_much(seconds / rows, self._latency.loss_s(job, longest) / longest)
-        ):
+        rows = _most(least, longest, lambda rows: self._latency.loss_s(rows) <= left_s)
+        seconds = self._latency.loss_s(rows)
+        good = min(longest, GOOD_ROWS)
+        if patient and rows < good and seconds / rows > MOST_ROW_COST * self._latency.loss_s(good) / good:
             return
         self._losses.append(PlannedLoss(job.id, rows))
         self._loss_s += seconds
         if rows == longest and job.num_parts_left:
             self._backward(job._replace(phase="backward", num_rows_left=job.num_rows), left_s - seconds)
 
-    def _costs_much(self, row_s: float, longest_row_s: float) -> bool:
-        return row_s > MOST_WINDOW_COST * longest_row_s
-
-    def _window(self, job: JobView, left_s: float, patient: bool) -> None:
+    def _window(self, job: JobView, left_s: float, *, patient: bool) -> None:
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
         least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
         before_s = self._forward_s
@@ -169,7 +164,8 @@ class PlanBuilder:
         if longest < least or extra_s(least) > left_s:
             return
         rows = _most(least, longest, lambda rows: extra_s(rows) <= left_s)
-        if patient and rows < longest and self._costs_much(extra_s(rows) / rows, extra_s(longest) / longest):
+        good = min(longest, GOOD_ROWS)
+        if patient and rows < good and extra_s(rows) / rows > MOST_ROW_COST * extra_s(good) / good:
             return
         self._add_window(job, rows)
 

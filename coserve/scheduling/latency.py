@@ -207,9 +207,9 @@ class LatencyModel:
         load.windows += 1
         load.window_rows += rows * self._weigh(job.counts)[0]
 
-    def loss_s(self, job: JobView, rows: int) -> float:
-        """Seconds of some rows' way through the loss."""
-        return _at(self._loss, round(rows * job.trained_share)) * self._correction("loss", rows, False)
+    def loss_s(self, rows: int) -> float:
+        """Seconds of some trained rows' way through the loss."""
+        return _at(self._loss, rows) * self._correction("loss", rows, False)
 
     def tasklet_s(self, job: JobView, rows: int) -> float:
         """Seconds of one tasklet."""

@@ -37,9 +37,9 @@ class RequestView(NamedTuple):
 class JobView(NamedTuple):
     """A job with a pack in memory, or one whose optimizer step is due.
 
-    num_rows: of its pack. num_rows_left: rows that are still to go forward, through the loss, or backward in the
-    current part. num_parts_left: parts that are still to go backward, the current one among them. keys: mean number of
-    keys that a row attends to. trained_share: share of rows that have a target.
+    num_rows: of its pack. num_rows_left: rows that are still to go forward, through the loss (those that have a
+    target), or backward in the current part. num_parts_left: parts that are still to go backward, the current one among
+    them. keys: mean number of keys that a row attends to. waited_s: since it last got on.
     """
 
     id: str
@@ -48,8 +48,8 @@ class JobView(NamedTuple):
     num_rows_left: int
     num_parts_left: int
     keys: float
-    trained_share: float
     counts: JobCounts
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class PlannedRows(NamedTuple):
 
 
 class PlannedLoss(NamedTuple):
-    """The next rows of a job's pack through the head, to their loss."""
+    """The next trained rows of a job's pack through the head, to their loss."""
 
     job: str
     rows: int

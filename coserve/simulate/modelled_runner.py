@@ -63,7 +63,7 @@ class ModelledTrainer:
             self.drop()
             raise
         self._programs, self.pack = programs, pack
-        self.cursor = Cursor(pack.num_rows, len(programs.parts))
+        self.cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=len(programs.parts))
 
     def forward(self, num_rows: int) -> None:
         """A window has been run."""
@@ -73,6 +73,7 @@ class ModelledTrainer:
         if self.cursor.forward_done:
             for group in [group for group in self._runs if group not in self._programs.parts and group != "workspace"]:
                 self._memory.give_back_run(self._runs.pop(group))
+            self._release_if_done()
 
     def loss(self, max_rows: int) -> int:
         """Rows have been through the loss; returns how many."""
@@ -105,8 +106,7 @@ class ModelledTrainer:
     def view(self) -> JobView:
         """What the latency model asks about its rows."""
         assert self.pack is not None
-        share = self.pack.num_trained / self.pack.num_rows
-        return JobView("", "forward", self.pack.num_rows, 0, 0, self.pack.mean_keys, share, self.counts)
+        return JobView("", "forward", self.pack.num_rows, 0, 0, self.pack.mean_keys, self.counts)
 
     def publish(self, key: str) -> None:
         pass
@@ -157,7 +157,7 @@ class ModelledRunner:
     def run(self, work: Work) -> StepResult:
         loss_s = self._taken(sum(self._loss_s(*piece) for piece in work.losses))
         backward_s = self._taken(sum(self._tasklets_s(*tasklets) for tasklets in work.tasklets))
-        updates = [JobView("", "update", 0, 0, 0, 0.0, 0.0, update.trainer.counts) for update in work.updates]
+        updates = [JobView("", "update", 0, 0, 0, 0.0, update.trainer.counts) for update in work.updates]
         update_s = self._taken(sum(self._truth.update_s(view) for view in updates))
         load = ForwardLoad()
         for request, num_rows, _ in work.requests:
@@ -208,8 +208,7 @@ class ModelledRunner:
 
     def _loss_s(self, trainer: object, num_rows: int) -> float:
         assert isinstance(trainer, ModelledTrainer)
-        view = trainer.view()
-        return self._truth.loss_s(view, trainer.loss(num_rows))
+        return self._truth.loss_s(trainer.loss(num_rows))
 
     def _tasklets_s(self, trainer: object, num_rows: int, num_tasklets: int) -> float:
         assert isinstance(trainer, ModelledTrainer)

@@ -9,10 +9,12 @@ rows are not those of the forward windows. Pure counting, so that plans and simu
 
 
 class Cursor:
-    """Counts what has been run of `num_rows` rows and `num_parts` parts that have a backward pass."""
+    """Counts what has been run of `num_rows` rows, of which `num_trained` have a loss, and of `num_parts` parts that
+    have a backward pass.
+    """
 
-    def __init__(self, num_rows: int, num_parts: int) -> None:
-        self.num_rows, self.num_parts = num_rows, num_parts
+    def __init__(self, *, num_rows: int, num_trained: int, num_parts: int) -> None:
+        self.num_rows, self.num_trained, self.num_parts = num_rows, num_trained, num_parts
         self.num_forward_rows = 0
         self.num_loss_rows = 0
         self.num_parts_done = 0
@@ -24,7 +26,7 @@ class Cursor:
 
     @property
     def loss_done(self) -> bool:
-        return self.num_loss_rows == self.num_rows
+        return self.forward_done and self.num_loss_rows == self.num_trained
 
     @property
     def done(self) -> bool:
@@ -42,16 +44,16 @@ class Cursor:
         assert self.num_forward_rows <= self.num_rows
 
     def next_loss(self, max_rows: int) -> tuple[int, int]:
-        """First and last-plus-one row of the next that go through the loss."""
+        """Of the trained rows, the first and last-plus-one of the next that go through the loss."""
         assert self.forward_done, "the loss comes behind the forward pass"
         start = self.num_loss_rows
-        end = min(start + max_rows, self.num_rows)
+        end = min(start + max_rows, self.num_trained)
         assert start < end, "the loss is done, or no rows were asked for"
         return start, end
 
     def advance_loss(self, num_rows: int) -> None:
         self.num_loss_rows += num_rows
-        assert self.num_loss_rows <= self.num_rows
+        assert self.num_loss_rows <= self.num_trained
 
     def next_backward(self, max_rows: int) -> tuple[int, int]:
         """First and last-plus-one row of the current part's next backward window."""

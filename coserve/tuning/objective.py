@@ -1,4 +1,4 @@
-"""The next-token loss and its gradient, in chunks of trained rows: the logits of a whole window never exist at once."""
+"""The next-token loss and its gradient, in chunks of rows: the logits of a whole window never exist at once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +10,9 @@ from torch import Tensor
 from coserve.graph.execute import BackwardRun, run_graph
 from coserve.graph.ir import Node
 from coserve.graph.program import Program
-from coserve.tuning.pack import UNTRAINED
 
-# Logits of a chunk, beside which the loss holds their gradient: 256 rows of bfloat16 for the widest vocabularies, since
-# the products with the head's weight are half as slow again with 100.
+# Logits of a chunk, beside which the loss holds their gradient (and a GPU a float32 copy): some 270 rows of 151,936
+# tokens in bfloat16, since the products with the head's weight are half as slow again with 100.
 _MAX_CHUNK_BYTES = 80 << 20
 
 
@@ -54,13 +53,12 @@ def loss_and_gradient(
     accumulators: Mapping[str, Tensor],
     max_rows: int,
 ) -> tuple[LossSums, Tensor]:
-    """Loss sums of a window, and the gradient of its summed loss.
+    """Loss sums of some trained rows, and the gradient of their summed loss.
 
     Args:
         program: of the head with the loss.
-        hidden: the last block's rows [n, hidden_size].
-        constants: what the program reads of each row: "targets" int64 [n] (rows with UNTRAINED do not pass the head,
-            and their gradient is zero), "row_keys" int64 [n].
+        hidden: the last block's rows [n, hidden_size], at least one.
+        constants: what the program reads of each row: "targets" int64 [n], "row_keys" int64 [n].
         weights: the head's weights and parameters by name.
         accumulators: for each parameter of the head that is trained, the tensor its gradient is added to.
         max_rows: most rows of a chunk; the chunks are about equal.
@@ -68,15 +66,13 @@ def loss_and_gradient(
     Returns:
         The sums, and the gradient with respect to hidden [n, hidden_size].
     """
-    sums, gradient = LossSums(), torch.zeros_like(hidden)
-    trained = (constants["targets"] != UNTRAINED).nonzero()[:, 0]
-    for rows in torch.tensor_split(trained, ceil(trained.shape[0] / max_rows)) if trained.numel() else ():
-        chunk = {name: tensor[rows] for name, tensor in constants.items()}
-        chunk_sums, chunk_gradient = _chunk(program, hidden[rows], chunk, weights, accumulators)
+    sums, gradients, num_chunks = LossSums(), [], ceil(hidden.shape[0] / max_rows)
+    constant_chunks = [torch.tensor_split(tensor, num_chunks) for tensor in constants.values()]
+    for x, *each in zip(torch.tensor_split(hidden, num_chunks), *constant_chunks, strict=True):
+        chunk_sums, gradient = _chunk(program, x, dict(zip(constants, each, strict=True)), weights, accumulators)
         sums.add(chunk_sums)
-        if chunk_gradient is not None:
-            gradient[rows] = chunk_gradient
-    return sums, gradient
+        gradients.append(torch.zeros_like(x) if gradient is None else gradient)
+    return sums, torch.cat(gradients)
 
 
 def _chunk(

@@ -117,11 +117,8 @@ class AdapterOptimizer:
                 raise ValueError(f"the optimizer's state of {name} must have {', '.join(sorted(_STATE))}")
             if any(value.shape != master.shape for field, value in fields.items() if field != "step"):
                 raise ValueError(f"the optimizer's state of {name} must have its shape, {list(master.shape)}")
-            # AdamW counts its steps on the CPU, and keeps the moments beside the parameter.
-            states[name] = {
-                field: value.clone() if field == "step" else value.to(master.device, copy=True)
-                for field, value in fields.items()
-            }
+            # Fused, it keeps even the count of its steps beside the parameter.
+            states[name] = {field: value.to(master.device, copy=True) for field, value in fields.items()}
         self.num_steps_done = num_steps_done
         for name, master in self._masters.items():
             self._adamw.state[master] = states[name]

@@ -25,7 +25,7 @@ from coserve.models.base import Part
 from coserve.models.batch import Keep, Span, forward
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.objective import LossSums, chunk_rows, loss_and_gradient
-from coserve.tuning.pack import Pack
+from coserve.tuning.pack import UNTRAINED, Pack
 from coserve.tuning.programs import TrainingPrograms
 
 # Tensors of a pass's workspace. Rows: what the blocks give for each row; behind the loss, the gradient of that.
@@ -63,7 +63,7 @@ class TrainingPass:
         self.backbone, self.adapter, self.programs, self.pack = backbone, adapter, programs, pack
         self.sums = LossSums()
         self.gradients = {name: torch.zeros_like(master) for name, master in adapter.masters.items()}
-        self.cursor = Cursor(pack.num_rows, len(programs.parts))
+        self.cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=len(programs.parts))
         self._bypasses = adapter.bypasses(training=training)
         self._memory = memory or DeviceMemory(backbone.device)
         self._saved: dict[Part, dict[str, Tensor]] = {}
@@ -72,6 +72,7 @@ class TrainingPass:
         self._tokens, self._positions, self._targets = (
             tensor.to(backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
         )
+        self._trained = (self._targets != UNTRAINED).nonzero()[:, 0]
         self._tasklet: Tasklet | None = None
         self._released = False
         try:
@@ -104,6 +105,9 @@ class TrainingPass:
         if self.forward_done:  # below the lowest trained part, K and V were kept for the windows behind alone
             for part in [part for part in self._saved if part not in self.programs.parts]:
                 self._memory.give_back(self._saved.pop(part))
+            # What has no loss has no gradient.
+            self._workspace[_ROWS].masked_fill_((self._targets == UNTRAINED)[:, None], 0)
+            self._release_if_done()
 
     # -- loss -------------------------------------------------------------------
 
@@ -112,20 +116,22 @@ class TrainingPass:
         return self.cursor.loss_done
 
     def run_loss(self, max_rows: int) -> None:
-        """Run the next rows, at most so many, through the head: their loss, and its gradient for the backward pass."""
+        """Run the next trained rows, at most so many, through the head: their loss, and its gradient for the backward
+        pass.
+        """
         assert not self._released, "the pass was released"
         start, end = self.cursor.next_loss(max_rows)
-        rows = self._workspace[_ROWS][start:end]
+        rows = self._trained[start:end]
         sums, gradient = loss_and_gradient(
             self.programs.loss,
-            rows,
-            {"targets": self._targets[start:end], **self._constants("head", slice(start, end))},
+            self._workspace[_ROWS][rows],
+            {"targets": self._targets[rows], **self._constants("head", rows)},
             weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
             accumulators=self._accumulators("head"),
             max_rows=chunk_rows(self.backbone.architecture.vocab_size, self.backbone.dtype),
         )
         self.sums.add(sums)
-        rows.copy_(gradient)
+        self._workspace[_ROWS][rows] = gradient
         self.cursor.advance_loss(end - start)
         self._release_if_done()
 
@@ -183,7 +189,7 @@ class TrainingPass:
         if self.done:
             self.release()
 
-    def _constants(self, part: Part, rows: slice) -> dict[str, Tensor]:
+    def _constants(self, part: Part, rows: slice | Tensor) -> dict[str, Tensor]:
         """What only training rows have: the keys of their dropout masks in a part."""
         return {"row_keys": keys_of_part(self._row_keys[rows], self.backbone.architecture.parts.index(part))}
 

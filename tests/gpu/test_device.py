@@ -9,6 +9,7 @@ from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask, row_keys
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
+from coserve.tuning.optimizer import AdapterOptimizer, OptimizerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,19 @@ def test_gradients_are_the_cpus(family):
         run_alone(training, forward_rows=8, backward_rows=5)
         results.append({name: gradient.cpu() for name, gradient in training.gradients.items()})
     assert worst_error(results[1], results[0]) < 1e-4
+
+
+def test_an_optimizer_goes_on_from_its_state():
+    results = []
+    for device in ("cpu", "cuda"):
+        masters = {"w": torch.linspace(-1, 1, 12, device=device).view(3, 4)}
+        first = AdapterOptimizer(masters, OptimizerConfig(learning_rate=0.1))
+        first.step({"w": masters["w"] * 2}, num_trained=3, num_steps=2)
+        second = AdapterOptimizer(masters, OptimizerConfig(learning_rate=0.1))
+        second.load_state({name: value.cpu() for name, value in first.state().items()})
+        second.step({"w": masters["w"] * 3}, num_trained=3, num_steps=2)
+        results.append(masters["w"].cpu())
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=0)
 
 
 def test_masks_and_signs_are_the_same_bits():

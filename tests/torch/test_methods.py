@@ -75,6 +75,16 @@ class Difference(Method):
         return Bypass(graph=b.build(b.apply("linear", "difference", {"x": b.rows("x", inputs), "weight": weight})))
 
 
+class Transform(Method):
+    """y + D y: one product that reads the sum that it is added to."""
+
+    def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
+        b = GraphBuilder()
+        weight = b.parameter("transform.weight", outputs, outputs)
+        y = b.apply("linear", "transform", {"x": b.rows("x", outputs), "weight": weight})
+        return Bypass(graph=b.build(y), reads="output")
+
+
 class Prompt(Method):
     """Virtual tokens, whose embeddings are the parameters. Source: arXiv 2104.08691."""
 
@@ -166,7 +176,7 @@ def test_ia3_equals_peft(budget):
     assert worst_error(pass_of(adapter, sequences, budget).gradients, theirs) < 1e-5
 
 
-@pytest.mark.parametrize("method", [Bottleneck, Difference])
+@pytest.mark.parametrize("method", [Bottleneck, Difference, Transform])
 @pytest.mark.parametrize("budget", [None, 500])
 def test_methods_equal_autograd_through_hooks_on_transformers(method, budget):
     adapter = Adapter(make_backbone("qwen3"), method(targets=("o_proj", "down_proj", "q_proj")), seed=2)
@@ -177,13 +187,17 @@ def test_methods_equal_autograd_through_hooks_on_transformers(method, budget):
         def hook(layer, inputs, y, module=module):
             if method is Difference:
                 return y + inputs[0] @ leaves[f"{module}.difference.weight"].T
+            if method is Transform:
+                return y + y @ leaves[f"{module}.transform.weight"].T
             down, up = leaves[f"{module}.down.weight"], leaves[f"{module}.up.weight"]
             return y + torch.nn.functional.gelu(y @ down.T) @ up.T
 
         model.get_submodule(module).register_forward_hook(hook)
-    tokens, sequences = random_tokens(11, 1), random_sequences((9, 6))
-    with torch.no_grad():
-        torch.testing.assert_close(our_logits(adapter, tokens), model(tokens[None]).logits[0], atol=1e-4, rtol=0)
+    sequences = random_sequences((9, 6))
+    for length in (1, 11, 40):
+        tokens = random_tokens(length, 1)
+        with torch.no_grad():
+            torch.testing.assert_close(our_logits(adapter, tokens), model(tokens[None]).logits[0], atol=1e-4, rtol=0)
     summed_loss(model, sequences).backward()
     theirs = {name: leaf.grad for name, leaf in leaves.items()}
     assert worst_error(pass_of(adapter, sequences, budget).gradients, theirs) < 1e-5

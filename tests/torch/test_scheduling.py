@@ -17,10 +17,11 @@ from coserve.adapters import Adapter, LoraConfig
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import POLICIES, JobView, LatencyModel, Plan, RequestView, View, make_policy
 from coserve.scheduling.building import (
+    GOOD_ROWS,
     LEAST_PREFILL_ROWS,
     LEAST_RIDING_ROWS,
     LEAST_WINDOW_ROWS,
-    MOST_WINDOW_COST,
+    MOST_ROW_COST,
     PlanBuilder,
 )
 from coserve.scheduling.counts import JobCounts, job_counts, model_counts
@@ -74,7 +75,7 @@ def job(
     id: str = "j", phase: str = "forward", rows: int = 1024, left: int | None = None, *, parts_left: int = 24
 ) -> JobView:
     left = rows if left is None else left
-    return JobView(id, phase, rows, left, parts_left, 128.0, 1.0, make_profile().job)  # type: ignore[arg-type]
+    return JobView(id, phase, rows, left, parts_left, 128.0, make_profile().job)  # type: ignore[arg-type]
 
 
 def view(*items: RequestView | JobView, **fields: float) -> View:
@@ -217,7 +218,7 @@ def test_a_plan_says_what_it_takes(policy, seen, hardware):
                 left, parts_left = item.num_rows, parts_left - 1
     assert made.forward_s == pytest.approx(latency.forward_s(load))
     assert made.backward_s == pytest.approx(backward_s)
-    assert made.loss_s == pytest.approx(sum(latency.loss_s(jobs[piece.job], piece.rows) for piece in made.losses))
+    assert made.loss_s == pytest.approx(sum(latency.loss_s(piece.rows) for piece in made.losses))
     assert made.predicted_s == pytest.approx(made.forward_s + made.loss_s + made.backward_s + made.update_s)
     assert made.update_s == pytest.approx(sum(latency.update_s(jobs[name]) for name in made.updates))
 
@@ -435,8 +436,8 @@ def test_crumbs_of_time_are_saved_up():
     alone_s = latency.decode_s(num_requests=1, context=100)
     load = ForwardLoad()
     load.add_decodes([decoding()])
-    longest = min(1024, View(now_s=0.0).max_rows)
-    least_s, longest_s = (latency.with_window_s(load, job(), n) - alone_s for n in (LEAST_WINDOW_ROWS, longest))
+    windows_of = (LEAST_WINDOW_ROWS, GOOD_ROWS, 1024)
+    least_s, good_s, longest_s = (latency.with_window_s(load, job(), n) - alone_s for n in windows_of)
     taken, refused = set(), 0
     for hundredths in range(1, 100):
         budget_s = alone_s + least_s + (longest_s - least_s) * hundredths / 100
@@ -448,7 +449,7 @@ def test_crumbs_of_time_are_saved_up():
             continue
         taken.add(windows["j"])
         extra_s = made.predicted_s - alone_s
-        assert extra_s / windows["j"] <= MOST_WINDOW_COST * longest_s / longest + EPSILON
+        assert windows["j"] >= GOOD_ROWS or extra_s / windows["j"] <= MOST_ROW_COST * good_s / GOOD_ROWS + EPSILON
     assert refused and taken
     # Where waiting would bring no more, since steps are no longer than this anyway, it takes what there is.
     wait_s = alone_s + least_s * 1.01
@@ -461,7 +462,7 @@ def test_crumbs_of_time_are_saved_up_for_the_loss_too():
     latency = make_latency()
     alone_s = latency.decode_s(num_requests=1, context=100)
     taken, refused = [], 0
-    least_s, longest_s = (latency.loss_s(job(), n) for n in (LEAST_WINDOW_ROWS, 1024))
+    least_s, good_s, longest_s = (latency.loss_s(n) for n in (LEAST_WINDOW_ROWS, GOOD_ROWS, 1024))
     for hundredths in range(1, 100):
         budget_s = alone_s + least_s + (longest_s - least_s) * hundredths / 100
         request = decoding(num_output=20, tpot_s=10.0, last_token_s=10.0 + budget_s * 1.1 - MOST_GAP_TPOTS * 10.0)
@@ -471,7 +472,7 @@ def test_crumbs_of_time_are_saved_up_for_the_loss_too():
             continue
         (piece,) = made.losses
         taken.append(piece.rows)
-        assert made.loss_s / piece.rows <= MOST_WINDOW_COST * longest_s / 1024 + EPSILON
+        assert piece.rows >= GOOD_ROWS or made.loss_s / piece.rows <= MOST_ROW_COST * good_s / GOOD_ROWS + EPSILON
         assert alone_s + made.loss_s <= budget_s + EPSILON
     assert refused and taken == sorted(taken) and taken[0] > 2 * LEAST_WINDOW_ROWS
     # The rest of a pack may be small, and so may a piece where waiting would bring no more.
@@ -481,6 +482,18 @@ def test_crumbs_of_time_are_saved_up_for_the_loss_too():
     tight = view(decoding(num_output=20, last_token_s=10.0), job("j", "loss"), ttft_s=wait_s * 2, tpot_s=0.01)
     (piece,) = plan("slack", tight).losses
     assert piece.rows < taken[0]
+
+
+def test_what_costs_much_waits_for_a_while_and_no_longer():
+    """Where there will never be more time, a job gets on all the same."""
+    latency = make_latency()
+    alone_s = latency.decode_s(num_requests=1, context=100)
+    budget_s = alone_s + 1.01 * latency.loss_s(LEAST_WINDOW_ROWS)
+    request = decoding(num_output=20, tpot_s=10.0, last_token_s=10.0 + budget_s * 1.1 - MOST_GAP_TPOTS * 10.0)
+    for waited_s, rows in ((0.0, []), (0.99 * MOST_GAP_TPOTS * 10.0, []), (1.01 * MOST_GAP_TPOTS * 10.0, [16])):
+        waiting = job("j", "loss")._replace(waited_s=waited_s)
+        made = plan("slack", view(request, waiting, ttft_s=1000.0, tpot_s=10.0), latency)
+        assert [piece.rows // 2 * 2 for piece in made.losses] == rows, "about the smallest piece"
 
 
 def test_tasklets_follow_the_last_rows_of_the_loss():

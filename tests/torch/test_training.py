@@ -295,35 +295,58 @@ def test_bfloat16_gradients_are_as_close_to_float32_as_pefts():
 # -- the head ---------------------------------------------------------------------
 
 
-def test_the_loss_is_taken_in_chunks_of_trained_rows_only(monkeypatch):
+def products_with(num_outputs: int, monkeypatch) -> list[int]:
+    """Rows of each product with a weight of so many outputs, from now on."""
+    sizes, linear = [], torch.nn.functional.linear
+
+    def recorded(x, weight, bias=None):
+        if len(weight) == num_outputs:
+            sizes.append(len(x))
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", recorded)
+    return sizes
+
+
+def test_only_trained_rows_pass_the_head(monkeypatch):
+    adapter = make_adapter(make_backbone("llama"))
+    pack = make_pack(random_sequences((20, 15, 1)))
+    assert 5 < pack.num_trained < 33
+    training = TrainingPass(adapter, training_programs(adapter), pack)
+    training.finish_window(forward(adapter.backbone, [training.next_window(36)]))
+    heads = products_with(97, monkeypatch)
+    while not training.loss_done:
+        training.run_loss(4)
+    assert max(heads) <= 4 and sum(heads) == pack.num_trained == training.sums.num_trained
+    untrained = make_pack([([5, 6, 7], [False] * 3)])
+    nothing = TrainingPass(adapter, training_programs(adapter), untrained)
+    nothing.finish_window(forward(adapter.backbone, [nothing.next_window(3)]))
+    assert nothing.loss_done and not nothing.done
+    while not nothing.done:
+        nothing.next_tasklet(2).run()
+    assert not any(gradient.any() for gradient in nothing.gradients.values())
+
+
+def test_the_loss_is_taken_in_chunks(monkeypatch):
     backbone = make_backbone("llama")
     adapter = make_adapter(backbone, target_modules=["q_proj", "lm_head"])
     programs = training_programs(adapter)
     torch.manual_seed(0)
     hidden, targets = torch.randn(40, 32), torch.randint(0, 97, (40,))
-    targets[torch.rand(40) < 0.5] = UNTRAINED
-    sizes = []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(
-        torch.nn.functional, "linear", lambda x, w, b=None: sizes.append((len(x), len(w))) or linear(x, w, b)
-    )
-    results = []
+    heads, results = products_with(97, monkeypatch), []
     for max_rows in (1000, 3):
-        sizes.clear()
+        heads.clear()
         grads = {name: torch.zeros(tensor.shape) for name, tensor in adapter.parameters("head").items()}
         weights = {**backbone.weights["head"], **adapter.parameters("head")}
         sums, gradient = loss_and_gradient(
             programs.loss, hidden, {"targets": targets}, weights=weights, accumulators=grads, max_rows=max_rows
         )
-        heads = [rows for rows, outputs in sizes if outputs == 97]
-        assert max(heads) <= max_rows
+        assert max(heads) <= max_rows and sum(heads) == 2 * 40, "the head, and its LoRA"
         results.append((sums, gradient, grads))
     (sums, gradient, grads), (chunked_sums, chunked_gradient, chunked_grads) = results
-    trained = targets != UNTRAINED
-    assert sums.num_trained == chunked_sums.num_trained == int(trained.sum())
+    assert sums.num_trained == chunked_sums.num_trained == 40
     assert sums.num_correct == chunked_sums.num_correct
     assert sums.loss == pytest.approx(chunked_sums.loss, rel=1e-6)
-    assert not gradient[~trained].any()
     torch.testing.assert_close(gradient, chunked_gradient)
     assert worst_error(chunked_grads, grads) < 1e-5
 

@@ -82,7 +82,7 @@ class Operator(ABC):
         return [self.forward(values, attributes, context) for values, attributes in runs]
 
     def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Any) -> None:
-        """Add the result of `forward`, whose one output has `total`'s shape, to it in place."""
+        """Add the result of `forward`, whose one output has `total`'s shape, to it in place; no input is `total`."""
         (result,) = self.forward(values, attributes, context).values()
         total += result
 

@@ -15,7 +15,22 @@ if TYPE_CHECKING:
     from coserve.graph.ir import TensorSpec
 
 
-class Linear(Operator):
+class _Product(Operator):
+    """What all products with a weight [out, in] have in common."""
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {"y": ((shapes["weight"][0],), None)}
+
+    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
+        return 2 * prod(specs["weight"].shape)
+
+    def vjp_flops_per_row(
+        self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float
+    ) -> float:
+        return sum(2 * prod(specs["weight"].shape) if slot != "bias" else specs["bias"].shape[0] for slot in wanted)
+
+
+class Linear(_Product):
     """y = x W^T + b; x [n, in], weight [out, in], bias [out]."""
 
     name = "linear"
@@ -24,9 +39,6 @@ class Linear(Operator):
     needs = {"x": ("weight",), "weight": ("x",), "bias": ()}
     shared: ClassVar[str | None] = "x"
     sums: ClassVar[frozenset[str]] = frozenset({"x"})
-
-    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
-        return {"y": ((shapes["weight"][0],), None)}
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
         return {"y": product(values["x"], values["weight"], values.get("bias"))}
@@ -56,16 +68,8 @@ class Linear(Operator):
     def vjp_onto(self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes) -> None:
         add_input_gradient(total, gradients["y"], values["weight"])
 
-    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
-        return 2 * prod(specs["weight"].shape)
 
-    def vjp_flops_per_row(
-        self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float
-    ) -> float:
-        return sum(2 * prod(specs["weight"].shape) if slot != "bias" else specs["bias"].shape[0] for slot in wanted)
-
-
-class DropoutLinear(Linear):
+class DropoutLinear(_Product):
     """y = dropout(x) W^T; x [n, in], row_keys int64 [n], weight [out, in]. Attributes: p, salt (see `kernels.dropout`).
 
     One operator and not two, so that the dropped copy of x is never saved: forward and VJP make its mask again.
@@ -73,16 +77,12 @@ class DropoutLinear(Linear):
 
     name = "dropout_linear"
     inputs = ("x", "weight", "row_keys")
-    optional = frozenset()
     needs = {"x": ("weight", "row_keys"), "weight": ("x", "row_keys"), "row_keys": None}
-    shared, sums = None, frozenset()
 
     def _drop(self, x: Tensor, values: Values, attributes: Attributes) -> Tensor:
         mask = dropout_mask(values["row_keys"], x.shape[1], p=attributes["p"], salt=attributes["salt"])
         scale: float = 1 / (1 - attributes["p"])
         return x * mask * scale
-
-    forward_onto = Operator.forward_onto
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
         x = self._drop(values["x"], values, attributes)

@@ -51,14 +51,20 @@ def plan(view: View, latency: LatencyModel) -> Plan:
             return build.build()
     due_s = earliest_due_s(view.requests, RESERVE_TPOTS)
     budget_s, wait_s = (due_s - view.now_s) / patience, arrival_wait_s(view)
-    build.tune(view.jobs, min(budget_s, wait_s), patient=budget_s < wait_s)
+    # As long as a request's token may, a job's piece may wait for more time than there is; where there can be any.
+    patience_s = MOST_GAP_TPOTS * tightest_tpot_s(view) if budget_s < wait_s else 0.0
+    build.tune(view.jobs, min(budget_s, wait_s), patience_s=patience_s)
     return build.build()
 
 
 def arrival_wait_s(view: View) -> float:
     """The longest that a request waits for the step that runs when it arrives."""
-    tpot_s = min([request.tpot_s for request in view.requests], default=view.tpot_s)
-    return max(ARRIVAL_SHARE * view.ttft_s, min(2 * tpot_s, MOST_ARRIVAL_SHARE * view.ttft_s))
+    return max(ARRIVAL_SHARE * view.ttft_s, min(2 * tightest_tpot_s(view), MOST_ARRIVAL_SHARE * view.ttft_s))
+
+
+def tightest_tpot_s(view: View) -> float:
+    """The least TPOT objective of all requests; without any, of the next."""
+    return min([request.tpot_s for request in view.requests], default=view.tpot_s)
 
 
 def due_at_s(request: RequestView, reserve_tpots: float = 0.0) -> float:
