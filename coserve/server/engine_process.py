@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import msgspec
 import torch
 import zmq
 
-from coserve.engine.core import Event
+from coserve.engine.core import EngineStats, Event
 from coserve.engine.cpu_threads import worthwhile_threads
 from coserve.engine.device_memory import bound_compiled_products, keep_freed_memory
 from coserve.engine.engine import Engine
@@ -67,6 +68,7 @@ class EngineProcess:
         self._engine, self._socket = engine, socket
         self._jobs = JobCommands(engine)
         self._steps: list[StepRecord] = []
+        self._fullest: dict[str, int] | None = None  # pages by owner behind the step that left fewest, since the report
         self._reported_s = 0.0
         self._unreported = True
         self._running = True
@@ -152,6 +154,9 @@ class EngineProcess:
         self._unreported = True
         if not self._engine.last_plan.is_empty:
             self._steps.append(self._step_record(end_s, end_s - start_s))
+        pages = self._engine.pool.num_pages_by_owner()
+        if self._fullest is None or sum(pages.values()) > sum(self._fullest.values()):
+            self._fullest = pages
         job_events = [event for event in events if isinstance(event, JobEvent)]
         self._jobs.take(job_events)
         self._report(events, whole=bool(job_events) or end_s - self._reported_s >= _BATCH_S)
@@ -193,13 +198,24 @@ class EngineProcess:
                 checkpoints=news.checkpoints,
                 records=records,
                 steps=self._steps,
-                stats=self._engine.stats(),
+                stats=self._stats(),
             )
         )
         for reply in news.replies:  # what came of a command is told before its reply
             self._send(reply)
-        self._steps = []
+        self._steps, self._fullest = [], None
         self._reported_s, self._unreported = time.monotonic(), False
+
+    def _stats(self) -> EngineStats:
+        """Counts as of now; while jobs run, pages as of the fullest moment since the last report.
+
+        Reports come when an optimizer step is done, and just then a job holds nothing.
+        """
+        stats = self._engine.stats()
+        if self._fullest is None or not stats.num_jobs:
+            return stats
+        num_free = stats.num_pages - sum(self._fullest.values())
+        return replace(stats, num_pages_free=num_free, num_pages_by_owner=self._fullest)
 
     def _report_batch(self) -> None:
         if self._unreported:

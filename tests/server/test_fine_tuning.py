@@ -328,3 +328,17 @@ def test_models_go_on_being_trained_and_are_deleted(served, client):
         client.completions.create(model=first.fine_tuned_model, prompt="a", max_tokens=1)
     for each in client.fine_tuning.jobs.checkpoints.list(first.id):
         client.completions.create(model=each.fine_tuned_model_checkpoint, prompt="a", max_tokens=1)
+
+
+def test_the_pages_of_a_job_are_seen_while_it_runs(served, client):
+    """Just behind an optimizer step a job holds none, and that is when most reports come."""
+    key = {"headers": {"authorization": f"Bearer {client.api_key}"}}
+    cursor = served.get("/v1/status/steps", **key).json()["cursor"]
+    job = finished(served, client, create(client, n_epochs=20, coserve={**QUICK, "checkpoint_every_steps": 0}))
+    assert job.status == "succeeded"
+    found = served.get(f"/v1/status/steps?after={cursor}", **key).json()
+    held = [pages.get("activations", 0) for _, pages in found["memory"]]
+    num_busy = sum(map(bool, held))
+    assert num_busy > 5 and num_busy > 0.8 * (len(held) - 1)
+    assert held[-1] == 0, "and none when it is over"
+    assert all(sum(pages.values()) == sum(found["memory"][0][1].values()) for _, pages in found["memory"])
