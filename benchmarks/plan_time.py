@@ -16,9 +16,10 @@ from coserve.simulate import Hardware, roofline_profile
 NUM_REQUESTS, NUM_JOBS = 64, 8
 PHASES = {
     "forward": ("forward",),
+    "loss": ("loss",),
     "backward": ("backward",),
     "update": ("update",),
-    "all": ("forward", "backward", "update"),
+    "all": ("forward", "loss", "backward", "update"),
 }
 POLICIES = ("slack", "token-fusion")
 NOW_S, REPEATS, NUMBER = 10.0, 200, 10
