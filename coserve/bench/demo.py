@@ -305,6 +305,7 @@ class Demo:
             "model": status["model"],
             "dtype": status["dtype"],
             "device": status["device"],
+            "threads": status["threads"],
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "objectives": status["objectives"],
             "config": asdict(self._config) | {"epochs": self._epochs()},

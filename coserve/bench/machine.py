@@ -26,11 +26,11 @@ def best_dtype(device: torch.device) -> str:
     return "bfloat16" if platform.machine() == "arm64" else "float32"
 
 
-def describe(device: torch.device) -> str:
-    """The device in words."""
+def describe(device: torch.device, threads: int | None = None) -> str:
+    """The device in words; threads: of a model that runs elsewhere than in this process."""
     if device.type == "cuda":
         return device_name(device)
-    return f"{device_name(device)} of {os.cpu_count()}"
+    return f"{device_name(device, threads)} of {os.cpu_count()}"
 
 
 def now_s(device: torch.device) -> float:

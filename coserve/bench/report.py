@@ -119,7 +119,7 @@ def _comparison(results: dict[str, Any]) -> str:
         (f"p99 (objective {_ms(objectives['ttft_ms'])})", served(lambda s: _ms(s["ttft_ms"]["p99"]))),
         ("time per output token, p50", served(lambda s: _ms(s["tpot_ms"]["p50"]))),
         (f"p99 (objective {_ms(objectives['tpot_ms'])})", served(lambda s: _ms(s["tpot_ms"]["p99"]))),
-        ("gap between tokens, p99", served(lambda s: _ms(s["gap_ms"]["p99"]))),
+        ("gap between two pieces of text, p99", served(lambda s: _ms(s["gap_ms"]["p99"]))),
         ("held both, by the engine's clock", engine(lambda e: _share(e["attainment"]))),
         ("time per output token, p99, by the engine's clock", engine(lambda e: _ms(e["tpot_p99_ms"]))),
         ("output tokens/s", served(lambda s: _count(s["output_tokens_per_s"]))),
@@ -136,9 +136,10 @@ def _comparison(results: dict[str, Any]) -> str:
         '<div class="scroll"><table class="numbers"><thead><tr><td></td>'
         f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
         '<p class="note">The same trace of requests, and the same job; latencies as the senders saw them over HTTP, '
-        "from the moment at which the trace has a request arrive. Requests count that came while the job beside them "
-        "ran. The job alone is stopped after the time of the trace; beside requests, it has as many epochs as are "
-        "expected to last so long.</p>"
+        "from the moment at which the trace has a request arrive. A gap between two pieces of text can be several "
+        "tokens long, as those without text (such as the end of an answer, gone past here) send nothing. Requests "
+        "count that came while the job beside them ran. The job alone is stopped after the time of the trace; beside "
+        "requests, it has as many epochs as are expected to last so long.</p>"
     )
 
 

@@ -27,6 +27,8 @@ Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON, f
 # A server loads and measures its model first; the guard is for one that hangs.
 _START_GUARD_S = 600.0
 _END_GUARD_S = 60.0
+# Models that an error names.
+_MOST_NAMED = 10
 
 
 def is_there(url: str, api_key: str | None = None) -> bool:
@@ -126,13 +128,19 @@ def find_model(client: Client, name: str) -> str:
     models: Sequence[dict[str, object]] = client.get("/v1/models")["data"]
     if any(model["id"] == name for model in models):
         return name
-    meant = [model for model in models if name in str(model["id"]).split(":")]
-    if not meant:
-        known = ", ".join(str(model["id"]) for model in models[:10])
-        raise ServerError(f"the server has no model {name!r}; it has {known}")
-    # Checkpoints carry the suffix, too; they are meant only where there is no finished model.
-    newest = max(meant, key=lambda model: (":ckpt-step-" not in str(model["id"]), int(str(model.get("created") or 0))))
-    return str(newest["id"])
+    # The server lists what came later behind: of one second, the last is the newest. Checkpoints carry the suffix, too;
+    # they are meant only where there is no finished model.
+    ids = [str(model["id"]) for model in sorted(models, key=_rank)][::-1]
+    meant = next((id for id in ids if name in id.split(":")), None)
+    if meant is None:
+        more = f", and {len(ids) - _MOST_NAMED} more: coserve models" if len(ids) > _MOST_NAMED else ""
+        raise ServerError(f"the server has no model {name!r}; it has {', '.join(ids[:_MOST_NAMED])}{more}")
+    return meant
+
+
+def _rank(model: dict[str, object]) -> tuple[bool, bool, int]:
+    """The base highest, checkpoints lowest, the newest highest among their like."""
+    return not model.get("parent"), ":ckpt-step-" not in str(model["id"]), int(str(model.get("created") or 0))
 
 
 __all__ = ["DEFAULT_URL", "ApiKey", "Json", "Url", "base_model", "find_model", "is_there", "own_server"]

@@ -114,7 +114,7 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, options: list[str],
 
     from coserve.bench.machine import describe
 
-    results["machine"] = describe(torch.device(results["device"]))
+    results["machine"] = describe(torch.device(results["device"]), results["threads"])
     results["settings"] = _settings(results["config"], lesson)
     return results
 

@@ -1,7 +1,8 @@
 """Follows a fine-tuning job on a server until it is over: its progress, and what requests see meanwhile."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,28 +15,21 @@ from coserve.server.client import Client
 from coserve.server.job_progress import JobProgress
 
 _POLL_S = 0.5
-# Where nobody looks, metrics come no more often than this.
-_PLAIN_S = 5.0
 # Answers that say "later": a server that restarts its engine goes on with the job.
 _PATIENCE_S = 120.0
 
 
 def follow(client: Client, job: dict[str, Any], console: Console) -> JobProgress:
     """Show a job until it is over; KeyboardInterrupt leaves it as it is. On a terminal a view that moves, elsewhere
-    a line for every event.
+    lines (`worth_a_line`).
 
     Raises:
         ServerError: the server is gone, and does not come back.
     """
     progress = JobProgress(job=job)
     if not console.is_terminal:
-        told_s = 0.0
-        for events in _polls(client, progress):
-            for event in events:
-                is_metrics = event.get("type") == "metrics"
-                if not is_metrics or time.monotonic() - told_s >= _PLAIN_S:
-                    console.print(event_line(event), soft_wrap=True)
-                    told_s = time.monotonic() if is_metrics else told_s
+        for event in worth_a_line(chain.from_iterable(_polls(client, progress))):
+            console.print(event_line(event), soft_wrap=True)
         return progress
     with Live(view(progress, console.width), console=console, refresh_per_second=4, transient=False) as live:
         for events in _polls(client, progress):
@@ -97,6 +91,28 @@ def _polls(client: Client, progress: JobProgress) -> Iterator[list[dict[str, Any
         if progress.is_over:
             return
         time.sleep(_POLL_S)
+
+
+def worth_a_line(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A job's events, its steps thinned out: the first step of each second, and the last before any other event, so
+    that the job's first and last step are always among them.
+    """
+    held: dict[str, Any] | None = None  # a step that is told if it turns out to be the last
+    told_s: int | None = None
+    for event in events:
+        is_step = event["type"] == "metrics" and "train_loss" in event["data"]
+        # One that warns (a gradient that was not finite) is told like any other event.
+        if is_step and event["level"] == "info" and event["created_at"] == told_s:
+            held = event
+            continue
+        if held is not None and not is_step:
+            yield held
+        held = None
+        if is_step:
+            told_s = event["created_at"]
+        yield event
+    if held is not None:
+        yield held
 
 
 def event_line(event: dict[str, Any]) -> Text:

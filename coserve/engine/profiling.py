@@ -102,11 +102,12 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def device_name(device: torch.device) -> str:
-    """The device that runs the model, with the threads that it has."""
+def device_name(device: torch.device, threads: int | None = None) -> str:
+    """The device that runs the model, with the threads that it has there (None: those of this process)."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    threads = threads or torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def _processor() -> str:

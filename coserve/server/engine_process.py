@@ -254,6 +254,7 @@ def _ready(engine: Engine) -> Ready:
         model=backbone.name,
         dtype=str(backbone.dtype).removeprefix("torch."),
         device=str(backbone.device),
+        threads=torch.get_num_threads(),
         slo=engine.slo,
         solo_step_s=engine.solo_step_s,
         vocab_size=backbone.architecture.vocab_size,

@@ -116,11 +116,12 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The engine takes commands. slo: of requests that bring none."""
+    """The engine takes commands. threads: of the CPU. slo: of requests that bring none."""
 
     model: str
     dtype: str
     device: str
+    threads: int
     slo: Slo
     solo_step_s: float
     vocab_size: int

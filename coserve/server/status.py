@@ -99,6 +99,7 @@ class StatusBoard:
             "model": model,
             "dtype": ready.dtype if ready else None,
             "device": ready.device if ready else None,
+            "threads": ready.threads if ready else None,
             "ready": ready is not None,
             "objectives": {
                 "ttft_ms": ready.slo.ttft_s * 1e3 if ready else None,

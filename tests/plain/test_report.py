@@ -98,6 +98,8 @@ def test_the_page_has_every_part_and_is_well_formed():
         "98.3%",
         "60% of the job alone",
         "objective 2,000 ms",
+        "gap between two pieces of text, p99",
+        "can be several tokens long",
         "Arr, matey!",
         "I am a cat & a dog.",
         "2 cores of <something>",

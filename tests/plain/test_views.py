@@ -19,7 +19,7 @@ from coserve.cli.drawing import (
     sparkline,
     stacked_bar,
 )
-from coserve.cli.follow import view
+from coserve.cli.follow import view, worth_a_line
 from coserve.server.job_progress import JobProgress
 from coserve.workloads.load import Load
 from coserve.workloads.summary import Outcome
@@ -87,6 +87,23 @@ def test_a_job_that_is_followed_fits_and_says_what_requests_see(width):
     assert "step 45 of 200" in text and "validation 0.913" in text and "812 tokens/s" in text
     assert "31 ms of 21 ms" in text and "70 ms of 2,000 ms" in text
     assert "queued" in shown(view(JobProgress(job={"status": "queued"}), width), width)[0]
+
+
+def test_lines_of_a_job_are_every_event_and_a_step_a_second():
+    def event(message: str, at_s: int, level: str = "info", **data: float) -> dict:
+        kind = "metrics" if data else "message"
+        return {"message": message, "created_at": at_s, "level": level, "type": kind, "data": data}
+
+    def step(number: int, at_s: int, level: str = "info") -> dict:
+        return event(str(number), at_s, level, train_loss=1.0)
+
+    events = [event("created", 0), step(1, 0), step(2, 0), step(3, 0), event("validation", 0, valid_loss=1.0)]
+    events += [step(4, 0), step(5, 0), event("checkpoint", 0), step(6, 1), step(7, 1), step(8, 1, "warn"), step(9, 1)]
+    events += [step(10, 2), step(11, 2), step(12, 2), event("validation", 2, valid_loss=1.0), event("done", 2)]
+    told = [each["message"] for each in worth_a_line(events)]
+    assert told[:6] == ["created", "1", "3", "validation", "5", "checkpoint"]
+    assert told[6:] == ["6", "8", "10", "12", "validation", "done"]
+    assert [each["message"] for each in worth_a_line([step(1, 0), step(2, 0)])] == ["1", "2"], "the last, too"
 
 
 def test_the_end_of_the_demo():

@@ -73,6 +73,27 @@ def test_mistakes_are_one_line(coserve, tmp_path):
         assert err.startswith("error: ") and words in err and err.count("\n") == 1, err
 
 
+def test_a_model_that_is_not_there_names_the_most_likely_and_says_what_it_leaves_out():
+    names = [f"ft:small:org:{suffix}:{i}" for i, suffix in enumerate(("old", "mid", "new"))]
+    models = [{"id": "small", "parent": None, "created": 9}]
+    for i, name in enumerate(names):
+        models += [{"id": f"{name}:ckpt-step-{step}", "parent": "small", "created": i} for step in range(1, 41)]
+        models.append({"id": name, "parent": "small", "created": i})
+
+    class Listing:
+        def get(self, path: str) -> dict:
+            return {"data": models}
+
+    newest = ", ".join(f"{names[2]}:ckpt-step-{step}" for step in range(40, 34, -1))
+    with pytest.raises(ServerError) as caught:
+        find_model(Listing(), "nope")
+    known = f"small, {names[2]}, {names[1]}, {names[0]}, {newest}, and 114 more: coserve models"
+    assert str(caught.value) == f"the server has no model 'nope'; it has {known}"
+    assert find_model(Listing(), "mid") == names[1] and find_model(Listing(), f"{names[0]}:ckpt-step-1").endswith("-1")
+    del models[-1]
+    assert find_model(Listing(), "new") == f"{names[2]}:ckpt-step-40", "the newest of the same second"
+
+
 def write_examples(path: Path, num_lines: int) -> Path:
     lines = [{"prompt": f"{i} and one is", "completion": f" {i + 1}"} for i in range(num_lines)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -98,6 +119,10 @@ def test_a_file_becomes_a_model_that_answers(coserve, examples):
     ended = json.loads(out.splitlines()[-1])
     assert (ended["status"], ended["steps"]) == ("succeeded", 9) and ended["trained_tokens"] > 0
     assert ended["train_loss"] > 0 and ended["valid_loss"] > 0
+    assert [f"Step {step}/9: validation" in out for step in (3, 6, 9)] == [True] * 3
+    assert [f"Step {step}/9: training" in out for step in (1, 9)] == [True] * 2
+    assert [f"Checkpoint created at step {step}:" in out for step in (3, 6, 9)] == [True] * 3
+    assert "Step 9/9: validation" in coserve("jobs", "follow", "last")[1]
     assert f"coserve chat --adapter {ended['fine_tuned_model']}" in " ".join(out.split())
     assert coserve("chat", "--adapter", "counts", "--max-tokens", "3", stdin="hello\n")[0] == 0
     assert "/adapter counts" not in coserve("chat", "--max-tokens", "2", stdin="/adapter counts\nhello\n/exit\n")[1]

@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-m", "coserve", "demo", "--quick", "--model", str(mo
 def demo(tmp_path_factory):
     """The directory that it left, and what it printed."""
     out = tmp_path_factory.mktemp("demo") / "report"
-    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [*COMMAND, "--out", str(out)], capture_output=True, text=True, timeout=300, env=environment, check=False
     )
@@ -36,6 +36,13 @@ def test_the_last_line_has_the_main_numbers(demo):
     assert 0 <= numbers["attainment"] <= 1 and numbers["tpot_p99_ms"] > 0
     assert numbers["tuning_tokens_per_s"] > 0 and numbers["job_alone_tokens_per_s"] > 0
     assert numbers["fine_tuned_model"] == results["job"]["model"] and "pirate" in numbers["fine_tuned_model"]
+
+
+def test_the_report_names_the_threads_of_the_engine(demo):
+    results = json.loads((demo[0] / "results.json").read_text())
+    assert results["threads"] == 1, "a small model is worth no more, whatever the machine has"
+    assert f", 1 thread of {os.cpu_count()}" in results["machine"]
+    assert results["machine"] in "".join(ElementTree.parse(demo[0] / "report.html").getroot().itertext())
 
 
 def test_the_same_trace_and_the_same_job_ran_in_their_phases(demo):

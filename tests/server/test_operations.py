@@ -40,6 +40,7 @@ def test_status_counts_what_was_served(served: Served, client: OpenAI):
 
     status = served.get("/v1/status").json()
     assert (status["model"], status["dtype"], status["device"], status["ready"]) == ("small", "float32", "cpu", True)
+    assert status["threads"] == 1
     assert status["objectives"]["ttft_ms"] == 2000
     assert status["requests"]["finished"] >= 3
     assert 0 <= status["requests"]["attainment"] <= 1

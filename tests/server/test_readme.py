@@ -2,9 +2,20 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_the_start_makes_the_examples_that_it_uses(tmp_path):
+    start = next(block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if "coserve up" in block)
+    here_document, commands = start.split("\nEND\n", 1)
+    subprocess.run(["sh", "-c", f"{here_document}\nEND\n"], cwd=tmp_path, check=True, timeout=10)
+    assert "coserve tune chats.jsonl" in commands
+    lines = (tmp_path / "chats.jsonl").read_text().splitlines()
+    roles = [[message["role"] for message in json.loads(line)["messages"]] for line in lines]
+    assert roles == [["user", "assistant"]] * 3
 
 
 def test_the_client_s_example_runs(served, tmp_path, monkeypatch, capsys):
