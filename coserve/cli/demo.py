@@ -82,6 +82,7 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, options: list[str],
 
     from coserve.bench.demo import Demo
     from coserve.cli.demo_view import live_view
+    from coserve.cli.drawing import starting
     from coserve.cli.tables import console
     from coserve.workloads.lessons import LESSONS
 
@@ -91,9 +92,9 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, options: list[str],
     server = own_server(model, *options, home=directory / "home", log=directory / "server.log")
     with ExitStack() as stack:
         if screen.is_terminal:
-            starting = stack.enter_context(screen.status(f"starting a server for {model}"))
+            waiting = stack.enter_context(starting(model, screen))
             url = stack.enter_context(server)
-            starting.stop()
+            waiting.stop()
             live = stack.enter_context(Live(console=screen, refresh_per_second=4))
 
             def watch(state: "DemoState") -> None:

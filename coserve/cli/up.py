@@ -40,12 +40,13 @@ class _Screen:
     """What the start looks like in a terminal."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self._console = Console(stderr=True)
+        from coserve.cli.tables import console
+
+        self._console = console(stderr=True)
         self._bars = Progress(
-            *(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()),
+            *(TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()),
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
