@@ -1,5 +1,6 @@
 """Starts, deaths and ends: of clients, of the engine, of the server."""
 
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,28 @@ def test_an_engine_that_dies_ends_streams_clearly_and_is_started_again(own: Serv
     answer = client.completions.create(model="small", prompt="Hello", max_tokens=4, temperature=0)
     assert answer.choices[0].text == tokenizer().decode(expected(prompt, 4)[0], skip_special_tokens=True)
     assert "coserve_engine_deaths_total 1.0" in own.get("/metrics").text
+
+
+def test_what_is_sent_to_an_engine_that_has_just_died_is_refused_without_a_traceback():
+    body = json.dumps({"model": "small", "prompt": "x", "max_tokens": 2}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    with serving() as served, ExitStack() as stack:
+        stream = slow_stream(served.client())
+        # Connected before: they come between the engine's death and the moment when the server knows of it.
+        address = ("127.0.0.1", httpx.URL(served.url).port)
+        waiting = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(20)]
+        os.kill(served.engine_pid(), signal.SIGKILL)
+        for connection in waiting:
+            connection.sendall(request)
+            time.sleep(0.003)
+        assert {connection.recv(12) for connection in waiting} == {b"HTTP/1.1 503"}
+        with pytest.raises(openai.APIError, match="the engine died"):
+            list(stream)
+        served.wait_until(lambda: served.get("/ready").status_code == 200)
+    assert served.log.read_text().splitlines() == [
+        "ERROR coserve.server.engine_link: the engine has died; it is started again in 0.2 s"
+    ]
 
 
 def sockets_of_engines() -> set[Path]:
