@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
@@ -73,6 +75,16 @@ class _Screen:
         self._bars.stop()
         print(start_line(ready, context.model_name, url), flush=True)
 
+    def stopping(self, num_open: int, drain_s: float) -> None:
+        """What takes the time between Ctrl-C and the end."""
+        self._bars.stop()
+        try:
+            print(stop_line(num_open, drain_s), flush=True)
+        except OSError:
+            # Whoever read the start-up line may have gone since; the end is to be in good order for all that. What
+            # could not be written would be tried again at exit, and be an error there.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 
 def start_line(ready: "Ready", model: str, url: str) -> str:
     """Model, dtype, memory, objectives and URL."""
@@ -81,6 +93,17 @@ def start_line(ready: "Ready", model: str, url: str) -> str:
         f"coserve serves {model} ({ready.dtype}, {ready.device}): weights {_size(ready.weight_bytes)}, "
         f"pool {_size(pool)} for {ready.num_pages * ready.block_tokens:,} tokens; "
         f"objectives TTFT {_time(ready.slo.ttft_s)}, TPOT {_time(ready.slo.tpot_s)}; {url}/v1"
+    )
+
+
+def stop_line(num_open: int, drain_s: float) -> str:
+    """What is waited for. Checkpoints are written in any case: a second Ctrl-C only ends the waiting for requests."""
+    if not num_open or not drain_s:
+        return "coserve ends: running jobs are checkpointed, and go on at the next start"
+    requests = "1 open request" if num_open == 1 else f"{num_open} open requests"
+    return (
+        f"coserve ends: it waits for {requests}, {_time(drain_s)} at most (a second Ctrl-C: no longer), "
+        "then running jobs are checkpointed, and go on at the next start"
     )
 
 

@@ -19,6 +19,7 @@ import pytest
 from openai import OpenAI
 from served import Served, expected, is_alive, model_directory, serving, tokenizer
 
+from coserve.cli.up import stop_line
 from coserve.server.home import home_of_our_own
 
 LONG: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
@@ -161,6 +162,36 @@ def test_a_signal_lets_streams_end_and_refuses_new_requests():
     assert not is_alive(engine)
     assert sockets_of_engines() <= before
     assert served.log.read_text() == ""
+
+
+def test_a_server_that_waits_says_so_and_a_second_signal_ends_the_waiting():
+    with serving() as served:
+        stream = slow_stream(served.client())
+        os.kill(served.process.pid, signal.SIGINT)
+        assert served.process.stdout is not None
+        line = served.process.stdout.readline()
+        assert line.startswith("coserve ends: it waits for 1 open request, 30 s at most (a second Ctrl-C: no longer),")
+        assert served.process.poll() is None
+        os.kill(served.process.pid, signal.SIGINT)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        assert served.process.wait(30) == 0
+        assert served.process.stdout.read() == served.log.read_text() == ""
+
+
+def test_a_server_that_nobody_reads_any_more_ends_in_good_order():
+    with serving() as served:
+        assert served.process.stdout is not None
+        os.dup2(os.open(os.devnull, os.O_RDONLY), served.process.stdout.fileno())  # the pipe has no reader any more
+        os.kill(served.process.pid, signal.SIGINT)
+        assert served.process.wait(30) == 0
+        assert served.log.read_text() == ""
+
+
+def test_the_line_at_the_end():
+    assert stop_line(3, 0.5).startswith("coserve ends: it waits for 3 open requests, 500 ms at most")
+    for nothing in (stop_line(0, 30.0), stop_line(3, 0.0)):
+        assert nothing == "coserve ends: running jobs are checkpointed, and go on at the next start"
 
 
 def test_streams_that_last_too_long_are_ended():
