@@ -65,12 +65,13 @@ def bench(
 
 def _show(result: dict[str, Any]) -> None:
     """The result as a table."""
-    from rich.console import Console
     from rich.table import Table
+
+    from coserve.cli.tables import console
 
     title = f"{result['experiment']}: {result['model']}, {result['dtype']}, {result['machine']}"
     show = {"decode": _decode_table, "train": _train_table, "coserve": _coserve_table}[result["experiment"]]
-    Console().print(show(Table(title=title, title_justify="left"), result))
+    console().print(show(Table(title=title, title_justify="left"), result))
 
 
 def _decode_table(table: "Table", result: dict[str, Any]) -> "Table":

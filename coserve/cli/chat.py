@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Url, base_model, find_model, is_there, own_server
-from coserve.cli.drawing import printable
+from coserve.cli.drawing import printable, starting
 from coserve.errors import ServerError
 from coserve.server.client import Client
 
@@ -72,7 +72,7 @@ def _longest_answer(client: Client) -> int:
 def _server_for_now(model: str, screen: "Console") -> Iterator[str]:
     with TemporaryDirectory(prefix="coserve-chat-") as directory, ExitStack() as stack:
         if screen.is_terminal:
-            stack.enter_context(screen.status(f"starting a server for {model}"))
+            stack.enter_context(starting(model, screen))
         with own_server(model, log=Path(directory) / "server.log") as url:
             stack.close()
             yield url
@@ -111,7 +111,7 @@ class _Conversation:
             except ServerError as error:
                 if not self._interactive:
                     raise
-                self._screen.print(f"error: {error}", style="red", markup=False)
+                self._screen.print(f"error: {error}", style="red")
 
     def _ask(self) -> str | None:
         try:
@@ -167,4 +167,4 @@ class _Conversation:
 
     def _say(self, text: str) -> None:
         """Words of the command, not of the model."""
-        self._screen.print(text, style="dim", markup=False)
+        self._screen.print(text, style="dim")

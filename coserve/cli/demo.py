@@ -14,6 +14,7 @@ import typer
 
 from coserve.cli.connection import own_server
 from coserve.errors import CoserveError
+from coserve.server.config import objective_of
 
 if TYPE_CHECKING:
     from coserve.bench.demo import DemoConfig, DemoState
@@ -24,6 +25,16 @@ LessonName = Literal["pirate", "zub"]
 # requests alone took at p99 on two cores that server, engine and clients share (8 to 10 ms).
 _TINY_OPTIONS = {"--memory": "256MB", "--slo-ttft": "500ms", "--slo-tpot": "40ms"}
 _QUICK: dict[str, Any] = {"seconds": 3.0, "rate": 4.0, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
+
+
+def _objective(text: str | None) -> str | None:
+    """As it was given, for the server; a mistake is said before one is started."""
+    if text is not None:
+        try:
+            objective_of(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return text
 
 
 def demo(
@@ -41,10 +52,20 @@ def demo(
         typer.Option(metavar="FILE", help="A recorded trace (CSV, as Azure's or BurstGPT's) for the arrivals instead."),
     ] = None,
     slo_ttft: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Objective: time to the first token. [tiny: 500ms]")
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            callback=_objective,
+            help="Objective: time to the first token, such as 500ms or 2s. [tiny: 500ms]",
+        ),
     ] = None,
     slo_tpot: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Objective: mean time per later token. [tiny: 40ms]")
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            callback=_objective,
+            help="Objective: mean time per later token, such as 40ms or 0.04s. [tiny: 40ms]",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the lesson, the trace and the job.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds a phase: to see that it runs.")] = False,
@@ -82,6 +103,7 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, options: list[str],
 
     from coserve.bench.demo import Demo
     from coserve.cli.demo_view import live_view
+    from coserve.cli.drawing import starting
     from coserve.cli.tables import console
     from coserve.workloads.lessons import LESSONS
 
@@ -91,9 +113,9 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, options: list[str],
     server = own_server(model, *options, home=directory / "home", log=directory / "server.log")
     with ExitStack() as stack:
         if screen.is_terminal:
-            starting = stack.enter_context(screen.status(f"starting a server for {model}"))
+            waiting = stack.enter_context(starting(model, screen))
             url = stack.enter_context(server)
-            starting.stop()
+            waiting.stop()
             live = stack.enter_context(Live(console=screen, refresh_per_second=4))
 
             def watch(state: "DemoState") -> None:

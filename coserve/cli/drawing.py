@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import isnan
 
+from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -88,6 +90,12 @@ def duration(seconds: float | None) -> str:
 def printable(text: str) -> str:
     """Without what terminals take for commands: models say anything."""
     return "".join(letter if letter in "\n\t" or letter.isprintable() else "�" for letter in text)
+
+
+def starting(model: str, console: Console) -> Status:
+    """What turns while a command's own server starts."""
+    # A `Text`: of strings a spinner takes markup and emojis' names, whatever its console does.
+    return console.status(Text(f"starting a server for {model}"))
 
 
 def _cells(size: float, whole: float, width: int) -> int:

@@ -1,7 +1,6 @@
 """`coserve inspect`: what a block computes, what training an adapter keeps of it, and what it could do without."""
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -215,54 +214,49 @@ _STYLES = {"saved": "bold green", "restored": "cyan", "rematerialized": "yellow"
 
 
 def _show(report: _Report) -> None:
-    from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 160  # tables in a file or a pipe keep their columns
+    from coserve.cli.tables import console
+
+    screen = console()
     targets = report.adapter["target_modules"]
     sites = targets if isinstance(targets, str) else ", ".join(targets)
-    console.print(
-        f"[b]{escape(report.model)}[/b]  {report.family}, {report.num_layers} blocks, {report.dtype}; "
-        f"LoRA r={report.adapter['r']} on {escape(sites)}; {report.seq:,} tokens\n"
-    )
+    shape = f"{report.family}, {report.num_layers} blocks, {report.dtype}"
+    lora = f"LoRA r={report.adapter['r']} on {sites}"
+    screen.print(Text.assemble((report.model, "bold"), f"  {shape}; {lora}; {report.seq:,} tokens\n"))
     if report.seq > report.max_positions:
-        console.print(f"[yellow]The model was made for at most {report.max_positions:,} tokens.[/yellow]\n")
-    wide = console.width >= 120
-    console.print(_forward_table(report, wide))
+        screen.print(f"The model was made for at most {report.max_positions:,} tokens.\n", style="yellow")
+    wide = screen.width >= 120
+    screen.print(_forward_table(report, wide))
     if report.backward:
-        console.print(_backward_table(report, wide))
+        screen.print(_backward_table(report, wide))
     else:
-        console.print("No block runs backward: the adapter sits above them all.\n")
-    console.print(_memory_table(report))
+        screen.print("No block runs backward: the adapter sits above them all.\n")
+    screen.print(_memory_table(report))
     if report.frontier:
-        console.print(_frontier_table(report))
+        screen.print(_frontier_table(report))
 
 
 def _table(title: str, *columns: str) -> "Table":
-    from rich import box
-    from rich.table import Table
+    from coserve.cli.tables import table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
-    return table
+    return table(*columns, title=title)
 
 
 def _forward_table(report: _Report, wide: bool) -> "Table":
     """A narrow terminal goes without the inputs."""
+    from rich.text import Text
+
     columns = ["operator", "tensor", *(["from"] * wide), ">per row", ">bytes per row", "kept"]
     table = _table(f"Forward, block {report.layer}", *columns)
     for row in report.forward:
-        style = _STYLES[row["state"]]
         table.add_row(
             row["operator"],
             row["tensor"],
             *([", ".join(row["inputs"])] * wide),
             "×".join(str(size) for size in row["shape"]),
             f"{row['bytes']:,}",
-            f"[{style}]{row['state']}[/{style}]",
+            Text(row["state"], style=_STYLES[row["state"]]),
         )
     table.add_section()
     table.add_row("", "saved in all", *([""] * wide), "", f"{report.saved_bytes_per_token:,}", _share(report))

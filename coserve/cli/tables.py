@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 
-def console() -> Console:
-    """Of stdout; tables in a file or a pipe keep their columns."""
-    made = Console(highlight=False)
+def console(*, stderr: bool = False) -> Console:
+    """Of stdout, or of stderr; tables in a file or a pipe keep their columns. Text stays as it is: what names hold is
+    neither markup nor an emoji's name, as `:one:` would be in `ft:tiny:coserve:one:ID`; styles are given as `Text`.
+    """
+    made = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = 160
     return made

@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
@@ -40,12 +42,13 @@ class _Screen:
     """What the start looks like in a terminal."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self._console = Console(stderr=True)
+        from coserve.cli.tables import console
+
+        self._console = console(stderr=True)
         self._bars = Progress(
-            *(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()),
+            *(TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()),
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
@@ -72,6 +75,16 @@ class _Screen:
         self._bars.stop()
         print(start_line(ready, context.model_name, url), flush=True)
 
+    def stopping(self, num_open: int, drain_s: float) -> None:
+        """What takes the time between Ctrl-C and the end."""
+        self._bars.stop()
+        try:
+            print(stop_line(num_open, drain_s), flush=True)
+        except OSError:
+            # Whoever read the start-up line may have gone since; the end is to be in good order for all that. What
+            # could not be written would be tried again at exit, and be an error there.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 
 def start_line(ready: "Ready", model: str, url: str) -> str:
     """Model, dtype, memory, objectives and URL."""
@@ -80,6 +93,17 @@ def start_line(ready: "Ready", model: str, url: str) -> str:
         f"coserve serves {model} ({ready.dtype}, {ready.device}): weights {_size(ready.weight_bytes)}, "
         f"pool {_size(pool)} for {ready.num_pages * ready.block_tokens:,} tokens; "
         f"objectives TTFT {_time(ready.slo.ttft_s)}, TPOT {_time(ready.slo.tpot_s)}; {url}/v1"
+    )
+
+
+def stop_line(num_open: int, drain_s: float) -> str:
+    """What is waited for. Checkpoints are written in any case: a second Ctrl-C only ends the waiting for requests."""
+    if not num_open or not drain_s:
+        return "coserve ends: running jobs are checkpointed, and go on at the next start"
+    requests = "1 open request" if num_open == 1 else f"{num_open} open requests"
+    return (
+        f"coserve ends: it waits for {requests}, {_time(drain_s)} at most (a second Ctrl-C: no longer), "
+        "then running jobs are checkpointed, and go on at the next start"
     )
 
 

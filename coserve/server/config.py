@@ -34,6 +34,14 @@ def seconds_of(text: str) -> float:
     return number * _DURATIONS[unit]
 
 
+def objective_of(text: str) -> float:
+    """A duration with its unit: milliseconds are usual here, so a bare number would be taken for seconds by mistake."""
+    number, unit = _number_and_unit(text)
+    if not unit:
+        raise ValueError(f"{text!r} has no unit; give {number:g}ms (which is {number / 1e3:g}s), or {number:g}s")
+    return seconds_of(text)
+
+
 def _number_and_unit(text: str) -> tuple[float, str]:
     if (found := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())) is None:
         raise ValueError(f"{text!r} is no number with a unit")
@@ -75,13 +83,18 @@ class ServerConfig:
         shown="a share of what is free",
     )
     ttft_s: float = _option(
-        2.0, "--slo-ttft", "Objective: time to the first token.", parse=seconds_of, metavar="TIME", shown="2s"
+        2.0,
+        "--slo-ttft",
+        "Objective: time to the first token, such as 500ms or 2s.",
+        parse=objective_of,
+        metavar="TIME",
+        shown="2s",
     )
     tpot_s: float | None = _option(
         None,
         "--slo-tpot",
-        "Objective: mean time per later token, such as 40ms.",
-        parse=seconds_of,
+        "Objective: mean time per later token, such as 40ms or 0.04s.",
+        parse=objective_of,
         metavar="TIME",
         shown="2.5 × a decode step alone, as measured at start",
     )
@@ -127,7 +140,12 @@ class ServerConfig:
         32 * 10**6, "--max-body", "Of any other request.", parse=bytes_of, metavar="SIZE", shown="32MB"
     )
     drain_s: float = _option(
-        30.0, "--drain", "How long streams may go on at the end.", parse=seconds_of, metavar="TIME", shown="30s"
+        30.0,
+        "--drain",
+        "How long streams may go on at the end, such as 30s or 2min.",
+        parse=seconds_of,
+        metavar="TIME",
+        shown="30s",
     )
 
     def __post_init__(self) -> None:

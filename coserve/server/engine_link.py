@@ -374,7 +374,11 @@ class EngineLink:
     def _send(self, command: Any) -> None:
         assert self._socket is not None
         # Without a limit to what may wait in the socket, sending never blocks; its future is done at once.
-        self._socket.send(encode(command), zmq.NOBLOCK)
+        sent = asyncio.ensure_future(self._socket.send(encode(command), zmq.NOBLOCK))
+        # An engine that has just died takes nothing more: until its death is known here, `_gone` is still to come, and
+        # tells whoever waits.
+        with suppress(zmq.Again):
+            sent.result()
 
 
 def _error(kind: str, message: str) -> CoserveError:

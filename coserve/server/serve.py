@@ -42,6 +42,10 @@ class Watcher(Protocol):
         """Requests are answered from now on (told once)."""
         ...
 
+    def stopping(self, num_open: int, drain_s: float) -> None:
+        """A signal has come (told once): so many open requests are waited for, so long at most."""
+        ...
+
 
 class _Server(uvicorn.Server):
     """Leaves signals to `serve`."""
@@ -105,7 +109,9 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
     )
     try:
         with _signals() as signalled:
-            await _serve(server, listening, context, signalled, lambda: _announce(context, first, watcher, url))
+            await _serve(
+                server, listening, context, signalled, watcher, lambda: _announce(context, first, watcher, url)
+            )
     finally:
         listening.close()
         context.prompts.close()
@@ -116,6 +122,7 @@ async def _serve(
     listening: socket.socket,
     context: ServerContext,
     signalled: "_Signals",
+    watcher: Watcher,
     announce: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
     engine = asyncio.create_task(context.link.run())
@@ -129,6 +136,7 @@ async def _serve(
             starting.result()
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if signalled.first.is_set():
+            watcher.stopping(context.link.num_open, context.config.drain_s)
             await _drain(context, signalled)
     finally:
         await context.link.stop()

@@ -1,13 +1,15 @@
 """The server's settings, and the options that are made of them."""
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coserve.cli.main import main
 from coserve.cli.up import command
-from coserve.server.config import ServerConfig, bytes_of, seconds_of
+from coserve.server.config import ServerConfig, bytes_of, objective_of, seconds_of
 
 
 def test_options_are_the_fields_of_the_configuration():
@@ -33,6 +35,29 @@ def test_sizes(text: str, number: float):
 @pytest.mark.parametrize(("text", "number"), [("40ms", 0.04), ("2s", 2), ("0.5", 0.5), ("1min", 60), (".5 s", 0.5)])
 def test_durations(text: str, number: float):
     assert seconds_of(text) == pytest.approx(number)
+
+
+def test_an_objective_has_a_unit():
+    assert [objective_of(text) for text in ("40ms", "2s", ".5 S")] == pytest.approx([0.04, 2, 0.5])
+    for text, words in (
+        ("50", "'50' has no unit; give 50ms (which is 0.05s), or 50s"),
+        ("0.5", "0.5ms"),
+        ("x", "is no"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            objective_of(text)
+
+
+@pytest.mark.parametrize("option", ["--slo-ttft", "--slo-tpot"])
+@pytest.mark.parametrize("name", ["up", "demo"])
+def test_a_bare_number_is_no_objective(monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, option: str):
+    monkeypatch.setattr("sys.argv", ["coserve", name, option, "50"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert out == "" and err.count("\n") == 1
+    assert option in err and "give 50ms (which is 0.05s), or 50s" in err
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1s", "1 parsec", "1e3s", "s"])

@@ -1,6 +1,7 @@
 """The server's end of the engine: queues between its reports and answers, and what becomes of it."""
 
 import asyncio
+import gc
 
 import pytest
 import zmq
@@ -11,7 +12,7 @@ from coserve.engine.request import Chunk
 from coserve.engine.sampling import SamplingParams
 from coserve.errors import EngineGoneError, ModelError
 from coserve.server.engine_link import EngineLink, RequestStream
-from coserve.server.protocol import AddRequest, EngineSettings
+from coserve.server.protocol import AddRequest, CancelRequest, EngineSettings
 
 
 def make_stream(n: int = 1) -> RequestStream:
@@ -68,6 +69,21 @@ def test_an_engine_that_cannot_be_understood_is_ended():
         return await process.wait()
 
     assert asyncio.run(listen()) < 0
+
+
+def test_a_command_to_nobody_is_no_error():
+    async def send() -> list[str]:
+        link, unheard = EngineLink(SETTINGS), []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context["message"]))
+        link._socket = link._context.socket(zmq.PAIR)
+        link._socket.bind("inproc://nobody")
+        link._send(CancelRequest("r"))
+        gc.collect()
+        await asyncio.sleep(0)
+        link._context.destroy(linger=0)
+        return unheard
+
+    assert asyncio.run(send()) == []
 
 
 @pytest.mark.parametrize("was_ready", [False, True])

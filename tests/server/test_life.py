@@ -1,5 +1,6 @@
 """Starts, deaths and ends: of clients, of the engine, of the server."""
 
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from openai import OpenAI
 from served import Served, expected, is_alive, model_directory, serving, tokenizer
 
+from coserve.cli.up import stop_line
 from coserve.server.home import home_of_our_own
 
 LONG: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
@@ -102,6 +105,28 @@ def test_an_engine_that_dies_ends_streams_clearly_and_is_started_again(own: Serv
     assert "coserve_engine_deaths_total 1.0" in own.get("/metrics").text
 
 
+def test_what_is_sent_to_an_engine_that_has_just_died_is_refused_without_a_traceback():
+    body = json.dumps({"model": "small", "prompt": "x", "max_tokens": 2}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    with serving() as served, ExitStack() as stack:
+        stream = slow_stream(served.client())
+        # Connected before: they come between the engine's death and the moment when the server knows of it.
+        address = ("127.0.0.1", httpx.URL(served.url).port)
+        waiting = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(20)]
+        os.kill(served.engine_pid(), signal.SIGKILL)
+        for connection in waiting:
+            connection.sendall(request)
+            time.sleep(0.003)
+        assert {connection.recv(12) for connection in waiting} == {b"HTTP/1.1 503"}
+        with pytest.raises(openai.APIError, match="the engine died"):
+            list(stream)
+        served.wait_until(lambda: served.get("/ready").status_code == 200)
+    assert served.log.read_text().splitlines() == [
+        "ERROR coserve.server.engine_link: the engine has died; it is started again in 0.2 s"
+    ]
+
+
 def sockets_of_engines() -> set[Path]:
     return set(Path(os.environ.get("TMPDIR", "/tmp")).glob("coserve-*/engine"))
 
@@ -137,6 +162,36 @@ def test_a_signal_lets_streams_end_and_refuses_new_requests():
     assert not is_alive(engine)
     assert sockets_of_engines() <= before
     assert served.log.read_text() == ""
+
+
+def test_a_server_that_waits_says_so_and_a_second_signal_ends_the_waiting():
+    with serving() as served:
+        stream = slow_stream(served.client())
+        os.kill(served.process.pid, signal.SIGINT)
+        assert served.process.stdout is not None
+        line = served.process.stdout.readline()
+        assert line.startswith("coserve ends: it waits for 1 open request, 30 s at most (a second Ctrl-C: no longer),")
+        assert served.process.poll() is None
+        os.kill(served.process.pid, signal.SIGINT)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        assert served.process.wait(30) == 0
+        assert served.process.stdout.read() == served.log.read_text() == ""
+
+
+def test_a_server_that_nobody_reads_any_more_ends_in_good_order():
+    with serving() as served:
+        assert served.process.stdout is not None
+        os.dup2(os.open(os.devnull, os.O_RDONLY), served.process.stdout.fileno())  # the pipe has no reader any more
+        os.kill(served.process.pid, signal.SIGINT)
+        assert served.process.wait(30) == 0
+        assert served.log.read_text() == ""
+
+
+def test_the_line_at_the_end():
+    assert stop_line(3, 0.5).startswith("coserve ends: it waits for 3 open requests, 500 ms at most")
+    for nothing in (stop_line(0, 30.0), stop_line(3, 0.0)):
+        assert nothing == "coserve ends: running jobs are checkpointed, and go on at the next start"
 
 
 def test_streams_that_last_too_long_are_ended():
