@@ -1,14 +1,22 @@
 """Adapters in PEFT's format, loaded while the server runs, as vLLM's clients do."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
 from openai import OpenAI
-from served import Served, adapter_root, chat_tokens, expected, peft_model, tokenizer
+from served import Served, adapter_root, chat_tokens, expected, peft_model, serving, tokenizer
 
 from coserve.server.adapters import LoadedAdapters
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """Of these tests alone: they say what all the models are."""
+    with serving("--allow-adapter-paths", str(adapter_root())) as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)
