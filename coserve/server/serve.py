@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 # For answers that are whole, but not sent yet.
 _LAST_ANSWERS_S = 5
+# Longer than clients keep an idle connection (httpx: 5 s): one that is closed just as it is used again loses a request.
+_KEEP_ALIVE_S = 75
 _POLL_S = 0.05
 
 
@@ -104,6 +106,7 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=_LAST_ANSWERS_S,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             lifespan="off",
         )
     )

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from served import model_directory
@@ -162,10 +163,16 @@ def test_bad_examples_are_named_and_a_job_that_is_not_there_is_said(coserve, tmp
     assert status == 1 and "ftjob-nothing" in err and err.count("\n") == 1
 
 
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(served, many_examples):
     environment = {**os.environ, "COSERVE_URL": served.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "coserve", "tune", str(many_examples), "--epochs", "50", "--batch-size", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Whoever runs the tests in the background has SIGINT ignored, and so would the command.
+    with subprocess.Popen(command, env=environment, preexec_fn=_heed_interrupts, **pipes) as run:
         job = run.stdout.readline().split()[1]
         served.wait_until(lambda: "running" in served.get(f"/v1/fine_tuning/jobs/{job}").text)
         run.send_signal(signal.SIGINT)
