@@ -47,12 +47,15 @@ async def _client(http: httpx.AsyncClient, until_s: float, seed: int, seen: dict
         messages = [{"role": "user", "content": rng.choice(_QUESTIONS)}]
         body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": rng.choice((8, 24, 60))}
         ended = False
-        async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-            async for line in answer.aiter_lines():
-                ended |= line == "data: [DONE]"
-                if '"error"' in line:
-                    break
-        seen["answered" if ended and answer.status_code == 200 else "failed"] += 1
+        try:
+            async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    ended |= line == "data: [DONE]"
+                    if '"error"' in line:
+                        break
+        except httpx.HTTPError as error:  # a connection that was lost is a request that was lost
+            print(f"failed: {error!r}", flush=True)
+        seen["answered" if ended else "failed"] += 1
 
 
 async def _jobs(http: httpx.AsyncClient, file: str, until_s: float, seen: dict[str, int]) -> None:

@@ -123,7 +123,8 @@ class BackwardRun:
             gradients = {slot: self._gradients[name] for slot, name in node.outputs if name in self._gradients}
             added = [slot for slot in step.wanted if slot in rule.sums and node.input[slot] in self._gradients]
             for slot in added:
-                rule.vjp_onto(self._sum(node.input[slot]), slot, inputs, gradients, node.attribute)
+                total = self._sum(node.input[slot])
+                rule.vjp_onto(total, slot, inputs, gradients, node.attribute, self._context)
             wanted = [slot for slot in step.wanted if slot not in added]
             results = rule.vjp(wanted, inputs, gradients, node.attribute, self._context) if wanted else {}
             for slot, value in results.items():

@@ -307,11 +307,8 @@ class CpuAttention(AttentionKernel):
         dq = torch.empty_like(queries)
         with rounded_factors() if is_native(q) else nullcontext():
             for rows, seen in self._tiles(q, k, sliding_window, backward=True):
-                own, num_rows, num_keys = (
-                    slice(groups * rows.start, groups * rows.stop),
-                    rows.stop - rows.start,
-                    seen.stop - seen.start,
-                )
+                own = slice(groups * rows.start, groups * rows.stop)
+                num_rows, num_keys = rows.stop - rows.start, seen.stop - seen.start
                 probabilities = torch.baddbmm(less_lse[:, own], queries[:, own], keys[:, seen].mT, alpha=scale)
                 # Hidden are keys among the last `num_rows`, unless a sliding window hides early ones too.
                 slides = sliding_window is not None and num_keys > sliding_window

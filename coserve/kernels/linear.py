@@ -8,7 +8,7 @@ Which way is fastest depends on the device, the dtype and the number of rows; `b
   tile of the weight at a time, and multiply in float32.
 - Otherwise the choice is PyTorch's.
 
-In every case the sums are float32, and the result is rounded once.
+In every case the sums are float32, and a product is rounded once.
 """
 
 from collections.abc import Iterator, Sequence

@@ -318,6 +318,8 @@ def test_only_trained_rows_pass_the_head(monkeypatch):
     while not training.loss_done:
         training.run_loss(4)
     assert max(heads) <= 4 and sum(heads) == pack.num_trained == training.sums.num_trained
+    gradient = training._workspace["rows"]
+    assert not gradient[pack.targets == UNTRAINED].any() and gradient[pack.targets != UNTRAINED].any(1).all()
     untrained = make_pack([([5, 6, 7], [False] * 3)])
     nothing = TrainingPass(adapter, training_programs(adapter), untrained)
     nothing.finish_window(forward(adapter.backbone, [nothing.next_window(3)]))

@@ -91,9 +91,11 @@ class Operator(ABC):
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
     ) -> dict[str, Tensor]: ...
 
-    def vjp_onto(self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes) -> None:
+    def vjp_onto(
+        self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> None:
         """Add the gradient of one of the slots in `sums` to `total` in place."""
-        raise NotImplementedError
+        total += self.vjp((slot,), values, gradients, attributes, context)[slot]
 
     @abstractmethod
     def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:

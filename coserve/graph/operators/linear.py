@@ -65,7 +65,9 @@ class Linear(_Product):
             result["bias"] = dy.float().sum(0)
         return result
 
-    def vjp_onto(self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes) -> None:
+    def vjp_onto(
+        self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Any
+    ) -> None:
         add_input_gradient(total, gradients["y"], values["weight"])
 
 
