@@ -88,7 +88,9 @@ class Served:
         profiles.mkdir(exist_ok=True)
         if not (self.home / "profiles").exists():
             (self.home / "profiles").symlink_to(profiles)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        # Of its own, so that a test sees what this server leaves behind, and no other one's.
+        self.temporary = Path(mkdtemp(prefix="coserve-tmp-"))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TMPDIR": str(self.temporary)}
         root = str(Path(__file__).parents[1])
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log = self.home / "server.log"

@@ -127,14 +127,14 @@ def test_what_is_sent_to_an_engine_that_has_just_died_is_refused_without_a_trace
     ]
 
 
-def sockets_of_engines() -> set[Path]:
-    return set(Path(os.environ.get("TMPDIR", "/tmp")).glob("coserve-*/engine"))
+def left_behind(served: Served) -> list[Path]:
+    """Sockets between server and engine, and their directories."""
+    return sorted(served.temporary.glob("coserve-*"))
 
 
 def test_a_server_that_is_killed_leaves_no_engine():
-    before = sockets_of_engines()
     served = Served()
-    [made] = sockets_of_engines() - before or {None}
+    assert len(left_behind(served)) == 1
     engine = served.engine_pid()
     stream = slow_stream(served.client())
     served.process.kill()
@@ -142,13 +142,11 @@ def test_a_server_that_is_killed_leaves_no_engine():
     with pytest.raises((httpx.HTTPError, openai.APIError)):
         list(stream)
     served.wait_until(lambda: not is_alive(engine))
-    assert made is not None
-    served.wait_until(lambda: not made.parent.exists())
+    served.wait_until(lambda: not left_behind(served))
     served.stop()
 
 
 def test_a_signal_lets_streams_end_and_refuses_new_requests():
-    before = sockets_of_engines()
     served = Served()
     client, engine = served.client(), served.engine_pid()
     stream = slow_stream(client)
@@ -160,7 +158,7 @@ def test_a_signal_lets_streams_end_and_refuses_new_requests():
     assert reasons == ["length"] * 16
     assert served.stop() == 0
     assert not is_alive(engine)
-    assert sockets_of_engines() <= before
+    assert not left_behind(served)
     assert served.log.read_text() == ""
 
 
