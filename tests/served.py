@@ -83,11 +83,12 @@ class Served:
     def __init__(self, *options: str, home: Path | None = None, model: str | None = None) -> None:
         self._clients: dict[str, OpenAI] = {}
         self.home = home or Path(mkdtemp(prefix="coserve-home-"))
-        # What is measured of this machine is measured once for all servers of a test run.
-        profiles = Path(os.environ["COSERVE_HOME"]) / "profiles"
-        profiles.mkdir(exist_ok=True)
-        if not (self.home / "profiles").exists():
-            (self.home / "profiles").symlink_to(profiles)
+        # What is measured of this machine and compiled for it is made once for all servers of a test run.
+        for name in ("profiles", "kernels"):
+            shared = Path(os.environ["COSERVE_HOME"]) / name
+            shared.mkdir(exist_ok=True)
+            if not (self.home / name).exists():
+                (self.home / name).symlink_to(shared)
         # Of its own, so that a test sees what this server leaves behind, and no other one's.
         self.temporary = Path(mkdtemp(prefix="coserve-tmp-"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TMPDIR": str(self.temporary)}

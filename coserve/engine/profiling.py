@@ -22,6 +22,7 @@ import coserve
 from coserve.adapters.base import Adapter
 from coserve.adapters.lora import LoraConfig
 from coserve.engine.sampling import SamplingParams, SamplingRow, sample
+from coserve.kernels.cpu import library
 from coserve.memory.kv_cache import KvCache, kv_page_bytes
 from coserve.memory.pages import PagePool
 from coserve.models.backbone import Backbone
@@ -89,6 +90,7 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
         "torch": torch.__version__,
         "coserve": coserve.__version__,
         "code": _code(),
+        "kernels": "compiled" if backbone.device.type == "cpu" and library() is not None else "plain",
     }
 
 
@@ -96,8 +98,11 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
 def _code() -> str:
     """A digest of the code that is measured: while it is worked on, its version says too little."""
     digest = hashlib.sha256()
-    for path in sorted(Path(coserve.__file__).parent.glob("*/**/*.py")):
-        if path.relative_to(Path(coserve.__file__).parent).parts[0] in _MEASURED:
+    for path in sorted(Path(coserve.__file__).parent.glob("*/**/*.*")):
+        if (
+            path.suffix in (".py", ".cpp", ".h")
+            and path.relative_to(Path(coserve.__file__).parent).parts[0] in _MEASURED
+        ):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

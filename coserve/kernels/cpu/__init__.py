@@ -1,0 +1,112 @@
+"""Fused kernels for CPUs, in C++: compiled for this machine when they are first wanted, and kept on disk.
+
+PyTorch runs a small operation of many passes as that many operations; here they are one, on the threads that PyTorch
+has. Each kernel has a plain twin in PyTorch, which runs where these cannot: without g++, on other systems, or when the
+environment says `COSERVE_KERNELS=plain`. Both give the same results, to rounding.
+
+Callers (`coserve/kernels/*.py`) ask `library()`, and see to it that tensors are as a kernel wants them: contiguous
+unless it says otherwise.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent
+# Sums may be made in any order, and nobody reads error numbers; infinities and NaN stay what they are.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    "-Wl,--as-needed",  # of two OpenMP libraries only the one named first
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+)
+_COMPILE_S = 120.0
+# Arguments of each function: t a tensor's address, i an int64, d a double.
+_SIGNATURES = {
+    "attention_backward": "tttttttttiiiiiidi",
+}
+
+
+class Library:
+    """The compiled functions, by name; and what this CPU can do."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if it cannot be loaded."""
+        found = ctypes.CDLL(str(path))
+        kinds = {"t": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = [kinds[kind] for kind in arguments], None
+            setattr(self, name, function)
+        # Instructions for products of tiles of bfloat16 (AMX), which a process must ask the system for.
+        self.has_tiles = bool(found.request_tiles())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"there is no kernel {name}")
+
+
+@cache
+def library() -> Library | None:
+    """The kernels of this machine, compiled when this is first called; None where the plain twins must run."""
+    if os.environ.get("COSERVE_KERNELS") == "plain" or not sys.platform.startswith("linux"):
+        return None
+    openmp = _openmp()
+    if openmp is None:
+        _log.info("PyTorch has no OpenMP of GNU's here: the plain kernels run")
+        return None
+    try:
+        path = _directory() / f"{_identity(openmp)}.so"
+        if not path.exists():
+            _compile(path, openmp)
+        return Library(path)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        lines = [line for line in said if "error" in line] or said or [repr(error)]
+        _log.warning("the CPU kernels could not be compiled, so the slower plain ones run: %s", lines[0])
+        return None
+
+
+def _directory() -> Path:
+    return Path(os.environ.get("COSERVE_HOME") or "~/.coserve").expanduser() / "kernels"
+
+
+def _openmp() -> Path | None:
+    """PyTorch's own OpenMP library: with another one, threads of both would wait for each other's cores."""
+    package = Path(torch.__file__).parent
+    found = [*package.glob("lib/libgomp*.so*"), *package.parent.glob("torch.libs/libgomp*.so*")]
+    return found[0] if found else None
+
+
+def _identity(openmp: Path) -> str:
+    """What the compiled kernels depend on."""
+    digest = hashlib.sha256()
+    for path in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
+        digest.update(path.read_bytes())
+    processor = ""
+    with suppress(OSError):  # a home may be shared by machines
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    digest.update(repr((_FLAGS, str(openmp), processor)).encode())
+    return digest.hexdigest()[:24]
+
+
+def _compile(path: Path, openmp: Path) -> None:
+    _log.info("compiling the CPU kernels, once")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sources = [str(source) for source in sorted(_SOURCES.glob("*.cpp"))]
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        made = Path(directory) / path.name
+        objects = ["g++", *_FLAGS, *sources, str(openmp), "-o", str(made)]
+        subprocess.run(objects, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        made.replace(path)  # at once: another process may be doing the same

@@ -1,0 +1,63 @@
+// What the kernels share: bfloat16, exponentials, memory for a thread's work.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+typedef int64_t i64;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+static inline float widen(float x) { return x; }
+
+static inline float widen(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline void narrow(float x, float& out) { out = x; }
+
+// To the nearest, ties to even, as PyTorch rounds; a NaN stays one.
+static inline void narrow(float x, bf16& out) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    out.bits = uint16_t(x != x ? 0x7fc0 : rounded);
+}
+
+template <typename T>
+static inline float rounded(float x) {
+    T value;
+    narrow(x, value);
+    return widen(value);
+}
+
+static inline i64 round_up(i64 x, i64 to) { return (x + to - 1) / to * to; }
+
+// Memory that a thread uses again at its next call: taking it anew would cost as much as some kernels do.
+class Scratch {
+  public:
+    ~Scratch() { std::free(start_); }
+
+    // Aligned to a cache line, its content undefined.
+    char* take(size_t num_bytes) {
+        if (num_bytes > size_) {
+            std::free(start_);
+            size_ = round_up(num_bytes, 4096);
+            start_ = static_cast<char*>(std::aligned_alloc(4096, size_));
+        }
+        return start_;
+    }
+
+  private:
+    char* start_ = nullptr;
+    size_t size_ = 0;
+};

@@ -1,0 +1,125 @@
+"""The CPU's compiled kernels against their plain twins, and what happens where they cannot be compiled."""
+
+import logging
+
+import pytest
+import torch
+
+from coserve.kernels import cpu
+from coserve.kernels.attention import AmxAttention, CpuAttention, PlainAttention, attention_kernel
+
+KERNELS = cpu.library()
+needs_kernels = pytest.mark.skipif(KERNELS is None, reason="needs g++")
+needs_tiles = pytest.mark.skipif(KERNELS is None or not KERNELS.has_tiles, reason="needs g++ and AMX")
+
+
+@pytest.fixture
+def with_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def attention(n, m, num_heads, num_key_heads, width, sliding_window):
+    """Inputs of a backward pass, and its settings."""
+    torch.manual_seed(0)
+    q, grad = torch.randn(2, n, num_heads, width).bfloat16()
+    k, v = torch.randn(2, m, num_key_heads, width).bfloat16()
+    settings = {"scale": width**-0.5, "sliding_window": sliding_window}
+    return grad, q, k, v, *CpuAttention().forward(q, k, v, **settings), settings
+
+
+def reverse(kernel, grad, q, k, v, out, lse, settings):
+    """Gradients of q, k and v; what was in the sums before stays in them."""
+    dk, dv = torch.full(k.shape, 2.0), torch.full(v.shape, -1.0)
+    dq = kernel.backward(grad, q, k, v, out, lse, **settings, key_grads=dk, value_grads=dv)
+    return dq.float(), dk.sub_(2.0), dv.add_(1.0)
+
+
+@needs_tiles
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (300, 300, 6, 2, 64, None),  # several tiles, the last one in part
+        (128, 128, 4, 4, 32, None),  # one tile
+        (150, 500, 6, 3, 64, None),  # a window with keys before it
+        (33, 97, 2, 1, 96, None),
+        (5, 40, 3, 1, 64, 7),  # a sliding window within a tile
+        (300, 700, 4, 2, 128, 200),  # and over several
+        (2, 3, 1, 1, 32, None),
+    ],
+)
+def test_the_backward_pass_of_attention(with_threads, shape, num_threads):
+    *inputs, settings = attention(*shape)
+    plain = reverse(PlainAttention(), *(x.float() for x in inputs), settings)
+    with_threads(num_threads)
+    ours = reverse(AmxAttention(KERNELS), *inputs, settings)
+    for one, exact in zip(ours, plain, strict=True):
+        assert one.shape == exact.shape
+        # Probabilities and gradients of scores are rounded to bfloat16 on the way, 2e-3 of each.
+        assert (one - exact).norm() < 4e-3 * exact.norm()
+        torch.testing.assert_close(one, exact, atol=0.02 * float(exact.abs().max()), rtol=0.02)
+    again = reverse(AmxAttention(KERNELS), *inputs, settings)
+    assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
+
+
+@needs_tiles
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 32), (torch.bfloat16, 24)])
+def test_other_dtypes_and_widths_of_attention_take_the_other_way(dtype, width):
+    *inputs, settings = attention(9, 20, 4, 2, width, None)
+    inputs = [x.to(dtype) if x.dtype == torch.bfloat16 else x for x in inputs]
+    results = [reverse(kernel, *inputs, settings) for kernel in (CpuAttention(), AmxAttention(KERNELS))]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.fixture
+def afresh(monkeypatch, tmp_path):
+    """As in a process that has not asked for kernels yet, at a home of its own."""
+    monkeypatch.setenv("COSERVE_HOME", str(tmp_path))
+    cpu.library.cache_clear()
+    yield monkeypatch
+    cpu.library.cache_clear()
+
+
+@needs_kernels
+def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
+    assert cpu.library() is not None
+    [made] = (tmp_path / "kernels").iterdir()
+    cpu.library.cache_clear()
+    afresh.setattr(cpu.subprocess, "run", None)  # cannot be called
+    assert cpu.library() is not None
+    assert list((tmp_path / "kernels").iterdir()) == [made]
+
+
+@needs_kernels
+def test_kernels_are_those_of_this_processor_and_source(afresh):
+    openmp = cpu._openmp()
+    before = cpu._identity(openmp)
+    assert cpu._identity(openmp) == before
+    afresh.setattr(cpu, "_FLAGS", (*cpu._FLAGS, "-g"))
+    assert cpu._identity(openmp) != before
+
+
+def test_the_environment_may_ask_for_the_plain_kernels(afresh, tmp_path):
+    afresh.setenv("COSERVE_KERNELS", "plain")
+    assert cpu.library() is None
+    assert not list(tmp_path.iterdir())
+    assert type(attention_kernel(torch.device("cpu"))) is CpuAttention
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "a home that is a file"])
+def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, tmp_path, fault):
+    if cpu._openmp() is None:
+        pytest.skip("PyTorch has no OpenMP of GNU's")
+    if fault == "no compiler":
+        afresh.setenv("PATH", str(tmp_path))
+    elif fault == "a compiler that fails":
+        afresh.setattr(cpu, "_FLAGS", ("-no-such-flag",))
+    else:
+        afresh.setenv("COSERVE_HOME", __file__)
+    with caplog.at_level(logging.WARNING):
+        assert cpu.library() is None and cpu.library() is None
+    [record] = caplog.records
+    assert "the slower plain ones run" in record.message and "\n" not in record.message
+    assert type(attention_kernel(torch.device("cpu"))) is CpuAttention
