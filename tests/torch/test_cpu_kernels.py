@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from coserve.kernels import cpu
+from coserve.kernels import cpu, linear
 from coserve.kernels.attention import AmxAttention, CpuAttention, PlainAttention, attention_kernel
 
 KERNELS = cpu.library()
@@ -71,6 +71,37 @@ def test_other_dtypes_and_widths_of_attention_take_the_other_way(dtype, width):
     inputs = [x.to(dtype) if x.dtype == torch.bfloat16 else x for x in inputs]
     results = [reverse(kernel, *inputs, settings) for kernel in (CpuAttention(), AmxAttention(KERNELS))]
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@needs_tiles
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize(("inner", "outer"), [(32, 32), (96, 64), (576, 960), (1536, 544)])
+def test_products_of_few_rows(with_threads, inner, outer, num_threads):
+    torch.manual_seed(0)
+    with_threads(num_threads)
+    weight, bias = torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
+    wide = torch.randn(100, inner + 8).bfloat16()
+    for n in (1, 2, 15, 16, 17, 32, 33, 49, 64, 100):
+        x = wide[:n, 8:]  # rows of a wider tensor
+        exact = x.double() @ weight.double().T
+        whole = linear.tiled_product(KERNELS, x, weight)
+        torch.testing.assert_close(whole, exact.bfloat16(), atol=1e-3, rtol=2**-7)
+        with_bias = linear.tiled_product(KERNELS, x, weight, bias)
+        torch.testing.assert_close(with_bias, (exact + bias.double()).bfloat16(), atol=1e-3, rtol=2**-7)
+        assert torch.equal(linear.tiled_product(KERNELS, x[-1:], weight), whole[-1:]), "whatever other rows are there"
+
+
+@needs_tiles
+def test_products_that_the_kernel_is_not_for_go_the_other_way(monkeypatch):
+    monkeypatch.setattr(linear, "tiled_product", None)  # cannot be called
+    torch.manual_seed(0)
+    for n, inner, outer in ((4, 40, 64), (4, 64, 40), (0, 64, 64), (300, 64, 64)):
+        x, weight = torch.randn(n, inner).bfloat16(), torch.randn(outer, inner).bfloat16()
+        torch.testing.assert_close(linear.product(x, weight), (x.float() @ weight.float().T).bfloat16())
+    x, weight = torch.randn(4, 64).bfloat16(), torch.randn(64, 32).bfloat16().T
+    torch.testing.assert_close(linear.product(x, weight), (x.float() @ weight.float().T).bfloat16())
+    x, weight = torch.randn(4, 64), torch.randn(64, 64)
+    torch.testing.assert_close(linear.product(x, weight), x @ weight.T)
 
 
 @pytest.fixture

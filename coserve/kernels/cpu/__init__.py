@@ -34,7 +34,8 @@ _FLAGS = (
 _COMPILE_S = 120.0
 # Arguments of each function: t a tensor's address, i an int64, d a double.
 _SIGNATURES = {
-    "attention_backward": "tttttttttiiiiiidi",
+    "attention_backward": "ttttttttt iiiiii d i",
+    "product": "tittt iii i",
 }
 
 
@@ -47,7 +48,7 @@ class Library:
         kinds = {"t": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
         for name, arguments in _SIGNATURES.items():
             function = getattr(found, name)
-            function.argtypes, function.restype = [kinds[kind] for kind in arguments], None
+            function.argtypes, function.restype = [kinds[kind] for kind in arguments if kind != " "], None
             setattr(self, name, function)
         # Instructions for products of tiles of bfloat16 (AMX), which a process must ask the system for.
         self.has_tiles = bool(found.request_tiles())

@@ -5,11 +5,10 @@
 // products as they lie: S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, and dV += P^T dO, dK += dS^T Q, and
 // dQ^T += K^T dS^T.
 
-#include "common.h"
+#include "amx.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#ifdef HAS_TILES
 
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -20,71 +19,14 @@ namespace {
 const int TILE = 128;
 const float LOG2_E = 1.44269504f;
 
-// What was written before is in memory afterwards: the compiler does not know that tiles are read from there.
-inline void settle() { asm volatile("" ::: "memory"); }
-
-// All eight tile registers as 16 rows of 64 bytes, for the life of this object; oneDNN finds its own again afterwards.
-class Tiles {
-  public:
-    Tiles() {
-        _tile_storeconfig(before_);
-        settle();
-        alignas(64) struct {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {};
-            uint8_t num_rows[16] = {};
-        } ours;
-        for (int i = 0; i < 8; i++) ours.row_bytes[i] = 64, ours.num_rows[i] = 16;
-        settle();
-        _tile_loadconfig(&ours);
-        settle();
-    }
-    ~Tiles() {
-        settle();
-        _tile_loadconfig(before_);
-    }
-
-  private:
-    alignas(64) uint8_t before_[64];
-};
-
-// C = A B, or C += A B: A [rows, inner] by rows, B [inner / 2, columns, 2] by pairs of rows, C [rows, columns] float32.
-// All three are multiples of 32. The steps are from one row of A, one pair of rows of B, one row of C to the next, in
-// elements of each (in pairs for B).
+// C = A B, or C += A B, as `multiply` does for any multiples of 32.
 template <bool ADD>
 void product(int rows, int columns, int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c,
              i64 c_step) {
     settle();
     for (int i = 0; i < rows; i += 32)
-        for (int j = 0; j < columns; j += 32) {
-            float *upper = c + i * c_step + j, *lower = upper + 16 * c_step;
-            if (ADD) {
-                _tile_loadd(0, upper, c_step * 4);
-                _tile_loadd(1, upper + 16, c_step * 4);
-                _tile_loadd(2, lower, c_step * 4);
-                _tile_loadd(3, lower + 16, c_step * 4);
-            } else {
-                _tile_zero(0);
-                _tile_zero(1);
-                _tile_zero(2);
-                _tile_zero(3);
-            }
-            for (int k = 0; k < inner; k += 32) {
-                const bf16 *left = a + i * a_step + k, *right = b + (k / 2 * b_step + j) * 2;
-                _tile_loadd(4, left, a_step * 2);
-                _tile_loadd(6, right, b_step * 4);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, right + 32, b_step * 4);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, left + 16 * a_step, a_step * 2);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(0, upper, c_step * 4);
-            _tile_stored(1, upper + 16, c_step * 4);
-            _tile_stored(2, lower, c_step * 4);
-            _tile_stored(3, lower + 16, c_step * 4);
-        }
+        for (int j = 0; j < columns; j += 32)
+            multiply<32, ADD>(inner, a + i * a_step, a_step, b + j * 2, b_step, c + i * c_step + j, c_step);
     settle();
 }
 
@@ -104,19 +46,7 @@ inline __m512i count_by(int step) {
                               _mm512_set1_epi32(step));
 }
 
-inline __m512 load(const bf16* x) {
-    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-
 inline void store(bf16* x, __m256bh values) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), (__m256i)values); }
-
-// Two vectors of 16, the second behind the first -> one of the first of each, the second of each, and so on.
-inline __m512i interleaved(__m512i both) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(order, both);
-}
 
 // x [n, width] -> [padded / 2, width, 2], zeros behind n: a right factor of which x's rows are the inner dimension.
 void by_row_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* out) {

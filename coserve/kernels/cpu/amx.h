@@ -1,0 +1,114 @@
+// Products of tiles on AMX, and what they need: the tile registers, right factors in their order, transposition.
+#pragma once
+
+#include "common.h"
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define HAS_TILES
+
+#include <immintrin.h>
+
+// What was written before is in memory afterwards: the compiler does not know that tiles are read from there.
+inline void settle() { asm volatile("" ::: "memory"); }
+
+// All eight tile registers as 16 rows of 64 bytes, for the life of this object; oneDNN finds its own again afterwards.
+class Tiles {
+  public:
+    Tiles() {
+        _tile_storeconfig(before_);
+        settle();
+        alignas(64) struct {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t num_rows[16] = {};
+        } ours;
+        for (int i = 0; i < 8; i++) ours.row_bytes[i] = 64, ours.num_rows[i] = 16;
+        settle();
+        _tile_loadconfig(&ours);
+        settle();
+    }
+    ~Tiles() {
+        settle();
+        _tile_loadconfig(before_);
+    }
+
+  private:
+    alignas(64) uint8_t before_[64];
+};
+
+// C = A B, or C += A B: A [32, inner] by rows, B [inner / 2, columns, 2] by pairs of rows, C [32, columns] float32.
+// inner is a multiple of 32; columns are 32, or 16. The steps are from one row of A, one pair of rows of B, one row of
+// C to the next, in elements of each (in pairs for B).
+template <int COLUMNS, bool ADD>
+inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c, i64 c_step) {
+    float* lower = c + 16 * c_step;
+    if (ADD) {
+        _tile_loadd(0, c, c_step * 4);
+        _tile_loadd(2, lower, c_step * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(2);
+    }
+    if (COLUMNS == 32 && ADD) {
+        _tile_loadd(1, c + 16, c_step * 4);
+        _tile_loadd(3, lower + 16, c_step * 4);
+    } else if (COLUMNS == 32) {
+        _tile_zero(1);
+        _tile_zero(3);
+    }
+    for (int k = 0; k < inner; k += 32, a += 32, b += 32 * b_step) {
+        _tile_loadd(4, a, a_step * 2);
+        _tile_loadd(6, b, b_step * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        if (COLUMNS == 32) {
+            _tile_loadd(7, b + 32, b_step * 4);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        _tile_loadd(5, a + 16 * a_step, a_step * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        if (COLUMNS == 32) _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, c_step * 4);
+    _tile_stored(2, lower, c_step * 4);
+    if (COLUMNS == 32) {
+        _tile_stored(1, c + 16, c_step * 4);
+        _tile_stored(3, lower + 16, c_step * 4);
+    }
+}
+
+inline __m512 load(const bf16* x) {
+    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+// Two vectors of 16, the second behind the first -> one of the first of each, the second of each, and so on.
+inline __m512i interleaved(__m512i both) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, both);
+}
+
+// 16 rows of 16 elements of 32 bits -> their columns.
+inline void transpose(__m512i (&rows)[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 2; j++) {
+            t[8 * j + i] = _mm512_shuffle_i32x4(rows[8 * j + i], rows[8 * j + i + 4], 0x88);
+            t[8 * j + i + 4] = _mm512_shuffle_i32x4(rows[8 * j + i], rows[8 * j + i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+#endif
