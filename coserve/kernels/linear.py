@@ -3,8 +3,8 @@
 Which way is fastest depends on the device, the dtype and the number of rows; `benchmarks/products.py` measures it.
 
 - A CPU with instructions for bfloat16 (AMX, AVX-512): a weight as the left factor streams through once as it lies,
-  while a weight as the right factor is rearranged first; with few rows that is a third of the time. With AMX a kernel
-  of our own does it (`cpu/products.cpp`), in half to three quarters of what PyTorch's product then takes.
+  while a weight as the right factor is rearranged first; with few rows that is a third of the time. With AMX our own
+  kernels (`tiles.py`) take half to three quarters of what PyTorch's then takes.
 - A CPU that has no such instruction emulates them at a quarter of its float32 speed; there the wide functions convert a
   tile of the weight at a time, and multiply in float32.
 - Otherwise the choice is PyTorch's.
@@ -20,7 +20,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu import Library, library
+from coserve.kernels.tiles import add_from_low_rank, few_rows_product, low_rank_gradient, to_low_rank
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
 _TILE_ELEMENTS = 1 << 21
@@ -32,8 +32,6 @@ _ROUNDING = Lock()
 _FEW_ROWS = 48
 # The same for products by instructions for bfloat16.
 _FEW_BFLOAT16_ROWS = 24
-# The same for our own kernel.
-_MOST_TILED_ROWS = 128
 
 
 def stored(weight: Tensor) -> Tensor:
@@ -50,11 +48,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
     if _is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
         return wide_product(x, weight, bias)
-    if 0 < x.shape[0] <= _MOST_TILED_ROWS and is_native(x):
-        kernels = library()
-        if kernels is not None and kernels.has_tiles and _fits_tiles(x, weight):
-            return tiled_product(kernels, x, weight, bias)
-        if x.shape[0] < _FEW_BFLOAT16_ROWS:
+    if is_native(x):
+        narrow = to_low_rank(x, weight, transposed=True) if bias is None else None
+        y = few_rows_product(x, weight, bias) if narrow is None else narrow
+        if y is not None:
+            return y
+        if 0 < x.shape[0] < _FEW_BFLOAT16_ROWS:
             return left_product(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -63,7 +62,7 @@ def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
     """total += x W^T; x [n, in], weight [out, in], total [n, out]. Rounded once, unless bfloat16 is emulated."""
     if _is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
         total += wide_product(x, weight)
-    else:
+    elif not (is_native(x) and add_from_low_rank(total, x, weight, transposed=True)):
         total.addmm_(x, weight.T)
 
 
@@ -103,14 +102,15 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """dx = dy W; grad [n, out], weight [out, in] -> [n, in]."""
     if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
         return wide_input_gradient(grad, weight)
-    return grad @ weight
+    narrow = to_low_rank(grad, weight, transposed=False) if is_native(grad) else None
+    return grad @ weight if narrow is None else narrow
 
 
 def add_input_gradient(total: Tensor, grad: Tensor, weight: Tensor) -> None:
     """total += dy W; grad [n, out], weight [out, in], total [n, in]. Rounded once, unless bfloat16 is emulated."""
     if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
         total += wide_input_gradient(grad, weight)
-    else:
+    elif not (is_native(grad) and add_from_low_rank(total, grad, weight, transposed=False)):
         total.addmm_(grad, weight)
 
 
@@ -118,6 +118,11 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs nothing."""
     if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
         return wide_weight_gradient(grad, x)
+    if is_native(grad):
+        found = low_rank_gradient(grad, x, transposed=False)
+        found = low_rank_gradient(x, grad, transposed=True) if found is None else found
+        if found is not None:
+            return found
     return grad.T @ x
 
 
@@ -128,22 +133,6 @@ def left_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         return y[None]
     y = torch.mm(weight, x.T) if bias is None else torch.addmm(bias[:, None], weight, x.T)
     return torch.stack(y.unbind(1))  # half of what a transposed copy takes
-
-
-def tiled_product(kernels: Library, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product` of few rows in bfloat16 with a weight by rows, both of whose dimensions are multiples of 32."""
-    (n, inner), outer = x.shape, weight.shape[0]
-    y = torch.empty(n, outer, dtype=x.dtype)
-    kernels.product(
-        *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
-        *(n, inner, outer, torch.get_num_threads()),
-    )
-    return y
-
-
-def _fits_tiles(x: Tensor, weight: Tensor) -> bool:
-    outer, inner = weight.shape
-    return not (outer % 32 or inner % 32) and weight.is_contiguous() and x.stride(1) == 1
 
 
 def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

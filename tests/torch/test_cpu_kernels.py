@@ -1,11 +1,12 @@
 """The CPU's compiled kernels against their plain twins, and what happens where they cannot be compiled."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from coserve.kernels import cpu, linear
+from coserve.kernels import cpu, linear, tiles
 from coserve.kernels.attention import AmxAttention, CpuAttention, PlainAttention, attention_kernel
 
 KERNELS = cpu.library()
@@ -84,24 +85,61 @@ def test_products_of_few_rows(with_threads, inner, outer, num_threads):
     for n in (1, 2, 15, 16, 17, 32, 33, 49, 64, 100):
         x = wide[:n, 8:]  # rows of a wider tensor
         exact = x.double() @ weight.double().T
-        whole = linear.tiled_product(KERNELS, x, weight)
+        whole = tiles.few_rows_product(x, weight)
         torch.testing.assert_close(whole, exact.bfloat16(), atol=1e-3, rtol=2**-7)
-        with_bias = linear.tiled_product(KERNELS, x, weight, bias)
+        with_bias = tiles.few_rows_product(x, weight, bias)
         torch.testing.assert_close(with_bias, (exact + bias.double()).bfloat16(), atol=1e-3, rtol=2**-7)
-        assert torch.equal(linear.tiled_product(KERNELS, x[-1:], weight), whole[-1:]), "whatever other rows are there"
+        assert torch.equal(tiles.few_rows_product(x[-1:], weight), whole[-1:]), "whatever other rows are there"
 
 
 @needs_tiles
-def test_products_that_the_kernel_is_not_for_go_the_other_way(monkeypatch):
-    monkeypatch.setattr(linear, "tiled_product", None)  # cannot be called
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("n", "width", "rank"), [(1, 96, 4), (37, 96, 16), (160, 896, 16), (33, 128, 40), (512, 96, 64)]
+)
+def test_products_with_a_matrix_of_low_rank(with_threads, n, width, rank, num_threads):
     torch.manual_seed(0)
-    for n, inner, outer in ((4, 40, 64), (4, 64, 40), (0, 64, 64), (300, 64, 64)):
-        x, weight = torch.randn(n, inner).bfloat16(), torch.randn(outer, inner).bfloat16()
-        torch.testing.assert_close(linear.product(x, weight), (x.float() @ weight.float().T).bfloat16())
-    x, weight = torch.randn(4, 64).bfloat16(), torch.randn(64, 32).bfloat16().T
-    torch.testing.assert_close(linear.product(x, weight), (x.float() @ weight.float().T).bfloat16())
-    x, weight = torch.randn(4, 64), torch.randn(64, 64)
-    torch.testing.assert_close(linear.product(x, weight), x @ weight.T)
+    with_threads(num_threads)
+    x = torch.randn(n, width + 8).bfloat16()[:, :width]  # rows of a wider tensor
+    narrow, a, b = (torch.randn(shape).bfloat16() for shape in ((n, rank), (rank, width), (width, rank)))
+    for matrix, transposed in ((a, True), (b, False)):
+        exact = x.double() @ (matrix.T if transposed else matrix).double()
+        y = tiles.to_low_rank(x, matrix, transposed=transposed)
+        torch.testing.assert_close(y, exact.bfloat16(), atol=1e-3, rtol=2**-7)
+    for matrix, transposed in ((a, False), (b, True)):
+        total = torch.randn(n, width).bfloat16()
+        exact = total.double() + narrow.double() @ (matrix.T if transposed else matrix).double()
+        assert tiles.add_from_low_rank(total, narrow, matrix, transposed=transposed)
+        torch.testing.assert_close(total, exact.bfloat16(), atol=1e-3, rtol=2**-7)
+    exact = narrow.double().T @ x.double()
+    for transposed in (False, True):
+        grad = tiles.low_rank_gradient(narrow, x, transposed=transposed)
+        torch.testing.assert_close(grad, (exact.T if transposed else exact).float(), atol=1e-3, rtol=1e-4)
+
+
+@needs_tiles
+def test_products_that_the_kernels_are_not_for_go_the_other_way(monkeypatch):
+    monkeypatch.setattr(tiles, "library", lambda: SimpleNamespace(has_tiles=True))  # has no functions
+    torch.manual_seed(0)
+
+    def check(x, weight, grad):
+        exact = x.float() @ weight.float().T
+        total, back = torch.randn(exact.shape).to(x.dtype), torch.randn(x.shape).to(x.dtype)
+        expected = ((total.float() + exact), (back.float() + grad.float() @ weight.float()))
+        torch.testing.assert_close(linear.product(x, weight), exact.to(x.dtype))
+        torch.testing.assert_close(
+            linear.weight_gradient(grad, x).float(), grad.float().T @ x.float(), atol=0.1, rtol=0.02
+        )
+        linear.add_product(total, x, weight)
+        linear.add_input_gradient(back, grad, weight)
+        for one, other in zip((total, back), expected, strict=True):
+            torch.testing.assert_close(one, other.to(x.dtype))
+
+    for n, inner, outer in ((4, 72, 96), (4, 96, 72), (0, 96, 96), (300, 96, 96), (9, 16, 16), (9, 100, 16)):
+        check(*(torch.randn(shape).bfloat16() for shape in ((n, inner), (outer, inner), (n, outer))))
+    check(torch.randn(4, 96).bfloat16(), torch.randn(96, 96).bfloat16().T, torch.randn(4, 96).bfloat16())
+    check(torch.randn(4, 96), torch.randn(96, 96), torch.randn(4, 96))
+    check(torch.randn(4, 96), torch.randn(16, 96), torch.randn(4, 16))
 
 
 @pytest.fixture

@@ -36,6 +36,9 @@ _COMPILE_S = 120.0
 _SIGNATURES = {
     "attention_backward": "ttttttttt iiiiii d i",
     "product": "tittt iii i",
+    "to_low_rank": "titit iii i",
+    "from_low_rank": "titit iii i",
+    "low_rank_gradient": "tititi iii i",
 }
 
 

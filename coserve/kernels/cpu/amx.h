@@ -36,44 +36,42 @@ class Tiles {
     alignas(64) uint8_t before_[64];
 };
 
-// C = A B, or C += A B: A [32, inner] by rows, B [inner / 2, columns, 2] by pairs of rows, C [32, columns] float32.
-// inner is a multiple of 32; columns are 32, or 16. The steps are from one row of A, one pair of rows of B, one row of
-// C to the next, in elements of each (in pairs for B).
-template <int COLUMNS, bool ADD>
+// C = A B, or C += A B: A [ROWS, inner] by rows, B [inner / 2, COLUMNS, 2] by pairs of rows, C [ROWS, COLUMNS] float32.
+// ROWS and COLUMNS are 32 or 16, inner is a multiple of 32. The steps are from one row of A, one pair of rows of B, one
+// row of C to the next, in elements of each (in pairs for B).
+template <int ROWS, int COLUMNS, bool ADD>
 inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c, i64 c_step) {
+    const bool low = ROWS == 32, right = COLUMNS == 32;
     float* lower = c + 16 * c_step;
     if (ADD) {
         _tile_loadd(0, c, c_step * 4);
-        _tile_loadd(2, lower, c_step * 4);
+        if (right) _tile_loadd(1, c + 16, c_step * 4);
+        if (low) _tile_loadd(2, lower, c_step * 4);
+        if (low && right) _tile_loadd(3, lower + 16, c_step * 4);
     } else {
         _tile_zero(0);
-        _tile_zero(2);
-    }
-    if (COLUMNS == 32 && ADD) {
-        _tile_loadd(1, c + 16, c_step * 4);
-        _tile_loadd(3, lower + 16, c_step * 4);
-    } else if (COLUMNS == 32) {
-        _tile_zero(1);
-        _tile_zero(3);
+        if (right) _tile_zero(1);
+        if (low) _tile_zero(2);
+        if (low && right) _tile_zero(3);
     }
     for (int k = 0; k < inner; k += 32, a += 32, b += 32 * b_step) {
         _tile_loadd(4, a, a_step * 2);
         _tile_loadd(6, b, b_step * 4);
         _tile_dpbf16ps(0, 4, 6);
-        if (COLUMNS == 32) {
+        if (right) {
             _tile_loadd(7, b + 32, b_step * 4);
             _tile_dpbf16ps(1, 4, 7);
         }
-        _tile_loadd(5, a + 16 * a_step, a_step * 2);
-        _tile_dpbf16ps(2, 5, 6);
-        if (COLUMNS == 32) _tile_dpbf16ps(3, 5, 7);
+        if (low) {
+            _tile_loadd(5, a + 16 * a_step, a_step * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            if (right) _tile_dpbf16ps(3, 5, 7);
+        }
     }
     _tile_stored(0, c, c_step * 4);
-    _tile_stored(2, lower, c_step * 4);
-    if (COLUMNS == 32) {
-        _tile_stored(1, c + 16, c_step * 4);
-        _tile_stored(3, lower + 16, c_step * 4);
-    }
+    if (right) _tile_stored(1, c + 16, c_step * 4);
+    if (low) _tile_stored(2, lower, c_step * 4);
+    if (low && right) _tile_stored(3, lower + 16, c_step * 4);
 }
 
 inline __m512 load(const bf16* x) {

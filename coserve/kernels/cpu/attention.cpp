@@ -26,7 +26,7 @@ void product(int rows, int columns, int inner, const bf16* a, i64 a_step, const 
     settle();
     for (int i = 0; i < rows; i += 32)
         for (int j = 0; j < columns; j += 32)
-            multiply<32, ADD>(inner, a + i * a_step, a_step, b + j * 2, b_step, c + i * c_step + j, c_step);
+            multiply<32, 32, ADD>(inner, a + i * a_step, a_step, b + j * 2, b_step, c + i * c_step + j, c_step);
     settle();
 }
 

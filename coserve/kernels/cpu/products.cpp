@@ -78,7 +78,7 @@ extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf1
             for (i64 block = 0; block < panel.padded(); block += 32) {
                 const int width = panel.width(block);
                 settle();
-                auto run = width == 32 ? multiply<32, false> : multiply<16, false>;
+                auto run = width == 32 ? multiply<32, 32, false> : multiply<32, 16, false>;
                 run(int(inner), weight + strip * STRIP * inner, inner, panel.at(block), width, sums, width);
                 settle();
                 for (i64 row = block; row < std::min(n, block + 32); row += 16)

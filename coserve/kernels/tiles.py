@@ -1,0 +1,99 @@
+"""Products on AMX by kernels of our own (`cpu/products.cpp`, `cpu/low_rank.cpp`): bfloat16, with float32 sums that are
+rounded once.
+
+Two cases, in which a library's product takes several times what reading the tensors once would take: few rows with a
+large weight, and a matrix of low rank, such as a LoRA's (A [rank, width], B [width, rank]) with any number of rows.
+
+Each function gives None, or False, when it is not for these tensors, or where there is no AMX.
+"""
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.cpu import Library, library
+
+# Up to how many rows our product is the faster one; `benchmarks/products.py` measures it.
+_MOST_ROWS = 128
+_MOST_RANK = 64
+# Elements of the wide tensor below which a second thread takes longer to begin than it helps.
+_ONE_THREAD_ELEMENTS = 1 << 13
+
+
+def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """x W^T + b: x [n, in] of at most 128 rows, weight [out, in] -> [n, out]; in and out are multiples of 32."""
+    (n, inner), outer = x.shape, weight.shape[0]
+    if not 0 < n <= _MOST_ROWS or inner % 32 or outer % 32 or not weight.is_contiguous():
+        return None
+    if (kernels := _kernels(x)) is None:
+        return None
+    y = torch.empty(n, outer, dtype=x.dtype)
+    kernels.product(
+        *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
+        *(n, inner, outer, torch.get_num_threads()),
+    )
+    return y
+
+
+def to_low_rank(x: Tensor, matrix: Tensor, *, transposed: bool) -> Tensor | None:
+    """x M: x [n, width], M [width, rank], given as its transpose or not -> [n, rank]."""
+    n, width = x.shape
+    rank = matrix.shape[0] if transposed else matrix.shape[1]
+    kernels = _low_rank_kernels(x, matrix, width, rank)
+    if kernels is None or not n:
+        return None
+    y = torch.empty(n, rank, dtype=x.dtype)
+    kernels.to_low_rank(
+        *(x.data_ptr(), x.stride(0), matrix.data_ptr(), transposed, y.data_ptr()),
+        *(n, width, rank, _num_threads(n * width)),
+    )
+    return y
+
+
+def add_from_low_rank(total: Tensor, x: Tensor, matrix: Tensor, *, transposed: bool) -> bool:
+    """total += x M: total [n, width], x [n, rank], M [rank, width], given as its transpose or not; whether it did."""
+    n, width = total.shape
+    rank = x.shape[1]
+    kernels = _low_rank_kernels(x, matrix, width, rank)
+    if kernels is None or not total.is_contiguous():
+        return False
+    kernels.from_low_rank(
+        *(x.data_ptr(), x.stride(0), matrix.data_ptr(), transposed, total.data_ptr()),
+        *(n, width, rank, _num_threads(n * width)),
+    )
+    return True
+
+
+def low_rank_gradient(narrow: Tensor, wide: Tensor, *, transposed: bool) -> Tensor | None:
+    """narrow^T wide, or its transpose: narrow [n, rank], wide [n, width] -> float32 [rank, width] or [width, rank]."""
+    (n, rank), width = narrow.shape, wide.shape[1]
+    kernels = _low_rank_kernels(narrow, wide, width, rank)
+    if kernels is None:
+        return None
+    grad = torch.empty((width, rank) if transposed else (rank, width), dtype=torch.float32)
+    kernels.low_rank_gradient(
+        *(narrow.data_ptr(), narrow.stride(0), wide.data_ptr(), wide.stride(0), grad.data_ptr(), transposed),
+        *(n, width, rank, _num_threads(n * width)),
+    )
+    return grad
+
+
+def _low_rank_kernels(x: Tensor, matrix: Tensor, width: int, rank: int) -> Library | None:
+    if not 0 < rank <= _MOST_RANK or width <= _MOST_RANK or width % 32 or not _by_rows(matrix):
+        return None
+    return _kernels(x)
+
+
+def _kernels(x: Tensor) -> Library | None:
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not _by_rows(x):
+        return None
+    kernels = library()
+    return kernels if kernels is not None and kernels.has_tiles else None
+
+
+def _by_rows(x: Tensor) -> bool:
+    """Whether the elements of a row are neighbours."""
+    return x.stride(1) == 1
+
+
+def _num_threads(num_elements: int) -> int:
+    return 1 if num_elements <= _ONE_THREAD_ELEMENTS else torch.get_num_threads()
