@@ -35,6 +35,8 @@ _COMPILE_S = 120.0
 # Arguments of each function: t a tensor's address, i an int64, d a double.
 _SIGNATURES = {
     "attention_backward": "tttttttttiiiiiidi",
+    "paged_attention_bfloat16": "ttttttttiiiiiiidi",
+    "paged_attention_float32": "ttttttttiiiiiiidi",
 }
 
 
