@@ -27,7 +27,7 @@ const int MOST_HEADS = 8;  // query heads at once
 const int AHEAD = 24;  // by how many keys they are asked for before they are read
 const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 // Bytes of keys and values that are read sooner than another thread is woken.
-const i64 BYTES_PER_THREAD = 32 << 10;
+const i64 BYTES_PER_THREAD = 64 << 10;
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
@@ -165,8 +165,8 @@ class Worker {
         }
     }
 
-    // Ask for what will soon be read: pages lie far apart, which the CPU does not foresee. (GCC drops calls of a function
-    // that does only this, unless it is made part of the caller.)
+    // Ask for what will soon be read: pages lie far apart, which the CPU does not foresee. (GCC drops calls of a
+    // function that does only this, unless it is made part of the caller.)
     [[gnu::always_inline]] void fetch(int row, i64 column, int width) const {
         if (row >= num_rows_) return;
         for (int i = 0; i < width; i += 64 / int(sizeof(T))) __builtin_prefetch(rows_[row] + column + i);
@@ -319,7 +319,8 @@ void attend(const Problem<T>& p, i64 num_threads) {
             while (share(before + first * size) < thread) first++;
             while (share(before + (end - 1) * size) > thread) end--;
             const i64 at = c * per_chunk;
-            const Chunk* next = share((keys_before[c] + size) * heads) == thread && c + 1 < count ? &chunks[c + 1] : nullptr;
+            const bool goes_on = c + 1 < count && share((keys_before[c] + size) * heads) == thread;
+            const Chunk* next = goes_on ? &chunks[c + 1] : nullptr;
             worker.attend(chunks[c], next, first, end, {all.values + at * p.width, all.largest + at, all.weights + at});
         }
     };
