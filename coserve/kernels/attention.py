@@ -4,17 +4,19 @@ Shapes: n query rows, m keys, Hq query heads, Hkv key heads (Hq is a multiple of
 The n queries are the last n positions of the m keys: query i sees keys j <= m - n + i, and with a sliding window of w
 only the last w of those.
 
-`PlainAttention` is the reference, in float32, on any device. `CpuAttention` is for CPUs, of PyTorch's operations, and
-`AmxAttention` has a kernel of its own for the backward pass. All
-follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one
+`PlainAttention` is the reference, in float32, on any device. `CpuAttention` is for CPUs, of PyTorch's operations;
+`CompiledAttention` has a kernel of its own for rows whose keys lie in pages, and `AmxAttention` one for the backward
+pass too. All follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one
 log-sum-exp per query and head, and the backward pass rebuilds the probabilities from them. Both cut a run into tiles of
 query rows, each with the keys that it can see, so that scores or masks of n × m elements never exist.
 """
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -38,11 +40,46 @@ class PageTable:
     """
 
     def __init__(self, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device) -> None:
+        self._rows, self._device = pages, device
         self.lengths = tuple(lengths)
-        self.width = max(len(row) for row in pages)
+
+    @cached_property
+    def flat(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All rows' pages one behind another, where each row's begin there, and the lengths; int64."""
+        numbers = array("q", chain.from_iterable(self._rows))
+        starts = list(accumulate(map(len, self._rows), initial=0))[:-1]
+        return (
+            torch.frombuffer(numbers, dtype=torch.int64).to(self._device),
+            torch.tensor(starts, device=self._device),
+            torch.tensor(self.lengths, device=self._device),
+        )
+
+    @cached_property
+    def parts(self) -> list[tuple[Tensor | slice, "_GatheredRows"]]:
+        """All rows, in parts of which each can be gathered without filling up much: of numbers of pages that are alike
+        (to a factor of two).
+        """
+        sizes: dict[int, list[int]] = {}
+        for row, pages in enumerate(self._rows):
+            sizes.setdefault(len(pages).bit_length(), []).append(row)
+        return [
+            (
+                slice(None) if len(sizes) == 1 else torch.tensor(rows, device=self._device),
+                _GatheredRows([self._rows[i] for i in rows], [self.lengths[i] for i in rows], self._device),
+            )
+            for rows in sizes.values()
+        ]
+
+
+class _GatheredRows:
+    """Rows of a page table, for kernels that want their keys in one piece."""
+
+    def __init__(self, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = tuple(lengths)
+        width = max(len(row) for row in pages)
         # int64 [n * width], filled up with pages of the row's own
-        filled = [[*row, *[row[0]] * (self.width - len(row))] for row in pages]
-        self.pages = torch.tensor(filled, device=device).flatten()
+        filled = [[*row, *[row[0]] * (width - len(row))] for row in pages]
+        self._pages = torch.tensor(filled, device=device).flatten()
         self._gathered: Tensor | None = None
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
 
@@ -51,11 +88,11 @@ class PageTable:
         until the next call.
         """
         # The layers of a step use the same memory: taking it anew for each costs more than filling it.
-        shape = (2, self.pages.shape[0], *keys.shape[1:])
+        shape = (2, self._pages.shape[0], *keys.shape[1:])
         if self._gathered is None or self._gathered.shape != shape or self._gathered.dtype != keys.dtype:
             self._gathered = torch.empty(shape, dtype=keys.dtype, device=keys.device)
         for pages, out in zip((keys, values), self._gathered, strict=True):
-            torch.index_select(pages, 0, self.pages, out=out)
+            torch.index_select(pages, 0, self._pages, out=out)
         found = self._gathered.view(2, len(self.lengths), -1, keys.shape[2])
         return found[0], found[1]
 
@@ -63,8 +100,8 @@ class PageTable:
         """0 where a row sees a gathered key and -inf elsewhere, [n, 1, 1, num_keys]; the layers of a step share it."""
         key = num_keys, sliding_window, dtype
         if key not in self._masks:
-            lengths = torch.tensor(self.lengths, device=self.pages.device)[:, None]
-            position = torch.arange(num_keys, device=self.pages.device)
+            lengths = torch.tensor(self.lengths, device=self._pages.device)[:, None]
+            position = torch.arange(num_keys, device=self._pages.device)
             hidden = position >= lengths
             if sliding_window is not None:
                 hidden |= position < lengths - sliding_window
@@ -94,6 +131,18 @@ class AttentionKernel(ABC):
         self, q: Tensor, keys: Tensor, values: Tensor, table: PageTable, *, scale: float, sliding_window: int | None
     ) -> tuple[Tensor, Tensor]:
         """`forward` for rows of n sequences: q [n, Hq, D], keys and values [num_pages, block_tokens, Hkv * D]."""
+        if len(table.parts) == 1:
+            return self._forward_gathered(q, keys, values, table.parts[0][1], scale, sliding_window)
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for rows, part in table.parts:
+            out[rows], lse[rows] = self._forward_gathered(q[rows], keys, values, part, scale, sliding_window)
+        return out, lse
+
+    def _forward_gathered(
+        self, q: Tensor, keys: Tensor, values: Tensor, rows: _GatheredRows, scale: float, sliding_window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """`forward_paged` for rows that are gathered together; here, one by one."""
+        k, v = rows.gather(keys, values)
         parts = [
             self.forward(
                 q[i : i + 1],
@@ -101,8 +150,7 @@ class AttentionKernel(ABC):
                 scale=scale,
                 sliding_window=sliding_window,
             )
-            for k, v in [table.gather(keys, values)]
-            for i, length in enumerate(table.lengths)
+            for i, length in enumerate(rows.lengths)
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
@@ -248,8 +296,8 @@ class CpuAttention(AttentionKernel):
     def _backward_rows(self, n: int, m: int, num_heads: int, span: int, sliding_window: int | None) -> int:
         return max(_MIN_BACKWARD_ROWS, _CACHED_TILE_ELEMENTS // (num_heads * span))
 
-    def forward_paged(
-        self, q: Tensor, keys: Tensor, values: Tensor, table: PageTable, *, scale: float, sliding_window: int | None
+    def _forward_gathered(
+        self, q: Tensor, keys: Tensor, values: Tensor, rows: _GatheredRows, scale: float, sliding_window: int | None
     ) -> tuple[Tensor, Tensor]:
         """All rows in one call; the query heads of a key head stand as its rows, so that each key is read once.
 
@@ -257,10 +305,10 @@ class CpuAttention(AttentionKernel):
         the same in any company, each runs alone.
         """
         if q.dtype == torch.float32:
-            return super().forward_paged(q, keys, values, table, scale=scale, sliding_window=sliding_window)
+            return super()._forward_gathered(q, keys, values, rows, scale, sliding_window)
         n, num_heads, width = q.shape
-        k, v = (x.view(n, x.shape[1], -1, width).transpose(1, 2) for x in table.gather(keys, values))
-        mask = table.mask(k.shape[2], sliding_window, q.dtype)
+        k, v = (x.view(n, x.shape[1], -1, width).transpose(1, 2) for x in rows.gather(keys, values))
+        mask = rows.mask(k.shape[2], sliding_window, q.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.reshape(n, k.shape[1], -1, width), k, v, 0.0, False, attn_mask=mask, scale=scale
         )
@@ -326,11 +374,44 @@ class CpuAttention(AttentionKernel):
         return dq.mul_(scale).view(-1, n, groups, width).transpose(0, 1).reshape(q.shape).to(q.dtype)
 
 
-class AmxAttention(CpuAttention):
-    """In bfloat16 the backward pass is one kernel (`cpu/attention.cpp`), a fifth of the time; for CPUs with AMX."""
+class CompiledAttention(CpuAttention):
+    """Rows whose keys lie in pages read them there (`cpu/paged_attention.cpp`), and a row's result is the same in any
+    company.
+    """
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
+        self._forward_paged = {
+            torch.bfloat16: kernels.paged_attention_bfloat16,
+            torch.float32: kernels.paged_attention_float32,
+        }
+
+    def forward_paged(
+        self, q: Tensor, keys: Tensor, values: Tensor, table: PageTable, *, scale: float, sliding_window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        (n, num_heads, width), (_, block_tokens, row_width) = q.shape, keys.shape
+        page_step, *within = keys.stride()
+        if (
+            (kernel := self._forward_paged.get(q.dtype)) is None
+            or width % 16
+            or within != [row_width, 1]
+            or values.stride() != keys.stride()
+        ):
+            return super().forward_paged(q, keys, values, table, scale=scale, sliding_window=sliding_window)
+        q = q.contiguous()
+        out, lse = torch.empty_like(q), torch.empty(n, num_heads)
+        pages, starts, lengths = table.flat
+        kernel(
+            *(q.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(pages.data_ptr(), starts.data_ptr(), lengths.data_ptr(), out.data_ptr(), lse.data_ptr()),
+            *(n, num_heads, row_width // width, width, block_tokens, page_step),
+            *(sliding_window or 0, scale, torch.get_num_threads()),
+        )
+        return out, lse
+
+
+class AmxAttention(CompiledAttention):
+    """In bfloat16 the backward pass is one kernel (`cpu/attention.cpp`), a fifth of the time; for CPUs with AMX."""
 
     def backward(
         self,
@@ -392,4 +473,6 @@ def attention_kernel(device: torch.device) -> AttentionKernel:
     if device.type != "cpu":
         return PlainAttention()
     kernels = library()
-    return AmxAttention(kernels) if kernels is not None and kernels.has_tiles else CpuAttention()
+    if kernels is None:
+        return CpuAttention()
+    return AmxAttention(kernels) if kernels.has_tiles else CompiledAttention(kernels)

@@ -198,18 +198,7 @@ class _LastRows(Span):
         self.tokens, self.positions = (torch.cat([getattr(s, name) for s in spans]) for name in ("tokens", "positions"))
         self._cache, self._spans = cache, spans
         self._place = [torch.cat(parts) for parts in zip(*(span.place for span in spans), strict=True)]
-        # Rows whose numbers of pages are alike (to a factor of two) share a table.
-        sizes: dict[int, list[int]] = {}
-        for row, span in enumerate(spans):
-            sizes.setdefault(cache.num_pages(span.end).bit_length(), []).append(row)
-        device = cache.backbone.device
-        self._tables = [
-            (
-                slice(0, len(spans)) if len(sizes) == 1 else torch.tensor(rows, device=device),
-                PageTable([spans[i].pages for i in rows], [spans[i].end for i in rows], device),
-            )
-            for rows in sizes.values()
-        ]
+        self._table = PageTable([s.pages for s in spans], [s.end for s in spans], cache.backbone.device)
 
     def keep(self, part: Part) -> Keep:
         for span in self._spans:
@@ -218,7 +207,7 @@ class _LastRows(Span):
 
     def segments(self, layer: int) -> Sequence[PagedSegment]:
         keys, values = self._cache.pages[layer]
-        return [PagedSegment(rows=rows, keys=keys, values=values, table=table) for rows, table in self._tables]
+        return [PagedSegment(rows=slice(0, len(self._spans)), keys=keys, values=values, table=self._table)]
 
 
 def _keep(cache: KvCache, part: Part, pages: Tensor, offsets: Tensor) -> Keep:

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from coserve.kernels import cpu, linear, tiles
-from coserve.kernels.attention import AmxAttention, CpuAttention, PlainAttention, attention_kernel
+from coserve.kernels.attention import (
+    AmxAttention,
+    CompiledAttention,
+    CpuAttention,
+    PageTable,
+    PlainAttention,
+    attention_kernel,
+)
 
 KERNELS = cpu.library()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="needs g++")
@@ -140,6 +147,85 @@ def test_products_that_the_kernels_are_not_for_go_the_other_way(monkeypatch):
     check(torch.randn(4, 96).bfloat16(), torch.randn(96, 96).bfloat16().T, torch.randn(4, 96).bfloat16())
     check(torch.randn(4, 96), torch.randn(96, 96), torch.randn(4, 96))
     check(torch.randn(4, 96), torch.randn(16, 96), torch.randn(4, 16))
+
+
+def paged(lengths, num_heads, num_key_heads, width, block_tokens, dtype):
+    """Rows' queries, the pages in which their keys lie, and where. What is not theirs is NaN."""
+    torch.manual_seed(0)
+    counts = [-(-length // block_tokens) for length in lengths]
+    numbers = iter(torch.randperm(sum(counts) + 1).tolist())
+    pages = [[next(numbers) for _ in range(count)] for count in counts]
+    # As in a cache of three layers: a layer's keys and values lie between those of others.
+    pool = torch.full((sum(counts) + 1, 3, 2, block_tokens, num_key_heads * width), float("nan"))
+    for row, length in zip(pages, lengths, strict=True):
+        own = torch.randn(length, 2, num_key_heads * width)
+        for page, part in zip(row, own.split(block_tokens), strict=True):
+            pool[page, 1, :, : len(part)] = part.transpose(0, 1)
+    keys, values = pool.to(dtype)[:, 1].unbind(1)
+    return torch.randn(len(lengths), num_heads, width).to(dtype), keys, values, pages
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("sliding_window", [None, 1, 130])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ((300, 1, 17, 128, 129), 6, 2, 64, 16),
+        ((5000, 3), 9, 3, 16, 16),  # one row is nearly all the work
+        ((700,), 14, 2, 48, 5),
+        ((40, 260), 11, 1, 32, 3),  # more query heads of a key head than go together
+        ((90, 513), 4, 4, 80, 7),
+        ((33,), 8, 2, 128, 32),
+    ],
+)
+def test_attention_reads_keys_in_their_pages(with_threads, shape, sliding_window, num_threads, dtype):
+    lengths, num_heads, num_key_heads, width, _ = shape
+    q, keys, values, pages = paged(*shape, dtype)
+    settings = {"scale": 1.5 * width**-0.5, "sliding_window": sliding_window}
+    with_threads(num_threads)
+    kernel = CompiledAttention(KERNELS)
+    out, lse = kernel.forward_paged(q, keys, values, PageTable(pages, lengths, q.device), **settings)
+    assert out.shape == q.shape and out.dtype == dtype and lse.dtype == torch.float32
+    for i, (row, length) in enumerate(zip(pages, lengths, strict=True)):
+        own = [x[row].flatten(0, 1)[:length].view(length, num_key_heads, width).double() for x in (keys, values)]
+        k, v = (x[-(sliding_window or length) :].repeat_interleave(num_heads // num_key_heads, 1) for x in own)
+        scores = torch.einsum("hd,khd->hk", q[i].double(), k) * settings["scale"]
+        exact = torch.einsum("hk,khd->hd", scores.softmax(-1), v)
+        tolerance = 3e-6 if dtype == torch.float32 else 4e-3  # bfloat16: of rounding what comes out
+        torch.testing.assert_close(out[i].double(), exact, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse[i].double(), scores.logsumexp(-1), atol=3e-6, rtol=3e-6)
+        # Neither the company nor the number of threads changes a bit of it.
+        with_threads(1)
+        alone = kernel.forward_paged(q[i : i + 1], keys, values, PageTable([row], [length], q.device), **settings)
+        with_threads(num_threads)
+        assert torch.equal(alone[0][0], out[i]) and torch.equal(alone[1][0], lse[i])
+
+
+@needs_kernels
+def test_what_is_not_finite_among_the_keys_stays_so():
+    q, keys, values, pages = paged((50,), 2, 1, 16, 16, torch.float32)
+    keys[pages[0][1], 3] = float("nan")
+    table = PageTable(pages, (50,), q.device)
+    out, lse = CompiledAttention(KERNELS).forward_paged(q, keys, values, table, scale=1.0, sliding_window=None)
+    assert out.isnan().all() and lse.isnan().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", ["float16", "width", "strides"])
+def test_other_pages_are_gathered(case):
+    dtype = torch.float16 if case == "float16" else torch.bfloat16
+    lengths = (20, 7)
+    q, keys, values, pages = paged(lengths, 4, 2, 24 if case == "width" else 32, 16, dtype)
+    keys, values = keys.nan_to_num(), values.nan_to_num()
+    if case == "strides":
+        keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    table, settings = PageTable(pages, lengths, q.device), {"scale": 0.2, "sliding_window": None}
+    results = [
+        x.forward_paged(q, keys, values, table, **settings) for x in (CpuAttention(), CompiledAttention(KERNELS))
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.fixture

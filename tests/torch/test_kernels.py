@@ -186,13 +186,14 @@ def test_wide_products_of_bfloat16_are_the_plain_ones(rows, tile, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_whose_keys_lie_in_pages(sliding_window, dtype):
     torch.manual_seed(0)
+    # Rows of few pages and of several are gathered apart.
     pages, lengths, block, heads, width = ((3, 1, 6), (5,), (0, 2)), (11, 2, 8), 4, 2, 16
     q = torch.randn(3, 6, width).to(dtype)
     k, v = (torch.randn(7, block, heads * width).to(dtype) for _ in range(2))
     settings = {"scale": 0.3, "sliding_window": sliding_window}
     table = PageTable(pages, lengths, q.device)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for kernel in (PlainAttention(), CpuAttention()):
+    for kernel in (PlainAttention(), CpuAttention(), attention_kernel(q.device)):
         out, lse = kernel.forward_paged(q, k, v, table, **settings)
         assert out.shape == q.shape and out.dtype == dtype and lse.dtype == torch.float32
         for i, (numbers, length) in enumerate(zip(pages, lengths, strict=True)):

@@ -44,19 +44,17 @@ class Segment:
 class PagedSegment:
     """Rows that are each the last of a sequence of its own, whose keys lie in pages. They run forward only.
 
-    rows: int64 [n], or a run of n. keys, values: [num_pages, block_tokens, Hkv * D].
+    keys, values: [num_pages, block_tokens, Hkv * D].
     """
 
-    rows: Tensor | slice
+    rows: slice
     keys: Tensor
     values: Tensor
     table: PageTable
 
     def moved(self, start: int) -> "PagedSegment":
         """The segment, when its rows stand `start` further."""
-        if isinstance(self.rows, slice):
-            return replace(self, rows=slice(start + self.rows.start, start + self.rows.stop))
-        return replace(self, rows=self.rows + start)
+        return replace(self, rows=slice(start + self.rows.start, start + self.rows.stop))
 
     def attend(self, kernel: AttentionKernel, q: Tensor, attributes: Attributes) -> tuple[Tensor, Tensor]:
         """Attention of its rows: q [n, Hq, D] -> output [n, Hq, D], log-sum-exp [n, Hq]."""

@@ -39,6 +39,8 @@ _SIGNATURES = {
     "to_low_rank": "titit iii i",
     "from_low_rank": "titit iii i",
     "low_rank_gradient": "tititi iii i",
+    "paged_attention_bfloat16": "tttttttt iiiiiii d i",
+    "paged_attention_float32": "tttttttt iiiiiii d i",
 }
 
 
