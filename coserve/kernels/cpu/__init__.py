@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,13 @@ _COMPILE_S = 120.0
 # Arguments of each function: t a tensor's address, i an int64, d a double.
 _SIGNATURES = {
     "attention_backward": "tttttttttiiiiiidi",
+    "rms_norm": "tittiiidii",
+    "rms_norm_gradient": "tititttiiidii",
+    "silu_mul": "tititiiii",
+    "silu_mul_gradient": "titititttiiii",
+    "rope": "titititiiiiii",
+    "cross_entropy": "tittttiiii",
+    "cross_entropy_gradient": "tittttiiii",
 }
 
 
@@ -75,6 +83,22 @@ def library() -> Library | None:
         lines = [line for line in said if "error" in line] or said or [repr(error)]
         _log.warning("the CPU kernels could not be compiled, so the slower plain ones run: %s", lines[0])
         return None
+
+
+_ROW_DTYPES = frozenset({torch.float32, torch.bfloat16})
+
+
+def library_for_rows(first: Tensor, *others: Tensor) -> Library | None:
+    """The kernels, if they can work on these matrices (and vectors): float32 or bfloat16, all of one dtype, and no gaps
+    within a row, however far apart rows lie.
+    """
+    dtype = first.dtype
+    if dtype not in _ROW_DTYPES or not first.is_cpu or first.stride(-1) != 1:
+        return None
+    for tensor in others:
+        if tensor.dtype != dtype or not tensor.is_cpu or tensor.stride(-1) != 1:
+            return None
+    return library()
 
 
 def _directory() -> Path:
