@@ -4,8 +4,8 @@
 // Matrices are of float32 or bfloat16; their rows lie any distance apart (`step`, in elements), so that a column slice
 // of a wider one will do. What is returned lies without gaps.
 
-// Twins round after every operation, and sums here are made in an order that is written down.
-#pragma GCC optimize("no-associative-math", "fp-contract=off")
+// As written: twins round after every operation, sums have an order, and infinity times zero is no number.
+#pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
 #ifdef __AVX512F__  // GCC would use half of each register
 #pragma GCC target("prefer-vector-width=512")
 #endif
