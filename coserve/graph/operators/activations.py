@@ -8,6 +8,7 @@ from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, RowWise, Shape, Shapes, Values
 from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
+from coserve.kernels.silu_mul import silu_mul, silu_mul_gradients
 
 
 class Silu(RowWise):
@@ -82,20 +83,17 @@ class SiluMul(RowWise):
     flops_per_element = 5
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        return {"y": torch.nn.functional.silu(values["gate"]) * values["up"]}
+        return {"y": silu_mul(values["gate"], values["up"])}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
     ) -> dict[str, Tensor]:
         dy, gate = gradients["y"], values["gate"]
-        activated, result = torch.nn.functional.silu(gate), {}
         if "gate" in wanted:
-            result["gate"] = torch.ops.aten.silu_backward(dy * values["up"], gate)
-        if "up" in wanted:
-            result["up"] = dy * activated
-        if "y" in wanted:
-            result["y"] = activated * values["up"]
-        return result
+            found = silu_mul_gradients(dy, gate, values["up"], with_y="y" in wanted)
+            return {slot: gradient for slot, gradient in found._asdict().items() if slot in wanted}
+        result = {"up": silu_mul(gate, dy)} if "up" in wanted else {}
+        return result | self.forward(values, attributes, context) if "y" in wanted else result
 
 
 class SignBits(RowWise):

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, RowWise, Values
-
-
-def _grouped(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, width] as float32 [n, width / features, features]."""
-    return x.float().view(x.shape[0], -1, weight.shape[0])
+from coserve.kernels.rms_norm import rms_norm, rms_norm_gradient, rms_norm_weight_gradient
 
 
 class RmsNorm(RowWise):
@@ -27,35 +23,19 @@ class RmsNorm(RowWise):
     restores = ("y",)
     flops_per_element = 4
 
-    def _normalized(self, values: Values, attributes: Attributes) -> tuple[Tensor, Tensor]:
-        x = _grouped(values["x"], values["weight"])
-        # As fast as PyTorch gets it on a CPU: one pass, where the mean of the squares takes two.
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-        scale = mean_square.add_(attributes["eps"]).rsqrt_()
-        return x * scale, scale
-
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        normalized, _ = self._normalized(values, attributes)
-        return {"y": self._scaled(normalized, values)}
-
-    def _scaled(self, normalized: Tensor, values: Values) -> Tensor:
-        return (normalized.to(values["x"].dtype) * values["weight"]).flatten(-2)
+        return {"y": rms_norm(values["x"], values["weight"], attributes["eps"])}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
     ) -> dict[str, Tensor]:
-        result = {}
-        normalized, scale = self._normalized(values, attributes)
-        dy = _grouped(gradients["y"], values["weight"])
-        if "x" in wanted:
-            weighted = dy * values["weight"].float()
-            mean = (weighted * normalized).mean(-1, keepdim=True)
-            result["x"] = weighted.addcmul_(normalized, mean, value=-1).mul_(scale).flatten(-2).to(values["x"].dtype)
+        x, weight, eps, result = values["x"], values["weight"], attributes["eps"], {}
         if "weight" in wanted:
-            result["weight"] = (dy * normalized).sum((0, 1))
-        if "y" in wanted:
-            result["y"] = self._scaled(normalized, values)
-        return result
+            result["weight"] = rms_norm_weight_gradient(gradients["y"], x, weight, eps)
+        if "x" in wanted:
+            result["x"], y = rms_norm_gradient(gradients["y"], x, weight, eps, with_y="y" in wanted)
+            return result if y is None else result | {"y": y}
+        return result | self.forward(values, attributes, context) if "y" in wanted else result
 
 
 class LayerNorm(RowWise):

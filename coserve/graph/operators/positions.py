@@ -1,12 +1,12 @@
-"""Rotary position embedding. Source: arXiv 2104.09864, in the half-split layout of the Hugging Face checkpoints."""
+"""Rotary position embedding."""
 
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, RowWise, Values
+from coserve.kernels.rope import rope, rope_gradient
 
 
 class Rope(RowWise):
@@ -18,18 +18,9 @@ class Rope(RowWise):
     flops_per_element = 3
 
     def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        x, cos, sin = _by_head(values["x"], values)
-        first, second = x.chunk(2, -1)
-        return {"y": (x * cos + torch.cat((-second, first), -1) * sin).flatten(1)}
+        return {"y": rope(values["x"], values["cos"], values["sin"])}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
     ) -> dict[str, Tensor]:
-        dy, cos, sin = _by_head(gradients["y"], values)
-        first, second = (dy * sin).chunk(2, -1)
-        return {"x": (dy * cos + torch.cat((second, -first), -1)).flatten(1)}
-
-
-def _by_head(x: Tensor, values: Values) -> tuple[Tensor, Tensor, Tensor]:
-    cos, sin = values["cos"], values["sin"]
-    return x.view(x.shape[0], -1, cos.shape[1]), cos[:, None], sin[:, None]
+        return {"x": rope_gradient(gradients["y"], values["cos"], values["sin"])}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,13 @@ _SIGNATURES = {
     "low_rank_gradient": "tititi iii i",
     "paged_attention_bfloat16": "tttttttt iiiiiii d i",
     "paged_attention_float32": "tttttttt iiiiiii d i",
+    "rms_norm": "titt iii d ii",
+    "rms_norm_gradient": "titittt iii d ii",
+    "silu_mul": "titit ii ii",
+    "silu_mul_gradient": "tititittt ii ii",
+    "rope": "tititit iiii ii",
+    "cross_entropy": "titttt ii ii",
+    "cross_entropy_gradient": "titttt ii ii",
 }
 
 
@@ -81,6 +89,22 @@ def library() -> Library | None:
         lines = [line for line in said if "error" in line] or said or [repr(error)]
         _log.warning("the CPU kernels could not be compiled, so the slower plain ones run: %s", lines[0])
         return None
+
+
+_ROW_DTYPES = frozenset({torch.float32, torch.bfloat16})
+
+
+def library_for_rows(first: Tensor, *others: Tensor) -> Library | None:
+    """The kernels, if they can work on these matrices (and vectors): float32 or bfloat16, all of one dtype, and no gaps
+    within a row, however far apart rows lie.
+    """
+    dtype = first.dtype
+    if dtype not in _ROW_DTYPES or not first.is_cpu or first.stride(-1) != 1:
+        return None
+    for tensor in others:
+        if tensor.dtype != dtype or not tensor.is_cpu or tensor.stride(-1) != 1:
+            return None
+    return library()
 
 
 def _directory() -> Path:

@@ -1,0 +1,298 @@
+// Operators whose rows are independent: RMSNorm, gated units, rotary positions, the loss of logits. Each goes through a
+// row while it is in the cache, computes in float32 and rounds where the plain twin rounds.
+//
+// Matrices are of float32 or bfloat16; their rows lie any distance apart (`step`, in elements), so that a column slice
+// of a wider one will do. What is returned lies without gaps.
+
+// As written: twins round after every operation, sums have an order, and infinity times zero is no number.
+#pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
+#ifdef __AVX512F__  // GCC would use half of each register
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
+#include "common.h"
+
+#include <cmath>
+#include <limits>
+
+namespace {
+
+// A sum is made of so many partial ones: a few registers of any CPU, to hide how long an addition takes.
+const int LANES = 32;
+
+// Elements below which one thread does them all: 5 to 20 microseconds' work, of which another's help saves a third at
+// best, and which it may take far longer to wake where others want the cores, too. PyTorch's own operators do the same.
+const i64 MIN_SHARED_ELEMENTS = 32768;
+
+inline float multiply_add(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+    return std::fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// e^x to 2 units in the last place, 0 where it is below 2^-125; infinities and NaN included. Loops that call it become
+// vectors.
+inline float exponential(float x) {
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 89.0f ? 89.0f : x;
+    // So large a number has no fraction. So x / ln 2 is rounded, and stands in the last bits, biased as the exponent of
+    // a float is; less one, since 2^128 is none.
+    const float large = 12582912.0f + 126.0f, sum = multiply_add(x, 1.44269504f, large), whole = sum - large;
+    uint32_t bits;
+    std::memcpy(&bits, &sum, sizeof bits);
+    bits <<= 23;
+    float half_power;
+    std::memcpy(&half_power, &bits, sizeof bits);
+    // ln 2 in two parts, of which the first times `whole` is exact.
+    const float rest = multiply_add(whole, 2.12194440e-4f, multiply_add(whole, -0.693359375f, x));
+    // 2 e^rest by the polynomial of least relative error, 3e-9.
+    float twice = 2 * 0.00138146093f;
+    twice = multiply_add(twice, rest, 2 * 0.00836873986f);
+    twice = multiply_add(twice, rest, 2 * 0.041668389f);
+    twice = multiply_add(twice, rest, 2 * 0.166665211f);
+    twice = multiply_add(twice, rest, 2 * 0.49999994f);
+    twice = multiply_add(twice, rest, 2.0f);
+    twice = multiply_add(twice, rest, 2.0f);
+    return twice * half_power;
+}
+
+// The sum of term(0) to term(n - 1), in an order that depends on n alone.
+template <typename Term>
+inline float sum_of(i64 n, Term term) {
+    float sums[LANES] = {};
+    i64 i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) sums[lane] += term(i + lane);
+    for (int lane = 0; i + lane < n; lane++) sums[lane] += term(i + lane);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
+    return sums[0];
+}
+
+// NaN if there is one.
+template <typename T>
+inline float maximum(const T* x, i64 n) {
+    float most[LANES];
+    for (float& lane : most) lane = -std::numeric_limits<float>::infinity();
+    auto larger = [](float a, float b) { return (a > b) | (a != a) ? a : b; };
+    i64 i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) most[lane] = larger(widen(x[i + lane]), most[lane]);
+    for (int lane = 0; i + lane < n; lane++) most[lane] = larger(widen(x[i + lane]), most[lane]);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) most[lane] = larger(most[lane], most[lane + half]);
+    return most[0];
+}
+
+template <typename Row>
+void for_rows(i64 num_rows, i64 width, i64 num_threads, Row row) {
+    const bool shared = num_rows > 1 && num_threads > 1 && num_rows * width >= MIN_SHARED_ELEMENTS;
+    if (!shared) {
+        for (i64 i = 0; i < num_rows; i++) row(i);
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads(int(num_threads))
+    for (i64 i = 0; i < num_rows; i++) row(i);
+}
+
+template <typename T>
+void normalize(const T* x, const T* weight, T* y, i64 features, float scale) {
+#pragma GCC ivdep
+    for (i64 i = 0; i < features; i++) narrow(rounded<T>(widen(x[i]) * scale) * widen(weight[i]), y[i]);
+}
+
+inline float rms_scale(float sum_of_squares, i64 features, float eps) {
+    return 1.0f / std::sqrt(sum_of_squares / float(features) + eps);
+}
+
+template <typename T>
+void rms_norm_of(const T* x, i64 x_step, const T* weight, T* y, i64 num_rows, i64 width, i64 features, float eps,
+                 i64 num_threads) {
+    for_rows(num_rows, width, num_threads, [=](i64 row) {
+        for (i64 start = 0; start < width; start += features) {
+            const T* in = x + row * x_step + start;
+            const float squares = sum_of(features, [=](i64 i) { return widen(in[i]) * widen(in[i]); });
+            normalize(in, weight, y + row * width + start, features, rms_scale(squares, features, eps));
+        }
+    });
+}
+
+template <typename T>
+void rms_norm_gradient_of(const T* grad, i64 grad_step, const T* x, i64 x_step, const T* weight, T* x_grad, T* y,
+                          i64 num_rows, i64 width, i64 features, float eps, i64 num_threads) {
+    for_rows(num_rows, width, num_threads, [=](i64 row) {
+        for (i64 start = 0; start < width; start += features) {
+            const T *in = x + row * x_step + start, *out_grad = grad + row * grad_step + start;
+            const float squares = sum_of(features, [=](i64 i) { return widen(in[i]) * widen(in[i]); });
+            const float scale = rms_scale(squares, features, eps);
+            const float along = sum_of(
+                features, [=](i64 i) { return widen(out_grad[i]) * widen(weight[i]) * (widen(in[i]) * scale); });
+            const float mean = along / float(features);
+            T* in_grad = x_grad + row * width + start;
+#pragma GCC ivdep
+            for (i64 i = 0; i < features; i++) {
+                const float weighted = widen(out_grad[i]) * widen(weight[i]);
+                narrow((weighted - widen(in[i]) * scale * mean) * scale, in_grad[i]);
+            }
+            if (y) normalize(in, weight, y + row * width + start, features, scale);
+        }
+    });
+}
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+template <typename T>
+void silu_mul_row(const T* gate, const T* up, T* y, i64 width) {
+#pragma GCC ivdep
+    for (i64 i = 0; i < width; i++) {
+        const float x = widen(gate[i]);
+        narrow(rounded<T>(x * sigmoid(x)) * widen(up[i]), y[i]);
+    }
+}
+
+template <typename T, bool WITH_Y>
+void silu_mul_gradient_row(const T* grad, const T* gate, const T* up, T* gate_grad, T* up_grad, T* y, i64 width) {
+#pragma GCC ivdep
+    for (i64 i = 0; i < width; i++) {
+        const float x = widen(gate[i]), other = widen(up[i]), out_grad = widen(grad[i]);
+        const float slope = sigmoid(x), activated = rounded<T>(x * slope);
+        narrow(rounded<T>(out_grad * other) * slope * (1.0f + x * (1.0f - slope)), gate_grad[i]);
+        narrow(out_grad * activated, up_grad[i]);
+        if (WITH_Y) narrow(activated * other, y[i]);
+    }
+}
+
+// Each head's halves (a, b) -> (a cos - b sin, b cos + a sin); REVERSE, the same by the opposite angle, with each sine
+// at the place where the forward pass used it.
+template <typename T, bool REVERSE>
+void rope_row(const T* x, const T* cos, const T* sin, T* y, i64 width, i64 head_width) {
+    const i64 half = head_width / 2;
+    for (i64 start = 0; start < width; start += head_width) {
+        const T *first = x + start, *second = first + half;
+        T *first_out = y + start, *second_out = first_out + half;
+#pragma GCC ivdep
+        for (i64 i = 0; i < half; i++) {
+            const float a = widen(first[i]), b = widen(second[i]);
+            const float sin_a = widen(sin[i]), sin_b = widen(sin[half + i]);
+            const float of_b = rounded<T>(b * (REVERSE ? sin_b : sin_a));
+            const float of_a = rounded<T>(a * (REVERSE ? sin_a : sin_b));
+            const float kept_a = rounded<T>(a * widen(cos[i])), kept_b = rounded<T>(b * widen(cos[half + i]));
+            narrow(REVERSE ? kept_a + of_b : kept_a - of_b, first_out[i]);
+            narrow(REVERSE ? kept_b - of_a : kept_b + of_a, second_out[i]);
+        }
+    }
+}
+
+template <typename T>
+void cross_entropy_of(const T* logits, i64 step, const i64* targets, float* loss, bool* correct, float* log_sum,
+                      i64 num_rows, i64 vocabulary, i64 num_threads) {
+    for_rows(num_rows, vocabulary, num_threads, [=](i64 row) {
+        const T* in = logits + row * step;
+        const float most = maximum(in, vocabulary), target = widen(in[targets[row]]);
+        const float sum = sum_of(vocabulary, [=](i64 i) { return exponential(widen(in[i]) - most); });
+        log_sum[row] = std::log(sum) + most;
+        loss[row] = log_sum[row] - target;
+        correct[row] = target == most;
+    });
+}
+
+template <typename T>
+void cross_entropy_gradient_of(const T* logits, i64 step, const i64* targets, const float* log_sum,
+                               const float* loss_grad, T* grad, i64 num_rows, i64 vocabulary, i64 num_threads) {
+    for_rows(num_rows, vocabulary, num_threads, [=](i64 row) {
+        const T* in = logits + row * step;
+        const float norm = log_sum[row], factor = loss_grad[row];
+        T* out = grad + row * vocabulary;
+#pragma GCC ivdep
+        for (i64 i = 0; i < vocabulary; i++) narrow(exponential(widen(in[i]) - norm) * factor, out[i]);
+        const i64 target = targets[row];
+        narrow((exponential(widen(in[target]) - norm) - 1.0f) * factor, out[target]);
+    });
+}
+
+}  // namespace
+
+// Run it with `T` as bfloat16 or float32.
+#define FOR_DTYPE(is_bfloat16, ...)      \
+    do {                                 \
+        if (is_bfloat16) {               \
+            using T = bf16;              \
+            __VA_ARGS__;                 \
+        } else {                         \
+            using T = float;             \
+            __VA_ARGS__;                 \
+        }                                \
+    } while (0)
+
+template <typename T>
+static const T* in(const void* x) {
+    return static_cast<const T*>(x);
+}
+
+template <typename T>
+static T* out(void* x) {
+    return static_cast<T*>(x);
+}
+
+// x [n, width], weight [features] -> y [n, width]: each run of `features` of a row by itself.
+extern "C" void rms_norm(const void* x, i64 x_step, const void* weight, void* y, i64 num_rows, i64 width, i64 features,
+                         double eps, i64 is_bfloat16, i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, rms_norm_of(in<T>(x), x_step, in<T>(weight), out<T>(y), num_rows, width, features,
+                                       float(eps), num_threads));
+}
+
+// grad, x [n, width], weight [features] -> x_grad and, unless it is null, y [n, width].
+extern "C" void rms_norm_gradient(const void* grad, i64 grad_step, const void* x, i64 x_step, const void* weight,
+                                  void* x_grad, void* y, i64 num_rows, i64 width, i64 features, double eps,
+                                  i64 is_bfloat16, i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, rms_norm_gradient_of(in<T>(grad), grad_step, in<T>(x), x_step, in<T>(weight),
+                                                out<T>(x_grad), out<T>(y), num_rows, width, features, float(eps),
+                                                num_threads));
+}
+
+// gate, up [n, width] -> y [n, width].
+extern "C" void silu_mul(const void* gate, i64 gate_step, const void* up, i64 up_step, void* y, i64 num_rows, i64 width,
+                         i64 is_bfloat16, i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, for_rows(num_rows, width, num_threads, [=](i64 i) {
+                  silu_mul_row(in<T>(gate) + i * gate_step, in<T>(up) + i * up_step, out<T>(y) + i * width, width);
+              }));
+}
+
+// grad, gate, up [n, width] -> gate_grad, up_grad and, unless it is null, y [n, width].
+extern "C" void silu_mul_gradient(const void* grad, i64 grad_step, const void* gate, i64 gate_step, const void* up,
+                                  i64 up_step, void* gate_grad, void* up_grad, void* y, i64 num_rows, i64 width,
+                                  i64 is_bfloat16, i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, for_rows(num_rows, width, num_threads, [=](i64 i) {
+                  auto reverse = y ? silu_mul_gradient_row<T, true> : silu_mul_gradient_row<T, false>;
+                  reverse(in<T>(grad) + i * grad_step, in<T>(gate) + i * gate_step, in<T>(up) + i * up_step,
+                          out<T>(gate_grad) + i * width, out<T>(up_grad) + i * width,
+                          y ? out<T>(y) + i * width : nullptr, width);
+              }));
+}
+
+// x [n, width], cos and sin [n, head width] -> y [n, width]; reverse: gradient of y -> gradient of x.
+extern "C" void rope(const void* x, i64 x_step, const void* cos, i64 cos_step, const void* sin, i64 sin_step, void* y,
+                     i64 num_rows, i64 width, i64 head_width, i64 reverse, i64 is_bfloat16, i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, for_rows(num_rows, width, num_threads, [=](i64 i) {
+                  auto rotate = reverse ? rope_row<T, true> : rope_row<T, false>;
+                  rotate(in<T>(x) + i * x_step, in<T>(cos) + i * cos_step, in<T>(sin) + i * sin_step,
+                         out<T>(y) + i * width, width, head_width);
+              }));
+}
+
+// logits [n, vocabulary], targets [n], each below the vocabulary -> loss, correct, log_sum [n].
+extern "C" void cross_entropy(const void* logits, i64 step, const i64* targets, float* loss, bool* correct,
+                              float* log_sum, i64 num_rows, i64 vocabulary, i64 is_bfloat16, i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, cross_entropy_of(in<T>(logits), step, targets, loss, correct, log_sum, num_rows, vocabulary,
+                                            num_threads));
+}
+
+// And log_sum, loss_grad [n] -> grad [n, vocabulary].
+extern "C" void cross_entropy_gradient(const void* logits, i64 step, const i64* targets, const float* log_sum,
+                                       const float* loss_grad, void* grad, i64 num_rows, i64 vocabulary,
+                                       i64 is_bfloat16, i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, cross_entropy_gradient_of(in<T>(logits), step, targets, log_sum, loss_grad, out<T>(grad),
+                                                     num_rows, vocabulary, num_threads));
+}

@@ -1,0 +1,216 @@
+"""The compiled kernels that work row by row, against their plain twins and against float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.kernels import cpu, cross_entropy, rms_norm, rope, silu_mul
+
+MODULES = (cross_entropy, rms_norm, rope, silu_mul)
+EPS = 1e-6
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs g++")
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# The last has rows for several threads.
+row_counts = pytest.mark.parametrize(("n", "num_threads"), [(1, 1), (3, 2), (83, 1), (83, 2), (83, 5)])
+
+
+@pytest.fixture(autouse=True)
+def num_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def plain(monkeypatch, function, *arguments, **options):
+    """What the plain twin gives."""
+    with monkeypatch.context() as patch:
+        for module in MODULES:
+            patch.setattr(module, "library_for_rows", lambda *tensors: None)
+        return function(*arguments, **options)
+
+
+def columns(n: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Some columns of a wider matrix."""
+    return torch.randn(n, width + 13).to(dtype)[:, 5 : width + 5]
+
+
+def check_close(ours: Tensor, twin: Tensor, exact: Tensor) -> None:
+    """As close to the exact result as the twin is, and but a few roundings from it."""
+    assert ours.dtype == twin.dtype and ours.shape == twin.shape and ours.is_contiguous()
+    step = torch.finfo(ours.dtype).eps
+    size = exact.abs().max()
+    torch.testing.assert_close(ours, twin, rtol=4 * step, atol=float(2 * step * size) if step < 1e-3 else 1e-6)
+    assert (ours.double() - exact).abs().max() <= 1.05 * (twin.double() - exact).abs().max() + 4e-6 * size
+    if ours.dtype == torch.bfloat16:
+        assert (ours != twin).float().mean() < 0.02, "the last bit of float32 seldom decides how bfloat16 is rounded"
+
+
+def check_rows(function, matrices: list[Tensor], others: list[Tensor]) -> None:
+    """A row has the same result alone as in company."""
+    for whole, *alone in zip(
+        function(*matrices, *others),
+        *(function(*(x[i : i + 1] for x in matrices), *others) for i in range(0, matrices[0].shape[0], 9)),
+        strict=True,
+    ):
+        assert torch.equal(whole[::9], torch.cat(alone))
+
+
+@dtypes
+@row_counts
+@pytest.mark.parametrize(("width", "features"), [(576, 576), (1, 1), (37, 37), (600, 100), (48, 3)])
+def test_rms_norm(monkeypatch, dtype, n, num_threads, width, features):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    grad, x, weight = columns(n, width, dtype), columns(n, width, dtype) * 3, torch.randn(features).to(dtype)
+    exact_x = x.double().requires_grad_()
+    grouped = exact_x.view(n, -1, features)
+    exact = torch.nn.functional.rms_norm(grouped, (features,), weight.double(), EPS).flatten(1)
+    [exact_grad] = torch.autograd.grad(exact, exact_x, grad.double())
+    y = rms_norm.rms_norm(x, weight, EPS)
+    check_close(y, plain(monkeypatch, rms_norm.rms_norm, x, weight, EPS), exact.detach())
+    x_grad, again = rms_norm.rms_norm_gradient(grad, x, weight, EPS, with_y=True)
+    twin, _ = plain(monkeypatch, rms_norm.rms_norm_gradient, grad, x, weight, EPS)
+    if width > 1:  # else the gradient is what rounding leaves
+        check_close(x_grad, twin, exact_grad)
+    assert torch.equal(again, y)
+    x_grad_only, none = rms_norm.rms_norm_gradient(grad, x, weight, EPS)
+    assert torch.equal(x_grad_only, x_grad) and none is None
+    check_rows(lambda *inputs: rms_norm.rms_norm_gradient(*inputs, EPS, with_y=True), [grad, x], [weight])
+
+
+@dtypes
+@row_counts
+@pytest.mark.parametrize("width", [1536, 1, 37, 400])
+def test_silu_mul(monkeypatch, dtype, n, num_threads, width):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    grad, gate, up = columns(n, width, dtype), columns(n, width, dtype) * 4, columns(n, width, dtype)
+    exact_gate, exact_up = gate.double().requires_grad_(), up.double().requires_grad_()
+    exact = torch.nn.functional.silu(exact_gate) * exact_up
+    exact_grads = torch.autograd.grad(exact, (exact_gate, exact_up), grad.double())
+    y = silu_mul.silu_mul(gate, up)
+    check_close(y, plain(monkeypatch, silu_mul.silu_mul, gate, up), exact.detach())
+    ours = silu_mul.silu_mul_gradients(grad, gate, up, with_y=True)
+    twins = plain(monkeypatch, silu_mul.silu_mul_gradients, grad, gate, up, with_y=True)
+    for one, twin, wide in zip(ours, twins, (*exact_grads, exact.detach()), strict=True):
+        check_close(one, twin, wide)
+    assert torch.equal(ours.y, y)
+    without = silu_mul.silu_mul_gradients(grad, gate, up)
+    assert torch.equal(without.gate, ours.gate) and torch.equal(without.up, ours.up) and without.y is None
+    check_rows(lambda *inputs: silu_mul.silu_mul_gradients(*inputs, with_y=True), [grad, gate, up], [])
+
+
+@dtypes
+def test_silu_mul_of_what_is_not_small(monkeypatch, dtype):
+    ends = [1e-30, 1.0, 15.0, 87.0, 88.5, 89.0, 104.0, 1e4, 3e38, float("inf")]
+    gate = torch.tensor([[*ends, *(-end for end in ends), float("nan"), 0.0]]).to(dtype)
+    for factor in (1.0, 1e-3, float("inf"), float("nan")):
+        up, grad = torch.full_like(gate, factor), torch.full_like(gate, 2.0)
+        y, twin = silu_mul.silu_mul(gate, up), plain(monkeypatch, silu_mul.silu_mul, gate, up)
+        settings = {"rtol": 3 * torch.finfo(dtype).eps, "atol": 3e-36, "equal_nan": True}
+        torch.testing.assert_close(y, twin, **settings)
+        ours = silu_mul.silu_mul_gradients(grad, gate, up, with_y=True)
+        twins = plain(monkeypatch, silu_mul.silu_mul_gradients, grad, gate, up, with_y=True)
+        for one, twin in zip(ours, twins, strict=True):
+            torch.testing.assert_close(one, twin, **settings)
+
+
+@dtypes
+@row_counts
+@pytest.mark.parametrize(("num_heads", "head_width"), [(9, 64), (3, 6), (1, 2), (2, 80)])
+def test_rope_gives_the_plain_results_to_the_last_bit(monkeypatch, dtype, n, num_threads, num_heads, head_width):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    x = columns(n, num_heads * head_width, dtype)
+    angles = 9 * torch.randn(n, head_width)  # halves that differ, too
+    for cos, sin in ((angles.cos().to(dtype), angles.sin().to(dtype)), columns(2 * n, head_width, dtype).split(n)):
+        for function in (rope.rope, rope.rope_gradient):
+            ours = function(x, cos, sin)
+            assert ours.is_contiguous()
+            assert torch.equal(ours, plain(monkeypatch, function, x, cos, sin))
+
+
+@dtypes
+@pytest.mark.parametrize(("n", "num_threads"), [(1, 1), (2, 2), (13, 1), (13, 2), (13, 5)])
+@pytest.mark.parametrize("vocabulary", [49152, 1, 45, 5003])
+def test_cross_entropy(monkeypatch, dtype, n, num_threads, vocabulary):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    logits, targets = columns(n, vocabulary, dtype) * 4, torch.randint(vocabulary, (n,))
+    targets[0] = logits[0].argmax()
+    loss_grad = torch.randn(n)
+    exact_logits = logits.double().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(exact_logits, targets, reduction="none")
+    [exact_grad] = torch.autograd.grad(exact, exact_logits, loss_grad.double())
+    loss, correct, log_sum = cross_entropy.cross_entropy(logits, targets)
+    _, twin_correct, twin_log_sum = plain(monkeypatch, cross_entropy.cross_entropy, logits, targets)
+    torch.testing.assert_close(loss, exact.detach().float(), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(log_sum, twin_log_sum, rtol=1e-6, atol=1e-6)
+    assert torch.equal(correct, twin_correct) and correct[0]
+    arguments = (logits, targets, log_sum, loss_grad)
+    grad = cross_entropy.cross_entropy_gradient(*arguments)
+    if vocabulary > 1:
+        check_close(grad, plain(monkeypatch, cross_entropy.cross_entropy_gradient, *arguments), exact_grad)
+    check_rows(cross_entropy.cross_entropy, [logits, targets], [])
+    check_rows(lambda *inputs: [cross_entropy.cross_entropy_gradient(*inputs)], list(arguments), [])
+
+
+@dtypes
+@pytest.mark.parametrize("place", [0, 40, 99])
+def test_cross_entropy_of_logits_that_are_not_finite(monkeypatch, dtype, place):
+    torch.manual_seed(0)
+    logits = torch.randn(8, 100).to(dtype)
+    targets = torch.tensor([place, 3, place, 3, place, 3, 3, 3])
+    logits[:2, place], logits[2:4, place], logits[4:6, place] = float("-inf"), float("inf"), float("nan")
+    logits[6] = float("-inf")
+    logits[7] = float("-inf")
+    logits[7, place] = 1.0
+    ours = cross_entropy.cross_entropy(logits, targets)
+    twins = plain(monkeypatch, cross_entropy.cross_entropy, logits, targets)
+    for one, twin in zip(ours, twins, strict=True):
+        torch.testing.assert_close(one, twin, equal_nan=True)
+    arguments = (logits, targets, twins[2], torch.ones(8))
+    grad = cross_entropy.cross_entropy_gradient(*arguments)
+    twin = plain(monkeypatch, cross_entropy.cross_entropy_gradient, *arguments)
+    torch.testing.assert_close(grad, twin, equal_nan=True)
+
+
+@pytest.mark.parametrize("target", [-1, 10])
+def test_a_target_outside_the_vocabulary_is_an_error(target):
+    logits, targets, each = torch.randn(2, 10), torch.tensor([1, target]), torch.ones(2)
+    with pytest.raises(IndexError, match="from 0 to 9"):
+        cross_entropy.cross_entropy(logits, targets)
+    with pytest.raises(IndexError, match="from 0 to 9"):
+        cross_entropy.cross_entropy_gradient(logits, targets, each, each)
+
+
+def test_no_rows_are_no_rows():
+    x, weight, angles, no_targets = torch.ones(0, 8), torch.ones(8), torch.ones(0, 4), torch.ones(0, dtype=torch.int64)
+    results = (
+        rms_norm.rms_norm(x, weight, EPS),
+        silu_mul.silu_mul(x, x),
+        rope.rope(x, angles, angles),
+        cross_entropy.cross_entropy_gradient(x, no_targets, *torch.ones(2, 0)),
+    )
+    assert all(result.shape == (0, 8) for result in results)
+    assert all(result.shape == (0,) for result in cross_entropy.cross_entropy(x, no_targets))
+
+
+def test_other_dtypes_and_layouts_take_the_plain_way():
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    assert cpu.library_for_rows(x, weight) is not None
+    for tensors in (
+        (x.double(), weight.double()),
+        (x.bfloat16(), weight),
+        (x, weight.bfloat16()),
+        (x.T.contiguous().T, weight),
+        (x.to("meta"), weight.to("meta")),
+        (x[:, ::2], weight[:4]),
+        (x[:, :1].expand(4, 8), weight),
+    ):
+        assert cpu.library_for_rows(*tensors) is None
+        result = rms_norm.rms_norm(*tensors, EPS)
+        assert result.shape == tensors[0].shape
+    y = silu_mul.silu_mul(x.T.contiguous().T, x)
+    torch.testing.assert_close(y, torch.nn.functional.silu(x) * x)
