@@ -44,20 +44,38 @@ def reverse(kernel, grad, q, k, v, out, lse, settings):
     return dq.float(), dk.sub_(2.0), dv.add_(1.0)
 
 
+SHAPES = [
+    (300, 300, 6, 2, 64, None),  # several tiles, the last one in part
+    (128, 128, 4, 4, 32, None),  # one tile
+    (150, 500, 6, 3, 64, None),  # a window with keys before it
+    (33, 97, 2, 1, 96, None),
+    (16, 40, 3, 1, 64, 7),  # a sliding window within a tile
+    (300, 700, 4, 2, 128, 200),  # and over several
+    (2, 3, 1, 1, 32, None),
+]
+
+
 @needs_tiles
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (300, 300, 6, 2, 64, None),  # several tiles, the last one in part
-        (128, 128, 4, 4, 32, None),  # one tile
-        (150, 500, 6, 3, 64, None),  # a window with keys before it
-        (33, 97, 2, 1, 96, None),
-        (5, 40, 3, 1, 64, 7),  # a sliding window within a tile
-        (300, 700, 4, 2, 128, 200),  # and over several
-        (2, 3, 1, 1, 32, None),
-    ],
-)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_forward_pass_of_attention(monkeypatch, with_threads, shape, num_threads):
+    monkeypatch.setattr("coserve.kernels.attention._MIN_AMX_ROWS", 1)
+    _, q, k, v, _, _, settings = attention(*shape)
+    q, k = 3 * q, 3 * k  # some probabilities near 1, many near 0
+    exact, exact_lse = PlainAttention().forward(q.float(), k.float(), v.float(), **settings)
+    with_threads(num_threads)
+    out, lse = AmxAttention(KERNELS).forward(q, k, v, **settings)
+    torch.testing.assert_close(lse, exact_lse, atol=1e-5, rtol=1e-5)
+    # Probabilities are rounded to bfloat16 on the way, and the result is.
+    assert (out.float() - exact).norm() < 4e-3 * exact.norm()
+    torch.testing.assert_close(out.float(), exact, atol=0.01 * float(exact.abs().max()), rtol=0.02)
+    with_threads(1)
+    assert torch.equal(AmxAttention(KERNELS).forward(q, k, v, **settings)[0], out)
+
+
+@needs_tiles
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_backward_pass_of_attention(with_threads, shape, num_threads):
     *inputs, settings = attention(*shape)
     plain = reverse(PlainAttention(), *(x.float() for x in inputs), settings)

@@ -36,6 +36,7 @@ _COMPILE_S = 120.0
 # Arguments of each function: t a tensor's address, i an int64, d a double.
 _SIGNATURES = {
     "attention_backward": "ttttttttt iiiiii d i",
+    "attention_forward": "ttttt iiiiii d i",
     "product": "tittt iii i",
     "to_low_rank": "titit iii i",
     "from_low_rank": "titit iii i",

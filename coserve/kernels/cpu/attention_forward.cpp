@@ -1,0 +1,152 @@
+// Causal attention, forward, on AMX: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on tiles that with
+// all that belongs to them stay in a core's cache.
+//
+// S^T = K Q^T gives P^T, and O^T += V^T P^T; what was summed before is scaled down when a query finds a larger score.
+
+#include "attention_tiles.h"
+
+#ifdef HAS_TILES
+
+#include <cmath>
+#include <limits>
+
+namespace {
+
+struct Problem : Shape {
+    const bf16 *q, *k, *v;
+    bf16* out;
+    float* lse;
+    float scale;
+};
+
+thread_local Scratch scratch;
+
+// One thread's part: some blocks of queries of some heads, one after another.
+class Worker {
+  public:
+    explicit Worker(const Problem& problem) : p_(problem), width_(int(problem.width)) {
+        const size_t keys = p_.padded_keys() * width_, block = TILE * width_, tile = TILE * TILE;
+        char* at = scratch.take((block + tile + 3 * TILE) * sizeof(float) + (2 * keys + block + tile) * sizeof(bf16));
+        auto floats = [&](size_t n) { return at += n * sizeof(float), reinterpret_cast<float*>(at) - n; };
+        auto halves = [&](size_t n) { return at += n * sizeof(bf16), reinterpret_cast<bf16*>(at) - n; };
+        sums_ = floats(block), scores_ = floats(tile);
+        most_ = floats(TILE), norm_ = floats(TILE), shrinks_ = floats(TILE);
+        k_ = halves(keys), v_columns_ = halves(keys), q_columns_ = halves(block), weight_pairs_ = halves(tile);
+    }
+
+    void run(i64 first_unit, i64 end_unit) {
+        i64 head = -1;
+        for (i64 unit = first_unit; unit < end_unit; unit++) {
+            i64 query_head = unit / p_.num_blocks();
+            if (query_head / p_.group() != head) {
+                head = query_head / p_.group();
+                collect(p_, p_.k, head, k_);
+                transpose(p_.v + head * width_, p_.num_key_heads * width_, p_.num_keys, p_.padded_keys(), width_,
+                          v_columns_);
+            }
+            attend(query_head, unit % p_.num_blocks());
+        }
+    }
+
+  private:
+    void attend(i64 head, i64 block) {
+        const i64 first = block * TILE, step = p_.num_heads * width_, at = (first * p_.num_heads + head) * width_;
+        const int n = int(std::min<i64>(TILE, p_.num_rows - first)), padded = int(round_up(n, 32));
+        by_column_pairs(p_.q + at, step, n, padded, width_, q_columns_, TILE);
+        std::fill(most_, most_ + TILE, -1e30f);
+        std::fill(norm_, norm_ + TILE, 0.0f);
+        std::memset(sums_, 0, TILE * width_ * sizeof(float));
+        const i64 position = p_.earlier() + first, end = position + n;
+        for (i64 key = p_.first_key(block); key < end; key += TILE) {
+            const int m = int(round_up(std::min<i64>(TILE, end - key), 32));
+            product<false>(m, padded, width_, k_ + key * width_, width_, q_columns_, TILE, scores_, TILE);
+            const bool is_masked = p_.is_masked(key, m, position, padded);
+            is_masked ? weigh<true>(m, padded, key, position) : weigh<false>(m, padded, key, position);
+            if (key > p_.first_key(block))
+                for (int d = 0; d < width_; d++)
+                    for (int i = 0; i < padded; i += 16) {
+                        float* sum = sums_ + d * TILE + i;
+                        _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), _mm512_load_ps(shrinks_ + i)));
+                    }
+            product<true>(width_, padded, m, v_columns_ + key, p_.padded_keys(), weight_pairs_, TILE, sums_, TILE);
+        }
+        const __m512i columns = count_by(TILE * 4);
+        for (int i = 0; i < n; i++) {
+            const __m512 factor = _mm512_set1_ps(1.0f / norm_[i]);
+            for (int d = 0; d < width_; d += 16) {
+                const __m512 row = _mm512_i32gather_ps(columns, sums_ + d * TILE + i, 1);
+                store(p_.out + at + i * step + d, _mm512_cvtneps_pbh(_mm512_mul_ps(row, factor)));
+            }
+            p_.lse[(first + i) * p_.num_heads + head] = most_[i] / LOG2_E + std::log(norm_[i]);
+        }
+    }
+
+    // Scores [keys, queries] -> weights relative to the largest score so far, as pairs of keys; their sums; and by how
+    // much what was summed before shrinks.
+    template <bool MASKED>
+    void weigh(int num_keys, int num_queries, i64 key, i64 position) {
+        const __m512 to_log2 = _mm512_set1_ps(p_.scale * LOG2_E), none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        for (int i = 0; i < num_queries; i += 16) {
+            const __m512 before = _mm512_load_ps(most_ + i);
+            __m512 most = before, sum = _mm512_setzero_ps();
+            for (int j = 0; j < num_keys; j++) {
+                __m512 score = _mm512_mul_ps(_mm512_load_ps(scores_ + j * TILE + i), to_log2);
+                if (MASKED) {
+                    score = _mm512_mask_mov_ps(none, p_.seen(key + j, position + i), score);
+                    _mm512_store_ps(scores_ + j * TILE + i, score);
+                }
+                most = _mm512_max_ps(most, score);
+            }
+            for (int j = 0; j < num_keys; j += 2) {
+                __m512 weights[2];
+                for (int e = 0; e < 2; e++) {
+                    const __m512 score = _mm512_load_ps(scores_ + (j + e) * TILE + i);
+                    weights[e] = exp2(MASKED ? _mm512_sub_ps(score, most) : _mm512_fmsub_ps(score, to_log2, most));
+                    sum = _mm512_add_ps(sum, weights[e]);
+                }
+                _mm512_store_si512(weight_pairs_ + (j / 2 * TILE + i) * 2,
+                                   interleaved((__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0])));
+            }
+            const __m512 shrinks = exp2(_mm512_sub_ps(before, most));
+            _mm512_store_ps(shrinks_ + i, shrinks);
+            _mm512_store_ps(most_ + i, most);
+            _mm512_store_ps(norm_ + i, _mm512_fmadd_ps(_mm512_load_ps(norm_ + i), shrinks, sum));
+        }
+    }
+
+    const Problem& p_;
+    const int width_;
+    // By key: the head's keys by rows, and its values by columns.
+    bf16 *k_, *v_columns_;
+    // By query of a block: the queries by columns; sums [width, queries], and of each the largest score times log2(e),
+    // the sum of weights, and by how much the last tile had its sums shrink.
+    bf16* q_columns_;
+    float *sums_, *most_, *norm_, *shrinks_;
+    // A tile.
+    float* scores_;
+    bf16* weight_pairs_;
+};
+
+}  // namespace
+
+// q and out [n, heads, width], k and v [m, key heads, width], lse [n, heads]. width: a multiple of 32. window: 0, or how
+// many keys a query sees. A query's result is the same whatever its thread.
+extern "C" void attention_forward(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse, i64 num_rows,
+                                  i64 num_keys, i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale,
+                                  i64 num_threads) {
+    const Problem problem{{num_rows, num_keys, num_heads, num_key_heads, width, window}, q, k, v, out, lse, float(scale)};
+    const std::vector<i64> starts = problem.shares(num_threads);
+    const int threads = int(starts.size()) - 1;
+#pragma omp parallel num_threads(threads)
+    {
+        const int thread = omp_get_thread_num();
+        Tiles registers;
+        Worker(problem).run(starts[thread], starts[thread + 1]);
+    }
+}
+
+#else
+
+extern "C" void attention_forward() {}
+
+#endif
