@@ -413,7 +413,7 @@ class CompiledAttention(CpuAttention):
 
 
 class AmxAttention(CompiledAttention):
-    """In bfloat16 both passes are kernels (`cpu/attention_forward.cpp`, `cpu/attention_backward.cpp`), in a third and a
+    """In bfloat16 both passes are kernels (`cpu/attention_forward.cpp`, `cpu/attention_backward.cpp`), in half and a
     fifth of the time; for CPUs with AMX.
     """
 

@@ -88,21 +88,26 @@ class Worker {
         const __m512 to_log2 = _mm512_set1_ps(p_.scale * LOG2_E), none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
         for (int i = 0; i < num_queries; i += 16) {
             const __m512 before = _mm512_load_ps(most_ + i);
-            __m512 most = before, sum = _mm512_setzero_ps();
-            for (int j = 0; j < num_keys; j++) {
-                __m512 score = _mm512_mul_ps(_mm512_load_ps(scores_ + j * TILE + i), to_log2);
-                if (MASKED) {
-                    score = _mm512_mask_mov_ps(none, p_.seen(key + j, position + i), score);
-                    _mm512_store_ps(scores_ + j * TILE + i, score);
+            // Several at once, since one waits for the last.
+            __m512 mosts[4] = {none, none, none, none}, sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+            for (int j = 0; j < num_keys; j += 4)
+                for (int e = 0; e < 4; e++) {
+                    float* at = scores_ + (j + e) * TILE + i;
+                    __m512 score = _mm512_load_ps(at);
+                    if (MASKED) {
+                        score = _mm512_mask_mov_ps(none, p_.seen(key + j + e, position + i), score);
+                        _mm512_store_ps(at, score);
+                    }
+                    mosts[e] = _mm512_max_ps(mosts[e], score);
                 }
-                most = _mm512_max_ps(most, score);
-            }
+            const __m512 found = _mm512_max_ps(_mm512_max_ps(mosts[0], mosts[1]), _mm512_max_ps(mosts[2], mosts[3]));
+            const __m512 most = _mm512_max_ps(before, _mm512_mul_ps(found, to_log2));
             for (int j = 0; j < num_keys; j += 2) {
                 __m512 weights[2];
                 for (int e = 0; e < 2; e++) {
                     const __m512 score = _mm512_load_ps(scores_ + (j + e) * TILE + i);
-                    weights[e] = exp2(MASKED ? _mm512_sub_ps(score, most) : _mm512_fmsub_ps(score, to_log2, most));
-                    sum = _mm512_add_ps(sum, weights[e]);
+                    weights[e] = exp2(_mm512_fmsub_ps(score, to_log2, most));
+                    sums[e] = _mm512_add_ps(sums[e], weights[e]);
                 }
                 _mm512_store_si512(weight_pairs_ + (j / 2 * TILE + i) * 2,
                                    interleaved((__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0])));
@@ -110,7 +115,7 @@ class Worker {
             const __m512 shrinks = exp2(_mm512_sub_ps(before, most));
             _mm512_store_ps(shrinks_ + i, shrinks);
             _mm512_store_ps(most_ + i, most);
-            _mm512_store_ps(norm_ + i, _mm512_fmadd_ps(_mm512_load_ps(norm_ + i), shrinks, sum));
+            _mm512_store_ps(norm_ + i, _mm512_fmadd_ps(_mm512_load_ps(norm_ + i), shrinks, _mm512_add_ps(sums[0], sums[1])));
         }
     }
 
