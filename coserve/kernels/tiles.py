@@ -13,14 +13,14 @@ from torch import Tensor
 from coserve.kernels.cpu import Library, library
 
 # Up to how many rows our product is the faster one; `benchmarks/products.py` measures it.
-_MOST_ROWS = 128
+_MOST_ROWS = 192
 _MOST_RANK = 64
 # Elements of the wide tensor below which a second thread takes longer to begin than it helps.
 _ONE_THREAD_ELEMENTS = 1 << 13
 
 
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """x W^T + b: x [n, in] of at most 128 rows, weight [out, in] -> [n, out]; in and out are multiples of 32."""
+    """x W^T + b: x [n, in] of at most 192 rows, weight [out, in] -> [n, out]; in and out are multiples of 32."""
     (n, inner), outer = x.shape, weight.shape[0]
     if not 0 < n <= _MOST_ROWS or inner % 32 or outer % 32 or not weight.is_contiguous():
         return None
