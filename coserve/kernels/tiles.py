@@ -38,8 +38,8 @@ def to_low_rank(x: Tensor, matrix: Tensor, *, transposed: bool) -> Tensor | None
     """x M: x [n, width], M [width, rank], given as its transpose or not -> [n, rank]."""
     n, width = x.shape
     rank = matrix.shape[0] if transposed else matrix.shape[1]
-    kernels = _low_rank_kernels(x, matrix, width, rank)
-    if kernels is None or not n:
+    kernels = _low_rank_kernels(x, width, rank)
+    if kernels is None or not n or not matrix.is_contiguous():
         return None
     y = torch.empty(n, rank, dtype=x.dtype)
     kernels.to_low_rank(
@@ -53,11 +53,11 @@ def add_from_low_rank(total: Tensor, x: Tensor, matrix: Tensor, *, transposed: b
     """total += x M: total [n, width], x [n, rank], M [rank, width], given as its transpose or not; whether it did."""
     n, width = total.shape
     rank = x.shape[1]
-    kernels = _low_rank_kernels(x, matrix, width, rank)
-    if kernels is None or not total.is_contiguous():
+    kernels = _low_rank_kernels(x, width, rank)
+    if kernels is None or not (matrix.is_contiguous() and _by_rows(total)):
         return False
     kernels.from_low_rank(
-        *(x.data_ptr(), x.stride(0), matrix.data_ptr(), transposed, total.data_ptr()),
+        *(x.data_ptr(), x.stride(0), matrix.data_ptr(), transposed, total.data_ptr(), total.stride(0)),
         *(n, width, rank, _num_threads(n * width)),
     )
     return True
@@ -66,8 +66,8 @@ def add_from_low_rank(total: Tensor, x: Tensor, matrix: Tensor, *, transposed: b
 def low_rank_gradient(narrow: Tensor, wide: Tensor, *, transposed: bool) -> Tensor | None:
     """narrow^T wide, or its transpose: narrow [n, rank], wide [n, width] -> float32 [rank, width] or [width, rank]."""
     (n, rank), width = narrow.shape, wide.shape[1]
-    kernels = _low_rank_kernels(narrow, wide, width, rank)
-    if kernels is None:
+    kernels = _low_rank_kernels(narrow, width, rank)
+    if kernels is None or not _by_rows(wide):
         return None
     grad = torch.empty((width, rank) if transposed else (rank, width), dtype=torch.float32)
     kernels.low_rank_gradient(
@@ -77,8 +77,8 @@ def low_rank_gradient(narrow: Tensor, wide: Tensor, *, transposed: bool) -> Tens
     return grad
 
 
-def _low_rank_kernels(x: Tensor, matrix: Tensor, width: int, rank: int) -> Library | None:
-    if not 0 < rank <= _MOST_RANK or width <= _MOST_RANK or width % 32 or not _by_rows(matrix):
+def _low_rank_kernels(x: Tensor, width: int, rank: int) -> Library | None:
+    if not 0 < rank <= _MOST_RANK or width <= _MOST_RANK or width % 32:
         return None
     return _kernels(x)
 

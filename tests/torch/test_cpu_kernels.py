@@ -132,7 +132,7 @@ def test_products_with_a_matrix_of_low_rank(with_threads, n, width, rank, num_th
         y = tiles.to_low_rank(x, matrix, transposed=transposed)
         torch.testing.assert_close(y, exact.bfloat16(), atol=1e-3, rtol=2**-7)
     for matrix, transposed in ((a, False), (b, True)):
-        total = torch.randn(n, width).bfloat16()
+        total = torch.randn(n, width + 8).bfloat16()[:, 8:]  # as where several sites' outputs are one tensor
         exact = total.double() + narrow.double() @ (matrix.T if transposed else matrix).double()
         assert tiles.add_from_low_rank(total, narrow, matrix, transposed=transposed)
         torch.testing.assert_close(total, exact.bfloat16(), atol=1e-3, rtol=2**-7)
@@ -165,6 +165,9 @@ def test_products_that_the_kernels_are_not_for_go_the_other_way(monkeypatch):
     check(torch.randn(4, 96).bfloat16(), torch.randn(96, 96).bfloat16().T, torch.randn(4, 96).bfloat16())
     check(torch.randn(4, 96), torch.randn(96, 96), torch.randn(4, 96))
     check(torch.randn(4, 96), torch.randn(16, 96), torch.randn(4, 16))
+    x, narrow, part = (torch.randn(shape).bfloat16() for shape in ((4, 96), (4, 16), (16, 100)))
+    assert tiles.to_low_rank(x, part[:, :96], transposed=True) is None
+    assert not tiles.add_from_low_rank(x, narrow, part[:, :96], transposed=False)
 
 
 def paged(lengths, num_heads, num_key_heads, width, block_tokens, dtype):

@@ -39,7 +39,7 @@ _SIGNATURES = {
     "attention_forward": "ttttt iiiiii d i",
     "product": "tittt iii i",
     "to_low_rank": "titit iii i",
-    "from_low_rank": "titit iii i",
+    "from_low_rank": "titi ti iii i",
     "low_rank_gradient": "tititi iii i",
     "paged_attention_bfloat16": "tttttttt iiiiiii d i",
     "paged_attention_float32": "tttttttt iiiiiii d i",

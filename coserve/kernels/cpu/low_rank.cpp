@@ -94,9 +94,9 @@ extern "C" void to_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 i
     }
 }
 
-// y += x M, wide from narrow: x [n, rank] with a step from row to row, y [n, width].
-extern "C" void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 n, i64 width,
-                              i64 rank, i64 num_threads) {
+// y += x M, wide from narrow: x [n, rank] and y [n, width], both with a step from row to row.
+extern "C" void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 y_step,
+                              i64 n, i64 width, i64 rank, i64 num_threads) {
     const i64 padded = round_up(n, 16), inner = round_up(rank, 32);
     bf16* left = reinterpret_cast<bf16*>(shared_scratch.take(padded * inner * sizeof(bf16)));
     for (i64 row = 0; row < padded; row++)
@@ -126,7 +126,7 @@ extern "C" void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64
                 run(int(inner), left + row * inner, inner, right, 32, sums, 32);
                 settle();
                 for (i64 i = 0; i < std::min<i64>(32, n - row); i++) {
-                    bf16* out = y + (row + i) * width + column;
+                    bf16* out = y + (row + i) * y_step + column;
                     __m512 first = _mm512_add_ps(_mm512_loadu_ps(sums + i * 32), load(out));
                     __m512 second = _mm512_add_ps(_mm512_loadu_ps(sums + i * 32 + 16), load(out + 16));
                     _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
