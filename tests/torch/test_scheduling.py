@@ -307,7 +307,7 @@ def test_a_late_request_stops_fine_tuning_and_is_served_itself():
 
 
 def test_a_request_that_has_only_its_reserve_left_stops_fine_tuning():
-    request = decoding(num_output=6)
+    request = decoding(num_output=6, first_token_s=7.85)
     assert due_at_s(request, RESERVE_TPOTS) <= 10.0 < due_at_s(request) - 0.2
     assert not tunes(plan("slack", view(request, job(phase="backward"))))
 

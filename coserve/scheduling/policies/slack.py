@@ -25,7 +25,7 @@ from coserve.scheduling.plan import Plan, RequestView, View
 # The longest gap between two tokens of a request, in units of its TPOT objective.
 MOST_GAP_TPOTS = 4.0
 # What is kept in the bank: so many TPOTs, saved up over the first so many tokens.
-RESERVE_TPOTS, RESERVE_TOKENS = 2.0, 8
+RESERVE_TPOTS, RESERVE_TOKENS = 1.5, 8
 # Prompts leave so much in the bank, too, until the first of them has less time than so many times what all of them
 # take; then they may have all of it. With less than so many times, the first has to go on whoever is late for it: what
 # a decode step leaves of a TPOT is about half of the time.
