@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -28,8 +29,7 @@ _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent
 # Sums may be made in any order, and nobody reads error numbers; infinities and NaN stay what they are.
 _FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
-    "-Wl,--as-needed",  # of two OpenMP libraries only the one named first
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
 )
 _COMPILE_S = 120.0
@@ -135,9 +135,16 @@ def _identity(openmp: Path) -> str:
 def _compile(path: Path, openmp: Path) -> None:
     _log.info("compiling the CPU kernels, once")
     path.parent.mkdir(parents=True, exist_ok=True)
-    sources = [str(source) for source in sorted(_SOURCES.glob("*.cpp"))]
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+
+    def run(*arguments: str | Path) -> None:
+        command = ["g++", *_FLAGS, *map(str, arguments)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = {source: Path(directory) / f"{source.stem}.o" for source in sorted(_SOURCES.glob("*.cpp"))}
+        for compiled in [pool.submit(run, "-c", source, "-o", made) for source, made in objects.items()]:
+            compiled.result()
         made = Path(directory) / path.name
-        objects = ["g++", *_FLAGS, *sources, str(openmp), "-o", str(made)]
-        subprocess.run(objects, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        # Of two OpenMP libraries only the one named here.
+        run("-shared", "-Wl,--as-needed", *objects.values(), openmp, "-o", made)
         made.replace(path)  # at once: another process may be doing the same

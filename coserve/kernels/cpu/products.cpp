@@ -44,19 +44,32 @@ class Panel {
     bf16* data_;
 };
 
-// Sums [32, up to 16] of a strip of the weight -> rounded, with the bias, as 32 elements of each of up to 16 rows of y.
-void finish(const float* sums, i64 step, const bf16* bias, i64 n, bf16* y, i64 y_step) {
-    __m512i pairs[16];
-    for (int i = 0; i < 16; i++) {
-        __m512 two[2];
-        for (int e = 0; e < 2; e++) {
-            two[e] = _mm512_loadu_ps(sums + (2 * i + e) * step);
-            if (bias) two[e] = _mm512_add_ps(two[e], _mm512_set1_ps(widen(bias[2 * i + e])));
+// How far apart the weight's rows that are multiplied at once lie, in rows. The processor fetches ahead along a row of a
+// page, and along one row of each page only: neighbours in one page would hold each other up.
+i64 spacing(i64 inner) {
+    const i64 row_bytes = inner * sizeof(bf16), page_bytes = 4096;
+    i64 rows = std::max<i64>(1, (2 * page_bytes + row_bytes - 1) / row_bytes);
+    return rows > 1 && rows * row_bytes % page_bytes == 0 ? rows + 1 : rows;
+}
+
+// Sums [32 * spacing, up to 16] -> rounded, with the bias, as elements of up to 16 rows of y. The sums of neighbours in y
+// stand in strips one after another.
+void finish(const float* sums, i64 step, i64 spacing, i64 strip_step, const bf16* bias, i64 n, bf16* y, i64 y_step) {
+    i64 strip = 0, row = 0;
+    for (i64 column = 0; column < STRIP * spacing; column += 32) {
+        __m512i pairs[16];
+        for (int i = 0; i < 16; i++) {
+            __m512 two[2];
+            for (int e = 0; e < 2; e++) {
+                two[e] = _mm512_loadu_ps(sums + strip * strip_step + row * step);
+                if (++strip == spacing) strip = 0, row++;
+                if (bias) two[e] = _mm512_add_ps(two[e], _mm512_set1_ps(widen(bias[column + 2 * i + e])));
+            }
+            pairs[i] = interleaved((__m512i)_mm512_cvtne2ps_pbh(two[1], two[0]));
         }
-        pairs[i] = interleaved((__m512i)_mm512_cvtne2ps_pbh(two[1], two[0]));
+        transpose(pairs);
+        for (int i = 0; i < std::min<i64>(16, n); i++) _mm512_storeu_si512(y + i * y_step + column, pairs[i]);
     }
-    transpose(pairs);
-    for (int i = 0; i < std::min<i64>(16, n); i++) _mm512_storeu_si512(y + i * y_step, pairs[i]);
 }
 
 }  // namespace
@@ -71,20 +84,27 @@ extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf1
         const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
         auto start = [&](i64 count, int part) { return count * part / threads; };
         for (i64 k = start(inner / 32, thread); k < start(inner / 32, thread + 1); k++) panel.fill(k * 32);
-        float* sums = reinterpret_cast<float*>(own_scratch.take(STRIP * 32 * sizeof(float)));
+        const i64 strip_sums = STRIP * panel.padded(), most = spacing(inner), end = start(outer / STRIP, thread + 1);
+        float* sums = reinterpret_cast<float*>(own_scratch.take(most * strip_sums * sizeof(float)));
         Tiles registers;
 #pragma omp barrier
-        for (i64 strip = start(outer / STRIP, thread); strip < start(outer / STRIP, thread + 1); strip++)
-            for (i64 block = 0; block < panel.padded(); block += 32) {
-                const int width = panel.width(block);
-                settle();
-                auto run = width == 32 ? multiply<32, 32, false> : multiply<32, 16, false>;
-                run(int(inner), weight + strip * STRIP * inner, inner, panel.at(block), width, sums, width);
-                settle();
-                for (i64 row = block; row < std::min(n, block + 32); row += 16)
-                    finish(sums + row - block, width, bias ? bias + strip * STRIP : nullptr, n - row,
-                           y + row * outer + strip * STRIP, outer);
+        for (i64 first = start(outer / STRIP, thread); first < end; first += most) {
+            const i64 strips = std::min(most, end - first), row = first * STRIP;
+            for (i64 strip = 0; strip < strips; strip++)
+                for (i64 block = 0; block < panel.padded(); block += 32) {
+                    const int width = panel.width(block);
+                    settle();
+                    auto run = width == 32 ? multiply<32, 32, false> : multiply<32, 16, false>;
+                    run(int(inner), weight + (row + strip) * inner, strips * inner, panel.at(block), width,
+                        sums + strip * strip_sums + block * STRIP, width);
+                    settle();
+                }
+            for (i64 i = 0; i < n; i += 16) {
+                const i64 block = i / 32 * 32;
+                finish(sums + block * STRIP + i - block, panel.width(block), strips, strip_sums,
+                       bias ? bias + row : nullptr, n - i, y + i * outer + row, outer);
             }
+        }
     }
 }
 
