@@ -13,6 +13,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from coserve.kernels.argmax import argmax
 from coserve.settings import is_number
 
 # Below this, scores divided by the temperature overflow, and the likeliest token is all but certain.
@@ -193,7 +194,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
             adjusted.append(index)
         else:
             plain.append(index)
-    tokens = logits.argmax(-1) if plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    tokens = argmax(logits) if plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     at_once = _ROWS_AT_ONCE.get(logits.device.type, _ROWS_AT_ONCE_ELSEWHERE)
     for indices, choose in ((adjusted, _likeliest), (drawn, _draw)):
         for start in range(0, len(indices), at_once):
@@ -222,7 +223,7 @@ def _report(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Samp
 def _likeliest(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The token of the highest score of each row, after its adjustments; `scores` is used up."""
     _adjust_(scores, rows)
-    return scores.argmax(-1)
+    return argmax(scores)
 
 
 def _column(rows: Sequence[SamplingRow], name: str, device: torch.device) -> Tensor:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.kernels import cpu, cross_entropy, rms_norm, rope, silu_mul
+from coserve.kernels import argmax, cpu, cross_entropy, rms_norm, rope, silu_mul
 
-MODULES = (cross_entropy, rms_norm, rope, silu_mul)
+MODULES = (argmax, cross_entropy, rms_norm, rope, silu_mul)
 EPS = 1e-6
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs g++")
@@ -176,6 +176,51 @@ def test_cross_entropy_of_logits_that_are_not_finite(monkeypatch, dtype, place):
     torch.testing.assert_close(grad, twin, equal_nan=True)
 
 
+@dtypes
+@pytest.mark.parametrize(("n", "num_threads"), [(1, 1), (1, 2), (13, 1), (13, 2), (13, 5)])
+@pytest.mark.parametrize("vocabulary", [49152, 1, 45, 2048, 2049, 5003])
+def test_argmax_is_the_first_of_the_largest(dtype, n, num_threads, vocabulary):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    logits = columns(n, vocabulary, dtype)
+    exact = logits.double().numpy()
+    assert argmax.argmax(logits).tolist() == exact.argmax(-1).tolist()
+    for place in {0, vocabulary // 3, vocabulary - 1}:
+        for value in (9.0, float("inf"), float("nan")):
+            one = logits.clone()
+            one[:, place] = value
+            assert argmax.argmax(one).tolist() == [place] * n
+            one[:, place // 2] = value
+            assert argmax.argmax(one).tolist() == [place // 2] * n
+    for value in (float("-inf"), float("nan"), -0.0, -3.0):
+        assert argmax.argmax(torch.full((n, vocabulary), value, dtype=dtype)).tolist() == [0] * n
+
+
+@dtypes
+def test_argmax_of_what_compares_in_other_ways_than_its_bits(monkeypatch, dtype):
+    infinity, nan = float("inf"), float("nan")
+    logits = torch.tensor([[-1.0, -0.0, 0.0], [-1.0, 0.0, -0.0], [-2.0, -1.0, -3.0], [infinity, 1.0, nan]])
+    logits = torch.cat([logits, torch.tensor([[1.0, -nan, infinity], [-infinity, -3e38, -infinity]])]).to(dtype)
+    for rows in (logits, torch.cat([logits.new_full((6, 4000), -infinity), logits], -1)):
+        assert argmax.argmax(rows).tolist() == plain(monkeypatch, argmax.argmax, rows).tolist()
+    assert argmax.argmax(logits).tolist() == [1, 1, 1, 2, 1, 1]
+
+
+@dtypes
+def test_gated_units_and_gradients_of_logits_are_exact_to_the_rounding(dtype):
+    """Over all sizes of the gate, in every place of a vector and of what is left over."""
+    gate = torch.linspace(-80, 80, 4003).to(dtype)[None]
+    up = torch.ones_like(gate)
+    wide = gate.double()
+    step = torch.finfo(dtype).eps
+    exact = wide * wide.sigmoid()
+    torch.testing.assert_close(silu_mul.silu_mul(gate, up).double(), exact, rtol=0.51 * step + 5e-7, atol=0)
+    logits = gate.minimum(torch.zeros(1, dtype=dtype))
+    grad = cross_entropy.cross_entropy_gradient(logits, torch.tensor([4002]), torch.zeros(1), torch.ones(1))
+    exact = logits.double().exp()
+    torch.testing.assert_close(grad[:, :-1].double(), exact[:, :-1], rtol=0.51 * step + 5e-7, atol=0)
+
+
 @pytest.mark.parametrize("target", [-1, 10])
 def test_a_target_outside_the_vocabulary_is_an_error(target):
     logits, targets, each = torch.randn(2, 10), torch.tensor([1, target]), torch.ones(2)
@@ -194,6 +239,9 @@ def test_no_rows_are_no_rows():
         cross_entropy.cross_entropy_gradient(x, no_targets, *torch.ones(2, 0)),
     )
     assert all(result.shape == (0, 8) for result in results)
+    assert argmax.argmax(x).shape == (0,)
+    with pytest.raises(IndexError):
+        argmax.argmax(torch.ones(2, 0))
     assert all(result.shape == (0,) for result in cross_entropy.cross_entropy(x, no_targets))
 
 
@@ -212,5 +260,7 @@ def test_other_dtypes_and_layouts_take_the_plain_way():
         assert cpu.library_for_rows(*tensors) is None
         result = rms_norm.rms_norm(*tensors, EPS)
         assert result.shape == tensors[0].shape
+        if not result.is_meta:
+            assert argmax.argmax(tensors[0]).tolist() == tensors[0].double().argmax(-1).tolist()
     y = silu_mul.silu_mul(x.T.contiguous().T, x)
     torch.testing.assert_close(y, torch.nn.functional.silu(x) * x)

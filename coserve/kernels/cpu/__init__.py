@@ -50,6 +50,7 @@ _SIGNATURES = {
     "rope": "tititit iiii ii",
     "cross_entropy": "titttt ii ii",
     "cross_entropy_gradient": "titttt ii ii",
+    "argmax": "tit ii ii",
 }
 
 
