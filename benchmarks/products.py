@@ -2,9 +2,9 @@
 
     python benchmarks/products.py [--dtype bfloat16]
 
-What `coserve/kernels/linear.py` chooses is read off this table. Every product has its own weight, so that none is in
-the caches. Columns: microseconds of x W^T by PyTorch's choice and with the weight on the left, of dy W, and of reading
-the weight once.
+What `coserve/kernels/linear.py` and `tiles.py` choose is read off this table. Every product has its own weight, so
+that none is in the caches. Columns: microseconds of x W^T by PyTorch's choice, with the weight on the left, and by our
+kernel (where there is one), of dy W, and of reading the weight once.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from coserve.bench.machine import describe, read_bytes_per_s
 from coserve.kernels.linear import left_product
+from coserve.kernels.tiles import few_rows_product
 
 _SHAPES = ((4864, 896), (896, 4864), (1536, 576), (576, 1536), (960, 576), (49152, 576))
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -40,7 +41,7 @@ def main() -> None:
     device = torch.device("cpu")
     bytes_per_s = read_bytes_per_s(device)
     print(f"{describe(device)}, {dtype}, reads {bytes_per_s / 1e9:.0f} GB/s")
-    print(f"{'weight':>12} layout  rows  linear    left   dy W    read")
+    print(f"{'weight':>12} layout  rows  linear    left    ours   dy W    read")
     for out, inner in _SHAPES:
         num_bytes = out * inner * dtype.itemsize
         rows_major = [torch.randn(out, inner).to(dtype) for _ in range(max(1, min(40, _WEIGHT_BYTES // num_bytes)))]
@@ -54,10 +55,13 @@ def main() -> None:
                 with torch.inference_mode():
                     linear = _best_us(lambda weight, x=x: torch.nn.functional.linear(x, weight), weights)
                     left = _best_us(lambda weight, x=x: left_product(x, weight), weights)
+                    ours = float("nan")
+                    if few_rows_product(x, weights[0]) is not None:
+                        ours = _best_us(lambda weight, x=x: few_rows_product(x, weight), weights)
                     back = _best_us(lambda weight, dy=dy: dy @ weight, weights)
                 read = 1e6 * num_bytes / bytes_per_s
                 name = f"{out}x{inner}"
-                print(f"{name:>12} {layout:7} {rows:4} {linear:7.0f} {left:7.0f} {back:6.0f} {read:7.0f}")
+                print(f"{name:>12} {layout:7} {rows:4} {linear:7.0f} {left:7.0f} {ours:7.0f} {back:6.0f} {read:7.0f}")
 
 
 if __name__ == "__main__":
