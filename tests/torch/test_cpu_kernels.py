@@ -1,6 +1,10 @@
 """The CPU's compiled kernels against their plain twins, and what happens where they cannot be compiled."""
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +46,36 @@ def reverse(kernel, grad, q, k, v, out, lse, settings):
     dk, dv = torch.full(k.shape, 2.0), torch.full(v.shape, -1.0)
     dq = kernel.backward(grad, q, k, v, out, lse, **settings, key_grads=dk, value_grads=dv)
     return dq.float(), dk.sub_(2.0), dv.add_(1.0)
+
+
+FEWER_THREADS = """
+import torch
+from coserve.kernels import cpu, tiles
+from coserve.kernels.attention import AmxAttention, CpuAttention
+
+torch.manual_seed(0)
+q, grad = torch.randn(2, 300, 6, 64).bfloat16()
+k, v = torch.randn(2, 300, 2, 64).bfloat16()
+settings = {"scale": 0.125, "sliding_window": None}
+results = []
+for kernel, num_threads in ((CpuAttention(), 1), (AmxAttention(cpu.library()), 4)):
+    torch.set_num_threads(num_threads)
+    out, lse = kernel.forward(q, k, v, **settings)
+    dk, dv = torch.zeros(2, *k.shape)
+    dq = kernel.backward(grad, q, k, v, out, lse, **settings, key_grads=dk, value_grads=dv)
+    results.append([x.float() for x in (out, lse, dq, dk, dv)])
+for one, other in zip(*results):
+    assert (one - other).norm() < 1e-2 * other.norm()
+weight = torch.randn(96, 64).bfloat16()
+ours = tiles.few_rows_product(q[:20, 0], weight)
+assert (ours.float() - q[:20, 0].float() @ weight.float().T).abs().max() < 0.2
+"""
+
+
+@needs_tiles
+def test_kernels_are_whole_with_fewer_threads_than_they_ask_for():
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "1", "PYTHONPATH": str(Path(cpu.__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", FEWER_THREADS], check=True, env=environment, timeout=120)
 
 
 SHAPES = [

@@ -193,11 +193,13 @@ extern "C" void attention_backward(const bf16* grad, const bf16* q, const bf16* 
     std::vector<std::pair<i64, std::vector<float>>> shared(threads);
 #pragma omp parallel num_threads(threads)
     {
-        const int thread = omp_get_thread_num();
         Tiles registers;
-        Worker worker(problem);
-        worker.run(starts[thread], starts[thread + 1], starts[thread] % units_of_key_head != 0);
-        shared[thread] = {worker.shared_head, std::move(worker.shared_sums)};
+        // There may be fewer threads than were asked for.
+        for (int part = omp_get_thread_num(); part < threads; part += omp_get_num_threads()) {
+            Worker worker(problem);
+            worker.run(starts[part], starts[part + 1], starts[part] % units_of_key_head != 0);
+            shared[part] = {worker.shared_head, std::move(worker.shared_sums)};
+        }
     }
     for (auto& [head, sums] : shared)
         if (!sums.empty()) problem.add_key_grads(head, sums.data(), sums.data() + sums.size() / 2);

@@ -144,9 +144,10 @@ extern "C" void attention_forward(const bf16* q, const bf16* k, const bf16* v, b
     const int threads = int(starts.size()) - 1;
 #pragma omp parallel num_threads(threads)
     {
-        const int thread = omp_get_thread_num();
         Tiles registers;
-        Worker(problem).run(starts[thread], starts[thread + 1]);
+        // There may be fewer threads than were asked for.
+        for (int part = omp_get_thread_num(); part < threads; part += omp_get_num_threads())
+            Worker(problem).run(starts[part], starts[part + 1]);
     }
 }
 
