@@ -30,6 +30,8 @@ _MAX_TILE_ELEMENTS = 1 << 22
 _MIN_TILE_ROWS, _MIN_BACKWARD_ROWS = 64, 128
 # Rows below which arranging the keys for AMX takes longer than it saves.
 _MIN_AMX_ROWS = 16
+# Bytes that a thread holds for each element of a head's keys, and the most that all threads may hold.
+_AMX_BYTES, _MOST_AMX_BYTES = 22, 1 << 30
 # Elements of a tile's scores that a CPU core's cache holds.
 _CACHED_TILE_ELEMENTS = 1 << 18
 
@@ -421,7 +423,7 @@ class AmxAttention(CompiledAttention):
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sliding_window: int | None
     ) -> tuple[Tensor, Tensor]:
         (n, num_heads, width), (m, num_key_heads, _) = q.shape, k.shape
-        if n < _MIN_AMX_ROWS or q.dtype != torch.bfloat16 or width % 32:
+        if n < _MIN_AMX_ROWS or not self._fits(q, m):
             return super().forward(q, k, v, scale=scale, sliding_window=sliding_window)
         tensors = [x.contiguous() for x in (q, k, v)]
         out, lse = torch.empty_like(tensors[0]), torch.empty(n, num_heads)
@@ -447,7 +449,9 @@ class AmxAttention(CompiledAttention):
         value_grads: Tensor,
     ) -> Tensor:
         (n, num_heads, width), (m, num_key_heads, _) = q.shape, k.shape
-        if q.dtype != torch.bfloat16 or width % 32:
+        if not n:
+            return torch.empty_like(q)
+        if not self._fits(q, m):
             return super().backward(
                 *(grad, q, k, v, out, lse),
                 scale=scale,
@@ -464,6 +468,12 @@ class AmxAttention(CompiledAttention):
             *(scale, torch.get_num_threads()),
         )
         return q_grad
+
+    @staticmethod
+    def _fits(q: Tensor, num_keys: int) -> bool:
+        """Whether the kernels are for such queries, and each thread has room for a head's keys and their gradients."""
+        held_bytes = num_keys * q.shape[2] * _AMX_BYTES * torch.get_num_threads()
+        return q.dtype == torch.bfloat16 and q.shape[2] % 32 == 0 and held_bytes <= _MOST_AMX_BYTES
 
 
 def _heads_first(x: Tensor) -> Tensor:

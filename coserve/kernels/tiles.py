@@ -22,9 +22,11 @@ _ONE_THREAD_ELEMENTS = 1 << 13
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """x W^T + b: x [n, in] of at most 192 rows, weight [out, in] -> [n, out]; in and out are multiples of 32."""
     (n, inner), outer = x.shape, weight.shape[0]
-    if not 0 < n <= _MOST_ROWS or inner % 32 or outer % 32 or not weight.is_contiguous():
+    if not 0 < n <= _MOST_ROWS or inner % 32 or outer % 32 or weight.shape != (outer, inner):
         return None
-    if (kernels := _kernels(x)) is None:
+    if not weight.is_contiguous() or (bias is not None and (bias.shape != (outer,) or not bias.is_contiguous())):
+        return None
+    if (kernels := _kernels(x, weight, *([] if bias is None else [bias]))) is None:
         return None
     y = torch.empty(n, outer, dtype=x.dtype)
     kernels.product(
@@ -38,8 +40,9 @@ def to_low_rank(x: Tensor, matrix: Tensor, *, transposed: bool) -> Tensor | None
     """x M: x [n, width], M [width, rank], given as its transpose or not -> [n, rank]."""
     n, width = x.shape
     rank = matrix.shape[0] if transposed else matrix.shape[1]
-    kernels = _low_rank_kernels(x, width, rank)
-    if kernels is None or not n or not matrix.is_contiguous():
+    if not n or not _is_low(rank, width) or not _is_whole(matrix, (rank, width) if transposed else (width, rank)):
+        return None
+    if (kernels := _kernels(x, matrix)) is None:
         return None
     y = torch.empty(n, rank, dtype=x.dtype)
     kernels.to_low_rank(
@@ -53,8 +56,10 @@ def add_from_low_rank(total: Tensor, x: Tensor, matrix: Tensor, *, transposed: b
     """total += x M: total [n, width], x [n, rank], M [rank, width], given as its transpose or not; whether it did."""
     n, width = total.shape
     rank = x.shape[1]
-    kernels = _low_rank_kernels(x, width, rank)
-    if kernels is None or not (matrix.is_contiguous() and _by_rows(total)):
+    shape = (width, rank) if transposed else (rank, width)
+    if x.shape[0] != n or not _is_low(rank, width) or not _is_whole(matrix, shape):
+        return False
+    if (kernels := _kernels(total, x, matrix)) is None:
         return False
     kernels.from_low_rank(
         *(x.data_ptr(), x.stride(0), matrix.data_ptr(), transposed, total.data_ptr(), total.stride(0)),
@@ -66,8 +71,7 @@ def add_from_low_rank(total: Tensor, x: Tensor, matrix: Tensor, *, transposed: b
 def low_rank_gradient(narrow: Tensor, wide: Tensor, *, transposed: bool) -> Tensor | None:
     """narrow^T wide, or its transpose: narrow [n, rank], wide [n, width] -> float32 [rank, width] or [width, rank]."""
     (n, rank), width = narrow.shape, wide.shape[1]
-    kernels = _low_rank_kernels(narrow, width, rank)
-    if kernels is None or not _by_rows(wide):
+    if wide.shape[0] != n or not _is_low(rank, width) or (kernels := _kernels(narrow, wide)) is None:
         return None
     grad = torch.empty((width, rank) if transposed else (rank, width), dtype=torch.float32)
     kernels.low_rank_gradient(
@@ -77,22 +81,21 @@ def low_rank_gradient(narrow: Tensor, wide: Tensor, *, transposed: bool) -> Tens
     return grad
 
 
-def _low_rank_kernels(x: Tensor, width: int, rank: int) -> Library | None:
-    if not 0 < rank <= _MOST_RANK or width <= _MOST_RANK or width % 32:
-        return None
-    return _kernels(x)
+def _is_low(rank: int, width: int) -> bool:
+    return 0 < rank <= _MOST_RANK < width and width % 32 == 0
 
 
-def _kernels(x: Tensor) -> Library | None:
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not _by_rows(x):
-        return None
+def _is_whole(matrix: Tensor, shape: tuple[int, int]) -> bool:
+    return matrix.shape == shape and matrix.is_contiguous()
+
+
+def _kernels(*tensors: Tensor) -> Library | None:
+    """The kernels, if all of these are bfloat16 on the CPU, and the elements of a row neighbours."""
+    for tensor in tensors:
+        if tensor.dtype != torch.bfloat16 or not tensor.is_cpu or tensor.stride(-1) != 1:
+            return None
     kernels = library()
     return kernels if kernels is not None and kernels.has_tiles else None
-
-
-def _by_rows(x: Tensor) -> bool:
-    """Whether the elements of a row are neighbours."""
-    return x.stride(1) == 1
 
 
 def _num_threads(num_elements: int) -> int:

@@ -125,6 +125,23 @@ def test_the_backward_pass_of_attention(with_threads, shape, num_threads):
 
 
 @needs_tiles
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(wrong):
+    _, q, k, v, _, _, settings = attention(140, 140, 4, 2, 64, None)
+    k[5, 0, 3] = wrong
+    plain, ours = (kernel.forward(q, k, v, **settings)[0] for kernel in (PlainAttention(), AmxAttention(KERNELS)))
+    assert plain.isnan().any() and torch.equal(plain.isnan(), ours.isnan())
+
+
+@needs_tiles
+def test_nothing_is_reversed_where_there_is_nothing():
+    *inputs, settings = attention(20, 20, 4, 2, 64, None)
+    empty = [x if x is inputs[2] or x is inputs[3] else x[:0] for x in inputs]
+    dq, dk, dv = reverse(AmxAttention(KERNELS), *empty, settings)
+    assert dq.shape == (0, 4, 64) and not dk.any() and not dv.any()
+
+
+@needs_tiles
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 32), (torch.bfloat16, 24)])
 def test_other_dtypes_and_widths_of_attention_take_the_other_way(dtype, width):
     *inputs, settings = attention(9, 20, 4, 2, width, None)
@@ -202,6 +219,12 @@ def test_products_that_the_kernels_are_not_for_go_the_other_way(monkeypatch):
     x, narrow, part = (torch.randn(shape).bfloat16() for shape in ((4, 96), (4, 16), (16, 100)))
     assert tiles.to_low_rank(x, part[:, :96], transposed=True) is None
     assert not tiles.add_from_low_rank(x, narrow, part[:, :96], transposed=False)
+    weight = torch.randn(64, 96)
+    assert tiles.few_rows_product(x, weight) is None, "another dtype"
+    assert tiles.few_rows_product(x, weight[:, :64].bfloat16().contiguous()) is None, "another width"
+    assert tiles.few_rows_product(x, weight.bfloat16(), torch.zeros(128).bfloat16()[::2]) is None
+    assert tiles.low_rank_gradient(narrow, x[:3], transposed=False) is None
+    assert not tiles.add_from_low_rank(x.float(), narrow, part[:, :96].contiguous(), transposed=False)
 
 
 def paged(lengths, num_heads, num_key_heads, width, block_tokens, dtype):
@@ -300,6 +323,21 @@ def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
     afresh.setattr(cpu.subprocess, "run", None)  # cannot be called
     assert cpu.library() is not None
     assert list((tmp_path / "kernels").iterdir()) == [made]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda data: b""]
+)
+def test_a_damaged_library_is_compiled_again(afresh, tmp_path, damage):
+    assert cpu.library() is not None
+    [made] = (tmp_path / "kernels").iterdir()
+    whole = made.read_bytes()
+    made.unlink()  # it is in use here
+    made.write_bytes(damage(whole))
+    cpu.library.cache_clear()
+    assert cpu.library() is not None
+    assert made.read_bytes() == whole
 
 
 @needs_kernels

@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -82,11 +83,9 @@ def library() -> Library | None:
         _log.info("PyTorch has no OpenMP of GNU's here: the plain kernels run")
         return None
     try:
-        path = _directory() / f"{_identity(openmp)}.so"
-        if not path.exists():
-            _compile(path, openmp)
-        return Library(path)
-    except (OSError, subprocess.SubprocessError) as error:
+        directory, identity = _directory(), _identity(openmp)
+        return Library(_kept(directory, identity) or _compile(directory, identity, openmp))
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()
         lines = [line for line in said if "error" in line] or said or [repr(error)]
         _log.warning("the CPU kernels could not be compiled, so the slower plain ones run: %s", lines[0])
@@ -129,23 +128,34 @@ def _identity(openmp: Path) -> str:
     with suppress(OSError):  # a home may be shared by machines
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    digest.update(repr((_FLAGS, str(openmp), processor)).encode())
+    digest.update(repr((_FLAGS, str(openmp), processor, platform.libc_ver())).encode())
     return digest.hexdigest()[:24]
 
 
-def _compile(path: Path, openmp: Path) -> None:
+def _kept(directory: Path, identity: str) -> Path | None:
+    """What was compiled before. Its name ends with a digest of it, since a damaged library would kill the process."""
+    whole = (path for path in directory.glob(f"{identity}-*.so") if path.stem == f"{identity}-{_digest(path)}")
+    return next(whole, None)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
+
+
+def _compile(directory: Path, identity: str, openmp: Path) -> Path:
     _log.info("compiling the CPU kernels, once")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
 
     def run(*arguments: str | Path) -> None:
         command = ["g++", *_FLAGS, *map(str, arguments)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
 
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory, ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = {source: Path(directory) / f"{source.stem}.o" for source in sorted(_SOURCES.glob("*.cpp"))}
+    with tempfile.TemporaryDirectory(dir=directory) as place, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = {source: Path(place) / f"{source.stem}.o" for source in sorted(_SOURCES.glob("*.cpp"))}
         for compiled in [pool.submit(run, "-c", source, "-o", made) for source, made in objects.items()]:
             compiled.result()
-        made = Path(directory) / path.name
+        made = Path(place) / "kernels.so"
         # Of two OpenMP libraries only the one named here.
         run("-shared", "-Wl,--as-needed", *objects.values(), openmp, "-o", made)
-        made.replace(path)  # at once: another process may be doing the same
+        # At once: another process may be doing the same.
+        return made.replace(directory / f"{identity}-{_digest(made)}.so")

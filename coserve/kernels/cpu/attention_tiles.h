@@ -29,7 +29,7 @@ void product(int rows, int columns, int inner, const bf16* a, i64 a_step, const 
 
 // 2^x, to 2e-7 of it; for x below -126 as for -126, since numbers that small take a processor a hundred times as long.
 inline __m512 exp2(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // in this order a NaN stays one
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 rest = _mm512_sub_ps(x, whole);
     __m512 power = _mm512_set1_ps(1.3333558e-3f);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -53,6 +54,10 @@ class Scratch {
             std::free(start_);
             size_ = round_up(num_bytes, 4096);
             start_ = static_cast<char*>(std::aligned_alloc(4096, size_));
+            if (!start_) {
+                std::fprintf(stderr, "coserve: a CPU kernel found no memory for %zu bytes\n", size_);
+                std::abort();
+            }
         }
         return start_;
     }
