@@ -309,6 +309,7 @@ def test_other_pages_are_gathered(case):
 @pytest.fixture
 def afresh(monkeypatch, tmp_path):
     """As in a process that has not asked for kernels yet, at a home of its own."""
+    monkeypatch.delenv("COSERVE_KERNELS", raising=False)
     monkeypatch.setenv("COSERVE_HOME", str(tmp_path))
     cpu.library.cache_clear()
     yield monkeypatch
