@@ -33,12 +33,12 @@ Case = tuple[str, Callable[[], object], Callable[[], object]]
 @contextmanager
 def _plain() -> Iterator[None]:
     """The plain twins run within."""
-    before = cpu.library
-    cpu.library = tiles.library = lambda: None
+    before = cpu.compiled_kernels
+    cpu.compiled_kernels = tiles.compiled_kernels = lambda: None
     try:
         yield
     finally:
-        cpu.library = tiles.library = before
+        cpu.compiled_kernels = tiles.compiled_kernels = before
 
 
 def _run_plain(run: Callable[[], object]) -> object:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from coserve.engine.profiling import device_name
-from coserve.kernels.cpu import library
+from coserve.kernels.cpu import compiled_kernels
 from coserve.models.backbone import Backbone
 
 # Read in one go to find the bandwidth; much larger than any cache.
@@ -31,7 +31,7 @@ def describe(device: torch.device, threads: int | None = None) -> str:
     """The device in words; threads: of a model that runs elsewhere than in this process."""
     if device.type == "cuda":
         return device_name(device)
-    plain = ", plain kernels" if library() is None else ""
+    plain = ", plain kernels" if compiled_kernels() is None else ""
     return f"{device_name(device, threads)} of {os.cpu_count()}{plain}"
 
 

@@ -22,7 +22,7 @@ import coserve
 from coserve.adapters.base import Adapter
 from coserve.adapters.lora import LoraConfig
 from coserve.engine.sampling import SamplingParams, SamplingRow, sample
-from coserve.kernels.cpu import library
+from coserve.kernels.cpu import compiled_kernels
 from coserve.memory.kv_cache import KvCache, kv_page_bytes
 from coserve.memory.pages import PagePool
 from coserve.models.backbone import Backbone
@@ -90,7 +90,7 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
         "torch": torch.__version__,
         "coserve": coserve.__version__,
         "code": _code(),
-        "kernels": "compiled" if backbone.device.type == "cpu" and library() is not None else "plain",
+        "kernels": "compiled" if backbone.device.type == "cpu" and compiled_kernels() is not None else "plain",
     }
 
 

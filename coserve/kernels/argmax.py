@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu import library_for_rows
+from coserve.kernels.cpu import kernels_for_rows
 
 
 def argmax(logits: Tensor) -> Tensor:
     """The place of the largest of each row of [n, vocabulary], int64 [n]: the first of equal ones, or the first NaN."""
-    kernels = library_for_rows(logits)
+    kernels = kernels_for_rows(logits)
     if kernels is None or not logits.shape[1]:  # which is PyTorch's error
         return logits.argmax(-1)
     n, vocabulary = logits.shape

@@ -21,7 +21,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu import Library, library
+from coserve.kernels.cpu import Library, compiled_kernels
 from coserve.kernels.linear import is_native, rounded_factors
 
 # Most elements of a tile's scores or mask.
@@ -501,7 +501,7 @@ def attention_kernel(device: torch.device) -> AttentionKernel:
     """The kernel for a device; called once, when the model is built."""
     if device.type != "cpu":
         return PlainAttention()
-    kernels = library()
+    kernels = compiled_kernels()
     if kernels is None:
         return CpuAttention()
     return AmxAttention(kernels) if kernels.has_tiles else CompiledAttention(kernels)

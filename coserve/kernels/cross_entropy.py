@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu import library_for_rows
+from coserve.kernels.cpu import kernels_for_rows
 
 # Float32 logits that the caches hold.
 _CACHED_ELEMENTS = 1 << 19
@@ -29,7 +29,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
     """
     loss, log_sum = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
     correct = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
-    if (kernels := library_for_rows(logits)) is not None:
+    if (kernels := kernels_for_rows(logits)) is not None:
         targets = _checked(targets, logits)
         kernels.cross_entropy(
             *(logits.data_ptr(), logits.stride(0), targets.data_ptr(), loss.data_ptr(), correct.data_ptr()),
@@ -51,7 +51,7 @@ def cross_entropy_gradient(logits: Tensor, targets: Tensor, log_sum: Tensor, los
     log_sum: from `cross_entropy`. loss_grad: gradient of each row's loss, float32 [n].
     """
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    if (kernels := library_for_rows(logits)) is not None:
+    if (kernels := kernels_for_rows(logits)) is not None:
         targets, log_sum, loss_grad = _checked(targets, logits), log_sum.contiguous(), loss_grad.contiguous()
         kernels.cross_entropy_gradient(
             *(logits.data_ptr(), logits.stride(0), targets.data_ptr(), log_sum.data_ptr(), loss_grad.data_ptr()),

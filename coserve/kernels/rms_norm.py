@@ -7,12 +7,12 @@ Statistics and gradients are computed in float32 and rounded to the input's dtyp
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu import library_for_rows
+from coserve.kernels.cpu import kernels_for_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / rms(x); x [n, width], weight [features], of which width is a multiple."""
-    kernels = library_for_rows(x, weight)
+    kernels = kernels_for_rows(x, weight)
     if kernels is None:
         return _scaled(_normalized(x, weight, eps)[0], x, weight)
     n, width = x.shape
@@ -29,7 +29,7 @@ def rms_norm_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, with_y: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Gradient of x from that of y, both [n, width]; and y, if it is asked for."""
-    kernels = library_for_rows(grad, x, weight)
+    kernels = kernels_for_rows(grad, x, weight)
     if kernels is None:
         normalized, scale = _normalized(x, weight, eps)
         weighted = _grouped(grad, weight) * weight.float()

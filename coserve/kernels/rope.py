@@ -7,7 +7,7 @@ Every product and every sum is rounded to x's dtype, as transformers does.
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu import library_for_rows
+from coserve.kernels.cpu import kernels_for_rows
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def rope_gradient(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, reverse: bool) -> Tensor | None:
-    kernels = library_for_rows(x, cos, sin)
+    kernels = kernels_for_rows(x, cos, sin)
     if kernels is None:
         return None
     n, width = x.shape

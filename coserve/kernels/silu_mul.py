@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu import library_for_rows
+from coserve.kernels.cpu import kernels_for_rows
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    kernels = library_for_rows(gate, up)
+    kernels = kernels_for_rows(gate, up)
     if kernels is None:
         return torch.nn.functional.silu(gate) * up
     n, width = gate.shape
@@ -36,7 +36,7 @@ class SiluMulGradients(NamedTuple):
 
 def silu_mul_gradients(grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False) -> SiluMulGradients:
     """From the gradient of y [n, width]."""
-    kernels = library_for_rows(grad, gate, up)
+    kernels = kernels_for_rows(grad, gate, up)
     if kernels is None:
         activated = torch.nn.functional.silu(gate)
         gate_grad = torch.ops.aten.silu_backward(grad * up, gate)

@@ -10,7 +10,7 @@ Each function gives None, or False, when it is not for these tensors, or where t
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu import Library, library
+from coserve.kernels.cpu import Library, compiled_kernels
 
 # Up to how many rows our product is the faster one; `benchmarks/products.py` measures it.
 _MOST_ROWS = 192
@@ -94,7 +94,7 @@ def _kernels(*tensors: Tensor) -> Library | None:
     for tensor in tensors:
         if tensor.dtype != torch.bfloat16 or not tensor.is_cpu or tensor.stride(-1) != 1:
             return None
-    kernels = library()
+    kernels = compiled_kernels()
     return kernels if kernels is not None and kernels.has_tiles else None
 
 

@@ -20,7 +20,7 @@ from coserve.kernels.attention import (
     attention_kernel,
 )
 
-KERNELS = cpu.library()
+KERNELS = cpu.compiled_kernels()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="needs g++")
 needs_tiles = pytest.mark.skipif(KERNELS is None or not KERNELS.has_tiles, reason="needs g++ and AMX")
 
@@ -58,7 +58,7 @@ q, grad = torch.randn(2, 300, 6, 64).bfloat16()
 k, v = torch.randn(2, 300, 2, 64).bfloat16()
 settings = {"scale": 0.125, "sliding_window": None}
 results = []
-for kernel, num_threads in ((CpuAttention(), 1), (AmxAttention(cpu.library()), 4)):
+for kernel, num_threads in ((CpuAttention(), 1), (AmxAttention(cpu.compiled_kernels()), 4)):
     torch.set_num_threads(num_threads)
     out, lse = kernel.forward(q, k, v, **settings)
     dk, dv = torch.zeros(2, *k.shape)
@@ -195,7 +195,7 @@ def test_products_with_a_matrix_of_low_rank(with_threads, n, width, rank, num_th
 
 @needs_tiles
 def test_products_that_the_kernels_are_not_for_go_the_other_way(monkeypatch):
-    monkeypatch.setattr(tiles, "library", lambda: SimpleNamespace(has_tiles=True))  # has no functions
+    monkeypatch.setattr(tiles, "compiled_kernels", lambda: SimpleNamespace(has_tiles=True))  # has no functions
     torch.manual_seed(0)
 
     def check(x, weight, grad):
@@ -311,18 +311,18 @@ def afresh(monkeypatch, tmp_path):
     """As in a process that has not asked for kernels yet, at a home of its own."""
     monkeypatch.delenv("COSERVE_KERNELS", raising=False)
     monkeypatch.setenv("COSERVE_HOME", str(tmp_path))
-    cpu.library.cache_clear()
+    cpu.compiled_kernels.cache_clear()
     yield monkeypatch
-    cpu.library.cache_clear()
+    cpu.compiled_kernels.cache_clear()
 
 
 @needs_kernels
 def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
-    assert cpu.library() is not None
+    assert cpu.compiled_kernels() is not None
     [made] = (tmp_path / "kernels").iterdir()
-    cpu.library.cache_clear()
+    cpu.compiled_kernels.cache_clear()
     afresh.setattr(cpu.subprocess, "run", None)  # cannot be called
-    assert cpu.library() is not None
+    assert cpu.compiled_kernels() is not None
     assert list((tmp_path / "kernels").iterdir()) == [made]
 
 
@@ -331,13 +331,13 @@ def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
     "damage", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda data: b""]
 )
 def test_a_damaged_library_is_compiled_again(afresh, tmp_path, damage):
-    assert cpu.library() is not None
+    assert cpu.compiled_kernels() is not None
     [made] = (tmp_path / "kernels").iterdir()
     whole = made.read_bytes()
     made.unlink()  # it is in use here
     made.write_bytes(damage(whole))
-    cpu.library.cache_clear()
-    assert cpu.library() is not None
+    cpu.compiled_kernels.cache_clear()
+    assert cpu.compiled_kernels() is not None
     assert made.read_bytes() == whole
 
 
@@ -352,7 +352,7 @@ def test_kernels_are_those_of_this_processor_and_source(afresh):
 
 def test_the_environment_may_ask_for_the_plain_kernels(afresh, tmp_path):
     afresh.setenv("COSERVE_KERNELS", "plain")
-    assert cpu.library() is None
+    assert cpu.compiled_kernels() is None
     assert not list(tmp_path.iterdir())
     assert type(attention_kernel(torch.device("cpu"))) is CpuAttention
 
@@ -368,7 +368,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
     else:
         afresh.setenv("COSERVE_HOME", __file__)
     with caplog.at_level(logging.WARNING):
-        assert cpu.library() is None and cpu.library() is None
+        assert cpu.compiled_kernels() is None and cpu.compiled_kernels() is None
     [record] = caplog.records
     assert "the slower plain ones run" in record.message and "\n" not in record.message
     assert type(attention_kernel(torch.device("cpu"))) is CpuAttention

@@ -9,7 +9,7 @@ from coserve.kernels import argmax, cpu, cross_entropy, rms_norm, rope, silu_mul
 MODULES = (argmax, cross_entropy, rms_norm, rope, silu_mul)
 EPS = 1e-6
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs g++")
+pytestmark = pytest.mark.skipif(cpu.compiled_kernels() is None, reason="needs g++")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 # The last has rows for several threads.
 row_counts = pytest.mark.parametrize(("n", "num_threads"), [(1, 1), (3, 2), (83, 1), (83, 2), (83, 5)])
@@ -26,7 +26,7 @@ def plain(monkeypatch, function, *arguments, **options):
     """What the plain twin gives."""
     with monkeypatch.context() as patch:
         for module in MODULES:
-            patch.setattr(module, "library_for_rows", lambda *tensors: None)
+            patch.setattr(module, "kernels_for_rows", lambda *tensors: None)
         return function(*arguments, **options)
 
 
@@ -247,7 +247,7 @@ def test_no_rows_are_no_rows():
 
 def test_other_dtypes_and_layouts_take_the_plain_way():
     x, weight = torch.randn(4, 8), torch.randn(8)
-    assert cpu.library_for_rows(x, weight) is not None
+    assert cpu.kernels_for_rows(x, weight) is not None
     for tensors in (
         (x.double(), weight.double()),
         (x.bfloat16(), weight),
@@ -257,7 +257,7 @@ def test_other_dtypes_and_layouts_take_the_plain_way():
         (x[:, ::2], weight[:4]),
         (x[:, :1].expand(4, 8), weight),
     ):
-        assert cpu.library_for_rows(*tensors) is None
+        assert cpu.kernels_for_rows(*tensors) is None
         result = rms_norm.rms_norm(*tensors, EPS)
         assert result.shape == tensors[0].shape
         if not result.is_meta:

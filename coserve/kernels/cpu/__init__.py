@@ -4,8 +4,8 @@ PyTorch runs a small operation of many passes as that many operations; here they
 has. Each kernel has a plain twin in PyTorch, which runs where these cannot: without g++, on other systems, or when the
 environment says `COSERVE_KERNELS=plain`. Both give the same results, to rounding.
 
-Callers (`coserve/kernels/*.py`) ask `library()`, and see to it that tensors are as a kernel wants them: contiguous
-unless it says otherwise.
+Callers (`coserve/kernels/*.py`) ask `compiled_kernels()`, and see to it that tensors are as a kernel wants them:
+contiguous unless it says otherwise.
 """
 
 import ctypes
@@ -74,7 +74,7 @@ class Library:
 
 
 @cache
-def library() -> Library | None:
+def compiled_kernels() -> Library | None:
     """The kernels of this machine, compiled when this is first called; None where the plain twins must run."""
     if os.environ.get("COSERVE_KERNELS") == "plain" or not sys.platform.startswith("linux"):
         return None
@@ -95,7 +95,7 @@ def library() -> Library | None:
 _ROW_DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
-def library_for_rows(first: Tensor, *others: Tensor) -> Library | None:
+def kernels_for_rows(first: Tensor, *others: Tensor) -> Library | None:
     """The kernels, if they can work on these matrices (and vectors): float32 or bfloat16, all of one dtype, and no gaps
     within a row, however far apart rows lie.
     """
@@ -105,7 +105,7 @@ def library_for_rows(first: Tensor, *others: Tensor) -> Library | None:
     for tensor in others:
         if tensor.dtype != dtype or not tensor.is_cpu or tensor.stride(-1) != 1:
             return None
-    return library()
+    return compiled_kernels()
 
 
 def _directory() -> Path:
