@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coserve.bench.machine import describe
 from coserve.engine.device_memory import keep_freed_memory
-from coserve.kernels import cpu, tiles
+from coserve.kernels import amx, cpu
 from coserve.kernels.argmax import argmax
 from coserve.kernels.attention import CpuAttention, PageTable, attention_kernel
 from coserve.kernels.cross_entropy import cross_entropy, cross_entropy_gradient
@@ -34,11 +34,11 @@ Case = tuple[str, Callable[[], object], Callable[[], object]]
 def _plain() -> Iterator[None]:
     """The plain twins run within."""
     before = cpu.compiled_kernels
-    cpu.compiled_kernels = tiles.compiled_kernels = lambda: None
+    cpu.compiled_kernels = amx.compiled_kernels = lambda: None
     try:
         yield
     finally:
-        cpu.compiled_kernels = tiles.compiled_kernels = before
+        cpu.compiled_kernels = amx.compiled_kernels = before
 
 
 def _run_plain(run: Callable[[], object]) -> object:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from coserve.bench.machine import describe, read_bytes_per_s
+from coserve.kernels.amx import skinny_gemm
 from coserve.kernels.linear import left_product
-from coserve.kernels.tiles import few_rows_product
 
 _SHAPES = ((4864, 896), (896, 4864), (1536, 576), (576, 1536), (960, 576), (49152, 576))
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -56,8 +56,8 @@ def main() -> None:
                     linear = _best_us(lambda weight, x=x: torch.nn.functional.linear(x, weight), weights)
                     left = _best_us(lambda weight, x=x: left_product(x, weight), weights)
                     ours = float("nan")
-                    if few_rows_product(x, weights[0]) is not None:
-                        ours = _best_us(lambda weight, x=x: few_rows_product(x, weight), weights)
+                    if skinny_gemm(x, weights[0]) is not None:
+                        ours = _best_us(lambda weight, x=x: skinny_gemm(x, weight), weights)
                     back = _best_us(lambda weight, dy=dy: dy @ weight, weights)
                 read = 1e6 * num_bytes / bytes_per_s
                 name = f"{out}x{inner}"

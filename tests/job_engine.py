@@ -24,8 +24,8 @@ from coserve.jobs.records import DEFAULT_TENANT, JobRecord
 from coserve.jobs.settings import job_settings
 from coserve.jobs.store import Store
 from coserve.jobs.validation import BaseModel
-from coserve.server.job_commands import JobCommands
-from coserve.server.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
+from coserve.worker.job_commands import JobCommands
+from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 
 TENANT = DEFAULT_TENANT
 LIMIT_S = 60.0
@@ -89,7 +89,7 @@ class EngineThread:
         jobs = JobCommands(engine)
         num_steps = 0
         while self.is_alive:
-            self._obey(jobs, wait=not engine.has_work and not jobs.is_waiting)
+            self._handle(jobs, wait=not engine.has_work and not jobs.is_waiting)
             events = [event for event in engine.step() if isinstance(event, JobEvent)]
             num_steps += 1
             if events:
@@ -100,19 +100,19 @@ class EngineThread:
                 break
         jobs.close()
 
-    def _obey(self, jobs: JobCommands, *, wait: bool) -> None:
+    def _handle(self, jobs: JobCommands, *, wait: bool) -> None:
         while wait or not self._commands.empty():
             command = self._commands.get()
             wait = False
             if command is None:
                 return
             try:
-                jobs.obey(command)
+                jobs.handle(command)
             except CoserveError as error:
                 self._on_loop(self._reply, Reply(command.call, str(error), type(error).__name__))
 
     def _tell(self, jobs: JobCommands) -> None:
-        news = jobs.take_news()
+        news = jobs.take_pending()
         if news:
             self._on_loop(self._take, news)
 
@@ -125,7 +125,7 @@ class EngineThread:
     def _take(self, news: Any) -> None:
         if not self.is_alive:
             return
-        self._listener.engine_happened(news.events, news.checkpoints)
+        self._listener.engine_reported(news.events, news.checkpoints)
         for reply in news.replies:
             self._reply(reply)
 
@@ -213,7 +213,7 @@ class World:
         return answer
 
     async def until_over(self, id: str) -> JobRecord:
-        await self.until(lambda: self.job(id).is_over)
+        await self.until(lambda: self.job(id).is_terminal)
         return self.job(id)
 
 

@@ -159,7 +159,7 @@ def make_adapter(backbone: Backbone, *, seed: int = 0, **lora: Any) -> Adapter:
     generator = torch.Generator().manual_seed(seed)
     for master in adapter.masters.values():
         master.copy_(torch.randn(master.shape, generator=generator) * 0.15)
-    adapter.publish()
+    adapter.sync_compute_copy()
     return adapter
 
 

@@ -1,4 +1,4 @@
-"""Adapters: PEFT methods as bypass networks, one file per method, and PEFT's directory format."""
+"""Adapters: PEFT methods as bypasses, one file per method, and PEFT's directory format."""
 
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.lora import LoraConfig

@@ -1,6 +1,6 @@
 """What a PEFT method is, and an adapter: one method's parameters on one backbone.
 
-A method is a config class with four answers: at which modules it sits, the bypass network there, the initial value of
+A method is a config class with four answers: at which modules it sits, the bypass there, the initial value of
 each parameter, and its form in PEFT's directory. How the methods of the papers answer (x: the site's input, y: the
 site's output before the sum):
 
@@ -30,7 +30,7 @@ from coserve.graph.bypass import AttachedGraph, Bypass, attach
 from coserve.graph.ir import TensorSpec
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
-from coserve.models.batch import BoundNetwork, Bypasses
+from coserve.models.batch import BoundBypass, Bypasses
 
 
 class AdapterConfig(ABC):
@@ -47,7 +47,7 @@ class AdapterConfig(ABC):
 
     @abstractmethod
     def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
-        """The network at a module whose node takes rows of `inputs` features (0: of ids) and gives rows of `outputs`.
+        """The bypass at a module whose node takes rows of `inputs` features (0: of ids) and gives rows of `outputs`.
 
         training: with what only training does (dropout). The parameters are the same either way.
         """
@@ -112,14 +112,14 @@ class Adapter:
         return self._compute.get(part, {})
 
     def attached(self, part: Part, *, training: bool = True) -> AttachedGraph:
-        """The part's graph with this adapter's networks, as training differentiates it or as requests run it."""
+        """The part's graph with this adapter's bypasses, as training differentiates it or as requests run it."""
         return self._attached[training][part]
 
     def bypasses(self, *, training: bool = False) -> Bypasses:
         """What forward spans of this adapter's rows carry."""
         return self._bypasses[training]
 
-    def publish(self) -> None:
+    def sync_compute_copy(self) -> None:
         """Bring the compute copies up to the masters, after an optimizer step or a load."""
         for name, (part, local) in self.parameter_parts.items():
             copy, master = self._compute[part][local], self.masters[name]
@@ -167,11 +167,11 @@ class Adapter:
         return {
             training: {
                 part: {
-                    site: BoundNetwork(network=network, parameters=self.parameters(part))
-                    for site, network in attached.networks.items()
+                    site: BoundBypass(bypass=bypass, parameters=self.parameters(part))
+                    for site, bypass in attached.bypasses.items()
                 }
                 for part, attached in parts.items()
-                if attached.networks
+                if attached.bypasses
             }
             for training, parts in self._attached.items()
         }

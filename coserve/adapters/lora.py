@@ -106,7 +106,7 @@ class LoraConfig(AdapterConfig):
         b, rank = GraphBuilder(), self.rank(module)
         into = {"x": b.rows("x", inputs), "weight": b.parameter("lora_A.weight", rank, inputs)}
         if training and self.dropout:
-            into["row_keys"] = b.constant("row_keys", dtype=torch.int64)
+            into["dropout_row_ids"] = b.constant("dropout_row_ids", dtype=torch.int64)
             salt = crc32(module.rsplit(".", 1)[-1].encode())
             x = b.apply("dropout_linear", "lora_A", into, p=self.dropout, salt=salt)
         else:

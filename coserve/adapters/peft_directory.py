@@ -59,7 +59,7 @@ def load_adapter(backbone: Backbone, directory: str | Path) -> Adapter:
         if not tensors[name].is_floating_point():
             raise AdapterError(f"{directory}: {name} is {tensors[name].dtype}; adapters must be of a float type")
         master.copy_(tensors[name])
-    adapter.publish()
+    adapter.sync_compute_copy()
     return adapter
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
 
+from coserve.client.http import Client
+from coserve.client.job_progress import JobProgress
 from coserve.errors import JobError
-from coserve.server.client import Client
-from coserve.server.job_progress import JobProgress
 from coserve.workloads.load import Load, chats
 from coserve.workloads.summary import Outcome, percentile, summarize
 from coserve.workloads.traces import Lengths, TracedRequest, adapt, bursty, read_trace
@@ -216,10 +216,10 @@ class Demo:
         progress = recording.progress
         if progress is not None and progress.job["status"] == "failed":
             raise JobError(f"the demo's job failed: {(progress.job.get('error') or {}).get('message')}")
-        if progress is not None and not progress.is_over and recording.now_s > most_s:
+        if progress is not None and not progress.is_terminal and recording.now_s > most_s:
             progress.job = self._client.post(f"/v1/fine_tuning/jobs/{progress.job['id']}/cancel")
         plays = player is not None and player.is_alive() and recording.now_s < recording.planned_s + _GUARD_S
-        return plays or (progress is not None and not progress.is_over)
+        return plays or (progress is not None and not progress.is_terminal)
 
     def _epochs(self) -> int:
         """Of the job beside requests."""
@@ -282,7 +282,7 @@ class Demo:
             new = recording.progress.losses.items() - {(step, recording.progress.losses[step]) for step in known}
             recording.losses += [[round(recording.now_s, 2), step, loss] for step, loss in sorted(new)]
             recording.status = recording.progress.status
-            if recording.progress.is_over:
+            if recording.progress.is_terminal:
                 recording.job_end_s = recording.now_s
         else:
             recording.status = self._client.get("/v1/status")

@@ -12,8 +12,8 @@ import typer
 
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Url, base_model, find_model, is_there, own_server
 from coserve.cli.drawing import printable, starting
+from coserve.client.http import Client
 from coserve.errors import ServerError
-from coserve.server.client import Client
 
 if TYPE_CHECKING:
     from rich.console import Console

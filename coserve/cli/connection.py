@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
+from coserve.client.http import DEFAULT_URL, Client
 from coserve.errors import ServerError
-from coserve.server.client import DEFAULT_URL, Client
 
 Url = Annotated[
     str, typer.Option(envvar="COSERVE_URL", metavar="URL", help="The server to talk to; coserve up starts one.")

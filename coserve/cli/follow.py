@@ -10,9 +10,9 @@ from rich.live import Live
 from rich.text import Text
 
 from coserve.cli.drawing import DIM, against, duration, progress_bar, resampled, sparkline
+from coserve.client.http import Client
+from coserve.client.job_progress import JobProgress
 from coserve.errors import ServerError
-from coserve.server.client import Client
-from coserve.server.job_progress import JobProgress
 
 _POLL_S = 0.5
 # Answers that say "later": a server that restarts its engine goes on with the job.
@@ -88,7 +88,7 @@ def _polls(client: Client, progress: JobProgress) -> Iterator[list[dict[str, Any
             gone_since_s = gone_since_s or time.monotonic()
             if error.status not in (None, 503) or time.monotonic() - gone_since_s > _PATIENCE_S:
                 raise
-        if progress.is_over:
+        if progress.is_terminal:
             return
         time.sleep(_POLL_S)
 

@@ -103,14 +103,14 @@ def _examine(model: str, lora: "LoraConfig", *, seq: int, budget: int | None, dt
     source = find_model(model, with_weights=False)
     backbone = build_backbone(source, dtype=dtype, device=torch.device("meta"))
     adapter, keys = Adapter(backbone, lora), (seq + 1) / 2
-    programs = training_programs(adapter, budget_bytes_per_token=budget, keys=keys)
+    programs = training_programs(adapter, budget_bytes_per_token=budget, mean_context_len=keys)
     architecture = backbone.architecture
     trained = [part for part in programs.parts if isinstance(part, int)]
     layer = max(trained, default=0)
     program = programs.program[layer]
     conventional = conventional_saved_bytes(architecture, lora, rows=seq, dtype=backbone.dtype)
     memory = _memory(adapter, programs, seq)
-    choices = frontier_of_part(programs, adapter, layer, keys=keys) if trained else ()
+    choices = frontier_of_part(programs, adapter, layer, mean_context_len=keys) if trained else ()
     return _Report(
         model=model,
         family=source.config.model_type,

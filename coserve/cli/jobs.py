@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url
+from coserve.client.http import Client
 from coserve.errors import JobError
-from coserve.server.client import Client
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="Of the job, such as ftjob-…, or `last` for the newest.")]
 
@@ -85,7 +85,7 @@ def events(
     """What happened to a job, oldest first."""
     from coserve.cli.follow import event_line
     from coserve.cli.tables import console
-    from coserve.server.job_progress import events_after
+    from coserve.client.job_progress import events_after
 
     with Client(url, api_key) as client:
         found = events_after(client, _find(client, job)["id"], None)

@@ -13,7 +13,7 @@ def models(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False
     Any of these ids is a `model` of a request (`coserve chat --adapter ID`), and a `model` that a job can go on
     training (`coserve tune FILE --model ID`).
     """
-    from coserve.server.client import Client
+    from coserve.client.http import Client
 
     with Client(url, api_key) as client:
         found = client.get("/v1/models")["data"]

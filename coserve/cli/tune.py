@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url, base_model
+from coserve.client.http import Client
 from coserve.errors import JobError
-from coserve.server.client import Client
 
 
 def tune(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from coserve.server.context import ServerContext
-    from coserve.server.protocol import Progress, Ready
+    from coserve.worker.protocol import Progress, Ready
 
 
 def up(**given: Any) -> None:

@@ -83,7 +83,7 @@ def read_position(directory: str | Path) -> JobPosition:
         raise JobError(f"{directory} is no checkpoint of a job: it has no usable {_POSITION}") from None
 
 
-def can_go_on_from(directory: str | Path) -> bool:
+def can_resume(directory: str | Path) -> bool:
     """Whether there is all that it takes to go on, as there is not once a job is over."""
     return (Path(directory) / _POSITION).is_file() and (Path(directory) / OPTIMIZER_FILE).is_file()
 

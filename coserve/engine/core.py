@@ -100,8 +100,8 @@ class EngineCore:
         self.cache = KvCache(backbone, self.pool, block_tokens=config.block_tokens)
         self.activations = PooledMemory(self.pool, evict=self.cache.evict)
         self.versions = AdapterVersions()
-        self.solo_step_s = latency.decode_s(num_requests=1, context=_SOLO_CONTEXT)
-        self.slo = Slo(ttft_s=config.ttft_s, tpot_s=config.tpot_s or _DEFAULT_TPOT_STEPS * self.solo_step_s)
+        self.single_decode_step_s = latency.decode_s(num_requests=1, context=_SOLO_CONTEXT)
+        self.slo = Slo(ttft_s=config.ttft_s, tpot_s=config.tpot_s or _DEFAULT_TPOT_STEPS * self.single_decode_step_s)
         self.jobs: dict[str, Job] = {}
         self.records: deque[RequestRecord] = deque(maxlen=_NUM_RECORDS)
         self.num_steps = 0
@@ -159,7 +159,7 @@ class EngineCore:
                 arrival_s=now_s if arrival_s is None else arrival_s,
                 end_tokens=frozenset() if params.ignore_eos else self._end_tokens(),
                 text=self._text_stream(prompt, params),
-                leader=members[0] if members else None,
+                prefix_source=members[0] if members else None,
             )
             if version is not None:
                 self.versions.hold(version)
@@ -213,8 +213,8 @@ class EngineCore:
         """Serve an adapter in PEFT's format as `name`; AdapterError if there is one already, or for its files."""
         self._check_name(name)
         key = self.versions.new_key(name, 0)
-        num_networks = self.runner.load_adapter(key, directory)
-        return self.versions.publish(name, 0, key, num_networks=num_networks)
+        num_bypasses = self.runner.load_adapter(key, directory)
+        return self.versions.publish(name, 0, key, num_bypasses=num_bypasses)
 
     def ensure_adapter(self, name: str, directory: str) -> None:
         """Have an adapter that lies on disk on the device, too; it may be evicted when others are used instead.
@@ -241,7 +241,7 @@ class EngineCore:
     def _check_name(self, name: str) -> None:
         if not name or "@" in name:
             raise AdapterError(f"{name!r} is no name for an adapter: it must not be empty, nor have an @")
-        if any(job.name == name and not job.is_over for job in self.jobs.values()):
+        if any(job.name == name and not job.is_terminal for job in self.jobs.values()):
             raise AdapterError(f"a job is making the adapter {name!r}")
         if name in self.versions:
             raise AdapterError(f"there is an adapter {name!r} already")
@@ -293,15 +293,15 @@ class EngineCore:
             start = self.versions.resolve(adapter).key
         else:
             raise JobError("a job needs an adapter to begin with, or a checkpoint to go on from")
-        mean_keys = sum(len(e.tokens) ** 2 for e in examples) / sum(len(e.tokens) for e in examples) / 2
-        trainer = self.runner.trainer(start, config, mean_keys=mean_keys, memory=self.activations)
+        mean_context_len = sum(len(e.tokens) ** 2 for e in examples) / sum(len(e.tokens) for e in examples) / 2
+        trainer = self.runner.trainer(start, config, mean_context_len=mean_context_len, memory=self.activations)
         try:
             config = self._with_pack_size(
                 config, trainer.num_pages, max(len(e.tokens) for e in [*examples, *validation])
             )
             job = Job(id=job_id, name=name, config=config, examples=examples, validation=validation, trainer=trainer)
             if position is not None:
-                job.go_on_from(position)
+                job.resume(position)
                 self._num_tokens_forgotten -= job.num_tokens_trained  # another engine's
         except JobError:
             trainer.close()
@@ -342,7 +342,7 @@ class EngineCore:
     def forget_job(self, job_id: str) -> None:
         """Let go of a job that is over; versions that it has published stay."""
         job = self.job(job_id)
-        if not job.is_over:
+        if not job.is_terminal:
             raise JobError(f"job {job_id!r} is {job.state}: cancel it first")
         self._num_tokens_forgotten += job.num_tokens_trained
         self._num_drops_forgotten += job.num_drops
@@ -350,7 +350,7 @@ class EngineCore:
 
     def _living(self, job_id: str) -> Job:
         job = self.job(job_id)
-        if job.is_over:
+        if job.is_terminal:
             raise JobError(f"job {job_id!r} is over: it has {job.state}")
         return job
 
@@ -422,7 +422,7 @@ class EngineCore:
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_jobs=sum(not job.is_over for job in self.jobs.values()),
+            num_jobs=sum(not job.is_terminal for job in self.jobs.values()),
             num_steps=self.num_steps,
             num_tokens_trained=self._num_tokens_forgotten + sum(job.num_tokens_trained for job in self.jobs.values()),
             num_preemptions=self.num_preemptions,
@@ -554,7 +554,7 @@ class EngineCore:
             else:
                 request = self._running[item]
                 requests.append(RequestRows(request, num_rows, num_rows == request.num_rows))
-        # Rows of one adapter side by side, so that its networks run once for all of them.
+        # Rows of one adapter side by side, so that its bypasses run once for all of them.
         requests.sort(key=lambda rows: rows.request.version.key if rows.request.version else "")
         jobs = self.jobs
         return Work(
@@ -623,10 +623,10 @@ class EngineCore:
         step, config = job.num_steps_done, job.config
         last = step == job.order.num_steps
         if config.live:
-            self._publish(job, passing=not last)
+            self._publish(job, transient=not last)
         elif last or (config.publish_every_steps and step % config.publish_every_steps == 0):
             self._publish(job)
-        if job.is_over:
+        if job.is_terminal:
             return
         due = last or (config.evaluate_every_steps and step % config.evaluate_every_steps == 0)
         if not (due and not evaluated and job.start_evaluation()):
@@ -638,7 +638,7 @@ class EngineCore:
             job.end("succeeded")
             self._outbox.append(self._job_event(job, "succeeded"))
 
-    def _publish(self, job: Job, *, passing: bool = False) -> None:
+    def _publish(self, job: Job, *, transient: bool = False) -> None:
         key = self.versions.new_key(job.name, job.num_steps_done)
         try:
             job.trainer.publish(key)
@@ -646,7 +646,7 @@ class EngineCore:
             self._fail(job, f"out of memory where {job.name}@{job.num_steps_done} was to be kept: {error}")
             return
         version = self.versions.publish(
-            job.name, job.num_steps_done, key, num_networks=job.trainer.counts.num_networks, passing=passing
+            job.name, job.num_steps_done, key, num_bypasses=job.trainer.counts.num_bypasses, transient=transient
         )
         self._outbox.append(self._job_event(job, "version", version=version.label))
 

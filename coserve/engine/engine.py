@@ -232,7 +232,7 @@ class Engine(EngineCore):
         job_id = self.submit(data, config, adapter=adapter, name=name, validation=validation)
         events: list[Event] = []
         num_empty = 0
-        while not self.jobs[job_id].is_over:
+        while not self.jobs[job_id].is_terminal:
             self._advance()
             num_empty = num_empty + 1 if self.last_plan.is_empty else 0
             if num_empty == _MOST_EMPTY_STEPS:

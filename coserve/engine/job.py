@@ -85,7 +85,7 @@ class Job:
     # -- questions ----------------------------------------------------------------
 
     @property
-    def is_over(self) -> bool:
+    def is_terminal(self) -> bool:
         return self.state not in ("running", "paused")
 
     @property
@@ -126,7 +126,7 @@ class Job:
         else:
             phase, rows_left = "backward", cursor.num_backward_rows
         parts_left = cursor.num_parts - cursor.num_parts_done
-        keys = self._pack.mean_keys
+        keys = self._pack.mean_context_len
         waited_s = max(0.0, now_s - self.moved_s)
         return JobView(self.id, phase, cursor.num_rows, rows_left, parts_left, keys, counts, waited_s)
 
@@ -152,7 +152,7 @@ class Job:
             num_tokens=sum(len(example.tokens) for example in order.examples),
         )
 
-    def go_on_from(self, position: JobPosition) -> None:
+    def resume(self, position: JobPosition) -> None:
         """Take up a position, before anything has been run; JobError if it is another job's."""
         mine = self.position()
         for field in ("num_steps", "num_examples", "num_tokens"):

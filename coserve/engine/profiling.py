@@ -158,9 +158,9 @@ class _Measurement:
         near, past = self._forward(1, rows=rows), min(3 * rows, self.backbone.architecture.max_positions - rows)
         s_per_pair = max(0.0, (self._forward(1, rows=rows, past=past) - near) / max(1, rows * past))
         bypasses = self.adapter.bypasses()
-        with_networks, without = self._forward(1, bypasses=bypasses), self._forward(1)
-        s_per_network = max(0.0, (with_networks - without) / counts.num_networks)
-        window = self._window(rows) - near - counts.num_networks * s_per_network
+        with_bypasses, without = self._forward(1, bypasses=bypasses), self._forward(1)
+        s_per_bypass = max(0.0, (with_bypasses - without) / counts.num_bypasses)
+        window = self._window(rows) - near - counts.num_bypasses * s_per_bypass
 
         def trunk(n: int) -> float:
             return self._forward(1, rows=n) - n * n / 2 * s_per_pair - n * s_per_key - s_per_span
@@ -177,7 +177,7 @@ class _Measurement:
             backward_s_per_pair=pair_backward,
             s_per_key=s_per_key,
             s_per_span=s_per_span,
-            s_per_network=s_per_network,
+            s_per_bypass=s_per_bypass,
             s_per_window_row=max(0.0, window / rows),
             s_per_parameter=self._update() / counts.num_parameters,
             update_s=0.0,
@@ -269,7 +269,7 @@ class _Measurement:
             rows, self.backbone.architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device
         )
         targets = torch.zeros(rows, dtype=torch.int64, device=self.backbone.device)
-        constants = {"targets": targets, "row_keys": targets}
+        constants = {"targets": targets, "dropout_row_ids": targets}
 
         def run() -> None:
             loss_and_gradient(

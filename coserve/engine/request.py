@@ -73,10 +73,10 @@ class Request:
         arrival_s: float,
         end_tokens: frozenset[int],
         text: TextStream | None,
-        leader: "Request | None" = None,
+        prefix_source: "Request | None" = None,
     ) -> None:
-        """leader: the sequence with the same prompt that runs first, so that this one finds its pages."""
-        self.id, self.request, self.index, self.leader = id, request, index, leader
+        """prefix_source: the sequence with the same prompt that runs first, so that this one finds its pages."""
+        self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source
         self.prompt, self.params, self.seed = list(prompt), params, seed
         self.version, self.slo, self.arrival_s = version, slo, arrival_s
         self.tokens = list(prompt)  # and the output behind it
@@ -96,8 +96,10 @@ class Request:
     @property
     def may_start(self) -> bool:
         """Whether its turn has come to be admitted."""
-        leader = self.leader
-        return leader is None or leader.first_token_s is not None or leader.finish_reason is not None
+        prefix_source = self.prefix_source
+        return (
+            prefix_source is None or prefix_source.first_token_s is not None or prefix_source.finish_reason is not None
+        )
 
     @property
     def num_rows(self) -> int:
@@ -120,7 +122,7 @@ class Request:
             self.slo.ttft_s,
             self.slo.tpot_s,
             version.key if version else "",
-            version.num_networks if version else 0,
+            version.num_bypasses if version else 0,
         )
 
     @property

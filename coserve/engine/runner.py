@@ -166,7 +166,12 @@ class Runner(Protocol):
         ...
 
     def trainer(
-        self, adapter: AdapterConfig | str | Path, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
+        self,
+        adapter: AdapterConfig | str | Path,
+        config: TuningConfig,
+        *,
+        mean_context_len: float,
+        memory: PooledMemory,
     ) -> Trainer:
         """Make the tensors of a job.
 
@@ -180,7 +185,7 @@ class Runner(Protocol):
         ...
 
     def load_adapter(self, key: str, directory: str) -> int:
-        """Put an adapter in PEFT's format on the device, to be served under a key. Returns its bypass networks."""
+        """Put an adapter in PEFT's format on the device, to be served under a key. Returns its bypasses."""
         ...
 
     def save_adapter(self, key: str, directory: str) -> None:

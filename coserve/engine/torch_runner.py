@@ -57,14 +57,14 @@ class TorchTrainer:
         adapter: Adapter,
         config: TuningConfig,
         *,
-        mean_keys: float,
+        mean_context_len: float,
         memory: PooledMemory,
         versions: dict[str, Adapter],
     ) -> None:
         """versions: where it publishes."""
         self.adapter, self._versions = adapter, versions
-        self._programs = training_programs(adapter, keys=mean_keys)
-        self._evaluation = evaluation_programs(adapter, keys=mean_keys)
+        self._programs = training_programs(adapter, mean_context_len=mean_context_len)
+        self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)
         self.counts = job_counts(adapter, self._programs)
         self.optimizer: AdapterOptimizer | None = AdapterOptimizer(adapter.masters, config.optimizer)
         self.training_pass: TrainingPass | None = None
@@ -115,7 +115,7 @@ class TorchTrainer:
         gradients, self._gradients = self._gradients, None
         assert gradients is not None and self.optimizer is not None
         norm = self.optimizer.step(gradients, num_trained=num_trained, num_steps=num_steps)
-        self.adapter.publish()
+        self.adapter.sync_compute_copy()
         return norm
 
     def publish(self, key: str) -> None:
@@ -184,7 +184,12 @@ class TorchRunner:
         )
 
     def trainer(
-        self, adapter: AdapterConfig | str | Path, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
+        self,
+        adapter: AdapterConfig | str | Path,
+        config: TuningConfig,
+        *,
+        mean_context_len: float,
+        memory: PooledMemory,
     ) -> TorchTrainer:
         with _device_memory():
             if isinstance(adapter, AdapterConfig):
@@ -193,7 +198,9 @@ class TorchRunner:
                 start = load_adapter(self.backbone, adapter)
             else:
                 start = self._versions[adapter].snapshot()
-            trainer = TorchTrainer(start, config, mean_keys=mean_keys, memory=memory, versions=self._versions)
+            trainer = TorchTrainer(
+                start, config, mean_context_len=mean_context_len, memory=memory, versions=self._versions
+            )
             if isinstance(adapter, Path):
                 assert trainer.optimizer is not None
                 try:

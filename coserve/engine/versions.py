@@ -13,7 +13,7 @@ class AdapterVersion:
     name: str
     step: int
     key: str
-    num_networks: int
+    num_bypasses: int
 
     @property
     def label(self) -> str:
@@ -27,7 +27,7 @@ class AdapterVersions:
     def __init__(self) -> None:
         self._versions: dict[str, dict[int, AdapterVersion]] = {}
         self._readers: dict[str, int] = {}
-        self._passing: set[str] = set()
+        self._transient: set[str] = set()
         self._gone: list[str] = []
         self._serial = itertools.count()
 
@@ -35,15 +35,15 @@ class AdapterVersions:
         """A key for a version to come."""
         return f"{name}@{step}#{next(self._serial)}"
 
-    def publish(self, name: str, step: int, key: str, *, num_networks: int, passing: bool = False) -> AdapterVersion:
-        """Make a version the newest of its name. passing: the next one takes its place."""
+    def publish(self, name: str, step: int, key: str, *, num_bypasses: int, transient: bool = False) -> AdapterVersion:
+        """Make a version the newest of its name. transient: the next one takes its place."""
         versions = self._versions.setdefault(name, {})
-        for old in [version for version in versions.values() if version.key in self._passing or version.step == step]:
+        for old in [version for version in versions.values() if version.key in self._transient or version.step == step]:
             self._forget(versions.pop(old.step))
-        versions[step] = AdapterVersion(name=name, step=step, key=key, num_networks=num_networks)
+        versions[step] = AdapterVersion(name=name, step=step, key=key, num_bypasses=num_bypasses)
         self._readers[key] = 0
-        if passing:
-            self._passing.add(key)
+        if transient:
+            self._transient.add(key)
         return versions[step]
 
     def resolve(self, label: str) -> AdapterVersion:
@@ -89,7 +89,7 @@ class AdapterVersions:
         return gone
 
     def _forget(self, version: AdapterVersion) -> None:
-        self._passing.discard(version.key)
+        self._transient.discard(version.key)
         if not self._readers[version.key]:
             self._gone.append(version.key)
             del self._readers[version.key]

@@ -1,4 +1,4 @@
-"""Bypass networks: how an adapter sits on a graph without changing it (FlexLLM section 4.1, MuxTune section 3.2).
+"""Bypasses: how an adapter sits on a graph without changing it (FlexLLM section 4.1, MuxTune section 3.2).
 
 A bypass takes one tensor of the backbone and gives one tensor that is added to the output of one of its nodes, the
 site: ``y = backbone(x) + bypass(x)``. Rows without an adapter run the backbone's graph as it is.
@@ -35,7 +35,7 @@ class Bypass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class AttachedBypass:
     """A bypass at its site, with the tensor names of the host graph."""
 
     nodes: tuple[Node, ...]
@@ -51,7 +51,7 @@ class AttachedGraph:
     """
 
     graph: Graph
-    networks: Mapping[str, Network]
+    bypasses: Mapping[str, AttachedBypass]
 
 
 def attach(graph: Graph, bypasses: Mapping[str, Bypass]) -> AttachedGraph:
@@ -62,7 +62,7 @@ def attach(graph: Graph, bypasses: Mapping[str, Bypass]) -> AttachedGraph:
     """
     if unknown := [site for site in bypasses if site not in graph.node]:
         raise GraphError(f"no node {', '.join(unknown)} to attach a bypass to")
-    tensors, nodes, networks = dict(graph.spec), [], {}
+    tensors, nodes, attached_bypasses = dict(graph.spec), [], {}
     for node in graph.nodes:
         if node.name not in bypasses:
             nodes.append(node)
@@ -90,6 +90,6 @@ def attach(graph: Graph, bypasses: Mapping[str, Bypass]) -> AttachedGraph:
         nodes.append(replace(node, outputs=((slot, base), *node.outputs[1:])))
         nodes.extend(inner)
         nodes.append(Node(name=f"{site}.sum", op="add", inputs=(("a", base), ("b", result)), outputs=(("y", output),)))
-        networks[site] = Network(nodes=inner, source=source, base=base, result=result)
+        attached_bypasses[site] = AttachedBypass(nodes=inner, source=source, base=base, result=result)
     attached = Graph(tensors=tuple(tensors.values()), nodes=tuple(nodes), outputs=graph.outputs)
-    return AttachedGraph(graph=attached, networks=networks)
+    return AttachedGraph(graph=attached, bypasses=attached_bypasses)

@@ -112,7 +112,7 @@ class Graph:
         return {name: node for node in self.nodes for name in node.output.values()}
 
     @cached_property
-    def carried(self) -> tuple[str, ...]:
+    def kv_tensors(self) -> tuple[str, ...]:
         """Row tensors that some operator reads beyond the window it runs on (K and V): later windows need them kept."""
         names = (node.input[slot] for node in self.nodes for slot in node.operator.whole)
         return tuple(dict.fromkeys(names))

@@ -87,7 +87,7 @@ def compile_program(
     asked: Collection[str],
     *,
     compute_dtype: torch.dtype,
-    keys: float,
+    mean_context_len: float,
     of: Collection[str] | None = None,
     budget_bytes_per_token: int | None = None,
 ) -> Program:
@@ -95,8 +95,8 @@ def compile_program(
 
     Args:
         asked: tensors whose gradients are wanted: adapter parameters, chosen weights, the block's input.
-        keys: mean number of keys that a row attends to; only weighs attention against the rest when something is
-        recomputed.
+        mean_context_len: mean number of keys that a row attends to; only weighs attention against the rest when
+            something is recomputed.
         of: outputs to differentiate (default: all).
         budget_bytes_per_token: most bytes of saved tensors per row; None saves whatever the backward pass reads.
 
@@ -105,9 +105,11 @@ def compile_program(
     """
     backward = backward_graph(graph, asked, of=of)
     if budget_bytes_per_token is None:
-        retention = save_all(backward, compute_dtype=compute_dtype, keys=keys)
+        retention = save_all(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len)
     else:
-        retention = rematerialize(backward, budget_bytes_per_token, compute_dtype=compute_dtype, keys=keys)
+        retention = rematerialize(
+            backward, budget_bytes_per_token, compute_dtype=compute_dtype, mean_context_len=mean_context_len
+        )
     return link(backward, retention, asked)
 
 

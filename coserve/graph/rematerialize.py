@@ -48,23 +48,26 @@ class _Partial:
     recomputed: frozenset[str] = frozenset()
 
 
-def save_all(backward: BackwardGraph, *, compute_dtype: torch.dtype, keys: float) -> Retention:
-    """Nothing is computed twice: pruning (and restoring) alone. keys: mean number of keys that a row attends to."""
-    return _search(backward, compute_dtype=compute_dtype, keys=keys, recompute=False)[0]
+def save_all(backward: BackwardGraph, *, compute_dtype: torch.dtype, mean_context_len: float) -> Retention:
+    """Nothing is computed twice: pruning (and restoring) alone.
+
+    mean_context_len: mean number of keys that a row attends to.
+    """
+    return _search(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len, recompute=False)[0]
 
 
-def frontier(backward: BackwardGraph, *, compute_dtype: torch.dtype, keys: float) -> tuple[Retention, ...]:
+def frontier(backward: BackwardGraph, *, compute_dtype: torch.dtype, mean_context_len: float) -> tuple[Retention, ...]:
     """Every choice that no other beats in both bytes and FLOPs, from the most bytes (nothing recomputed) to the
     fewest.
     """
-    return _search(backward, compute_dtype=compute_dtype, keys=keys, recompute=True)
+    return _search(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len, recompute=True)
 
 
 def rematerialize(
-    backward: BackwardGraph, budget_bytes_per_token: int, *, compute_dtype: torch.dtype, keys: float
+    backward: BackwardGraph, budget_bytes_per_token: int, *, compute_dtype: torch.dtype, mean_context_len: float
 ) -> Retention:
     """The choice with the fewest extra FLOPs that keeps at most this many bytes per token; BudgetError if none does."""
-    choices = frontier(backward, compute_dtype=compute_dtype, keys=keys)
+    choices = frontier(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len)
     for choice in choices:
         if choice.bytes_per_token <= budget_bytes_per_token:
             return choice
@@ -73,7 +76,7 @@ def rematerialize(
 
 
 def _search(
-    backward: BackwardGraph, *, compute_dtype: torch.dtype, keys: float, recompute: bool
+    backward: BackwardGraph, *, compute_dtype: torch.dtype, mean_context_len: float, recompute: bool
 ) -> tuple[Retention, ...]:
     """Dynamic programming from the last node to the first over the set of tensors that are still needed.
 
@@ -84,7 +87,7 @@ def _search(
     for node in reversed(graph.nodes):
         after: dict[_Needs, list[_Partial]] = {}
         for needs, choices in partials.items():
-            for rest, step in _decisions(backward, node, needs, compute_dtype, keys, recompute):
+            for rest, step in _decisions(backward, node, needs, compute_dtype, mean_context_len, recompute):
                 extended = (
                     _Partial(
                         choice.num_bytes + step.num_bytes,
@@ -97,7 +100,7 @@ def _search(
                 )
                 after.setdefault(rest, []).extend(extended)
         partials = {needs: _undominated(choices) for needs, choices in after.items()}
-    total = _total_flops(backward, keys)
+    total = _total_flops(backward, mean_context_len)
     finished = []
     for needs, choices in partials.items():
         inputs = frozenset(tensor for tensor, _ in needs)
@@ -123,7 +126,7 @@ def _search(
 def _first_needs(backward: BackwardGraph) -> _Needs:
     """What the VJPs read, and what later windows of the forward pass read."""
     graph = backward.graph
-    needed = {(name, False) for name in graph.carried}
+    needed = {(name, False) for name in graph.kv_tensors}
     for gradient in backward.nodes:
         for slot in gradient.wanted:
             can_wait = backward.is_leaf(gradient.node.input[slot])
@@ -137,7 +140,12 @@ def _merged(needs: set[tuple[str, bool]]) -> _Needs:
 
 
 def _decisions(
-    backward: BackwardGraph, node: Node, needs: _Needs, compute_dtype: torch.dtype, keys: float, recompute: bool
+    backward: BackwardGraph,
+    node: Node,
+    needs: _Needs,
+    compute_dtype: torch.dtype,
+    mean_context_len: float,
+    recompute: bool,
 ) -> Iterator[tuple[_Needs, _Partial]]:
     """The ways to provide a node's needed outputs, each with what is needed then and what it adds to the cost."""
     graph = backward.graph
@@ -149,7 +157,7 @@ def _decisions(
     options = [
         ["saved"]
         + ["restored"] * (wait and can_restore(backward, name))
-        + ["recomputed"] * (recompute and name not in graph.carried)
+        + ["recomputed"] * (recompute and name not in graph.kv_tensors)
         for name, wait in outputs
     ]
     for ways in product(*options):
@@ -158,7 +166,7 @@ def _decisions(
         if again:
             can_wait = all(wait for name, wait in outputs if name in again)
             inputs = {(name, can_wait) for name in node.input.values() if graph.spec[name].kind == "row"}
-            flops = node.operator.flops_per_row(graph.slot_specs(node), node.attribute, keys)
+            flops = node.operator.flops_per_row(graph.slot_specs(node), node.attribute, mean_context_len)
         saved = chosen.get("saved", frozenset())
         num_bytes = sum(graph.spec[name].num_bytes(compute_dtype) for name in saved)
         step = _Partial(num_bytes, flops, saved, chosen.get("restored", frozenset()), again)
@@ -186,17 +194,19 @@ def _undominated(choices: list[_Partial]) -> list[_Partial]:
     return best
 
 
-def forward_flops_per_row(graph: Graph, keys: float) -> float:
+def forward_flops_per_row(graph: Graph, mean_context_len: float) -> float:
     """FLOPs of one row through a graph."""
-    return sum(node.operator.flops_per_row(graph.slot_specs(node), node.attribute, keys) for node in graph.nodes)
+    return sum(
+        node.operator.flops_per_row(graph.slot_specs(node), node.attribute, mean_context_len) for node in graph.nodes
+    )
 
 
-def _total_flops(backward: BackwardGraph, keys: float) -> float:
+def _total_flops(backward: BackwardGraph, mean_context_len: float) -> float:
     graph = backward.graph
     reverse = sum(
         gradient.node.operator.vjp_flops_per_row(
-            gradient.wanted, graph.slot_specs(gradient.node), gradient.node.attribute, keys
+            gradient.wanted, graph.slot_specs(gradient.node), gradient.node.attribute, mean_context_len
         )
         for gradient in backward.nodes
     )
-    return forward_flops_per_row(graph, keys) + reverse
+    return forward_flops_per_row(graph, mean_context_len) + reverse

@@ -6,7 +6,7 @@ Whatever the store does not know is removed, so that a process may end anywhere 
 from collections.abc import Collection
 from pathlib import Path
 
-from coserve.engine.checkpoint import can_go_on_from, keep_adapter_alone
+from coserve.engine.checkpoint import can_resume, keep_adapter_alone
 from coserve.jobs.files import remove_tree
 from coserve.jobs.records import CheckpointRecord, JobRecord
 from coserve.jobs.store import Transaction
@@ -44,14 +44,14 @@ class Folders:
         for each in sorted(kept, key=lambda each: each.step)[:-1]:
             keep_adapter_alone(each.directory)
 
-    def sweep(self, job: str, kept: Collection[CheckpointRecord], *, is_over: bool) -> None:
+    def sweep(self, job: str, kept: Collection[CheckpointRecord], *, is_terminal: bool) -> None:
         """When no engine has the job: remove all that is not known. Of a job that is over, adapters alone are kept."""
         directories = {Path(each.directory) for each in kept}
         for path in self.checkpoints(job).iterdir() if self.checkpoints(job).is_dir() else ():
             if path not in directories:
                 remove_tree(path)
         self.thin_out(kept, ())
-        if is_over:
+        if is_terminal:
             for each in kept:
                 keep_adapter_alone(each.directory)
             self.validation(job).unlink(missing_ok=True)
@@ -69,13 +69,13 @@ class Folders:
 
 
 def prune_records(
-    transaction: Transaction, job: JobRecord, *, is_over: bool
+    transaction: Transaction, job: JobRecord, *, is_terminal: bool
 ) -> tuple[tuple[CheckpointRecord, ...], tuple[str, ...]]:
     """Forget checkpoints that are only there so that nothing is lost, but the newest of a job that goes on; returns
     what is left, and the directories of the others.
     """
     found = transaction.all_checkpoints(job.id)
-    kept = tuple(each for each in found if each.listed or (not is_over and each.step == found[-1].step))
+    kept = tuple(each for each in found if each.listed or (not is_terminal and each.step == found[-1].step))
     dropped = tuple(each for each in found if each not in kept)
     for each in dropped:
         transaction.remove_checkpoint(job.id, each.step)
@@ -84,5 +84,5 @@ def prune_records(
 
 def resume_point(checkpoints: Collection[CheckpointRecord]) -> CheckpointRecord | None:
     """The newest checkpoint that has all that it takes to go on."""
-    usable = [each for each in checkpoints if can_go_on_from(each.directory)]
+    usable = [each for each in checkpoints if can_resume(each.directory)]
     return max(usable, key=lambda each: each.step, default=None)

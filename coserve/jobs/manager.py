@@ -114,8 +114,8 @@ class JobManager:
         for id in self._folders.unswept():
             with self.store.read() as transaction:
                 found, kept = transaction.any_job(id), transaction.all_checkpoints(id)
-            if found is not None and found.is_over:
-                self._folders.sweep(id, kept, is_over=True)
+            if found is not None and found.is_terminal:
+                self._folders.sweep(id, kept, is_terminal=True)
         return jobs
 
     # -- what the engine says (on the event loop; returns at once) ----------------------
@@ -130,7 +130,7 @@ class JobManager:
         self._engine_is_up = False
         self._put("gone")
 
-    def engine_happened(self, events: Sequence[JobEvent], checkpoints: Sequence[Checkpointed]) -> None:
+    def engine_reported(self, events: Sequence[JobEvent], checkpoints: Sequence[Checkpointed]) -> None:
         """What it reports, in the order in which it was reported."""
         if events or checkpoints:
             self._put(Report(events=events, checkpoints=checkpoints))
@@ -314,7 +314,7 @@ class JobManager:
 
     async def _note_live(self, id: str) -> None:
         job = await asyncio.to_thread(self._job, id)
-        if job.settings["live"] and not job.is_over:
+        if job.settings["live"] and not job.is_terminal:
             self._live.setdefault((job.tenant, job.name), adapter_of(job, job.name, None))
 
     async def _succeed_if_complete(self, id: str) -> None:
@@ -404,8 +404,8 @@ class JobManager:
             is_done = last is not None and found is not last and _is_final(last, job)
             if not is_done:
                 transaction.roll_back(job.id, 0 if found is None else found.step)
-            kept, _ = prune_records(transaction, job, is_over=False)
-        self._folders.sweep(job.id, kept, is_over=False)
+            kept, _ = prune_records(transaction, job, is_terminal=False)
+        self._folders.sweep(job.id, kept, is_terminal=False)
         return (None if found is None else (found.step, found.directory)), is_done
 
     def _job_start(self, job: JobRecord, checkpoint: tuple[int, str] | None) -> JobStart:
@@ -499,7 +499,7 @@ class JobManager:
         job = await asyncio.to_thread(self._find, tenant, id)
         if job is None:
             raise JobError(f"There is no fine-tuning job {id!r}")
-        if job.is_over:
+        if job.is_terminal:
             raise JobError(f"Job {id} has already completed: it has {job.status}")
         return job
 
@@ -532,8 +532,8 @@ class JobManager:
 
     async def _validated(self, id: str, found: Validated | JobError) -> None:
         job = await self._in_store(self._job, id)
-        if job.is_over:
-            self._folders.sweep(id, (), is_over=True)
+        if job.is_terminal:
+            self._folders.sweep(id, (), is_terminal=True)
             return
         if isinstance(found, JobError):
             code = f"invalid_{found.param}"
@@ -576,11 +576,11 @@ class JobManager:
 
     def _write_end(self, id: str, status: JobStatus, error: dict[str, Any] | None) -> JobRecord:
         job = self._job(id)
-        if job.is_over:
+        if job.is_terminal:
             return job
         results = self._write_results(job) if status == "succeeded" else None
         with self.store.write() as transaction:
-            kept, _ = prune_records(transaction, job, is_over=True)
+            kept, _ = prune_records(transaction, job, is_terminal=True)
             if status == "succeeded":
                 assert results is not None
                 transaction.add_file(results)
@@ -600,7 +600,7 @@ class JobManager:
                 result_file=results.id if results is not None else None,
                 trained_tokens=job.num_tokens * config.num_epochs if status == "succeeded" else None,
             )
-        self._folders.sweep(id, kept, is_over=True)
+        self._folders.sweep(id, kept, is_terminal=True)
         return job
 
     def _write_results(self, job: JobRecord) -> FileRecord:

@@ -61,10 +61,10 @@ class Recorder:
                     if is_wanted(checkpoint.job):
                         outcome.num_checkpoints += 1
                         replaced.setdefault(checkpoint.job, []).extend(self._checkpoint(transaction, checkpoint))
-                    elif (job := transaction.any_job(checkpoint.job)) is None or job.is_over:
+                    elif (job := transaction.any_job(checkpoint.job)) is None or job.is_terminal:
                         too_late.append(checkpoint.directory)
             pruned = [
-                (old, prune_records(transaction, self._job(transaction, id), is_over=False))
+                (old, prune_records(transaction, self._job(transaction, id), is_terminal=False))
                 for id, old in replaced.items()
             ]
         self._last_step_s = last_step_s

@@ -68,7 +68,7 @@ class JobRecord:
     error: dict[str, Any] | None = None
 
     @property
-    def is_over(self) -> bool:
+    def is_terminal(self) -> bool:
         return self.status in OVER
 
     @property

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.cpu import Library, compiled_kernels
-from coserve.kernels.linear import is_native, rounded_factors
+from coserve.kernels.linear import has_native_bf16, rounded_factors
 
 # Most elements of a tile's scores or mask.
 _MAX_TILE_ELEMENTS = 1 << 22
@@ -359,7 +359,7 @@ class CpuAttention(AttentionKernel):
         )
         keys, values = _heads_first(k), _heads_first(v)
         dq = torch.empty_like(queries)
-        with rounded_factors() if is_native(q) else nullcontext():
+        with rounded_factors() if has_native_bf16(q) else nullcontext():
             for rows, seen in self._tiles(q, k, sliding_window, backward=True):
                 own = slice(groups * rows.start, groups * rows.stop)
                 num_rows, num_keys = rows.stop - rows.start, seen.stop - seen.start

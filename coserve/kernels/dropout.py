@@ -20,13 +20,13 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def row_keys(seed: int, rows: Tensor) -> Tensor:
+def dropout_row_ids(seed: int, rows: Tensor) -> Tensor:
     """One random key per row: int64 [n] in [0, 2^32), from a seed and row numbers [n] that are never used twice."""
     low, high = _mix(rows), _mix(rows >> 32)
     return _mix(low ^ _mix(high + (seed & _MASK_32)) ^ ((seed >> 32) & _MASK_32))
 
 
-def keys_of_part(keys: Tensor, part: int) -> Tensor:
+def dropout_ids_of_part(keys: Tensor, part: int) -> Tensor:
     """The rows' keys (int64 [n]) for one part of a model, so that its parts drop independently of each other."""
     return _mix(keys + part * 0x9E3779B1)
 
@@ -34,7 +34,7 @@ def keys_of_part(keys: Tensor, part: int) -> Tensor:
 def dropout_mask(keys: Tensor, width: int, *, p: float, salt: int) -> Tensor:
     """Which features stay: bool [n, width], each true with probability 1 - p.
 
-    keys: int64 [n] from `row_keys`; salt: tells apart the places of a model that drop features of the same row.
+    keys: int64 [n] from `dropout_row_ids`; salt: tells apart the places of a model that drop features of the same row.
     """
     features = _as_int32(_mix(torch.arange(width, device=keys.device) + (salt & _MASK_32)))
     rows = _as_int32(keys)

@@ -4,7 +4,7 @@ Which way is fastest depends on the device, the dtype and the number of rows; `b
 
 - A CPU with instructions for bfloat16 (AMX, AVX-512): a weight as the left factor streams through once as it lies,
   while a weight as the right factor is rearranged first; with few rows that is a third of the time. With AMX our own
-  kernels (`tiles.py`) take half to three quarters of what PyTorch's then takes.
+  kernels (`amx.py`) take half to three quarters of what PyTorch's then takes.
 - A CPU that has no such instruction emulates them at a quarter of its float32 speed; there the wide functions convert a
   tile of the weight at a time, and multiply in float32.
 - Otherwise the choice is PyTorch's.
@@ -20,7 +20,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from coserve.kernels.tiles import add_from_low_rank, few_rows_product, low_rank_gradient, to_low_rank
+from coserve.kernels.amx import add_from_low_rank, low_rank_gradient, skinny_gemm, to_low_rank
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
 _TILE_ELEMENTS = 1 << 21
@@ -39,7 +39,7 @@ def stored(weight: Tensor) -> Tensor:
 
     PyTorch's float32 products of 8 rows then take two thirds of the time; with many rows it is the same.
     """
-    if weight.device.type != "cpu" or is_native(weight):
+    if weight.device.type != "cpu" or has_native_bf16(weight):
         return weight.contiguous()
     return weight.T.contiguous().T
 
@@ -48,9 +48,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
     if _is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
         return wide_product(x, weight, bias)
-    if is_native(x):
+    if has_native_bf16(x):
         narrow = to_low_rank(x, weight, transposed=True) if bias is None else None
-        y = few_rows_product(x, weight, bias) if narrow is None else narrow
+        y = skinny_gemm(x, weight, bias) if narrow is None else narrow
         if y is not None:
             return y
         if 0 < x.shape[0] < _FEW_BFLOAT16_ROWS:
@@ -62,7 +62,7 @@ def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
     """total += x W^T; x [n, in], weight [out, in], total [n, out]. Rounded once, unless bfloat16 is emulated."""
     if _is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
         total += wide_product(x, weight)
-    elif not (is_native(x) and add_from_low_rank(total, x, weight, transposed=True)):
+    elif not (has_native_bf16(x) and add_from_low_rank(total, x, weight, transposed=True)):
         total.addmm_(x, weight.T)
 
 
@@ -102,7 +102,7 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """dx = dy W; grad [n, out], weight [out, in] -> [n, in]."""
     if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
         return wide_input_gradient(grad, weight)
-    narrow = to_low_rank(grad, weight, transposed=False) if is_native(grad) else None
+    narrow = to_low_rank(grad, weight, transposed=False) if has_native_bf16(grad) else None
     return grad @ weight if narrow is None else narrow
 
 
@@ -110,7 +110,7 @@ def add_input_gradient(total: Tensor, grad: Tensor, weight: Tensor) -> None:
     """total += dy W; grad [n, out], weight [out, in], total [n, in]. Rounded once, unless bfloat16 is emulated."""
     if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
         total += wide_input_gradient(grad, weight)
-    elif not (is_native(grad) and add_from_low_rank(total, grad, weight, transposed=False)):
+    elif not (has_native_bf16(grad) and add_from_low_rank(total, grad, weight, transposed=False)):
         total.addmm_(grad, weight)
 
 
@@ -118,7 +118,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs nothing."""
     if _is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
         return wide_weight_gradient(grad, x)
-    if is_native(grad):
+    if has_native_bf16(grad):
         found = low_rank_gradient(grad, x, transposed=False)
         found = low_rank_gradient(x, grad, transposed=True) if found is None else found
         if found is not None:
@@ -186,7 +186,7 @@ def rounded_factors() -> Iterator[None]:
             settings.fp32_precision = before
 
 
-def is_native(x: Tensor) -> bool:
+def has_native_bf16(x: Tensor) -> bool:
     """Whether it is bfloat16 on a CPU that has instructions for its products."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _multiplies_bfloat16()
 

@@ -24,7 +24,7 @@ OWNER = "kv"
 def kv_page_bytes(backbone: Backbone, block_tokens: int) -> int:
     """Bytes of a page, for a pool."""
     graph = backbone.architecture.graphs[0]
-    per_token = sum(graph.spec[name].num_bytes(backbone.dtype) for name in graph.carried)
+    per_token = sum(graph.spec[name].num_bytes(backbone.dtype) for name in graph.kv_tensors)
     return -(-backbone.architecture.num_layers * per_token * block_tokens // 64) * 64
 
 
@@ -37,7 +37,7 @@ class KvCache:
         self.backbone, self.pool, self.block_tokens = backbone, pool, block_tokens
         self.prefixes = PrefixIndex(block_tokens)
         graph = backbone.architecture.graphs[0]
-        width = graph.spec[graph.carried[0]].shape[0]
+        width = graph.spec[graph.kv_tensors[0]].shape[0]
         num_layers = backbone.architecture.num_layers
         used = num_layers * 2 * block_tokens * width * backbone.dtype.itemsize
         # [num_layers, 2, num_pages, block_tokens, Hkv * D], a view of the pool.
@@ -214,5 +214,5 @@ def _keep(cache: KvCache, part: Part, pages: Tensor, offsets: Tensor) -> Keep:
     """K and V of a block's rows into their places."""
     if not isinstance(part, int):
         return Keep()
-    names = cache.backbone.architecture.graphs[part].carried
+    names = cache.backbone.architecture.graphs[part].kv_tensors
     return Keep(rows={name: _Rows(x, pages, offsets) for name, x in zip(names, cache.pages[part], strict=True)})

@@ -23,7 +23,7 @@ class Architecture(ABC):
     Subclasses give the graphs. A node is named after the module that it stands for, so that `prefix(part) + node
     name` is the module's name in transformers, `… + ".weight"` the weight's name in a checkpoint, and PEFT's target
     patterns match as they are. The row input of a block or the head is called "x"; constants that a graph may declare
-    are "tokens" and "positions" (int64), "cos" and "sin", "targets" and "row_keys".
+    are "tokens" and "positions" (int64), "cos" and "sin", "targets" and "dropout_row_ids".
     """
 
     def __init__(self, config: "PretrainedConfig") -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from coserve.graph.bypass import Network
+from coserve.graph.bypass import AttachedBypass
 from coserve.graph.execute import add_node, run_graph, run_node
 from coserve.graph.ir import Node
 from coserve.graph.operators.attention import AttentionContext, PagedSegment, Segment
@@ -23,15 +23,15 @@ from coserve.models.base import Part
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundNetwork:
+class BoundBypass:
     """A bypass at a site, with its parameters (tensors in the compute dtype, by name)."""
 
-    network: Network
+    bypass: AttachedBypass
     parameters: Mapping[str, Tensor]
 
 
-# What an adapter adds to a model: for each part, its networks by site.
-Bypasses = Mapping[Part, Mapping[str, BoundNetwork]]
+# What an adapter adds to a model: for each part, its bypasses by site.
+Bypasses = Mapping[Part, Mapping[str, BoundBypass]]
 
 
 class Destination(Protocol):
@@ -158,7 +158,7 @@ class _Taker:
 
     def __init__(self, span: Span, rows: slice, part: Part) -> None:
         assert span.bypasses is not None
-        self.rows, self.networks, self.constants = rows, span.bypasses.get(part, {}), span.constants(part)
+        self.rows, self.bypasses, self.constants = rows, span.bypasses.get(part, {}), span.constants(part)
 
 
 class _Keeper:
@@ -184,8 +184,8 @@ class _AfterNode:
 
     def __call__(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
         for run in self._bypassed:
-            if (bound := run[0].networks.get(node.name)) is not None:
-                self._run_network(bound, run, node, values)
+            if (bound := run[0].bypasses.get(node.name)) is not None:
+                self._run_bypass(bound, run, node, values)
         for _, name in node.outputs:
             if self._is_kept(name):
                 self.save(name, values[name])
@@ -205,21 +205,21 @@ class _AfterNode:
             )
             keeper.keep.rows[sign].copy_(packed[sign])
 
-    def _run_network(
-        self, bound: BoundNetwork, run: Sequence[_Taker], node: Node, values: MutableMapping[str, Tensor]
+    def _run_bypass(
+        self, bound: BoundBypass, run: Sequence[_Taker], node: Node, values: MutableMapping[str, Tensor]
     ) -> None:
         """Run a bypass on the rows of neighbours that share it, save what they keep of its inside, add its result in
         place.
         """
-        network, rows = bound.network, slice(run[0].rows.start, run[-1].rows.stop)
+        bypass, rows = bound.bypass, slice(run[0].rows.start, run[-1].rows.stop)
         output = values[node.outputs[0][1]]
-        local: dict[str, Tensor] = {network.base: output[rows]}
-        self.save(network.base, output[rows], rows.start)
+        local: dict[str, Tensor] = {bypass.base: output[rows]}
+        self.save(bypass.base, output[rows], rows.start)
         # The last node's result goes right into the sum, unless somebody wants it for itself, or it reads the base.
-        last = network.nodes[-1]
-        is_sum = last.outputs[0][1] == network.result and not self._is_kept(network.result)
-        is_sum &= network.base not in last.input.values()
-        for inner in network.nodes:
+        last = bypass.nodes[-1]
+        is_sum = last.outputs[0][1] == bypass.result and not self._is_kept(bypass.result)
+        is_sum &= bypass.base not in last.input.values()
+        for inner in bypass.nodes:
             for name in inner.input.values():
                 if name in local or name in bound.parameters:
                     continue
@@ -234,17 +234,17 @@ class _AfterNode:
             local.update(made)
             for name, value in made.items():
                 self.save(name, value, rows.start)
-        output[rows] += local[network.result]
+        output[rows] += local[bypass.result]
 
 
 def _neighbours(takers: Sequence[_Taker]) -> list[list[_Taker]]:
     """Spans that take bypasses, those that stand side by side and take the same ones together."""
     runs: list[list[_Taker]] = []
     for taker in takers:
-        if not taker.networks:
+        if not taker.bypasses:
             continue
         last = runs[-1][-1] if runs else None
-        if last is not None and last.networks is taker.networks and last.rows.stop == taker.rows.start:
+        if last is not None and last.bypasses is taker.bypasses and last.rows.stop == taker.rows.start:
             runs[-1].append(taker)
         else:
             runs.append([taker])

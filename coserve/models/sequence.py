@@ -25,7 +25,7 @@ class CachedSequence:
             graph = backbone.architecture.graphs[layer]
             self.cache[layer] = {
                 name: torch.empty(capacity, *graph.spec[name].shape, dtype=backbone.dtype, device=backbone.device)
-                for name in graph.carried
+                for name in graph.kv_tensors
             }
 
     def extend(self, tokens: Tensor) -> Span:

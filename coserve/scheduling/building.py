@@ -53,14 +53,14 @@ class PlanBuilder:
         self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
         self._forward_s = self._latency.forward_s(self._load)
 
-    def prefill(self, requests: Sequence[RequestView], budget_s: float, *, pressing: bool = True) -> bool:
+    def prefill(self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
 
-        pressing: the first one has to go on: it gets its smallest piece in any case.
+        urgent: the first one has to go on: it gets its smallest piece in any case.
         """
         for index, request in enumerate(requests):
             longest = min(request.num_rows, self._max_rows - self._load.rows)
-            must = pressing and index == 0
+            must = urgent and index == 0
             least = min(longest, LEAST_PREFILL_ROWS if must else LEAST_RIDING_ROWS)
             if longest < 1:
                 return False
@@ -74,10 +74,10 @@ class PlanBuilder:
                 return False
         return True
 
-    def tune(self, jobs: Sequence[JobView], budget_s: float, *, patience_s: float = 0.0) -> None:
+    def tune(self, jobs: Sequence[JobView], budget_s: float, *, max_defer_s: float = 0.0) -> None:
         """Of each job in turn, the largest piece of its current phase that fits into what is left of the time.
 
-        patience_s: how long what costs too much per row may wait, because a later step will have more time.
+        max_defer_s: how long what costs too much per row may wait, because a later step will have more time.
 
         A device that has nothing else to do makes the smallest step there is, whatever the time: no later one would
         have more.
@@ -91,9 +91,9 @@ class PlanBuilder:
             elif job.phase == "backward":
                 self._backward(job, left_s)
             elif job.phase == "loss":
-                self._loss(job, left_s, patient=job.waited_s < patience_s)
+                self._loss(job, left_s, patient=job.waited_s < max_defer_s)
             else:
-                self._window(job, left_s, patient=job.waited_s < patience_s)
+                self._window(job, left_s, patient=job.waited_s < max_defer_s)
         if jobs and not (self._rows or self._losses or self._tasklets or self._updates):
             self._least(jobs[0])
 

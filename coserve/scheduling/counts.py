@@ -24,16 +24,16 @@ class ModelCounts:
 class JobCounts:
     """What a job's rows cost.
 
-    flops_per_row: forward, beyond the bare model's (its bypass networks). backward_flops_per_row and
-    backward_flops_per_pair: of one part, in the mean. num_parts: parts that have a backward pass. num_networks: bypass
-    networks. num_parameters: what an optimizer step moves.
+    flops_per_row: forward, beyond the bare model's (its bypasses). backward_flops_per_row and
+    backward_flops_per_pair: of one part, in the mean. num_parts: parts that have a backward pass. num_bypasses: bypass
+    bypasses. num_parameters: what an optimizer step moves.
     """
 
     flops_per_row: float
     backward_flops_per_row: float
     backward_flops_per_pair: float
     num_parts: int
-    num_networks: int
+    num_bypasses: int
     num_parameters: int
 
 
@@ -42,15 +42,17 @@ def model_counts(backbone: Backbone) -> ModelCounts:
     architecture = backbone.architecture
 
     def flops(rows: int, keys: float) -> float:
-        load = Load(rows=rows, keys=keys, compute_dtype=backbone.dtype)
+        load = Load(rows=rows, mean_context_len=keys, compute_dtype=backbone.dtype)
         return sum(architecture.graphs[part].cost(load).flops for part in architecture.parts[:-1])
 
     block = architecture.graphs[0]
-    kv_bytes = sum(block.spec[name].num_bytes(backbone.dtype) for name in block.carried)
+    kv_bytes = sum(block.spec[name].num_bytes(backbone.dtype) for name in block.kv_tensors)
     return ModelCounts(
         flops_per_row=flops(1, 0),
         flops_per_pair=(flops(1, 1000) - flops(1, 0)) / 1000,
-        head_flops_per_row=architecture.graphs["head"].cost(Load(rows=1, keys=0, compute_dtype=backbone.dtype)).flops,
+        head_flops_per_row=architecture.graphs["head"]
+        .cost(Load(rows=1, mean_context_len=0, compute_dtype=backbone.dtype))
+        .flops,
         kv_bytes_per_key=architecture.num_layers * kv_bytes,
     )
 
@@ -60,7 +62,7 @@ def job_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
     backbone = adapter.backbone
 
     def load(keys: float) -> Load:
-        return Load(rows=1, keys=keys, compute_dtype=backbone.dtype)
+        return Load(rows=1, mean_context_len=keys, compute_dtype=backbone.dtype)
 
     forward = sum(program.forward_cost(load(0)).flops for program in programs.program.values())
     backward = [programs.program[part].backward_cost(load(0)).flops for part in programs.parts]
@@ -71,6 +73,6 @@ def job_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
         backward_flops_per_row=sum(backward) / num_parts,
         backward_flops_per_pair=(sum(with_keys) - sum(backward)) / 1000 / num_parts,
         num_parts=len(programs.parts),
-        num_networks=len(adapter.sites),
+        num_bypasses=len(adapter.sites),
         num_parameters=adapter.num_parameters,
     )

@@ -66,9 +66,9 @@ class Profile:
     forward: rows of requests through all blocks. head: rows through the head, and choosing a token of each. loss:
     trained rows through the head, forward and backward. backward: a tasklet of the reference job (`job`), on rows
     without keys. s_per_pair, backward_s_per_pair: attention of a row to a key of its window in all blocks, and in one
-    block backward. s_per_key: a key that a span's attention reads. s_per_span: a span more. s_per_network: a bypass
-    network more. s_per_window_row: what a window's row of the reference job costs more than a request's (its
-    networks, and saving). s_per_parameter, update_s: an optimizer step, by what it moves and at least.
+    block backward. s_per_key: a key that a span's attention reads. s_per_span: a span more. s_per_bypass: a bypass
+    bypass more. s_per_window_row: what a window's row of the reference job costs more than a request's (its
+    bypasses, and saving). s_per_parameter, update_s: an optimizer step, by what it moves and at least.
     """
 
     model: ModelCounts
@@ -81,7 +81,7 @@ class Profile:
     backward_s_per_pair: float
     s_per_key: float
     s_per_span: float
-    s_per_network: float
+    s_per_bypass: float
     s_per_window_row: float
     s_per_parameter: float
     update_s: float
@@ -104,7 +104,7 @@ class Profile:
 class ForwardLoad:
     """What a forward pass is made of; sums that grow as rows are added.
 
-    pairs: of a row and a key in windows and prefill chunks. keys: that are read. networks: bypass networks that run.
+    pairs: of a row and a key in windows and prefill chunks. keys: that are read. bypasses: bypasses that run.
     windows: how many there are. window_rows: theirs, each weighed by its job's cost beside the reference job's.
     """
 
@@ -113,7 +113,7 @@ class ForwardLoad:
     spans: int = 0
     pairs: float = 0.0
     keys: int = 0
-    networks: int = 0
+    bypasses: int = 0
     windows: int = 0
     window_rows: float = 0.0
     versions: set[str] = field(default_factory=set)
@@ -125,8 +125,8 @@ class ForwardLoad:
         self.spans += num_requests
         self.sampled += num_requests
         self.keys += num_requests + sum([request.num_past for request in requests])
-        for version, num_networks in {request.version: request.num_networks for request in requests}.items():
-            self._add_version(version, num_networks)
+        for version, num_bypasses in {request.version: request.num_bypasses for request in requests}.items():
+            self._add_version(version, num_bypasses)
 
     def add_request(self, request: RequestView, rows: int) -> None:
         """The next rows of a request."""
@@ -137,12 +137,12 @@ class ForwardLoad:
             self.pairs += rows * (request.num_past + rows / 2)
         if rows == request.num_rows:
             self.sampled += 1
-        self._add_version(request.version, request.num_networks)
+        self._add_version(request.version, request.num_bypasses)
 
-    def _add_version(self, version: str, num_networks: int) -> None:
+    def _add_version(self, version: str, num_bypasses: int) -> None:
         if version and version not in self.versions:
             self.versions.add(version)
-            self.networks += num_networks
+            self.bypasses += num_bypasses
 
 
 class LatencyModel:
@@ -189,7 +189,7 @@ class LatencyModel:
         if rows == request.num_rows:
             raw += _at(self._head, load.sampled + 1) - _at(self._head, load.sampled)
         if request.version and request.version not in load.versions:
-            raw += request.num_networks * p.s_per_network
+            raw += request.num_bypasses * p.s_per_bypass
         return raw * self._correction("forward", load.rows + rows, load.windows > 0)
 
     def with_window_s(self, load: ForwardLoad, job: JobView, rows: int) -> float:
@@ -202,8 +202,8 @@ class LatencyModel:
         """Add a window to a load."""
         load.rows += rows
         load.spans += 1
-        load.pairs += rows * job.keys
-        load.networks += job.counts.num_networks
+        load.pairs += rows * job.mean_context_len
+        load.bypasses += job.counts.num_bypasses
         load.windows += 1
         load.window_rows += rows * self._weigh(job.counts)[0]
 
@@ -214,7 +214,7 @@ class LatencyModel:
     def tasklet_s(self, job: JobView, rows: int) -> float:
         """Seconds of one tasklet."""
         _, by_row, pair_s = self._weigh(job.counts)
-        raw = _at(self._backward, rows) * by_row + rows * job.keys * pair_s
+        raw = _at(self._backward, rows) * by_row + rows * job.mean_context_len * pair_s
         return raw * self._correction("backward", rows, False)
 
     def update_s(self, job: JobView) -> float:
@@ -269,15 +269,15 @@ class LatencyModel:
             + load.pairs * p.s_per_pair
             + load.keys * p.s_per_key
             + load.spans * p.s_per_span
-            + load.networks * p.s_per_network
+            + load.bypasses * p.s_per_bypass
             + load.window_rows * p.s_per_window_row
         )
 
     def _window_s(self, job: JobView, rows: int) -> float:
         """What a window costs beside its rows' way through the blocks."""
         p = self.profile
-        own = job.keys * p.s_per_pair + self._weigh(job.counts)[0] * p.s_per_window_row
-        return rows * own + p.s_per_span + job.counts.num_networks * p.s_per_network
+        own = job.mean_context_len * p.s_per_pair + self._weigh(job.counts)[0] * p.s_per_window_row
+        return rows * own + p.s_per_span + job.counts.num_bypasses * p.s_per_bypass
 
     def _weigh(self, counts: JobCounts) -> tuple[float, float, float]:
         """Of a job beside the reference job: a window's row, a tasklet's rows; and seconds of a pair backward."""

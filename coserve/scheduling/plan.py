@@ -17,8 +17,8 @@ class RequestView(NamedTuple):
     """A request that has its pages.
 
     num_rows: tokens to run before its next token can be chosen; 1 for a request that decodes. num_past: tokens whose K
-    and V are there. num_output: tokens chosen so far. version: of its adapter ("" for none), with num_networks bypass
-    networks. Times in seconds of the engine's clock.
+    and V are there. num_output: tokens chosen so far. version: of its adapter ("" for none), with num_bypasses bypass
+    bypasses. Times in seconds of the engine's clock.
     """
 
     id: str
@@ -31,7 +31,7 @@ class RequestView(NamedTuple):
     ttft_s: float
     tpot_s: float
     version: str = ""
-    num_networks: int = 0
+    num_bypasses: int = 0
 
 
 class JobView(NamedTuple):
@@ -39,7 +39,7 @@ class JobView(NamedTuple):
 
     num_rows: of its pack. num_rows_left: rows that are still to go forward, through the loss (those that have a
     target), or backward in the current part. num_parts_left: parts that are still to go backward, the current one among
-    them. keys: mean number of keys that a row attends to. waited_s: since it last got on.
+    them. mean_context_len: mean number of keys that a row attends to. waited_s: since it last got on.
     """
 
     id: str
@@ -47,7 +47,7 @@ class JobView(NamedTuple):
     num_rows: int
     num_rows_left: int
     num_parts_left: int
-    keys: float
+    mean_context_len: float
     counts: JobCounts
     waited_s: float = 0.0
 

@@ -12,12 +12,12 @@ import coserve
 from coserve.errors import EngineGoneError
 from coserve.server.adapters import AdapterCatalogue, KnownAdapter, LoadedAdapters, find_adapter
 from coserve.server.config import ServerConfig
-from coserve.server.engine_link import EngineLink, RequestStream
 from coserve.server.ledger import Entry, Ledger
 from coserve.server.metrics import Metrics
 from coserve.server.prompts import Prompts
-from coserve.server.protocol import Ready
 from coserve.server.status import StatusBoard
+from coserve.worker.link import EngineLink, RequestStream
+from coserve.worker.protocol import Ready
 
 if TYPE_CHECKING:
     from coserve.jobs.manager import JobManager

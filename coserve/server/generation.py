@@ -13,9 +13,9 @@ from coserve.errors import CoserveError
 from coserve.server.adapters import KnownAdapter
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error, not_found
-from coserve.server.protocol import AddRequest, Ready
 from coserve.server.schemas import SamplingBody
 from coserve.server.texts import check_texts
+from coserve.worker.protocol import AddRequest, Ready
 
 # Fields of SamplingParams that a body has by the same name.
 _SAME = (

@@ -10,7 +10,7 @@ from coserve.models.families import build_architecture
 from coserve.server.adapters import KnownAdapter
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
-from coserve.server.protocol import Happened, Ready
+from coserve.worker.protocol import Ready, StepReport
 
 
 class JobService:
@@ -25,8 +25,8 @@ class JobService:
     def engine_gone(self) -> None:
         self._manager.engine_gone()
 
-    def engine_happened(self, happened: Happened) -> None:
-        self._manager.engine_happened(happened.job_events, happened.checkpoints)
+    def engine_reported(self, happened: StepReport) -> None:
+        self._manager.engine_reported(happened.job_events, happened.checkpoints)
 
     def list(self, tenant: str) -> list[KnownAdapter]:
         return [_known(record) for record in self._manager.adapters(tenant)]

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from coserve.engine.core import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
 from coserve.server.ledger import Ledger
-from coserve.server.protocol import Happened, Ready
+from coserve.worker.protocol import Ready, StepReport
 
 _STEPS = (1, 2, 3, 5, 7.5)
 # From half a millisecond, which a small model's step takes, to a minute.
@@ -78,7 +78,7 @@ class Metrics:
         for each in (self._running, self._waiting, self._jobs):
             each.set(0)
 
-    def engine_happened(self, happened: Happened) -> None:
+    def engine_reported(self, happened: StepReport) -> None:
         now_s = time.monotonic()
         for chunk in happened.chunks:
             self._take_chunk(chunk, now_s)

@@ -18,11 +18,11 @@ from coserve.errors import CoserveError
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
-from coserve.server.engine_link import EngineLink
 from coserve.server.home import home_of_our_own
 from coserve.server.job_service import start_jobs, stop_jobs
 from coserve.server.prompts import Prompts
-from coserve.server.protocol import EngineSettings, Happened, Progress, Ready
+from coserve.worker.link import EngineLink
+from coserve.worker.protocol import EngineSettings, Progress, Ready, StepReport
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class _FirstReady:
     def engine_gone(self) -> None:
         pass
 
-    def engine_happened(self, happened: Happened) -> None:
+    def engine_reported(self, happened: StepReport) -> None:
         pass
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from coserve.engine.core import EngineStats, RequestRecord
 from coserve.server.ledger import Ledger
-from coserve.server.protocol import Happened, Ready, StepRecord
+from coserve.worker.protocol import Ready, StepRecord, StepReport
 
 WINDOW_S = 60.0
 _MOST_KEPT = 20_000
@@ -61,7 +61,7 @@ class StatusBoard:
         self._stats = None
         self._num_tuned_before = self._num_tuned
 
-    def engine_happened(self, happened: Happened) -> None:
+    def engine_reported(self, happened: StepReport) -> None:
         self._num_generated += sum(len(chunk.tokens) for chunk in happened.chunks)
         for step in happened.steps:
             self._steps.append(_Step(self._next(), step))

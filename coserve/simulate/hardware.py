@@ -72,7 +72,7 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         backward_s_per_pair=job.backward_flops_per_pair / hardware.flops_per_s,
         s_per_key=model.kv_bytes_per_key / hardware.bytes_per_s,
         s_per_span=hardware.call_s,
-        s_per_network=3 * hardware.call_s,
+        s_per_bypass=3 * hardware.call_s,
         s_per_window_row=seconds(job.flops_per_row, 2 * saved_bytes),
         s_per_parameter=_UPDATE_BYTES / hardware.bytes_per_s,
         update_s=10 * hardware.call_s,

@@ -38,14 +38,14 @@ class VirtualClock:
 class ModelledTrainer:
     """A job's counts and pages; see `Trainer`. Its losses are nan."""
 
-    def __init__(self, adapter: Adapter, memory: PooledMemory, *, mean_keys: float) -> None:
+    def __init__(self, adapter: Adapter, memory: PooledMemory, *, mean_context_len: float) -> None:
         self.pack: PackMembers | None = None
         self.cursor: Cursor | None = None
         self._memory = memory
         self._runs: dict[object, range] = {}
         self._adapter = adapter
-        self._training = training_programs(adapter, keys=mean_keys)
-        self._evaluation = evaluation_programs(adapter, keys=mean_keys)
+        self._training = training_programs(adapter, mean_context_len=mean_context_len)
+        self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)
         self._programs = self._training
         self.counts: JobCounts = job_counts(adapter, self._training)
         # Bytes of one row in every group that a pass takes; sizes are proportional to rows, but for alignment.
@@ -106,7 +106,7 @@ class ModelledTrainer:
     def view(self) -> JobView:
         """What the latency model asks about its rows."""
         assert self.pack is not None
-        return JobView("", "forward", self.pack.num_rows, 0, 0, self.pack.mean_keys, self.counts)
+        return JobView("", "forward", self.pack.num_rows, 0, 0, self.pack.mean_context_len, self.counts)
 
     def publish(self, key: str) -> None:
         pass
@@ -188,11 +188,16 @@ class ModelledRunner:
         )
 
     def trainer(
-        self, adapter: AdapterConfig | str | Path, config: TuningConfig, *, mean_keys: float, memory: PooledMemory
+        self,
+        adapter: AdapterConfig | str | Path,
+        config: TuningConfig,
+        *,
+        mean_context_len: float,
+        memory: PooledMemory,
     ) -> ModelledTrainer:
         if not isinstance(adapter, AdapterConfig):
             raise AdapterError("a modelled adapter has no parameters to go on from")
-        return ModelledTrainer(Adapter(self.backbone, adapter), memory, mean_keys=mean_keys)
+        return ModelledTrainer(Adapter(self.backbone, adapter), memory, mean_context_len=mean_context_len)
 
     def load_adapter(self, key: str, directory: str) -> int:
         raise AdapterError("a modelled device loads no files")

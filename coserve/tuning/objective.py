@@ -58,7 +58,7 @@ def loss_and_gradient(
     Args:
         program: of the head with the loss.
         hidden: the last block's rows [n, hidden_size], at least one.
-        constants: what the program reads of each row: "targets" int64 [n], "row_keys" int64 [n].
+        constants: what the program reads of each row: "targets" int64 [n], "dropout_row_ids" int64 [n].
         weights: the head's weights and parameters by name.
         accumulators: for each parameter of the head that is trained, the tensor its gradient is added to.
         max_rows: most rows of a chunk; the chunks are about equal.

@@ -30,7 +30,7 @@ class PackMembers:
         return sum(example.num_trained for example in self.examples)
 
     @cached_property
-    def mean_keys(self) -> float:
+    def mean_context_len(self) -> float:
         """Mean number of keys that a row attends to."""
         return sum(len(e.tokens) * (len(e.tokens) + 1) / 2 for e in self.examples) / self.num_rows
 

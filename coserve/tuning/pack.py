@@ -42,7 +42,7 @@ class Pack:
         return int((self.targets != UNTRAINED).sum())
 
     @property
-    def mean_keys(self) -> float:
+    def mean_context_len(self) -> float:
         """Mean number of keys that a row attends to."""
         return sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(self.bounds)) / self.num_rows
 

@@ -32,13 +32,14 @@ class TrainingPrograms:
 
 
 def training_programs(
-    adapter: Adapter, *, budget_bytes_per_token: int | None = None, keys: float = 512.0
+    adapter: Adapter, *, budget_bytes_per_token: int | None = None, mean_context_len: float = 512.0
 ) -> TrainingPrograms:
     """Compile the parts of an adapter's model; equal blocks share one program.
 
     Args:
         budget_bytes_per_token: most bytes that a block keeps of one row (see `compile_program`).
-        keys: mean number of keys that a row attends to (`Pack.mean_keys`), for choosing what to recompute.
+        mean_context_len: mean number of keys that a row attends to (`Pack.mean_context_len`), for choosing
+            what to recompute.
 
     Raises:
         BudgetError: no block can do with so little.
@@ -54,33 +55,44 @@ def training_programs(
             graph,
             asked if index >= lowest else (),
             compute_dtype=backbone.dtype,
-            keys=keys,
+            mean_context_len=mean_context_len,
             budget_bytes_per_token=budget_bytes_per_token if isinstance(part, int) and index >= lowest else None,
         )
     asked = tuple(adapter.parameters("head")) + (("x",) if lowest < len(parts) - 1 else ())
     loss = _compile(
-        with_loss(adapter.attached("head").graph), asked, compute_dtype=backbone.dtype, keys=keys, of=("loss",)
+        with_loss(adapter.attached("head").graph),
+        asked,
+        compute_dtype=backbone.dtype,
+        mean_context_len=mean_context_len,
+        of=("loss",),
     )
     reversed_parts = tuple(part for index, part in reversed(list(enumerate(parts[:-1]))) if index >= lowest)
     return TrainingPrograms(program=programs, loss=loss, parts=reversed_parts)
 
 
-def evaluation_programs(adapter: Adapter, *, keys: float = 512.0) -> TrainingPrograms:
+def evaluation_programs(adapter: Adapter, *, mean_context_len: float = 512.0) -> TrainingPrograms:
     """The programs of a pass that only measures the loss: nothing runs backward, and only K and V are kept."""
     backbone = adapter.backbone
     programs = {
-        part: _compile(adapter.attached(part, training=False).graph, (), compute_dtype=backbone.dtype, keys=keys)
+        part: _compile(
+            adapter.attached(part, training=False).graph,
+            (),
+            compute_dtype=backbone.dtype,
+            mean_context_len=mean_context_len,
+        )
         for part in backbone.architecture.parts[:-1]
     }
     graph = with_loss(adapter.attached("head", training=False).graph)
-    loss = _compile(graph, (), compute_dtype=backbone.dtype, keys=keys, of=("loss",))
+    loss = _compile(graph, (), compute_dtype=backbone.dtype, mean_context_len=mean_context_len, of=("loss",))
     return TrainingPrograms(program=programs, loss=loss, parts=())
 
 
-def frontier_of_part(programs: TrainingPrograms, adapter: Adapter, part: Part, *, keys: float) -> tuple[Retention, ...]:
+def frontier_of_part(
+    programs: TrainingPrograms, adapter: Adapter, part: Part, *, mean_context_len: float
+) -> tuple[Retention, ...]:
     """What a trained part can keep, from everything that its backward pass reads to the least."""
     backward = backward_graph(adapter.attached(part).graph, programs.program[part].asked)
-    return frontier(backward, compute_dtype=adapter.backbone.dtype, keys=keys)
+    return frontier(backward, compute_dtype=adapter.backbone.dtype, mean_context_len=mean_context_len)
 
 
 def with_loss(head: Graph) -> Graph:

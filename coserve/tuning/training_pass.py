@@ -18,7 +18,7 @@ from torch import Tensor
 from coserve.adapters.base import Adapter
 from coserve.graph.execute import BackwardRun
 from coserve.graph.operators.attention import AttentionContext, Segment
-from coserve.kernels.dropout import keys_of_part, row_keys
+from coserve.kernels.dropout import dropout_ids_of_part, dropout_row_ids
 from coserve.memory.activations import ActivationMemory, DeviceMemory, Shapes
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
@@ -68,7 +68,9 @@ class TrainingPass:
         self._memory = memory or DeviceMemory(backbone.device)
         self._saved: dict[Part, dict[str, Tensor]] = {}
         self._workspace: dict[str, Tensor] = {}
-        self._row_keys = row_keys(dropout_seed, torch.arange(first_row, first_row + pack.num_rows)).to(backbone.device)
+        self._dropout_row_ids = dropout_row_ids(dropout_seed, torch.arange(first_row, first_row + pack.num_rows)).to(
+            backbone.device
+        )
         self._tokens, self._positions, self._targets = (
             tensor.to(backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
         )
@@ -191,10 +193,14 @@ class TrainingPass:
 
     def _constants(self, part: Part, rows: slice | Tensor) -> dict[str, Tensor]:
         """What only training rows have: the keys of their dropout masks in a part."""
-        return {"row_keys": keys_of_part(self._row_keys[rows], self.backbone.architecture.parts.index(part))}
+        return {
+            "dropout_row_ids": dropout_ids_of_part(
+                self._dropout_row_ids[rows], self.backbone.architecture.parts.index(part)
+            )
+        }
 
-    def _carried(self, layer: int) -> tuple[str, ...]:
-        return self.programs.program[layer].graph.carried
+    def _kv_tensors(self, layer: int) -> tuple[str, ...]:
+        return self.programs.program[layer].graph.kv_tensors
 
     def _accumulators(self, part: Part) -> dict[str, Tensor]:
         prefix = self.backbone.architecture.prefix(part)
@@ -202,7 +208,7 @@ class TrainingPass:
 
     def _segments(self, layer: int, start: int, end: int) -> Sequence[Segment]:
         """Who attends to what among rows [start, end), with the accumulators if there are any."""
-        keys, values = (self._saved[layer][name] for name in self._carried(layer))
+        keys, values = (self._saved[layer][name] for name in self._kv_tensors(layer))
         key_grads, value_grads = self._workspace.get(_KEY_GRADS), self._workspace.get(_VALUE_GRADS)
         return [
             Segment(
@@ -309,8 +315,8 @@ def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: i
     }
     if not programs.parts:
         return shapes
-    for name, carried in zip((_KEY_GRADS, _VALUE_GRADS), graph.carried, strict=True):
-        shapes[name] = ((num_rows, *graph.spec[carried].shape), torch.float32)
+    for name, kv_tensors in zip((_KEY_GRADS, _VALUE_GRADS), graph.kv_tensors, strict=True):
+        shapes[name] = ((num_rows, *graph.spec[kv_tensors].shape), torch.float32)
     return shapes
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
+from coserve.client.http import auth_headers, base_url, chunk_of, refusal
 from coserve.errors import ServerError
-from coserve.server.client import auth_headers, base_url, chunk_of, refusal
 from coserve.workloads.summary import Outcome
 from coserve.workloads.traces import TracedRequest
 

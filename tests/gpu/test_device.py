@@ -6,7 +6,7 @@ from support import FAMILIES, make_adapter, model_directory, random_sequences, r
 
 from coserve.kernels.attention import PlainAttention, attention_kernel
 from coserve.kernels.bits import pack_signs, unpack_signs
-from coserve.kernels.dropout import dropout_mask, row_keys
+from coserve.kernels.dropout import dropout_mask, dropout_row_ids
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.optimizer import AdapterOptimizer, OptimizerConfig
@@ -61,7 +61,7 @@ def test_an_optimizer_goes_on_from_its_state():
 
 
 def test_masks_and_signs_are_the_same_bits():
-    keys = row_keys(3, torch.arange(50))
+    keys = dropout_row_ids(3, torch.arange(50))
     assert torch.equal(dropout_mask(keys.cuda(), 33, p=0.3, salt=5).cpu(), dropout_mask(keys, 33, p=0.3, salt=5))
     x = torch.randn(5, 13)
     assert torch.equal(unpack_signs(pack_signs(x.cuda()), 13).cpu(), x > 0)

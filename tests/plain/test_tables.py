@@ -67,7 +67,7 @@ class _Client:
     ("command", "count"), [(["models"], 1), (["jobs"], 1), (["jobs", "show", "ftjob-1"], 2)], ids=str
 )
 def test_lists_show_names_that_can_be_copied(monkeypatch, capsys, command, count):
-    monkeypatch.setattr("coserve.server.client.Client", _Client)
+    monkeypatch.setattr("coserve.client.http.Client", _Client)
     monkeypatch.setattr("coserve.cli.jobs.Client", _Client)
     app(command, standalone_mode=False)
     assert capsys.readouterr().out.count(NAMES[0]) == count

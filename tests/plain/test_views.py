@@ -20,7 +20,7 @@ from coserve.cli.drawing import (
     stacked_bar,
 )
 from coserve.cli.follow import view, worth_a_line
-from coserve.server.job_progress import JobProgress
+from coserve.client.job_progress import JobProgress
 from coserve.workloads.load import Load
 from coserve.workloads.summary import Outcome
 

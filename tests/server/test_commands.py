@@ -12,8 +12,8 @@ import pytest
 from served import model_directory
 
 from coserve.cli.connection import base_model, find_model, is_there, own_server
+from coserve.client.http import Client
 from coserve.errors import ServerError
-from coserve.server.client import Client
 
 ROOT = str(Path(__file__).parents[2])
 

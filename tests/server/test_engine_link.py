@@ -11,8 +11,8 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.request import Chunk
 from coserve.engine.sampling import SamplingParams
 from coserve.errors import EngineGoneError, ModelError
-from coserve.server.engine_link import EngineLink, RequestStream
-from coserve.server.protocol import AddRequest, CancelRequest, EngineSettings
+from coserve.worker.link import EngineLink, RequestStream
+from coserve.worker.protocol import AddRequest, CancelRequest, EngineSettings
 
 
 def make_stream(n: int = 1) -> RequestStream:

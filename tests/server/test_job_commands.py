@@ -11,9 +11,9 @@ from coserve.adapters import LoraConfig
 from coserve.errors import JobError
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
-from coserve.server.job_commands import JobCommands, News
-from coserve.server.protocol import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.tuning.config import TuningConfig
+from coserve.worker.job_commands import JobCommands, PendingReports
+from coserve.worker.protocol import CancelJob, PauseJob, ResumeJob, StartJob
 
 NUM_STEPS = 6
 
@@ -24,7 +24,7 @@ class Process:
     def __init__(self) -> None:
         self.engine = make_engine(max_adapters=1)
         self.commands = JobCommands(self.engine)
-        self.news = News()
+        self.news = PendingReports()
 
     def step(self) -> None:
         self.commands.take([event for event in self.engine.step() if hasattr(event, "job")])
@@ -32,7 +32,7 @@ class Process:
 
     def hear(self) -> None:
         """Take in what may be told now."""
-        found = self.commands.take_news()
+        found = self.commands.take_pending()
         self.news.events += found.events
         self.news.checkpoints += found.checkpoints
         self.news.replies += found.replies
@@ -76,7 +76,7 @@ def job(directory: Path, **more: Any) -> JobStart:
 
 
 def test_checkpoints_come_before_what_follows_from_them(process: Process, tmp_path: Path):
-    process.commands.obey(StartJob(1, job(tmp_path)))
+    process.commands.handle(StartJob(1, job(tmp_path)))
     process.run()
     assert process.kinds() == ["step"] * NUM_STEPS + ["succeeded"]
     assert [reply.call for reply in process.news.replies] == [1]
@@ -88,22 +88,22 @@ def test_checkpoints_come_before_what_follows_from_them(process: Process, tmp_pa
 
 
 def test_a_pause_is_answered_when_it_is_on_disk(process: Process, tmp_path: Path):
-    process.commands.obey(StartJob(1, job(tmp_path, checkpoint_every_steps=0)))
+    process.commands.handle(StartJob(1, job(tmp_path, checkpoint_every_steps=0)))
     process.run(3)
-    process.commands.obey(PauseJob(2, "j"))
+    process.commands.handle(PauseJob(2, "j"))
     process.hear_all()
     assert not process.engine.has_work
     [checkpoint] = process.news.checkpoints
     assert (checkpoint.step, checkpoint.listed) == (3, False)
     assert [reply.call for reply in process.news.replies] == [1, 2]
-    process.commands.obey(ResumeJob(3, "j"))
+    process.commands.handle(ResumeJob(3, "j"))
     process.run()
     assert process.kinds() == ["step"] * NUM_STEPS + ["succeeded"]
     assert [(each.step, each.listed) for each in process.news.checkpoints] == [(3, False), (6, True)]
 
 
 def test_another_engine_goes_on_where_one_was_shut_down(process: Process, tmp_path: Path):
-    process.commands.obey(StartJob(1, job(tmp_path)))
+    process.commands.handle(StartJob(1, job(tmp_path)))
     process.run(3)
     process.commands.checkpoint_all(9)
     process.hear_all()
@@ -111,7 +111,7 @@ def test_another_engine_goes_on_where_one_was_shut_down(process: Process, tmp_pa
     last = process.news.checkpoints[-1]
     assert (last.step, last.listed) == (3, False)
     other = Process()
-    other.commands.obey(StartJob(1, job(tmp_path, checkpoint=last.directory)))
+    other.commands.handle(StartJob(1, job(tmp_path, checkpoint=last.directory)))
     other.run()
     assert [event.step for event in other.news.events if event.kind == "step"] == [4, 5, 6]
     assert [each.step for each in other.news.checkpoints] == [4, 6]
@@ -120,20 +120,20 @@ def test_another_engine_goes_on_where_one_was_shut_down(process: Process, tmp_pa
 
 
 def test_a_cancelled_job_keeps_what_it_had(process: Process, tmp_path: Path):
-    process.commands.obey(StartJob(1, job(tmp_path, checkpoint_every_steps=0)))
+    process.commands.handle(StartJob(1, job(tmp_path, checkpoint_every_steps=0)))
     process.run(2)
-    process.commands.obey(CancelJob(2, "j"))
+    process.commands.handle(CancelJob(2, "j"))
     process.run()
     assert [(each.step, each.listed) for each in process.news.checkpoints] == [(2, False)]
     assert (Path(process.news.checkpoints[0].directory) / "optimizer.safetensors").exists()
     assert process.kinds() == ["step", "step", "cancelled"]
     with pytest.raises(JobError):
-        process.commands.obey(CancelJob(3, "j"))
+        process.commands.handle(CancelJob(3, "j"))
 
 
 def test_a_job_whose_result_cannot_be_kept_has_failed(process: Process, tmp_path: Path):
     (tmp_path / "checkpoints").write_text("in the way")
-    process.commands.obey(StartJob(1, job(tmp_path)))
+    process.commands.handle(StartJob(1, job(tmp_path)))
     process.run()
     assert process.kinds() == ["step"] * NUM_STEPS + ["failed"]
     assert "cannot write a checkpoint" in process.news.events[-1].message
@@ -142,16 +142,16 @@ def test_a_job_whose_result_cannot_be_kept_has_failed(process: Process, tmp_path
 
 def test_what_jobs_made_makes_room_on_the_device(process: Process, tmp_path: Path):
     for name in ("first", "second"):
-        process.commands.obey(StartJob(1, job(tmp_path, id=name, name=name, checkpoints=str(tmp_path / name))))
+        process.commands.handle(StartJob(1, job(tmp_path, id=name, name=name, checkpoints=str(tmp_path / name))))
         process.run()
     assert "second" in process.engine.versions
     assert "first" not in process.engine.versions
 
 
 def test_nothing_stays_on_the_device_of_a_live_job_that_was_cancelled(process: Process, tmp_path: Path):
-    process.commands.obey(StartJob(1, job(tmp_path, config=TuningConfig(batch_size=1, live=True))))
+    process.commands.handle(StartJob(1, job(tmp_path, config=TuningConfig(batch_size=1, live=True))))
     process.run(2)
     assert "learned" in process.engine.versions
-    process.commands.obey(CancelJob(2, "j"))
+    process.commands.handle(CancelJob(2, "j"))
     process.run()
     assert "learned" not in process.engine.versions

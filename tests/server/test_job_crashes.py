@@ -66,9 +66,9 @@ def test_engines_that_die(seed, undisturbed, tmp_path):
         async with world(tmp_path, seed=seed, most_steps=60) as w:
             job = await w.create(DATA, **CRASHED, validation_file=w.upload(DATA))
             num_lives = 1
-            while not w.job(job.id).is_over:
+            while not w.job(job.id).is_terminal:
                 engine = w.link.engine
-                await w.until(lambda engine=engine: not engine.is_alive or w.job(job.id).is_over)
+                await w.until(lambda engine=engine: not engine.is_alive or w.job(job.id).is_terminal)
                 num_lives += 1
                 w.live(seed=rng.randrange(99), most_steps=rng.choice((15, 60, 150, 300)))
             assert num_lives > 3
@@ -109,7 +109,7 @@ def test_servers_that_die(seed, undisturbed, tmp_path):
             await w.until(lambda w=w, id=id, step=until_step: w.job(id).num_steps_done >= step)
             if num_lives > 8:
                 await w.until_over(id)
-            if w.job(id).is_over:
+            if w.job(id).is_terminal:
                 assert_as_if_nothing_had_happened(w, id, undisturbed)
                 await throw_away(w)
                 return
@@ -177,7 +177,7 @@ def test_a_job_that_kills_every_engine_fails_at_last(tmp_path):
             job = await w.create(DATA, **CRASHED)
             await w.until(lambda: w.job(job.id).status == "queued")
             for _ in range(10):
-                assert not w.job(job.id).is_over
+                assert not w.job(job.id).is_terminal
                 engine = w.live(most_steps=0)
                 await w.until(lambda: w.job(job.id).status == "running")
                 engine.kill()

@@ -68,7 +68,7 @@ class CountingEngine:
     def step(self, job):
         """One optimizer step, or what follows the last."""
         if self.steps[job] == NUM_STEPS:
-            self._checkpoint(job, listed=True, is_over=True)
+            self._checkpoint(job, listed=True, is_terminal=True)
             self._end(job, "succeeded")
             return
         self.steps[job] += 1
@@ -81,7 +81,7 @@ class CountingEngine:
         """Tell all that has happened."""
         for each in self._unsaid:
             report = Report(events=[each]) if isinstance(each, JobEvent) else Report(checkpoints=[each])
-            self._manager.engine_happened(report.events, report.checkpoints)
+            self._manager.engine_reported(report.events, report.checkpoints)
         self._unsaid.clear()
 
     def _event(self, job, kind, **fields):
@@ -92,14 +92,14 @@ class CountingEngine:
         del self.steps[job]
         self.paused.discard(job)
 
-    def _checkpoint(self, job, *, listed, is_over=False):
+    def _checkpoint(self, job, *, listed, is_terminal=False):
         parent, number = Path(self._starts[job].checkpoints), 0
         while (directory := parent / f"step-{self.steps[job]}{f'-{number}' if number else ''}").exists():
             number += 1
         directory.mkdir(parents=True)
         for name in ("adapter_config.json", "adapter_model.safetensors", "job.json"):
             (directory / name).write_text(str(self.steps[job]))
-        if not is_over:
+        if not is_terminal:
             (directory / "optimizer.safetensors").write_text("")
         self._unsaid.append(Checkpointed(job=job, step=self.steps[job], directory=str(directory), listed=listed))
 

@@ -13,7 +13,7 @@ from job_engine import TENANT, base_model, world
 from peft import PeftModel
 from support import make_model
 
-from coserve.engine.checkpoint import can_go_on_from
+from coserve.engine.checkpoint import can_resume
 from coserve.errors import EngineGoneError, JobError
 from coserve.jobs import manager
 from coserve.jobs.messages import AdapterRef
@@ -152,7 +152,7 @@ def test_pause_resume_and_cancel(tmp_path):
             await w.until(lambda: w.job(job.id).finished_at)
             events, checkpoints = w.events(job.id), w.checkpoints(job.id)
             assert steps_of(events) == list(range(1, len(steps_of(events)) + 1))
-            assert not any(can_go_on_from(each.directory) for each in checkpoints)
+            assert not any(can_resume(each.directory) for each in checkpoints)
             listed = {Path(each.directory) for each in checkpoints}
             assert set((tmp_path / "jobs" / job.id / "checkpoints").iterdir()) == listed
             # The engine has room for the next one.

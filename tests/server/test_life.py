@@ -123,7 +123,7 @@ def test_what_is_sent_to_an_engine_that_has_just_died_is_refused_without_a_trace
             list(stream)
         served.wait_until(lambda: served.get("/ready").status_code == 200)
     assert served.log.read_text().splitlines() == [
-        "ERROR coserve.server.engine_link: the engine has died; it is started again in 0.2 s"
+        "ERROR coserve.worker.link: the engine has died; it is started again in 0.2 s"
     ]
 
 
@@ -243,7 +243,7 @@ def test_a_home_has_one_server(tmp_path: Path):
 
 def test_the_engine_ends_when_its_input_does():
     process = subprocess.Popen(
-        [sys.executable, "-m", "coserve.server.engine_process"],
+        [sys.executable, "-m", "coserve.worker.process"],
         stdin=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )

@@ -29,7 +29,7 @@ def run(engine, num_steps=10_000):
     """Up to so many engine steps; the job's events."""
     events = []
     for _ in range(num_steps):
-        if engine.jobs["job"].is_over:
+        if engine.jobs["job"].is_terminal:
             return events + engine.step()
         events += engine.step()
         engine.check_integrity()
@@ -72,8 +72,8 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("seed", range(8))
 def test_a_job_stopped_anywhere_and_gone_on_with_ends_the_same(seed, undisturbed, tmp_path):
     rng = Random(seed)
-    reported, checkpoint, num_lives, is_over = {}, None, 0, False
-    while not is_over:
+    reported, checkpoint, num_lives, is_terminal = {}, None, 0, False
+    while not is_terminal:
         engine = make_engine()
         engine.policy = random_policy(rng.randrange(1000))
         start = {"adapter": LORA} if checkpoint is None else {"checkpoint": checkpoint}
@@ -83,7 +83,7 @@ def test_a_job_stopped_anywhere_and_gone_on_with_ends_the_same(seed, undisturbed
         position = engine.checkpoint("job")
         reported |= told(events)
         later = run(engine, rng.randrange(10))  # lost, and done again
-        if is_over := engine.jobs["job"].is_over:
+        if is_terminal := engine.jobs["job"].is_terminal:
             reported |= told(later)
         checkpoint = position.write(tmp_path / "checkpoints")
         assert position.position.num_steps_done <= engine.jobs["job"].num_steps_done

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coserve.kernels import cpu, linear, tiles
+from coserve.kernels import amx, cpu, linear
 from coserve.kernels.attention import (
     AmxAttention,
     CompiledAttention,
@@ -50,7 +50,7 @@ def reverse(kernel, grad, q, k, v, out, lse, settings):
 
 FEWER_THREADS = """
 import torch
-from coserve.kernels import cpu, tiles
+from coserve.kernels import cpu, amx
 from coserve.kernels.attention import AmxAttention, CpuAttention
 
 torch.manual_seed(0)
@@ -67,7 +67,7 @@ for kernel, num_threads in ((CpuAttention(), 1), (AmxAttention(cpu.compiled_kern
 for one, other in zip(*results):
     assert (one - other).norm() < 1e-2 * other.norm()
 weight = torch.randn(96, 64).bfloat16()
-ours = tiles.few_rows_product(q[:20, 0], weight)
+ours = amx.skinny_gemm(q[:20, 0], weight)
 assert (ours.float() - q[:20, 0].float() @ weight.float().T).abs().max() < 0.2
 """
 
@@ -161,11 +161,11 @@ def test_products_of_few_rows(with_threads, inner, outer, num_threads):
     for n in (1, 2, 15, 16, 17, 32, 33, 49, 64, 100):
         x = wide[:n, 8:]  # rows of a wider tensor
         exact = x.double() @ weight.double().T
-        whole = tiles.few_rows_product(x, weight)
+        whole = amx.skinny_gemm(x, weight)
         torch.testing.assert_close(whole, exact.bfloat16(), atol=1e-3, rtol=2**-7)
-        with_bias = tiles.few_rows_product(x, weight, bias)
+        with_bias = amx.skinny_gemm(x, weight, bias)
         torch.testing.assert_close(with_bias, (exact + bias.double()).bfloat16(), atol=1e-3, rtol=2**-7)
-        assert torch.equal(tiles.few_rows_product(x[-1:], weight), whole[-1:]), "whatever other rows are there"
+        assert torch.equal(amx.skinny_gemm(x[-1:], weight), whole[-1:]), "whatever other rows are there"
 
 
 @needs_tiles
@@ -180,22 +180,22 @@ def test_products_with_a_matrix_of_low_rank(with_threads, n, width, rank, num_th
     narrow, a, b = (torch.randn(shape).bfloat16() for shape in ((n, rank), (rank, width), (width, rank)))
     for matrix, transposed in ((a, True), (b, False)):
         exact = x.double() @ (matrix.T if transposed else matrix).double()
-        y = tiles.to_low_rank(x, matrix, transposed=transposed)
+        y = amx.to_low_rank(x, matrix, transposed=transposed)
         torch.testing.assert_close(y, exact.bfloat16(), atol=1e-3, rtol=2**-7)
     for matrix, transposed in ((a, False), (b, True)):
         total = torch.randn(n, width + 8).bfloat16()[:, 8:]  # as where several sites' outputs are one tensor
         exact = total.double() + narrow.double() @ (matrix.T if transposed else matrix).double()
-        assert tiles.add_from_low_rank(total, narrow, matrix, transposed=transposed)
+        assert amx.add_from_low_rank(total, narrow, matrix, transposed=transposed)
         torch.testing.assert_close(total, exact.bfloat16(), atol=1e-3, rtol=2**-7)
     exact = narrow.double().T @ x.double()
     for transposed in (False, True):
-        grad = tiles.low_rank_gradient(narrow, x, transposed=transposed)
+        grad = amx.low_rank_gradient(narrow, x, transposed=transposed)
         torch.testing.assert_close(grad, (exact.T if transposed else exact).float(), atol=1e-3, rtol=1e-4)
 
 
 @needs_tiles
 def test_products_that_the_kernels_are_not_for_go_the_other_way(monkeypatch):
-    monkeypatch.setattr(tiles, "compiled_kernels", lambda: SimpleNamespace(has_tiles=True))  # has no functions
+    monkeypatch.setattr(amx, "compiled_kernels", lambda: SimpleNamespace(has_tiles=True))  # has no functions
     torch.manual_seed(0)
 
     def check(x, weight, grad):
@@ -217,14 +217,14 @@ def test_products_that_the_kernels_are_not_for_go_the_other_way(monkeypatch):
     check(torch.randn(4, 96), torch.randn(96, 96), torch.randn(4, 96))
     check(torch.randn(4, 96), torch.randn(16, 96), torch.randn(4, 16))
     x, narrow, part = (torch.randn(shape).bfloat16() for shape in ((4, 96), (4, 16), (16, 100)))
-    assert tiles.to_low_rank(x, part[:, :96], transposed=True) is None
-    assert not tiles.add_from_low_rank(x, narrow, part[:, :96], transposed=False)
+    assert amx.to_low_rank(x, part[:, :96], transposed=True) is None
+    assert not amx.add_from_low_rank(x, narrow, part[:, :96], transposed=False)
     weight = torch.randn(64, 96)
-    assert tiles.few_rows_product(x, weight) is None, "another dtype"
-    assert tiles.few_rows_product(x, weight[:, :64].bfloat16().contiguous()) is None, "another width"
-    assert tiles.few_rows_product(x, weight.bfloat16(), torch.zeros(128).bfloat16()[::2]) is None
-    assert tiles.low_rank_gradient(narrow, x[:3], transposed=False) is None
-    assert not tiles.add_from_low_rank(x.float(), narrow, part[:, :96].contiguous(), transposed=False)
+    assert amx.skinny_gemm(x, weight) is None, "another dtype"
+    assert amx.skinny_gemm(x, weight[:, :64].bfloat16().contiguous()) is None, "another width"
+    assert amx.skinny_gemm(x, weight.bfloat16(), torch.zeros(128).bfloat16()[::2]) is None
+    assert amx.low_rank_gradient(narrow, x[:3], transposed=False) is None
+    assert not amx.add_from_low_rank(x.float(), narrow, part[:, :96].contiguous(), transposed=False)
 
 
 def paged(lengths, num_heads, num_key_heads, width, block_tokens, dtype):

@@ -105,7 +105,7 @@ def run_jobs(engine, *, most_steps=20_000):
     """Step until every job is over, with every invariant checked; the events."""
     events = []
     for _ in range(most_steps):
-        if all(job.is_over for job in engine.jobs.values()):
+        if all(job.is_terminal for job in engine.jobs.values()):
             return events + engine.step()
         events += engine.step()
         engine.check_integrity()
@@ -174,7 +174,7 @@ def test_a_job_ends_the_same_under_any_plan_in_any_company(seed, undisturbed, tm
     other = TuningConfig(num_epochs=2, batch_size=2, max_pack_tokens=12)
     engine.submit(examples_of((6, 10, 3), 9), other, adapter=LoraConfig(r=7), name="other")
     events, asked, preempted = [], {}, 0
-    while not engine.jobs[mine].is_over:
+    while not engine.jobs[mine].is_terminal:
         if not engine.has_requests and engine.jobs[mine].has_pack and len(asked) < 90 and rng.random() < 0.3:
             for prompt in prompts_of(range(5, 47, 3), rng.randrange(2)):
                 asked[engine.add(prompt, greedy(15))] = prompt
@@ -211,7 +211,7 @@ def test_each_example_is_used_once_in_every_epoch(monkeypatch):
         return finish()
 
     monkeypatch.setattr(job.trainer, "finish", watch)
-    while not job.is_over:
+    while not job.is_terminal:
         if job.has_pack and rng.random() < 0.1:
             engine.pause_job(job.id)
             engine.resume_job(job.id)
@@ -321,7 +321,7 @@ def test_a_live_job_serves_every_step_and_frees_what_is_passed():
     config = TuningConfig(**{**vars(CONFIG), "live": True})
     job = engine.job(engine.submit(examples_of(LENGTHS), config, adapter=LORA, name="live"))
     (prompt,), slow, labels, events = prompts_of((9,)), None, [], []
-    while not job.is_over:
+    while not job.is_terminal:
         new = engine.step()
         events += new
         for event in of_kind(new, "version"):
@@ -360,7 +360,7 @@ def test_a_job_without_numbers_fails_alone(undisturbed, tmp_path):
     absurd = TuningConfig(num_epochs=30, batch_size=2, optimizer=OptimizerConfig(learning_rate=1e30), live=True)
     broken = engine.submit(examples_of((12, 9, 6), 3), absurd, adapter=LORA, name="broken")
     asked, events = {}, []
-    while not all(job.is_over for job in engine.jobs.values()):
+    while not all(job.is_terminal for job in engine.jobs.values()):
         if len(engine._requests) < 3:
             (prompt,) = prompts_of((engine.num_steps % 20 + 1,))
             asked[engine.add(prompt, greedy(5))] = prompt

@@ -600,7 +600,7 @@ def test_a_version_that_is_published_meanwhile_serves_requests_that_come_after_i
     engine.submit(examples_of((9, 14)), config, adapter=LoraConfig(r=3, target_modules="all-linear"), name="mine")
     (prompt,) = prompts_of((5 * BLOCK,))
     asked, events = {}, []
-    while any(not job.is_over for job in engine.jobs.values()):
+    while any(not job.is_terminal for job in engine.jobs.values()):
         for event in engine.step():
             events.append(event)
             if getattr(event, "kind", None) == "version":
@@ -611,7 +611,7 @@ def test_a_version_that_is_published_meanwhile_serves_requests_that_come_after_i
     for request, label in asked.items():
         fresh = make_engine()
         (key,) = [key for key in engine.runner._versions if key.startswith(f"{label}#")]
-        fresh.versions.publish("same", 0, "same", num_networks=len(engine.runner._versions[key].sites))
+        fresh.versions.publish("same", 0, "same", num_bypasses=len(engine.runner._versions[key].sites))
         fresh.runner._versions["same"] = engine.runner._versions[key]
         (completion,) = fresh.generate([prompt], greedy(NUM_TOKENS), adapter="same")
         assert got[request] == completion.tokens
@@ -623,7 +623,7 @@ def test_a_version_that_is_published_meanwhile_serves_requests_that_come_after_i
 def test_an_adapter_without_effect_shares_no_pages_with_the_bare_model():
     engine = make_engine()
     fresh = Adapter(make_backbone(), LoraConfig(r=2))  # B is zero
-    engine.versions.publish("zero", 0, "zero", num_networks=len(fresh.sites))
+    engine.versions.publish("zero", 0, "zero", num_bypasses=len(fresh.sites))
     engine.runner._versions["zero"] = fresh
     (prompt,) = prompts_of((5 * BLOCK,))
     bare, zero = (engine.generate([prompt], greedy(NUM_TOKENS), adapter=label)[0] for label in (None, "zero"))

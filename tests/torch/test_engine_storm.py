@@ -141,7 +141,7 @@ class Storm:
         elif operation == "unload" and engine.versions.labels():
             engine.unload_adapter(rng.choice(engine.versions.labels()).split("@")[0])
         elif operation in ("pause", "resume", "cancel-job"):
-            if jobs := [job for job in engine.jobs.values() if not job.is_over]:
+            if jobs := [job for job in engine.jobs.values() if not job.is_terminal]:
                 act = {"pause": engine.pause_job, "resume": engine.resume_job, "cancel-job": engine.cancel_job}
                 act[operation](rng.choice(jobs).id)
         elif operation.startswith("fail-"):
@@ -192,7 +192,7 @@ class Storm:
         for name in {label.split("@")[0] for label in engine.versions.labels()}:
             engine.unload_adapter(name)
         assert not engine.versions._readers
-        assert not engine.versions._passing
+        assert not engine.versions._transient
         if not self.modelled:
             assert engine.runner._versions == {}
 

@@ -199,7 +199,7 @@ def test_a_program_is_data():
     assert program.saved_bytes_per_token(torch.bfloat16) == sum(
         program.graph.spec[name].num_bytes(torch.bfloat16) for name in program.saved
     )
-    load = Load(rows=10, keys=0, compute_dtype=torch.bfloat16)
+    load = Load(rows=10, mean_context_len=0, compute_dtype=torch.bfloat16)
     forward, backward = program.forward_cost(load), program.backward_cost(load)
     matrices = 10 * 2 * 2 * 8 * 16
     assert matrices < forward.flops < 1.5 * matrices

@@ -5,7 +5,7 @@ from torch import nn
 from coserve.kernels import linear
 from coserve.kernels.attention import CpuAttention, PageTable, PlainAttention, attention_kernel
 from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
-from coserve.kernels.dropout import dropout_mask, keys_of_part, row_keys
+from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
 
 
 def reverse(kernel, grad, q, k, v, out, lse, settings):
@@ -92,39 +92,39 @@ def test_signs_survive_packing(width):
 
 
 def test_dropout_masks_depend_on_key_feature_and_place_alone():
-    keys = row_keys(5, torch.arange(40))
+    keys = dropout_row_ids(5, torch.arange(40))
     mask = dropout_mask(keys, 30, p=0.3, salt=1)
     assert torch.equal(dropout_mask(keys[10:20], 30, p=0.3, salt=1), mask[10:20]), "rows can be split anywhere"
     for other in (
         dropout_mask(keys, 30, p=0.3, salt=2),
-        dropout_mask(row_keys(6, torch.arange(40)), 30, p=0.3, salt=1),
-        dropout_mask(keys_of_part(keys, 3), 30, p=0.3, salt=1),
+        dropout_mask(dropout_row_ids(6, torch.arange(40)), 30, p=0.3, salt=1),
+        dropout_mask(dropout_ids_of_part(keys, 3), 30, p=0.3, salt=1),
     ):
         agreement = (other == mask).float().mean()
         assert 0.5 < agreement < 0.66, "independent masks of 70% agree on 58% of the places"
     for part in range(1, 4):
-        one, other = (dropout_mask(keys_of_part(keys, p), 30, p=0.3, salt=1) for p in (0, part))
+        one, other = (dropout_mask(dropout_ids_of_part(keys, p), 30, p=0.3, salt=1) for p in (0, part))
         agreement = (other == one).float().mean()
         assert 0.5 < agreement < 0.66, "independent masks of 70% agree on 58% of the places"
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
 def test_dropout_drops_at_its_rate_in_rows_and_features(p):
-    kept = dropout_mask(row_keys(1, torch.arange(4000)), 500, p=p, salt=11).float()
+    kept = dropout_mask(dropout_row_ids(1, torch.arange(4000)), 500, p=p, salt=11).float()
     assert kept.mean() == pytest.approx(1 - p, abs=2e-3)
     assert kept.mean(0).sub(1 - p).abs().max() < 6 * (p * (1 - p) / 4000) ** 0.5
     assert kept.mean(1).sub(1 - p).abs().max() < 6 * (p * (1 - p) / 500) ** 0.5
 
 
 def test_masks_are_made_in_pieces_with_the_same_result(monkeypatch):
-    keys = row_keys(1, torch.arange(50))
+    keys = dropout_row_ids(1, torch.arange(50))
     whole = dropout_mask(keys, 30, p=0.3, salt=1)
     monkeypatch.setattr("coserve.kernels.dropout._CHUNK_ELEMENTS", 70)
     assert torch.equal(dropout_mask(keys, 30, p=0.3, salt=1), whole)
 
 
 def test_row_keys_do_not_repeat():
-    keys = torch.cat([row_keys(seed, torch.arange(20000)) for seed in range(3)])
+    keys = torch.cat([dropout_row_ids(seed, torch.arange(20000)) for seed in range(3)])
     assert keys.unique().numel() > 60000 - 10
     assert int(keys.min()) >= 0
     assert int(keys.max()) < 2**32

@@ -193,7 +193,7 @@ def test_masters_are_float32_and_the_compute_copy_is_in_the_backbones_dtype():
     assert master.dtype == torch.float32
     assert adapter.parameters(1)[name].dtype == torch.bfloat16
     master.add_(1.0)
-    adapter.publish()
+    adapter.sync_compute_copy()
     assert torch.equal(adapter.parameters(1)[name], master.bfloat16())
 
 

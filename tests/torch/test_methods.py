@@ -278,7 +278,7 @@ def test_full_weights_of_a_block_equal_autograd(name):
     backbone, model = make_backbone(name), copy.deepcopy(make_model(name))
     graph = backbone.architecture.graphs[1]
     asked = [tensor.name for tensor in graph.with_kind("weight")]
-    program = compile_program(graph, [*asked, "x"], compute_dtype=torch.float32, keys=5.0)
+    program = compile_program(graph, [*asked, "x"], compute_dtype=torch.float32, mean_context_len=5.0)
     torch.manual_seed(0)
     x, grad = torch.randn(9, 32), torch.randn(9, 32)
 
@@ -294,7 +294,7 @@ def test_full_weights_of_a_block_equal_autograd(name):
     output.reshape(9, 32).backward(grad)
 
     constants = backbone.constants(torch.zeros(9, dtype=torch.int64), positions)
-    keys, values = (torch.empty(9, graph.spec[t].shape[0]) for t in graph.carried)
+    keys, values = (torch.empty(9, graph.spec[t].shape[0]) for t in graph.kv_tensors)
     grads = torch.zeros_like(keys), torch.zeros_like(values)
     segment = Segment(
         rows=slice(0, 9), keys=lambda: keys, values=lambda: values, key_grads=grads[0], value_grads=grads[1]
@@ -304,9 +304,9 @@ def test_full_weights_of_a_block_equal_autograd(name):
 
     def keep(node, current):
         kept.update({t: current[t] for t in node.output.values() if t in program.saved})
-        for carried, tensor in zip(graph.carried, (keys, values), strict=True):
-            if carried in node.output.values():
-                tensor.copy_(current[carried])
+        for kv_tensors, tensor in zip(graph.kv_tensors, (keys, values), strict=True):
+            if kv_tensors in node.output.values():
+                tensor.copy_(current[kv_tensors])
 
     run_graph(program.graph, {"x": x, **constants}, backbone.weights[1], context, keep)
     accumulators = {weight: torch.zeros_like(backbone.weights[1][weight]) for weight in asked}

@@ -13,7 +13,7 @@ from coserve.graph.operators.attention import Segment
 from coserve.graph.operators.base import Load
 from coserve.kernels.attention import PlainAttention
 from coserve.kernels.bits import pack_signs
-from coserve.kernels.dropout import dropout_mask, row_keys
+from coserve.kernels.dropout import dropout_mask, dropout_row_ids
 
 
 def rnd(*shape: int) -> Tensor:
@@ -73,8 +73,8 @@ def _halves(x: Tensor) -> Tensor:
     return torch.cat((x, x), -1)
 
 
-def _dropped(x: Tensor, weight: Tensor, row_keys: Tensor) -> Tensor:
-    return (x * dropout_mask(row_keys, x.shape[1], p=0.4, salt=7) / 0.6) @ weight.T
+def _dropped(x: Tensor, weight: Tensor, dropout_row_ids: Tensor) -> Tensor:
+    return (x * dropout_mask(dropout_row_ids, x.shape[1], p=0.4, salt=7) / 0.6) @ weight.T
 
 
 def test_linear():
@@ -156,7 +156,7 @@ def test_scale():
 
 
 def test_dropout_linear():
-    inputs = {"x": rnd(5, 8), "weight": rnd(4, 8), "row_keys": row_keys(3, torch.arange(5))}
+    inputs = {"x": rnd(5, 8), "weight": rnd(4, 8), "dropout_row_ids": dropout_row_ids(3, torch.arange(5))}
     check("dropout_linear", _dropped, inputs, p=0.4, salt=7)
 
 
@@ -261,11 +261,12 @@ def test_costs_grow_with_rows_and_count_matrix_products():
         for slot, shape, per_row in (("x", (6,), True), ("weight", (4, 6), False), ("y", (4,), True))
     }
     one, ten = (
-        operator("linear").cost(spec, {}, Load(rows=rows, keys=0, compute_dtype=torch.bfloat16)) for rows in (1, 10)
+        operator("linear").cost(spec, {}, Load(rows=rows, mean_context_len=0, compute_dtype=torch.bfloat16))
+        for rows in (1, 10)
     )
     assert (one.flops, ten.flops) == (48, 480)
     assert ten.bytes - one.bytes == 9 * 2 * (6 + 4)
-    load = Load(rows=10, keys=0, compute_dtype=torch.bfloat16)
+    load = Load(rows=10, mean_context_len=0, compute_dtype=torch.bfloat16)
     both = operator("linear").vjp_cost(["x", "weight"], spec, {}, load)
     assert both.flops == 960
 
@@ -279,12 +280,12 @@ def test_attention_reads_the_keys_of_its_sequence_and_embedding_only_its_rows():
     settings = {"sliding_window": None}
 
     def attention(rows: int, keys: float) -> int:
-        load = Load(rows=rows, keys=keys, compute_dtype=torch.bfloat16)
+        load = Load(rows=rows, mean_context_len=keys, compute_dtype=torch.bfloat16)
         return operator("attention").cost(spec, settings, load).bytes
 
     assert attention(1, 1000.5) - attention(1, 0.5) == 1000 * 2 * (8 + 8), "a decoded token reads all K and V"
     assert attention(100, 50) == 100 * 2 * sum(sizes.values()), "a whole prompt reads what it has just written"
-    load = Load(rows=1, keys=100, compute_dtype=torch.bfloat16)
+    load = Load(rows=1, mean_context_len=100, compute_dtype=torch.bfloat16)
     flops = operator("attention").cost(spec, settings, load).flops
     assert flops == 4 * 16 * 100, "scores and values: two products of queries with 100 keys"
     assert operator("attention").vjp_cost(["q", "k", "v"], spec, settings, load).flops == 2.5 * flops
@@ -292,5 +293,5 @@ def test_attention_reads_the_keys_of_its_sequence_and_embedding_only_its_rows():
     assert operator("attention").cost(spec, settings, load).flops == flops / 10
     assert attention(1, 1000.5) < attention(1, 0.5) + 10 * 2 * (8 + 8) + 1
     weight = SimpleNamespace(shape=(50_000, 8), per_row=False, num_bytes=lambda dtype: 800_000)
-    load = Load(rows=3, keys=0, compute_dtype=torch.bfloat16)
+    load = Load(rows=3, mean_context_len=0, compute_dtype=torch.bfloat16)
     assert operator("embedding").cost({"weight": weight, "y": spec["k"]}, {}, load).bytes == 3 * 2 * 16

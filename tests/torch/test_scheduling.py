@@ -115,7 +115,7 @@ def views(draw: st.DrawFn) -> View:
             item = item._replace(first_token_s=first_s, last_token_s=last_s, num_output=num_output)
             item = item._replace(num_rows=1 if rng.random() < 0.9 else item.num_rows, num_past=rng.randint(1, 2000))
         if rng.random() < 0.3:
-            item = item._replace(version=f"v{rng.randint(0, 2)}", num_networks=168)
+            item = item._replace(version=f"v{rng.randint(0, 2)}", num_bypasses=168)
         requests.append(item)
     jobs = []
     for index in range(rng.choice([0, 1, 1, 4])):
@@ -379,9 +379,9 @@ def test_prompts_go_in_the_order_of_their_deadlines():
 
 def test_a_pressing_prompt_gets_rows_however_late_others_are():
     late = decoding(num_output=1)
-    pressing = prompt(rows=500, arrival_s=8.5)
+    urgent = prompt(rows=500, arrival_s=8.5)
     assert due_at_s(late) < 10.0
-    made = plan("slack", view(late, pressing, prompt("next", 500)))
+    made = plan("slack", view(late, urgent, prompt("next", 500)))
     assert rows_of(made, "prefill") == {"p": LEAST_PREFILL_ROWS}
     assert rows_of(made, "decode") == {"r": 1}
 
@@ -393,8 +393,8 @@ def test_a_prompt_with_time_leaves_decoding_requests_some_of_their_bank():
     assert due_at_s(late, 1.0) < 10.0
     assert rows_of(plan("slack", view(late, patient), latency), "prefill") == {}
     assert rows_of(plan("slack", view(late, urgent), latency), "prefill") == {}, "there is nothing to take"
-    pressing = urgent._replace(ttft_s=0.4)
-    assert rows_of(plan("slack", view(late, pressing), latency), "prefill") == {"p": LEAST_PREFILL_ROWS}
+    urgent = urgent._replace(ttft_s=0.4)
+    assert rows_of(plan("slack", view(late, urgent), latency), "prefill") == {"p": LEAST_PREFILL_ROWS}
     # With a bank: the patient one stops one TPOT before the deadline, the urgent one goes up to it.
     banked = decoding(num_output=8, last_token_s=9.9)
     deadline_s = due_at_s(banked) - 10.0
@@ -432,7 +432,7 @@ def test_jobs_go_on_where_only_small_passes_are_allowed():
 
 def test_crumbs_of_time_are_saved_up():
     """Right behind a token there is little in the bank: a window that would cost much per row waits for more."""
-    latency = LatencyModel(replace(make_profile(), s_per_network=1e-3))  # what a window costs at least
+    latency = LatencyModel(replace(make_profile(), s_per_bypass=1e-3))  # what a window costs at least
     alone_s = latency.decode_s(num_requests=1, context=100)
     load = ForwardLoad()
     load.add_decodes([decoding()])
@@ -613,19 +613,19 @@ loads = st.builds(
     spans=st.integers(1, 100),
     pairs=st.floats(0, 1e6),
     keys=st.integers(0, 100_000),
-    networks=st.integers(0, 1000),
+    bypasses=st.integers(0, 1000),
     windows=st.integers(0, 2),
     window_rows=st.floats(0, 1000),
 )
 
 
 @settings(deadline=None)
-@given(loads, st.sampled_from(["rows", "sampled", "spans", "pairs", "keys", "networks", "window_rows"]))
+@given(loads, st.sampled_from(["rows", "sampled", "spans", "pairs", "keys", "bypasses", "window_rows"]))
 def test_more_of_anything_takes_no_less_time(load, what):
     latency, more = make_latency(), copy.deepcopy(load)
     setattr(more, what, getattr(load, what) + 50)
     assert latency.forward_s(more) >= latency.forward_s(load)
-    if what in ("rows", "keys", "pairs", "networks") and more.rows > 128:
+    if what in ("rows", "keys", "pairs", "bypasses") and more.rows > 128:
         assert latency.forward_s(more) > latency.forward_s(load)
 
 
@@ -645,7 +645,7 @@ def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, kno
     latency = taught_latency()
     if known:
         load.versions.add("v")
-    request = prompt(rows=rows if last else rows + 1, num_past=77)._replace(version=version, num_networks=168)
+    request = prompt(rows=rows if last else rows + 1, num_past=77)._replace(version=version, num_bypasses=168)
     foreseen_s = latency.with_request_s(load, request, rows)
     load.add_request(request, rows)
     assert foreseen_s == pytest.approx(latency.forward_s(load))
@@ -666,7 +666,7 @@ def test_what_a_window_would_add_is_what_it_adds(load, rows, flops_per_row):
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
 def test_decodes_are_added_together_as_they_are_one_by_one(pasts):
     requests = [
-        decoding(f"r{i}", num_past=past)._replace(version="v" * (i % 3), num_networks=7) for i, past in enumerate(pasts)
+        decoding(f"r{i}", num_past=past)._replace(version="v" * (i % 3), num_bypasses=7) for i, past in enumerate(pasts)
     ]
     together, single = ForwardLoad(), ForwardLoad()
     together.add_decodes(requests)
@@ -677,13 +677,13 @@ def test_decodes_are_added_together_as_they_are_one_by_one(pasts):
 
 def test_jobs_are_weighed_beside_the_reference_job():
     latency, reference = make_latency(), make_profile().job
-    half = replace(reference, flops_per_row=reference.flops_per_row / 2, num_networks=reference.num_networks // 2)
+    half = replace(reference, flops_per_row=reference.flops_per_row / 2, num_bypasses=reference.num_bypasses // 2)
     light, heavy = job()._replace(counts=half), job()
     assert latency.with_window_s(ForwardLoad(), light, 256) < latency.with_window_s(ForwardLoad(), heavy, 256)
     fewer = replace(reference, backward_flops_per_row=reference.backward_flops_per_row / 3, backward_flops_per_pair=0.0)
-    keyless = job()._replace(keys=0.0)
+    keyless = job()._replace(mean_context_len=0.0)
     assert latency.tasklet_s(keyless._replace(counts=fewer), 256) == pytest.approx(latency.tasklet_s(keyless, 256) / 3)
-    assert latency.tasklet_s(job()._replace(keys=5000.0), 256) > latency.tasklet_s(job(), 256)
+    assert latency.tasklet_s(job()._replace(mean_context_len=5000.0), 256) > latency.tasklet_s(job(), 256)
 
 
 # -- what it learns ---------------------------------------------------------------------
@@ -795,7 +795,7 @@ def test_a_job_costs_what_its_networks_add():
     counts = lora_counts(["q_proj", "down_proj"])
     products = 2 * 4 * (32 + 32) + 2 * 4 * (48 + 32)
     assert counts.flops_per_row == 3 * (products + 2 * 4 + 2 * 32), "and scaling, and adding to the layer's output"
-    assert counts.num_networks == 6 and counts.num_parts == 3
+    assert counts.num_bypasses == 6 and counts.num_parts == 3
     assert counts.num_parameters == 3 * 4 * (32 + 32 + 48 + 32)
 
 

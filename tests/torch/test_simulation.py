@@ -450,7 +450,9 @@ def test_a_modelled_pack_takes_the_pages_that_a_real_one_takes(targets, evaluate
     (pack,) = packs_of(data, max_rows=64)
     histories = []
     for runner, memory, pool in both_devices():
-        trainer = runner.trainer(LoraConfig(r=4, target_modules=targets), TuningConfig(), mean_keys=5.0, memory=memory)
+        trainer = runner.trainer(
+            LoraConfig(r=4, target_modules=targets), TuningConfig(), mean_context_len=5.0, memory=memory
+        )
         history = [trainer.num_pages(n) for n in (1, 7, 16, 27, 100)]
         trainer.begin(pack, evaluate=evaluate)
         history.append(pool.num_free)
@@ -486,7 +488,7 @@ def test_a_modelled_pack_that_finds_no_room_takes_nothing():
     for make in (TorchRunner, lambda backbone: ModelledRunner(backbone, tiny_profile())):
         runner, memory, pool = device(make, num_pages=60)
         trainer = runner.trainer(
-            LoraConfig(r=4, target_modules="all-linear"), TuningConfig(), mean_keys=5.0, memory=memory
+            LoraConfig(r=4, target_modules="all-linear"), TuningConfig(), mean_context_len=5.0, memory=memory
         )
         assert trainer.num_pages(pack.num_rows) > 60
         with pytest.raises(BudgetError):

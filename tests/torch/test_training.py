@@ -87,7 +87,7 @@ def test_blocks_below_the_lowest_adapter_run_no_backward_and_keep_only_k_and_v()
     adapter = make_adapter(make_backbone("llama"), target_modules=["down_proj"], layers_to_transform=[1])
     programs = training_programs(adapter)
     assert programs.parts == (2, 1)
-    assert set(programs.program[0].saved) == set(programs.program[0].graph.carried)
+    assert set(programs.program[0].saved) == set(programs.program[0].graph.kv_tensors)
     assert "attention" not in {step.node.op for step in programs.program[1].backward}, "nothing below wants a gradient"
 
 
@@ -97,7 +97,7 @@ def test_gradients_are_equal_at_every_point_of_the_frontier(name, targets):
     model, adapter = peft_twin(name, target_modules=targets_of(name, targets))
     sequences = random_sequences((9, 4))
     theirs = peft_gradients(model, sequences)
-    points = frontier_of_part(training_programs(adapter), adapter, 1, keys=5.0)
+    points = frontier_of_part(training_programs(adapter), adapter, 1, mean_context_len=5.0)
     assert len(points) > 4
     budgets = [point.bytes_per_token for point in points]
     assert budgets == sorted(budgets, reverse=True)
@@ -175,7 +175,11 @@ def test_a_job_ends_the_same_in_any_company(seed, name, lengths, tight):
     sequences = random_sequences(tuple(lengths), seed)
     # Fewer trained tokens say little, and leave gradients that are all cancellation.
     assume(sum(sum(trained[1:]) for _, trained in sequences) >= 3)
-    budget = frontier_of_part(training_programs(adapter), adapter, 1, keys=5.0)[-1].bytes_per_token if tight else None
+    budget = (
+        frontier_of_part(training_programs(adapter), adapter, 1, mean_context_len=5.0)[-1].bytes_per_token
+        if tight
+        else None
+    )
     job = TrainingPass(adapter, training_programs(adapter, budget_bytes_per_token=budget), make_pack(sequences))
     company = TrainingPass(other, training_programs(other), make_pack(random_sequences((8, 13), seed)))
     lonely = TrainingPass(other, company.programs, company.pack)
@@ -189,7 +193,7 @@ def test_a_job_ends_the_same_in_any_company(seed, name, lengths, tight):
 def test_dropout_equals_peft_under_the_same_masks(monkeypatch):
     """Which mask a place gets: by seed, row, part of the model, and site. PEFT's dropout modules are given just
     those."""
-    from coserve.kernels.dropout import dropout_mask, keys_of_part, row_keys
+    from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
 
     _, adapter = peft_twin("llama", lora_dropout=0.4, target_modules=["q_proj", "k_proj", "down_proj", "lm_head"])
     model, _ = fresh_peft_twin("llama", lora_dropout=0.4, target_modules=["q_proj", "k_proj", "down_proj", "lm_head"])
@@ -201,7 +205,7 @@ def test_dropout_equals_peft_under_the_same_masks(monkeypatch):
         path = names[module].removeprefix("base_model.model.").split(".lora_dropout")[0]
         part, node = adapter.sites[path]
         salt = adapter.attached(part).graph.node[f"{node}.lora_A"].attribute["salt"]
-        keys = keys_of_part(row_keys(11, torch.arange(30, 39)), parts.index(part))
+        keys = dropout_ids_of_part(dropout_row_ids(11, torch.arange(30, 39)), parts.index(part))
         return x * dropout_mask(keys, x.shape[-1], p=0.4, salt=salt) / 0.6
 
     monkeypatch.setattr(torch.nn.Dropout, "forward", masked)
@@ -266,7 +270,7 @@ def test_ten_steps_of_adamw_follow_pefts_trajectory_and_the_result_loads_in_peft
         for name, master in adapter.masters.items():
             master.grad = training.gradients[name] / training.sums.num_trained
         our_optimizer.step()
-        adapter.publish()
+        adapter.sync_compute_copy()
         assert training.sums.mean_loss == pytest.approx(float(loss.detach()), rel=1e-4)
     moved = {name: adapter.masters[name] - start[name] for name in start}
     assert worst_error(moved, {name: theirs[name].detach() - start[name] for name in start}) < 2e-4
@@ -286,7 +290,7 @@ def test_bfloat16_gradients_are_as_close_to_float32_as_pefts():
     half = make_adapter(make_backbone("llama", "bfloat16"))
     for name, master in half.masters.items():
         master.copy_(adapter.masters[name])
-    half.publish()
+    half.sync_compute_copy()
     theirs = peft_gradients(model.to(torch.bfloat16), sequences)
     ours = gradients(half, sequences, forward_rows=7, backward_rows=5).gradients
     assert worst_error(ours, truth) < 1.5 * worst_error(theirs, truth)
@@ -385,8 +389,8 @@ def test_saved_bytes_counted_from_the_program_are_the_bytes_held(name, dtype, ta
     adapter = make_adapter(make_backbone(name, dtype), target_modules=targets_of(name, targets))
     pack = make_pack(random_sequences((9, 4, 17)))
     memory = Recorder()
-    for point in frontier_of_part(training_programs(adapter), adapter, 1, keys=5.0):
-        programs = training_programs(adapter, budget_bytes_per_token=point.bytes_per_token, keys=5.0)
+    for point in frontier_of_part(training_programs(adapter), adapter, 1, mean_context_len=5.0):
+        programs = training_programs(adapter, budget_bytes_per_token=point.bytes_per_token, mean_context_len=5.0)
         memory.taken.clear()
         training = TrainingPass(adapter, programs, pack, memory=memory)
         counted = programs.saved_bytes_per_token(adapter.backbone.dtype) * pack.num_rows
@@ -501,7 +505,7 @@ def test_a_pack_knows_its_targets_positions_and_sequences():
     assert pack.positions.tolist() == [0, 1, 2, 0, 1, 0]
     assert (pack.bounds, pack.num_rows, pack.num_trained) == ((0, 3, 5, 6), 6, 2)
     assert pack.sequences_within(1, 4) == [(0, 1, 3), (3, 3, 4)]
-    assert pack.mean_keys == (1 + 2 + 3 + 1 + 2 + 1) / 6
+    assert pack.mean_context_len == (1 + 2 + 3 + 1 + 2 + 1) / 6
 
 
 def test_a_pack_that_makes_no_sense_is_refused():

@@ -139,20 +139,28 @@ class Attention(Operator):
         result = {"q": dq, "k": context.key_grads.to(q.dtype), "v": context.value_grads.to(q.dtype)}
         return {slot: result[slot] for slot in wanted}
 
-    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
-        return 4 * prod(specs["q"].shape) * min(keys, attributes["sliding_window"] or keys)
+    def flops_per_row(
+        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
+    ) -> float:
+        return 4 * prod(specs["q"].shape) * min(mean_context_len, attributes["sliding_window"] or mean_context_len)
 
     def bytes_moved(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> int:
         """The rows of a sequence share its earlier keys, so those are read once. Sum over sequences."""
-        earlier = max(0.0, min(load.keys, attributes["sliding_window"] or load.keys) - load.rows / 2)
+        earlier = max(
+            0.0, min(load.mean_context_len, attributes["sliding_window"] or load.mean_context_len) - load.rows / 2
+        )
         per_key = sum(specs[slot].num_bytes(load.compute_dtype) for slot in self.whole)
         return super().bytes_moved(specs, attributes, load) + round(earlier * per_key)
 
     def vjp_flops_per_row(
-        self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float
+        self,
+        wanted: Collection[str],
+        specs: Mapping[str, "TensorSpec"],
+        attributes: Attributes,
+        mean_context_len: float,
     ) -> float:
         # Five matrix products where the forward pass has two: scores again, dP, dQ, dK and dV.
-        return 2.5 * self.flops_per_row(specs, attributes, keys)
+        return 2.5 * self.flops_per_row(specs, attributes, mean_context_len)
 
 
 def _heads(x: Tensor, num_heads: int) -> Tensor:

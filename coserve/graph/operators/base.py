@@ -25,7 +25,7 @@ class Load:
     """What an operator is run on: rows of one sequence, and the mean number of keys that each attends to."""
 
     rows: int
-    keys: float
+    mean_context_len: float
     compute_dtype: torch.dtype
 
 
@@ -98,18 +98,24 @@ class Operator(ABC):
         total += self.vjp((slot,), values, gradients, attributes, context)[slot]
 
     @abstractmethod
-    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
-        """Forward FLOPs of one row; `keys` is the mean number of keys that a row attends to."""
+    def flops_per_row(
+        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
+    ) -> float:
+        """Forward FLOPs of one row; `mean_context_len` is the mean number of keys that a row attends to."""
 
     def vjp_flops_per_row(
-        self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float
+        self,
+        wanted: Collection[str],
+        specs: Mapping[str, "TensorSpec"],
+        attributes: Attributes,
+        mean_context_len: float,
     ) -> float:
         """Backward FLOPs of one row; by default the forward's for every wanted gradient."""
-        return len(wanted) * self.flops_per_row(specs, attributes, keys)
+        return len(wanted) * self.flops_per_row(specs, attributes, mean_context_len)
 
     def cost(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> Cost:
         """Cost of one forward execution."""
-        flops = round(load.rows * self.flops_per_row(specs, attributes, load.keys))
+        flops = round(load.rows * self.flops_per_row(specs, attributes, load.mean_context_len))
         return Cost(flops=flops, bytes=self.bytes_moved(specs, attributes, load))
 
     def vjp_cost(
@@ -117,7 +123,7 @@ class Operator(ABC):
     ) -> Cost:
         """Cost of one VJP: reads what it needs and the output gradients, writes the wanted gradients."""
         touched = [specs[slot] for slot in (*self.reads(wanted, specs), *self.outputs, *wanted) if slot in specs]
-        flops = round(load.rows * self.vjp_flops_per_row(wanted, specs, attributes, load.keys))
+        flops = round(load.rows * self.vjp_flops_per_row(wanted, specs, attributes, load.mean_context_len))
         return Cost(flops=flops, bytes=_traffic(touched, load))
 
     def bytes_moved(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> int:
@@ -150,7 +156,9 @@ class RowWise(Operator):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {self.outputs[0]: (shapes[self.inputs[0]], None)}
 
-    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return self.flops_per_element * prod(specs[self.inputs[0]].shape)
 
 

@@ -21,11 +21,17 @@ class _Product(Operator):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None)}
 
-    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return 2 * prod(specs["weight"].shape)
 
     def vjp_flops_per_row(
-        self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float
+        self,
+        wanted: Collection[str],
+        specs: Mapping[str, "TensorSpec"],
+        attributes: Attributes,
+        mean_context_len: float,
     ) -> float:
         return sum(2 * prod(specs["weight"].shape) if slot != "bias" else specs["bias"].shape[0] for slot in wanted)
 
@@ -72,17 +78,19 @@ class Linear(_Product):
 
 
 class DropoutLinear(_Product):
-    """y = dropout(x) W^T; x [n, in], row_keys int64 [n], weight [out, in]. Attributes: p, salt (see `kernels.dropout`).
+    """y = dropout(x) W^T; x [n, in], dropout_row_ids int64 [n], weight [out, in].
+
+    Attributes: p, salt (see `kernels.dropout`).
 
     One operator and not two, so that the dropped copy of x is never saved: forward and VJP make its mask again.
     """
 
     name = "dropout_linear"
-    inputs = ("x", "weight", "row_keys")
-    needs = {"x": ("weight", "row_keys"), "weight": ("x", "row_keys"), "row_keys": None}
+    inputs = ("x", "weight", "dropout_row_ids")
+    needs = {"x": ("weight", "dropout_row_ids"), "weight": ("x", "dropout_row_ids"), "dropout_row_ids": None}
 
     def _drop(self, x: Tensor, values: Values, attributes: Attributes) -> Tensor:
-        mask = dropout_mask(values["row_keys"], x.shape[1], p=attributes["p"], salt=attributes["salt"])
+        mask = dropout_mask(values["dropout_row_ids"], x.shape[1], p=attributes["p"], salt=attributes["salt"])
         scale: float = 1 / (1 - attributes["p"])
         return x * mask * scale
 
@@ -132,7 +140,9 @@ class Embedding(Operator):
         gradient = torch.zeros(values["weight"].shape, dtype=torch.float32, device=entries.device)
         return {"weight": gradient.index_add_(0, entries[~absent], gradients["y"][~absent].float())}
 
-    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return 0.0
 
     def bytes_moved(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> int:

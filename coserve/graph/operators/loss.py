@@ -39,5 +39,7 @@ class CrossEntropy(Operator):
         gradient = cross_entropy_gradient(values["logits"], values["targets"], values["log_sum"], gradients["loss"])
         return {"logits": gradient}
 
-    def flops_per_row(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, keys: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return 4 * prod(specs["logits"].shape)

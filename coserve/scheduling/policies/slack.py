@@ -29,7 +29,7 @@ RESERVE_TPOTS, RESERVE_TOKENS = 1.5, 8
 # Prompts leave so much in the bank, too, until the first of them has less time than so many times what all of them
 # take; then they may have all of it. With less than so many times, the first has to go on whoever is late for it: what
 # a decode step leaves of a TPOT is about half of the time.
-PROMPT_RESERVE_TPOTS, URGENT_TIMES, PRESSING_TIMES = 1.0, 3.0, 2.0
+PROMPT_RESERVE_TPOTS, URGENT_TIMES, URGENT_TIMES_ALONE = 1.0, 3.0, 2.0
 # Share of the TTFT objective that an arrival may wait for a step to end; a step of two TPOTs is always allowed, up to
 # the second share: on a slow device nothing would fit otherwise.
 ARRIVAL_SHARE, MOST_ARRIVAL_SHARE = 0.1, 0.5
@@ -47,13 +47,13 @@ def plan(view: View, latency: LatencyModel) -> Plan:
         left_s = due_at_s(prompts[0]) - view.now_s
         kept = 0.0 if URGENT_TIMES * alone_s > left_s else PROMPT_RESERVE_TPOTS
         due_s = earliest_due_s(decoding, kept)
-        if not build.prefill(prompts, (due_s - view.now_s) / patience, pressing=PRESSING_TIMES * alone_s > left_s):
+        if not build.prefill(prompts, (due_s - view.now_s) / patience, urgent=URGENT_TIMES_ALONE * alone_s > left_s):
             return build.build()
     due_s = earliest_due_s(view.requests, RESERVE_TPOTS)
     budget_s, wait_s = (due_s - view.now_s) / patience, arrival_wait_s(view)
     # As long as a request's token may, a job's piece may wait for more time than there is; where there can be any.
-    patience_s = MOST_GAP_TPOTS * tightest_tpot_s(view) if budget_s < wait_s else 0.0
-    build.tune(view.jobs, min(budget_s, wait_s), patience_s=patience_s)
+    max_defer_s = MOST_GAP_TPOTS * tightest_tpot_s(view) if budget_s < wait_s else 0.0
+    build.tune(view.jobs, min(budget_s, wait_s), max_defer_s=max_defer_s)
     return build.build()
 
 

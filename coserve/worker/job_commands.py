@@ -17,7 +17,7 @@ from coserve.engine.job import JobEvent
 from coserve.errors import CoserveError
 from coserve.jobs.examples import read_examples_file
 from coserve.jobs.messages import AdapterRef, Checkpointed, JobStart
-from coserve.server.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
+from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _MOST_WAITING = 8
 
 
 @dataclass(kw_only=True)
-class News:
+class PendingReports:
     """What has happened to jobs, in the order in which it is to be told: events, checkpoints, replies."""
 
     events: list[JobEvent] = field(default_factory=list)
@@ -77,8 +77,8 @@ class JobCommands:
 
     # -- commands -------------------------------------------------------------------
 
-    def obey(self, command: "StartJob | PauseJob | ResumeJob | CancelJob") -> None:
-        """Do it; `take_news` brings the reply. CoserveError if it is refused."""
+    def handle(self, command: "StartJob | PauseJob | ResumeJob | CancelJob") -> None:
+        """Do it; `take_pending` brings the reply. CoserveError if it is refused."""
         if isinstance(command, StartJob):
             self._start(command.job)
             self._tell(Reply(command.call))
@@ -90,7 +90,7 @@ class JobCommands:
             self._checkpoint(command.id, listed=False, call=command.call)
         else:
             # Before the end, which the optimizer's state does not outlive.
-            if not self._engine.job(command.id).is_over:
+            if not self._engine.job(command.id).is_terminal:
                 self._checkpoint(command.id, listed=False)
             self._engine.cancel_job(command.id)
             self._forget(command.id, keep_versions=False)
@@ -144,15 +144,15 @@ class JobCommands:
             elif event.kind in ("failed", "cancelled"):
                 self._forget(event.job, keep_versions=False)
 
-    def take_news(self) -> News:
+    def take_pending(self) -> PendingReports:
         """What may be told now."""
-        news = News()
-        while self.has_news:
+        news = PendingReports()
+        while self.has_pending:
             self._finish(self._waiting.popleft(), news)
         return news
 
     @property
-    def has_news(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether something may be told now."""
         return bool(self._waiting) and (self._waiting[0].written is None or self._waiting[0].written.done())
 
@@ -165,7 +165,7 @@ class JobCommands:
         """End the thread, when all is written."""
         self._writer.shutdown()
 
-    def _finish(self, done: _Waiting, news: News) -> None:
+    def _finish(self, done: _Waiting, news: PendingReports) -> None:
         error: CoserveError | None = None
         directory = ""
         if done.written is not None:

@@ -26,12 +26,11 @@ import coserve.errors
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError, EngineGoneError, ModelError
 from coserve.jobs.messages import AdapterRef, JobStart
-from coserve.server.protocol import (
+from coserve.worker.protocol import (
     AddRequest,
     CancelJob,
     CancelRequest,
     EngineSettings,
-    Happened,
     LoadAdapter,
     PauseJob,
     Progress,
@@ -42,6 +41,7 @@ from coserve.server.protocol import (
     Shutdown,
     StartFailed,
     StartJob,
+    StepReport,
     UnloadAdapter,
     decode_report,
     encode,
@@ -64,7 +64,7 @@ class EngineListener(Protocol):
     def engine_gone(self) -> None:
         """It has died."""
 
-    def engine_happened(self, happened: Happened) -> None:
+    def engine_reported(self, happened: StepReport) -> None:
         """What steps brought."""
 
 
@@ -222,7 +222,7 @@ class EngineLink:
         try:
             socket.bind(address)
             process = self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "coserve.server.engine_process"),
+                *(sys.executable, "-m", "coserve.worker.process"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=sys.stderr,
                 env=os.environ | ({} if self._home is None else {"COSERVE_HOME": str(self._home)}),
@@ -278,8 +278,8 @@ class EngineLink:
     # -- reports --------------------------------------------------------------------
 
     def _take(self, report: Any) -> None:
-        if isinstance(report, Happened):
-            self._happened(report)
+        if isinstance(report, StepReport):
+            self._reported(report)
         elif isinstance(report, Reply):
             self._reply(report)
         elif isinstance(report, Refused):
@@ -294,10 +294,10 @@ class EngineLink:
         elif self._on_progress is not None:
             self._on_progress(report)
 
-    def _happened(self, happened: Happened) -> None:
+    def _reported(self, happened: StepReport) -> None:
         # Listeners first: they know the requests' streams by then.
         for listener in self._listeners:
-            listener.engine_happened(happened)
+            listener.engine_reported(happened)
         for chunk in happened.chunks:
             stream = self._streams.get(chunk.request)
             if stream is None:

@@ -26,12 +26,11 @@ from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
-from coserve.server.job_commands import JobCommands
-from coserve.server.protocol import (
+from coserve.worker.job_commands import JobCommands
+from coserve.worker.protocol import (
     AddRequest,
     CancelRequest,
     EngineSettings,
-    Happened,
     LoadAdapter,
     Progress,
     Ready,
@@ -40,6 +39,7 @@ from coserve.server.protocol import (
     Shutdown,
     StartFailed,
     StepRecord,
+    StepReport,
     UnloadAdapter,
     decode_command,
     encode,
@@ -98,7 +98,7 @@ class EngineProcess:
             wait_ms, until_s = 0, until_s or time.monotonic() + _COMMANDS_S
             if time.monotonic() > until_s:
                 break
-        if self._jobs.has_news:
+        if self._jobs.has_pending:
             self._report([], whole=True)
 
     def _take(self, command: Any) -> None:
@@ -139,7 +139,7 @@ class EngineProcess:
                 self._running = False
                 return
             else:
-                self._jobs.obey(command)
+                self._jobs.handle(command)
                 return
         except CoserveError as raised:
             error = raised
@@ -186,13 +186,13 @@ class EngineProcess:
         chunks = [event for event in events if isinstance(event, Chunk)]
         if not whole:
             if chunks:
-                self._send(Happened(chunks=chunks))
+                self._send(StepReport(chunks=chunks))
             return
-        news = self._jobs.take_news()
+        news = self._jobs.take_pending()
         records = list(self._engine.records)
         self._engine.records.clear()
         self._send(
-            Happened(
+            StepReport(
                 chunks=chunks,
                 job_events=news.events,
                 checkpoints=news.checkpoints,
@@ -256,7 +256,7 @@ def _ready(engine: Engine) -> Ready:
         device=str(backbone.device),
         threads=torch.get_num_threads(),
         slo=engine.slo,
-        solo_step_s=engine.solo_step_s,
+        single_decode_step_s=engine.single_decode_step_s,
         vocab_size=backbone.architecture.vocab_size,
         max_positions=backbone.architecture.max_positions,
         num_pages=engine.pool.num_pages,

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from coserve.server.client import Client
+from coserve.client.http import Client
 
 OVER = ("succeeded", "failed", "cancelled")
 _EVENTS_PER_CALL = 100
@@ -24,7 +24,7 @@ class JobProgress:
     _last_event: str | None = None
 
     @property
-    def is_over(self) -> bool:
+    def is_terminal(self) -> bool:
         return self.job["status"] in OVER
 
     @property
@@ -35,7 +35,7 @@ class JobProgress:
     def left_s(self) -> float | None:
         """Seconds to the estimated end, if there is one."""
         finish = self.job.get("estimated_finish")
-        return None if finish is None or self.is_over else max(0.0, finish - time.time())
+        return None if finish is None or self.is_terminal else max(0.0, finish - time.time())
 
     def poll(self, client: Client) -> list[dict[str, Any]]:
         """Ask the server once. Returns the events that are new, oldest first."""

@@ -19,7 +19,7 @@ _MOST_RANK = 64
 _ONE_THREAD_ELEMENTS = 1 << 13
 
 
-def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """x W^T + b: x [n, in] of at most 192 rows, weight [out, in] -> [n, out]; in and out are multiples of 32."""
     (n, inner), outer = x.shape, weight.shape[0]
     if not 0 < n <= _MOST_ROWS or inner % 32 or outer % 32 or weight.shape != (outer, inner):

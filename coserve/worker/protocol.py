@@ -123,7 +123,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     device: str
     threads: int
     slo: Slo
-    solo_step_s: float
+    single_decode_step_s: float
     vocab_size: int
     max_positions: int
     num_pages: int
@@ -169,7 +169,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     backward_rows: float
 
 
-class Happened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class StepReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What steps brought. stats comes a few times a second."""
 
     chunks: list[Chunk] = []
@@ -180,7 +180,7 @@ class Happened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     stats: EngineStats | None = None
 
 
-Report = Progress | Ready | StartFailed | Reply | Refused | Happened
+Report = Progress | Ready | StartFailed | Reply | Refused | StepReport
 
 _command_decoder = msgspec.msgpack.Decoder(Command)
 _report_decoder = msgspec.msgpack.Decoder(Report)

@@ -1,0 +1,1 @@
+"""An HTTP client of a running server, for the commands and the experiments."""
