@@ -17,7 +17,7 @@ from coserve.graph.operators.elementwise import Add
 from coserve.graph.program import compile_program
 from coserve.graph.rematerialize import frontier, rematerialize, save_all
 
-BF16 = {"compute_dtype": torch.bfloat16, "keys": 0.0}
+BF16 = {"compute_dtype": torch.bfloat16, "mean_context_len": 0.0}
 
 
 def mlp(activation: str = "silu") -> Graph:
