@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coserve.bench.machine import describe
-from coserve.engine.device_memory import keep_freed_memory
+from coserve.devices.process_memory import keep_freed_memory
 from coserve.kernels import amx, cpu
 from coserve.kernels.argmax import argmax
 from coserve.kernels.attention import CpuAttention, PageTable, attention_kernel

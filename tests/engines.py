@@ -12,11 +12,11 @@ from support import VOCAB, make_backbone, make_model, peft_twin, random_tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
 from coserve.engine.engine import Engine
 from coserve.engine.request import Chunk
-from coserve.engine.sampling import SamplingParams
 from coserve.memory.kv_cache import kv_page_bytes
 from coserve.scheduling import LatencyModel, Plan, PlannedLoss, PlannedRows, PlannedTasklets, View
 from coserve.simulate import Hardware, roofline_profile

@@ -10,7 +10,7 @@ from coserve.adapters.lora import LoraConfig
 from coserve.bench.machine import now_s, time_s
 from coserve.errors import CoserveError
 from coserve.models.backbone import Backbone
-from coserve.tuning.optimizer import OptimizerConfig
+from coserve.tuning.config import OptimizerConfig
 
 
 def transformers_model(backbone: Backbone) -> Any:

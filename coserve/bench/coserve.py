@@ -10,11 +10,11 @@ import torch
 
 from coserve.bench.baselines import PeftTrainer
 from coserve.bench.train import LORA
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import RequestRecord
 from coserve.engine.engine import Engine
 from coserve.engine.request import Chunk, Slo
-from coserve.engine.sampling import SamplingParams
 from coserve.models.backbone import Backbone
 from coserve.scheduling.policies import make_policy
 from coserve.tuning.config import TuningConfig

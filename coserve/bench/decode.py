@@ -8,13 +8,13 @@ import torch
 
 from coserve.bench.baselines import decode_step_s, transformers_model
 from coserve.bench.machine import now_s, read_bytes_per_s, weight_bytes
+from coserve.devices.counting import model_counts
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.request import Slo
-from coserve.engine.sampling import SamplingParams
 from coserve.memory.kv_cache import kv_page_bytes
 from coserve.models.backbone import Backbone
-from coserve.scheduling.counts import model_counts
 
 _NUM_TOKENS = 16
 _BATCHES = (1, 4, 8)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from coserve.engine.profiling import device_name
+from coserve.devices.profiling import device_name
 from coserve.kernels.cpu import compiled_kernels
 from coserve.models.backbone import Backbone
 

@@ -37,7 +37,7 @@ def bench(
     from coserve.bench import coserve as whole
     from coserve.bench import decode, train
     from coserve.bench.machine import best_dtype, describe
-    from coserve.engine.device_memory import keep_freed_memory
+    from coserve.devices.process_memory import keep_freed_memory
     from coserve.models import load_backbone
 
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)

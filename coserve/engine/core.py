@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 from coserve.adapters.base import AdapterConfig
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import Checkpoint, read_position
 from coserve.engine.config import EngineConfig
 from coserve.engine.job import EventKind, Job, JobEvent
@@ -29,7 +30,6 @@ from coserve.engine.runner import (
     WindowRows,
     Work,
 )
-from coserve.engine.sampling import SamplingParams
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion, AdapterVersions
 from coserve.errors import AdapterError, BudgetError, DeviceMemoryError, JobError, RequestError

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.lora import LoraConfig
+from coserve.devices.process_memory import pool_bytes
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
-from coserve.engine.device_memory import pool_bytes
 from coserve.engine.job import JobEvent
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
 from coserve.engine.request import Chunk, FinishReason, Slo, TokenLogprob
-from coserve.engine.sampling import SamplingParams
 from coserve.engine.text import TextStream
 from coserve.engine.torch_runner import TorchRunner
 from coserve.errors import BudgetError, DataError, JobError, RequestError

@@ -18,7 +18,7 @@ from coserve.errors import JobError
 from coserve.scheduling.plan import JobPhase, JobView
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
-from coserve.tuning.objective import LossSums
+from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.order import PackMembers, TrainingOrder, packs_of
 
 JobState = Literal["running", "paused", "succeeded", "failed", "cancelled"]

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from coserve.engine.sampling import SamplingParams, SamplingRow, TokenCounts
+from coserve.devices.sampling import SamplingRow, TokenCounts
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion
 from coserve.memory.kv_cache import PagedSequence

@@ -15,7 +15,7 @@ from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import Profile
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.cursor import Cursor
-from coserve.tuning.objective import LossSums
+from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.order import PackMembers
 
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import load_adapter, read_tensors, save_adapter, write_tensors
+from coserve.devices.counting import job_counts
+from coserve.devices.profiling import load_profile
+from coserve.devices.sampling import sample
 from coserve.engine.checkpoint import OPTIMIZER_FILE
-from coserve.engine.profiling import load_profile
 from coserve.engine.request import Request, TokenLogprob
 from coserve.engine.runner import (
     LossRows,
@@ -25,19 +27,18 @@ from coserve.engine.runner import (
     WindowRows,
     Work,
 )
-from coserve.engine.sampling import sample
 from coserve.errors import AdapterError, DeviceMemoryError
 from coserve.memory.activations import PooledMemory, group_bytes
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Bypasses, Span, forward, logits
-from coserve.scheduling.counts import job_counts
 from coserve.scheduling.latency import Profile
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.cursor import Cursor
-from coserve.tuning.examples import pack_of
-from coserve.tuning.objective import LossSums, chunk_rows
+from coserve.tuning.loss_sums import LossSums
+from coserve.tuning.objective import chunk_rows
 from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.order import PackMembers
+from coserve.tuning.pack import pack_of
 from coserve.tuning.programs import evaluation_programs, training_programs
 from coserve.tuning.training_pass import TrainingPass, saved_shapes, workspace_shapes
 

@@ -15,8 +15,7 @@ from coserve.adapters.lora import LoraConfig
 from coserve.errors import AdapterError, JobError
 from coserve.models.base import Architecture
 from coserve.settings import is_number
-from coserve.tuning.config import TuningConfig
-from coserve.tuning.optimizer import OptimizerConfig
+from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 _Settings = TypeVar("_Settings")
 _LONGEST_SEQUENCE = 1024

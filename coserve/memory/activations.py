@@ -1,6 +1,6 @@
 """Where a training pass keeps its tensors: anywhere on the device, or in runs of the page pool."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Protocol
 
@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from coserve.errors import BudgetError
-from coserve.memory.pages import PagePool
+from coserve.memory.paged_kv import PagedKv
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
-OWNER = "activations"
 _ALIGNMENT = 64
 
 
@@ -43,50 +42,28 @@ class DeviceMemory:
         tensors.clear()
 
 
-class PooledMemory:
-    """Each group in one run of neighbouring pages.
+class LentRuns:
+    """Each group in one run of neighbouring pages, which were given to a pack in the order in which it takes them.
 
-    evict: asked for pages when there is no run; gives some back to the pool, and returns how many (0: there are no
-    more).
+    runs: (first page, number of pages) of each group.
     """
 
-    def __init__(self, pool: PagePool, evict: Callable[[int], int] | None = None) -> None:
-        self._pool, self._evict = pool, evict or (lambda _: 0)
-        self._runs: dict[int, tuple[dict[str, Tensor], range]] = {}
-
-    def num_pages(self, num_bytes: int) -> int:
-        """Pages of a run of so many bytes."""
-        return -(-num_bytes // self._pool.page_bytes)
-
-    def take_run(self, num_bytes: int) -> range:
-        """The pages alone, for whoever has no tensors; BudgetError takes nothing. `give_back_run` is the inverse."""
-        num_pages = self.num_pages(num_bytes)
-        run = self._pool.take_run(OWNER, num_pages)
-        while run is None and self._evict(num_pages):
-            run = self._pool.take_run(OWNER, num_pages)
-        if run is None:
-            raise BudgetError(
-                f"{num_pages} neighbouring pages asked for; {self._pool.num_free} are free, "
-                f"{self._pool.longest_free_run()} of them side by side"
-            )
-        return run
-
-    def give_back_run(self, run: range) -> None:
-        self._pool.give_back(OWNER, run)
+    def __init__(self, pages: PagedKv, runs: Iterable[tuple[int, int]]) -> None:
+        self._pages, self._runs = pages, iter(runs)
 
     def take(self, shapes: Shapes) -> dict[str, Tensor]:
-        run = self.take_run(group_bytes(shapes))
-        room, start, tensors = self._pool.storage[run.start : run.stop].flatten(), 0, {}
+        first, num_pages = next(self._runs)
+        room, start, tensors = self._pages.run(first, num_pages), 0, {}
+        if group_bytes(shapes) > room.shape[0]:
+            raise BudgetError(f"{group_bytes(shapes)} bytes do not fit into {num_pages} pages")
         for name, (shape, kind) in shapes.items():
             num_bytes = prod(shape) * kind.itemsize
             tensors[name] = room[start : start + num_bytes].view(kind).view(shape)
             start += _aligned(num_bytes)
-        self._runs[id(tensors)] = tensors, run
         return tensors
 
     def give_back(self, tensors: dict[str, Tensor]) -> None:
-        if id(tensors) in self._runs:
-            self.give_back_run(self._runs.pop(id(tensors))[1])
+        """Whoever gave the runs out knows from the pack's cursor that this group's is free."""
         tensors.clear()
 
 

@@ -1,4 +1,4 @@
-"""The page pool: all of a device's spare memory, taken once, lent in pages of one size.
+"""The page pool: all of a device's spare memory in pages of one size, by number. Bookkeeping alone.
 
 Requests take single pages, from the bottom; fine-tuning takes runs of neighbouring pages, from the top, so that what it
 keeps lies in plain contiguous tensors.
@@ -6,8 +6,6 @@ keeps lies in plain contiguous tensors.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-
-import torch
 
 from coserve.errors import BudgetError
 
@@ -21,13 +19,11 @@ class PagePool:
     Invariant, held by `check_integrity`: every page is free or has one owner.
     """
 
-    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
-        """Take the memory. page_bytes must be a multiple of 64, so that tensors in it are aligned."""
+    def __init__(self, num_pages: int, page_bytes: int) -> None:
+        """page_bytes must be a multiple of 64, so that tensors in pages are aligned."""
         if num_pages < 1 or page_bytes < 1 or page_bytes % 64:
             raise BudgetError(f"a pool of {num_pages} pages of {page_bytes} bytes; pages are multiples of 64 bytes")
         self.num_pages, self.page_bytes = num_pages, page_bytes
-        # uint8 [num_pages, page_bytes]
-        self.storage = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
         self._free = bytearray(_FREE * num_pages)
         self._num_free = num_pages
         self._owner: dict[int, str] = {}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.request import Chunk, Slo
-from coserve.engine.sampling import SamplingParams
 from coserve.errors import CoserveError
 from coserve.server.adapters import KnownAdapter
 from coserve.server.context import ServerContext

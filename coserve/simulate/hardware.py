@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.lora import LoraConfig
+from coserve.devices.counting import job_counts, model_counts
 from coserve.models.backbone import Backbone
-from coserve.scheduling.counts import job_counts, model_counts
 from coserve.scheduling.latency import Curve, Profile
 from coserve.tuning.programs import training_programs
 

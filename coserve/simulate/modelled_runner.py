@@ -4,18 +4,19 @@ from pathlib import Path
 from random import Random
 
 from coserve.adapters.base import Adapter, AdapterConfig
+from coserve.devices.counting import job_counts
 from coserve.engine.checkpoint import TrainerState
 from coserve.engine.request import TokenLogprob
 from coserve.engine.runner import StepResult, Work
 from coserve.errors import AdapterError
 from coserve.memory.activations import PooledMemory, group_bytes
 from coserve.models.backbone import Backbone
-from coserve.scheduling.counts import JobCounts, job_counts
+from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import ForwardLoad, LatencyModel, Profile
 from coserve.scheduling.plan import JobView
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.cursor import Cursor
-from coserve.tuning.objective import LossSums
+from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.order import PackMembers
 from coserve.tuning.programs import evaluation_programs, training_programs
 from coserve.tuning.training_pass import saved_shapes, workspace_shapes

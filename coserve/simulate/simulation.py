@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
 
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.core import EngineCore, Event
 from coserve.engine.request import Slo
-from coserve.engine.sampling import SamplingParams
 from coserve.simulate.modelled_runner import ModelledRunner
 
 # A device with nothing to do looks for work this often.

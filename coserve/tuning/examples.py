@@ -13,7 +13,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from coserve.errors import DataError
-from coserve.tuning.pack import Pack, make_pack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -264,8 +263,3 @@ def bins_of(examples: Sequence[Example], *, max_rows: int) -> list[list[Example]
         else:
             bins.append([example])
     return bins
-
-
-def pack_of(examples: Sequence[Example]) -> Pack:
-    """Lay examples end to end."""
-    return make_pack([(example.tokens, example.trained) for example in examples])

@@ -1,8 +1,7 @@
 """The next-token loss and its gradient, in chunks of rows: the logits of a whole window never exist at once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import ceil, nan
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -10,33 +9,11 @@ from torch import Tensor
 from coserve.graph.execute import BackwardRun, run_graph
 from coserve.graph.ir import Node
 from coserve.graph.program import Program
+from coserve.tuning.loss_sums import LossSums
 
 # Logits of a chunk, beside which the loss holds their gradient (and a GPU a float32 copy): some 270 rows of 151,936
 # tokens in bfloat16, since the products with the head's weight are half as slow again with 100.
 _MAX_CHUNK_BYTES = 80 << 20
-
-
-@dataclass(kw_only=True)
-class LossSums:
-    """Sums over trained rows; add up those of windows, packs and jobs before dividing. The means of no rows are nan."""
-
-    loss: float = 0.0
-    num_correct: int = 0
-    num_trained: int = 0
-
-    def add(self, other: "LossSums") -> None:
-        self.loss += other.loss
-        self.num_correct += other.num_correct
-        self.num_trained += other.num_trained
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / self.num_trained if self.num_trained else nan
-
-    @property
-    def token_accuracy(self) -> float:
-        """Share of trained rows whose most likely token is the target."""
-        return self.num_correct / self.num_trained if self.num_trained else nan
 
 
 def chunk_rows(vocab_size: int, compute_dtype: torch.dtype) -> int:

@@ -1,61 +1,14 @@
 """The optimizer step of a job: mean over trained tokens, clipping, AdamW, a learning-rate schedule."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import cos, isfinite, pi
+from math import isfinite
 
 import torch
 from torch import Tensor
 
-from coserve.settings import is_number
+from coserve.tuning.config import OptimizerConfig
 
 _STATE = {"step", "exp_avg", "exp_avg_sq"}
-_SCHEDULES = ("constant", "linear", "cosine")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW (arXiv 1711.05101) with a schedule; ValueError at birth names the field and its range.
-
-    schedule: of the learning rate behind `warmup_steps` steps in which it rises from zero: constant, or falling to
-    zero at the job's last step, as a line or half a cosine. max_grad_norm: the gradient of all parameters together is
-    scaled down to this norm; 0 leaves it.
-    """
-
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    max_grad_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps"):
-            if not is_number(getattr(self, name)) or getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)!r}")
-        for name in ("weight_decay", "max_grad_norm"):
-            if not is_number(getattr(self, name)) or getattr(self, name) < 0:
-                raise ValueError(f"{name} must be a number of at least 0, not {getattr(self, name)!r}")
-        if (
-            not isinstance(self.betas, tuple)
-            or len(self.betas) != 2
-            or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
-        ):
-            raise ValueError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
-        if self.schedule not in _SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}, not {self.schedule!r}")
-        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be a whole number of at least 0, not {self.warmup_steps!r}")
-
-    def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """The learning rate of a job's step (from 0) out of `num_steps`."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
-        if self.schedule == "constant":
-            return self.learning_rate
-        done = min(1.0, (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps))
-        return self.learning_rate * ((1 - done) if self.schedule == "linear" else (1 + cos(pi * done)) / 2)
 
 
 class AdapterOptimizer:

@@ -7,6 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from coserve.tuning.examples import Example
+
 UNTRAINED = -100  # the target of a row that has none
 
 
@@ -81,3 +83,8 @@ def make_pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) 
         positions=torch.tensor(positions),
         bounds=tuple(bounds),
     )
+
+
+def pack_of(examples: Sequence[Example]) -> Pack:
+    """Lay examples end to end."""
+    return make_pack([(example.tokens, example.trained) for example in examples])

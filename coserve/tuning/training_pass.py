@@ -24,7 +24,8 @@ from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.batch import Keep, Span, forward
 from coserve.tuning.cursor import Cursor
-from coserve.tuning.objective import LossSums, chunk_rows, loss_and_gradient
+from coserve.tuning.loss_sums import LossSums
+from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pack import UNTRAINED, Pack
 from coserve.tuning.programs import TrainingPrograms
 

@@ -19,9 +19,9 @@ import msgspec
 import torch
 import zmq
 
+from coserve.devices.cpu_threads import worthwhile_threads
+from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
 from coserve.engine.core import EngineStats, Event
-from coserve.engine.cpu_threads import worthwhile_threads
-from coserve.engine.device_memory import bound_compiled_products, keep_freed_memory
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineStats, RequestRecord
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk, Slo
-from coserve.engine.sampling import SamplingParams
 from coserve.jobs.messages import AdapterRef, Checkpointed, JobStart
 
 # -- the first line of the engine's standard input ---------------------------------------

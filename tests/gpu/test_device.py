@@ -9,7 +9,8 @@ from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask, dropout_row_ids
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
-from coserve.tuning.optimizer import AdapterOptimizer, OptimizerConfig
+from coserve.tuning.config import OptimizerConfig
+from coserve.tuning.optimizer import AdapterOptimizer
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.request import Chunk
-from coserve.engine.sampling import SamplingParams
 from coserve.errors import EngineGoneError, ModelError
 from coserve.worker.link import EngineLink, RequestStream
 from coserve.worker.protocol import AddRequest, CancelRequest, EngineSettings

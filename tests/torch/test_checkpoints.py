@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from coserve.adapters import LoraConfig
 from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError, JobError
-from coserve.tuning.config import TuningConfig
-from coserve.tuning.optimizer import OptimizerConfig
+from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LORA = LoraConfig(r=3, alpha=6, dropout=0.2, target_modules="all-linear")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, schedule="cosine", eps=1e-6)

@@ -26,14 +26,13 @@ from safetensors.torch import load_file
 from support import FAMILIES, make_backbone, make_model, summed_loss
 
 from coserve.adapters import Adapter, LoraConfig, save_adapter
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
-from coserve.engine.sampling import SamplingParams
 from coserve.errors import AdapterError, DataError, JobError
 from coserve.simulate import Hardware
-from coserve.tuning.config import TuningConfig
+from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.examples import Example, epoch_order
-from coserve.tuning.optimizer import OptimizerConfig
 
 LORA = LoraConfig(r=3, alpha=6, target_modules="all-linear")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5, eps=1e-6)

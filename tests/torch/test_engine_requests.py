@@ -22,12 +22,11 @@ from engines import (
 from support import CONFIGS, FAMILIES, VOCAB, make_backbone, random_tokens
 
 from coserve.adapters import Adapter, LoraConfig
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.request import Chunk, Slo
 from coserve.engine.runner import StepFailedError
-from coserve.engine.sampling import SamplingParams
 from coserve.errors import AdapterError, BudgetError, RequestError
-from coserve.tuning.config import TuningConfig
-from coserve.tuning.optimizer import OptimizerConfig
+from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LENGTHS = (5, 1, 17, 9, 30, 4, 13)
 NUM_TOKENS = 9

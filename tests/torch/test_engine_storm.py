@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from support import make_backbone
 
 from coserve.adapters import LoraConfig
+from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
 from coserve.engine.runner import StepFailedError, Tasklets, Work
-from coserve.engine.sampling import SamplingParams
 from coserve.engine.torch_runner import TorchRunner
 from coserve.errors import CoserveError
 from coserve.simulate import ModelledRunner, roofline_profile

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from coserve.errors import DataError
-from coserve.tuning.examples import Example, bins_of, epoch_order, pack_of, read_examples
+from coserve.tuning.examples import Example, bins_of, epoch_order, read_examples
+from coserve.tuning.pack import pack_of
 
 WORDS = (
     *("hello", "world", "how", "are", "you", "fine", "thanks", "and", "be", "kind"),

@@ -2,7 +2,8 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from coserve.tuning.optimizer import AdapterOptimizer, OptimizerConfig
+from coserve.tuning.config import OptimizerConfig
+from coserve.tuning.optimizer import AdapterOptimizer
 
 
 def masters() -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from coserve.engine.sampling import SamplingParams, SamplingRow, TokenCounts, sample
+from coserve.devices.sampling import SamplingRow, TokenCounts, sample
+from coserve.devices.sampling_params import SamplingParams
 
 VOCAB = 50
 
@@ -71,7 +72,7 @@ def test_a_few_candidates_give_what_sorting_gives(monkeypatch, params):
     logits = rnd(64, VOCAB, seed=3)
     rows = [SamplingRow(params=SamplingParams(**params), seed=seed) for seed in range(64)]
     whole = sample(logits, rows).tokens
-    monkeypatch.setattr("coserve.engine.sampling._NUM_CANDIDATES", 8)
+    monkeypatch.setattr("coserve.devices.sampling._NUM_CANDIDATES", 8)
     assert torch.equal(sample(logits, rows).tokens, whole)
 
 
@@ -79,7 +80,7 @@ def test_a_few_candidates_give_what_sorting_gives(monkeypatch, params):
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.9999])
 def test_top_p_of_flat_and_peaked_rows_is_what_sorting_gives(monkeypatch, spread, top_p):
     """Half precision: many tokens are equal, and of those the first are kept."""
-    monkeypatch.setattr("coserve.engine.sampling._NUM_CANDIDATES", 8)
+    monkeypatch.setattr("coserve.devices.sampling._NUM_CANDIDATES", 8)
     logits = (rnd(1, 3_001, seed=4) * spread).bfloat16()
     ordered, order = logits.double().softmax(-1).sort(stable=True, descending=True)
     kept = order[0, (ordered.cumsum(-1) - ordered)[0] < top_p]

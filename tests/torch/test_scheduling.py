@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support import make_backbone
 
 from coserve.adapters import Adapter, LoraConfig
+from coserve.devices.counting import job_counts, model_counts
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import POLICIES, JobView, LatencyModel, Plan, RequestView, View, make_policy
 from coserve.scheduling.building import (
@@ -24,7 +25,7 @@ from coserve.scheduling.building import (
     MOST_ROW_COST,
     PlanBuilder,
 )
-from coserve.scheduling.counts import JobCounts, job_counts, model_counts
+from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import Curve, ForwardLoad, Profile
 from coserve.scheduling.policies.slack import MOST_GAP_TPOTS, RESERVE_TOKENS, RESERVE_TPOTS, arrival_wait_s, due_at_s
 from coserve.simulate import Hardware, roofline_profile

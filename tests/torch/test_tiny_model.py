@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coserve import Engine, EngineConfig, SamplingParams, TuningConfig
 from coserve.adapters import LoraConfig
 from coserve.models.source import find_model
-from coserve.tuning.optimizer import OptimizerConfig
+from coserve.tuning.config import OptimizerConfig
 from coserve.workloads.lessons import BATCH_SIZE, LEARNING_RATE, LESSONS, NUM_EPOCHS, SCHEDULE
 
 DIRECTORY = find_model("tiny").directory

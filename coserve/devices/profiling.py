@@ -21,16 +21,18 @@ import torch
 import coserve
 from coserve.adapters.base import Adapter
 from coserve.adapters.lora import LoraConfig
-from coserve.engine.sampling import SamplingParams, SamplingRow, sample
+from coserve.devices.counting import job_counts, model_counts
+from coserve.devices.sampling import SamplingRow, sample
+from coserve.devices.sampling_params import SamplingParams
 from coserve.kernels.cpu import compiled_kernels
 from coserve.memory.kv_cache import KvCache, kv_page_bytes
 from coserve.memory.pages import PagePool
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Bypasses, Span, forward, logits
-from coserve.scheduling.counts import job_counts, model_counts
 from coserve.scheduling.latency import Curve, Profile
+from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
-from coserve.tuning.optimizer import AdapterOptimizer, OptimizerConfig
+from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import TrainingPrograms, training_programs
 from coserve.tuning.training_pass import TrainingPass
@@ -38,7 +40,7 @@ from coserve.tuning.training_pass import TrainingPass
 _log = logging.getLogger(__name__)
 
 # Packages whose code takes the time.
-_MEASURED = ("kernels", "graph", "models", "memory", "tuning", "engine")
+_MEASURED = ("kernels", "graph", "models", "memory", "tuning", "devices")
 
 _FORWARD_ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 _BACKWARD_ROWS = (32, 128, 512)

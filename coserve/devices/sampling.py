@@ -6,15 +6,15 @@ same tokens in any company. Log-probabilities are those of the model, before all
 """
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from random import Random
 
 import torch
 from torch import Tensor
 
+from coserve.devices.sampling_params import SamplingParams
 from coserve.kernels.argmax import argmax
-from coserve.settings import is_number
 
 # Below this, scores divided by the temperature overflow, and the likeliest token is all but certain.
 _LEAST_TEMPERATURE = 1e-5
@@ -27,100 +27,6 @@ _DEPTH = 32.0
 # A CPU works on so few rows at a time that they stay in its caches; an accelerator on so many that it is busy.
 _ROWS_AT_ONCE = {"cpu": 8}
 _ROWS_AT_ONCE_ELSEWHERE = 64
-MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How a request's tokens are chosen, and when it ends; ValueError at birth names the field and its range.
-
-    temperature: 0 is greedy. top_p, min_p: shares of probability. top_k: number of tokens, 0 or -1 for all.
-    repetition_penalty: divides positive logits and multiplies negative ones of tokens in prompt or output (arXiv
-    1909.05858). presence_penalty,
-    frequency_penalty: subtracted once, and once per use, for tokens in the output (OpenAI). logit_bias: added, by
-    token.
-    seed: None draws one. logprobs: how many of the likeliest tokens to report beside the chosen one, None for no
-    report. prompt_logprobs: the same for the prompt's tokens; then max_tokens may be 0.
-    stop, stop_token_ids: end the request. min_tokens: before so many, nothing ends it. ignore_eos: the end-of-text
-    token does not end it.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        for name, kind in (("logit_bias", Mapping), ("stop", tuple), ("stop_token_ids", tuple), ("ignore_eos", bool)):
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name} must be a {kind.__name__.lower()}, not {getattr(self, name)!r}")
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
-        self._number("temperature", 0, 2)
-        self._number("top_p", 0, 1, above=True)
-        self._number("min_p", 0, 1)
-        self._number("repetition_penalty", 0, 10, above=True)
-        self._number("presence_penalty", -2, 2)
-        self._number("frequency_penalty", -2, 2)
-        self._whole("max_tokens", 1 if self.prompt_logprobs is None else 0)
-        self._whole("min_tokens", 0, self.max_tokens)
-        self._whole("top_k", -1)
-        self._whole("n", 1, 128)
-        if self.seed is not None:
-            self._whole("seed", -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._whole(name, 0, MAX_LOGPROBS)
-        for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or token < 0 or not is_number(bias) or not -100 <= bias <= 100:
-                raise ValueError(
-                    f"logit_bias must map token ids to numbers from -100 to 100, not {token!r} to {bias!r}"
-                )
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop must be strings that are not empty, not {self.stop!r}")
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """ValueError for token ids that a model of this vocabulary does not have; to be asked before the first
-        token.
-        """
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            if wrong := [token for token in ids if not 0 <= token < vocab_size]:
-                raise ValueError(f"{name} names token {wrong[0]}; the model has {vocab_size}")
-
-    @property
-    def penalizes(self) -> bool:
-        """Whether tokens that were used before weigh less (or more)."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    def _number(self, name: str, least: float, most: float, *, above: bool = False) -> None:
-        value = getattr(self, name)
-        if not is_number(value) or not least <= value <= most or (above and value == least):
-            bounds = f"above {least} and at most {most}" if above else f"from {least} to {most}"
-            raise ValueError(f"{name} must be a number {bounds}, not {value!r}")
-
-    def _whole(self, name: str, least: int, most: int | None = None) -> None:
-        value = getattr(self, name)
-        if (
-            not isinstance(value, int)
-            or isinstance(value, bool)
-            or value < least
-            or (most is not None and value > most)
-        ):
-            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")
 
 
 class TokenCounts:

@@ -1,0 +1,41 @@
+"""What the engine asks of a device. In this process, in another or modelled: the engine does not ask which it is."""
+
+from typing import Protocol
+
+from coserve.devices.messages import Command, DeviceInfo, Reply, StepBatch, StepResult
+
+
+class Clock(Protocol):
+    """Seconds since some moment."""
+
+    def now(self) -> float: ...
+
+
+class Device(Protocol):
+    """A model on a device. Commands and steps are done in the order in which they come.
+
+    At most one step is under way: `collect` comes after every `submit`, and commands with a reply only between the two
+    calls of different steps (but for `WriteCheckpoint`, which may come at any time, from any thread).
+    """
+
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    def execute(self, command: Command) -> Reply:
+        """Do a command, and wait for its reply; CoserveError (see each command) changes nothing."""
+        ...
+
+    def submit(self, batch: StepBatch) -> None:
+        """Begin a step. Returns at once where the device works by itself (a GPU, another process)."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the step that was submitted."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the device; the end of its process, if it has one."""
+        ...

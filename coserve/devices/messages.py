@@ -1,0 +1,333 @@
+"""What crosses between the engine and a device: frozen, serialisable values that hold ids and numbers only.
+
+The engine sends commands and steps in one ordered stream; a device answers each. Requests, jobs, adapter versions and
+pages are ids that the engine gives out; what they stand for (tensors, trainers, copies of adapters) is the device's own.
+Pages count from 0; times are seconds. Everything here can be encoded by msgspec, written to a file and replayed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from coserve.devices.sampling_params import SamplingParams
+from coserve.scheduling.counts import JobCounts
+from coserve.scheduling.latency import Profile
+from coserve.tuning.config import TuningConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """A chosen token with its log-probability, and the likeliest tokens in its place with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A device with a model on it, and its page pool.
+
+    device: such as "cpu" or "cuda:0". num_layers: blocks. weight_bytes: of the backbone. threads: of the CPU.
+    page_bytes: of one page, which holds K and V of `block_tokens` tokens in all blocks. profile: what pieces of a step
+    take here.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    vocab_size: int
+    max_positions: int
+    num_layers: int
+    weight_bytes: int
+    num_pages: int
+    page_bytes: int
+    block_tokens: int
+    profile: Profile
+
+
+# -- commands ---------------------------------------------------------------------------
+
+
+class OpenRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A request has its pages: a handle for it. pages: those that it shares with earlier requests, in order.
+
+    prompt, output: the tokens so far, for requests whose params penalize used tokens; empty for all others.
+    """
+
+    request: str
+    params: SamplingParams
+    seed: int
+    version: str = ""
+    pages: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+
+
+class CloseRequest(msgspec.Struct, tag=True, frozen=True):
+    """The request has ended, or was preempted: its pages are no longer its own."""
+
+    request: str
+
+
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Put an adapter in PEFT's format on the device, to be served as `version`. Reply: `AdapterLoaded`.
+
+    AdapterError for its files; DeviceMemoryError.
+    """
+
+    version: str
+    directory: str
+
+
+class SaveAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Write a version in PEFT's format; AdapterError if it cannot be written."""
+
+    version: str
+    directory: str
+
+
+class DropVersion(msgspec.Struct, tag=True, frozen=True):
+    """Let go of a version that no request reads."""
+
+    version: str
+
+
+class OpenTrainer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Make the tensors of a job. Reply: `TrainerOpened`. One of three says where the adapter comes from.
+
+    adapter: the fields of PEFT's adapter_config.json, for a fresh one. version: a copy of a served one. checkpoint: a
+    directory that `WriteCheckpoint` made; then the optimizer's state comes from there, too. mean_context_len: mean
+    number of tokens that a row attends to, for choosing what to recompute.
+
+    AdapterError: it fits nowhere on this model, or the checkpoint is damaged. DeviceMemoryError.
+    """
+
+    job: str
+    config: TuningConfig
+    mean_context_len: float
+    adapter: dict[str, Any] | None = None
+    version: str | None = None
+    checkpoint: str | None = None
+
+
+class CloseTrainer(msgspec.Struct, tag=True, frozen=True):
+    """The job has ended: pack, gradients and the optimizer's state go; the adapter itself stays until `DropTrainer`."""
+
+    job: str
+
+
+class DropTrainer(msgspec.Struct, tag=True, frozen=True):
+    """Let go of all that there is of a job."""
+
+    job: str
+
+
+class BeginPack(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Lay a pack out on the pages that it was given; DeviceMemoryError begins nothing.
+
+    sequences: token ids, and for each whether it is trained on. first_row: its first row among all that the job ever
+    trains on. runs: (first page, number of pages) of each group of tensors, in the order of `TrainerOpened`. evaluate:
+    measure the loss alone.
+    """
+
+    job: str
+    sequences: tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
+    first_row: int
+    runs: tuple[tuple[int, int], ...]
+    evaluate: bool = False
+
+
+class DropPack(msgspec.Struct, tag=True, frozen=True):
+    """Forget the pack in memory, at any moment; earlier packs' gradients stay."""
+
+    job: str
+
+
+class PublishVersion(msgspec.Struct, tag=True, frozen=True):
+    """Keep a copy of a job's adapter as it is, to be served as `version`; DeviceMemoryError keeps none."""
+
+    job: str
+    version: str
+
+
+class TakeCheckpoint(msgspec.Struct, tag=True, frozen=True):
+    """Copy a job's adapter, and its optimizer's state unless the trainer is closed; DeviceMemoryError takes none."""
+
+    job: str
+    checkpoint: str
+
+
+class WriteCheckpoint(msgspec.Struct, tag=True, frozen=True):
+    """Write a copy to files in a directory that exists; AdapterError or OSError if it cannot be written.
+
+    May come from any thread, and is done beside steps.
+    """
+
+    checkpoint: str
+    directory: str
+
+
+class DropCheckpoint(msgspec.Struct, tag=True, frozen=True):
+    """Let go of a copy."""
+
+    checkpoint: str
+
+
+Command = (
+    OpenRequest
+    | CloseRequest
+    | LoadAdapter
+    | SaveAdapter
+    | DropVersion
+    | OpenTrainer
+    | CloseTrainer
+    | DropTrainer
+    | BeginPack
+    | DropPack
+    | PublishVersion
+    | TakeCheckpoint
+    | WriteCheckpoint
+    | DropCheckpoint
+)
+
+
+# -- replies to commands (None where none is named) ---------------------------------------
+
+
+class AdapterLoaded(msgspec.Struct, tag=True, frozen=True):
+    """num_bypasses: sites of the adapter."""
+
+    num_bypasses: int
+
+
+class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What a job costs. training, evaluation: the groups of tensors that a pack takes, each as the bytes of one row of
+    each of its tensors: first the workspace, then what is saved of every part before the head, in forward order.
+    (`coserve.memory.pack_pages` says when each goes back.) trained_parts: how many of these parts, from the last one
+    down, run backward.
+    """
+
+    counts: JobCounts
+    training: tuple[tuple[int, ...], ...]
+    evaluation: tuple[tuple[int, ...], ...]
+    trained_parts: int
+
+
+Reply = AdapterLoaded | TrainerOpened | None
+
+
+# -- a step -------------------------------------------------------------------------------
+
+
+class RequestRows(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive rows of a request: the tokens from position `start` on.
+
+    new_pages: join the request's page table before the rows run. samples: whether a token is chosen after the last row;
+    then place says how many were chosen before, and forbidden lists ids that must not come now. targets: tokens to be
+    scored, the first after row `scored_row` (counted in the sequence), each next one after the next row.
+    """
+
+    request: str
+    start: int
+    tokens: tuple[int, ...]
+    new_pages: tuple[int, ...] = ()
+    samples: bool = False
+    place: int = 0
+    forbidden: tuple[int, ...] = ()
+    scored_row: int = 0
+    targets: tuple[int, ...] = ()
+
+
+class WindowRows(msgspec.Struct, frozen=True, array_like=True):
+    """The next rows of a job's pack in the forward pass."""
+
+    job: str
+    num_rows: int
+
+
+class LossRows(msgspec.Struct, frozen=True, array_like=True):
+    """The next trained rows of a job's pack through the head, to their loss and its gradient."""
+
+    job: str
+    num_rows: int
+
+
+class Tasklets(msgspec.Struct, frozen=True, array_like=True):
+    """The next tasklets of a job's pack, each of at most `num_rows` rows."""
+
+    job: str
+    num_rows: int
+    num_tasklets: int
+
+
+class Update(msgspec.Struct, frozen=True, array_like=True):
+    """An optimizer step over the gradients of `num_trained` rows, of a job of `num_steps` steps."""
+
+    job: str
+    num_trained: int
+    num_steps: int
+
+
+class StepBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """One step: first losses, then tasklets, then optimizer steps, then the forward pass over all rows.
+
+    commands: done before it, in order; none of them has a reply, nor fails. requests: rows of one adapter version
+    stand side by side. backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no
+    limit); the step's first tasklet runs in any case, so that no job stands still.
+    """
+
+    step: int
+    commands: tuple[Command, ...] = ()
+    losses: tuple[LossRows, ...] = ()
+    tasklets: tuple[Tasklets, ...] = ()
+    updates: tuple[Update, ...] = ()
+    requests: tuple[RequestRows, ...] = ()
+    windows: tuple[WindowRows, ...] = ()
+    backward_limit_s: float | None = None
+
+
+class PackSums(msgspec.Struct, frozen=True, array_like=True):
+    """Sums over a pack's trained rows. num_correct: rows whose likeliest token is the target."""
+
+    loss: float
+    num_correct: int
+    num_trained: int
+
+
+class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """The device ran out of memory within the step. Packs that took part must be dropped; requests may run the same rows
+    again. broken_update: the job whose optimizer step was under way, so that its parameters may be half moved.
+    """
+
+    message: str
+    broken_update: str | None = None
+
+
+class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What came of a step, by id.
+
+    tokens: of the requests that sampled. prompts: of those whose targets were scored. num_tasklets: of each job, how
+    many ran before the time limit. packs: sums of the packs that are done with this step; their gradients have joined
+    those of the optimizer step. norms: gradient norms of the optimizer steps that were made, None where the gradient was
+    not finite and the step was skipped. Seconds that each section took. failure: None if the step ran as a whole.
+    """
+
+    step: int
+    tokens: dict[str, TokenLogprob] = {}
+    prompts: dict[str, tuple[TokenLogprob, ...]] = {}
+    num_tasklets: dict[str, int] = {}
+    packs: dict[str, PackSums] = {}
+    norms: dict[str, float | None] = {}
+    forward_s: float = 0.0
+    loss_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    failure: StepFailure | None = None
+
+
+def group_bytes(row_bytes: Sequence[int], num_rows: int) -> int:
+    """Bytes that a group of tensors takes in the pool, each tensor aligned to 64 bytes."""
+    return sum(-(-each * num_rows // 64) * 64 for each in row_bytes)

@@ -1,0 +1,72 @@
+"""The pages of a pack in memory: one run of neighbours for each group of tensors, and when each goes back.
+
+The first group is the workspace, and lasts as long as the pack; after it comes what is saved of every part of the model
+in forward order. Parts that run backward hold theirs until they have, from the last one down; the parts below these only
+until the forward pass is done, whose windows needed their K and V. A device follows the same rule with the tensors
+(`TrainingPass`). Bookkeeping alone.
+"""
+
+from collections.abc import Callable, Sequence
+
+from coserve.errors import BudgetError
+from coserve.memory.pages import PagePool
+from coserve.tuning.cursor import Cursor
+
+OWNER = "activations"
+
+
+class PackPages:
+    """The runs of one pack."""
+
+    def __init__(self, pool: PagePool, runs: Sequence[range], num_trained_parts: int) -> None:
+        """num_trained_parts: how many of the groups' parts, from the last one down, run backward."""
+        self._pool = pool
+        self.runs: list[range | None] = list(runs)
+        self._first_trained = len(runs) - num_trained_parts
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it still holds."""
+        return sum(len(run) for run in self.runs if run is not None)
+
+    def follow(self, cursor: Cursor) -> None:
+        """Give back what the pack does not need any more."""
+        if cursor.done:
+            self.release()
+        elif cursor.forward_done:
+            last_trained = len(self.runs) - 1 - cursor.num_parts_done
+            for index in [*range(1, self._first_trained), *range(last_trained + 1, len(self.runs))]:
+                self._give_back(index)
+
+    def release(self) -> None:
+        """Give back all of it."""
+        for index in range(len(self.runs)):
+            self._give_back(index)
+
+    def _give_back(self, index: int) -> None:
+        run, self.runs[index] = self.runs[index], None
+        if run is not None:
+            self._pool.give_back(OWNER, run)
+
+
+def take_runs(
+    pool: PagePool, group_pages: Sequence[int], find_room: Callable[[int], bool] = lambda _: False
+) -> list[range]:
+    """A run of neighbours for each group; BudgetError, and nothing is taken, if one cannot be had.
+
+    find_room: asked to free a run of that many neighbours when there is none; says whether it did.
+    """
+    runs: list[range] = []
+    for num_pages in group_pages:
+        run = pool.take_run(OWNER, num_pages)
+        if run is None and find_room(num_pages):
+            run = pool.take_run(OWNER, num_pages)
+        if run is None:
+            for taken in runs:
+                pool.give_back(OWNER, taken)
+            raise BudgetError(
+                f"{num_pages} neighbouring pages asked for; {pool.num_free} are free, "
+                f"{pool.longest_free_run()} of them side by side"
+            )
+        runs.append(run)
+    return runs
