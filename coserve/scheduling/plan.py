@@ -10,15 +10,19 @@ from typing import Literal, NamedTuple
 from coserve.scheduling.counts import JobCounts
 
 RowKind = Literal["decode", "prefill", "window"]
-JobPhase = Literal["forward", "loss", "backward", "update"]
+JobPhase = Literal["pack", "forward", "loss", "backward", "update"]
 
 
 class RequestView(NamedTuple):
-    """A request that has its pages.
+    """A sequence of a request that runs, or that waits for pages.
 
     num_rows: tokens to run before its next token can be chosen; 1 for a request that decodes. num_past: tokens whose K
-    and V are there. num_output: tokens chosen so far. version: of its adapter ("" for none), with num_bypasses bypass
-    bypasses. Times in seconds of the engine's clock.
+    and V are there (of one that waits: that it would share). num_output: tokens chosen so far. version: of its adapter
+    ("" for none), with num_bypasses bypasses. num_pages: by how many the available pages fall when all of num_rows get
+    theirs (with admission, if it waits). num_held: pages that it has, which come back when it is preempted. draws:
+    whether its tokens are drawn, not the likeliest. num_scored: rows whose next token is scored, as prompt
+    log-probabilities are. may_start: False while it waits for a sequence with the same prompt. Times in seconds of the
+    engine's clock.
     """
 
     id: str
@@ -32,14 +36,23 @@ class RequestView(NamedTuple):
     tpot_s: float
     version: str = ""
     num_bypasses: int = 0
+    tenant: str = ""
+    num_pages: int = 0
+    num_held: int = 0
+    draws: bool = False
+    num_scored: int = 0
+    may_start: bool = True
 
 
 class JobView(NamedTuple):
-    """A job with a pack in memory, or one whose optimizer step is due.
+    """A job that could do something now.
 
-    num_rows: of its pack. num_rows_left: rows that are still to go forward, through the loss (those that have a
-    target), or backward in the current part. num_parts_left: parts that are still to go backward, the current one among
-    them. mean_context_len: mean number of keys that a row attends to. waited_s: since it last got on.
+    phase: "pack" if its next pack is to be begun, "update" if an optimizer step is due; otherwise what its pack in
+    memory is at. num_rows: of the pack. num_rows_left: rows that are still to go forward, through the loss (those that
+    have a target), or backward in the current part. num_parts_left: parts that are still to go backward, the current
+    one among them. mean_context_len: mean number of tokens that a row attends to. waited_s: since it last got on.
+    num_pages: that the pack holds, or needs to begin. num_rows_done: rows that would be lost if the pack were dropped;
+    the loss, and each part backward, count as a pass each. num_rows_run: rows of all its packs so far.
     """
 
     id: str
@@ -50,23 +63,39 @@ class JobView(NamedTuple):
     mean_context_len: float
     counts: JobCounts
     waited_s: float = 0.0
+    tenant: str = ""
+    num_pages: int = 0
+    num_rows_done: int = 0
+    num_rows_run: float = 0.0
+
+
+class TenantView(NamedTuple):
+    """What a tenant that has requests or jobs here has been served, in weighted tokens (`scheduling.fairness`)."""
+
+    name: str
+    served: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
     """The engine at the moment of planning.
 
-    requests: in the order of arrival. jobs: the one that has been served least first. ttft_s, tpot_s: the objectives of
-    a request that brings none, such as the next to arrive. max_rows: the most rows of a forward pass.
+    requests: those that run, in the order of admission. waiting: those that wait for pages, in the order in which they
+    came, preempted ones first. jobs: the one that has been served least first. num_free_pages: that could be had now:
+    free ones, and those of prefixes that nobody uses. ttft_s, tpot_s: the SLO of a request that brings none, such as
+    the next to arrive. max_rows: the most rows of a forward pass. max_requests: the most that run at once.
     """
 
     now_s: float
     requests: tuple[RequestView, ...] = ()
+    waiting: tuple[RequestView, ...] = ()
     jobs: tuple[JobView, ...] = ()
+    tenants: tuple[TenantView, ...] = ()
     num_free_pages: int = 0
     ttft_s: float = inf
     tpot_s: float = inf
     max_rows: int = 2048
+    max_requests: int = 256
 
 
 class PlannedRows(NamedTuple):
@@ -95,16 +124,26 @@ class PlannedTasklets(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one step runs: first losses, then tasklets, then optimizer steps, then the forward pass.
+    """What the engine does next.
 
-    In this order the tokens of requests come out at the end of the step, where their deadlines are compared with it.
-    The predictions are in seconds, without the margin for error.
+    First, memory: requests are preempted (their pages go back, their tokens are computed again), packs dropped, requests
+    admitted, and packs begun, in this order. The engine checks each: what cannot be done, because pages are missing, is
+    left out, with its rows. Then one step runs: losses, tasklets, optimizer steps, the forward pass; in this order the
+    tokens of requests come out at the end of the step, where their deadlines are compared with it.
+
+    backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no limit). The
+    predictions are in seconds, without the margin for error.
     """
 
+    preempt: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    admit: tuple[str, ...] = ()
+    begin: tuple[str, ...] = ()
     rows: tuple[PlannedRows, ...] = ()
     losses: tuple[PlannedLoss, ...] = ()
     tasklets: tuple[PlannedTasklets, ...] = ()
     updates: tuple[str, ...] = ()
+    backward_limit_s: float | None = None
     forward_s: float = 0.0
     loss_s: float = 0.0
     backward_s: float = 0.0
@@ -122,5 +161,6 @@ class Plan:
         return tuple(dict.fromkeys([*windows, *losses, *tasklets]))
 
     @property
-    def is_empty(self) -> bool:
+    def runs_nothing(self) -> bool:
+        """Whether there is no step to run (memory may still change hands)."""
         return not (self.rows or self.losses or self.tasklets or self.updates)
