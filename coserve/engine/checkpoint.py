@@ -1,4 +1,4 @@
-"""Checkpoints of jobs: all that it takes to go on with one as if nothing had happened.
+"""Checkpoints of jobs: all that it takes to resume one as if nothing had happened.
 
 A directory holds the adapter in PEFT's format (float32 masters, so it can be served and handed on), the optimizer's
 state, and how far the job had come. The order of the data, the adapter's dropout and everything else that is drawn are
@@ -9,11 +9,15 @@ steps are kept: what had been done of the next one is done again.
 import json
 import os
 import shutil
+import weakref
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
+from coserve.devices.base import Device
+from coserve.devices.messages import Command, DropCheckpoint, WriteCheckpoint
 from coserve.errors import JobError
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -45,6 +49,18 @@ class TrainerState(Protocol):
     def write(self, directory: Path) -> None:
         """Write the adapter, and the optimizer's state if there still is one; AdapterError if it cannot be."""
         ...
+
+
+class TakenCopy:
+    """A copy that a device keeps until it is dropped, which happens when the last reference to this is gone."""
+
+    def __init__(self, device: Device, copy: str, send: Callable[[Command], None]) -> None:
+        """send: has the device do a command at the next occasion; may be called from any thread."""
+        self._device, self._copy = device, copy
+        weakref.finalize(self, send, DropCheckpoint(copy))
+
+    def write(self, directory: Path) -> None:
+        self._device.execute(WriteCheckpoint(self._copy, str(directory)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 A job goes through the optimizer steps of its `TrainingOrder`. Each is packs, one at a time: memory is taken, forward
 windows, the loss and backward tasklets run, gradients are added to the step's; then the update. In between it measures
 the loss of the validation set, nothing backward, and publishes versions. A pack can be dropped at any moment: it is
-begun again, and everything else stands.
+begun again, and everything else stands. Bookkeeping alone: the tensors are the device's.
 """
 
 from collections import deque
@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from coserve.devices.messages import BeginPack, LossRows, PackSums, Tasklets, TrainerOpened, WindowRows, group_bytes
 from coserve.engine.checkpoint import JobPosition
-from coserve.engine.runner import Trainer
 from coserve.errors import JobError
+from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.plan import JobPhase, JobView
 from coserve.tuning.config import TuningConfig
+from coserve.tuning.cursor import Cursor
 from coserve.tuning.examples import Example
 from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.order import PackMembers, TrainingOrder, packs_of
@@ -62,9 +64,11 @@ class Job:
         config: TuningConfig,
         examples: Sequence[Example],
         validation: Sequence[Example],
-        trainer: Trainer,
+        costs: TrainerOpened,
+        tenant: str = "",
     ) -> None:
-        self.id, self.name, self.config, self.trainer = id, name, config, trainer
+        """costs: what the device said of its trainer."""
+        self.id, self.name, self.config, self.costs, self.tenant = id, name, config, costs, tenant
         self.state: JobState = "running"
         self.order = TrainingOrder(examples, config)
         self.num_steps_done = 0
@@ -75,6 +79,8 @@ class Job:
         self.error: str | None = None
         self.evaluating = False
         self.sums = LossSums()  # of the packs that are done, of the step or the evaluation
+        self.pack_pages: PackPages | None = None
+        self._cursor: Cursor | None = None
         self._validation = tuple(validation)
         self._num_bad_steps = 0
         self._num_tokens_at_step = 0  # those of them in whole optimizer steps
@@ -100,24 +106,29 @@ class Job:
         return self._pack is not None
 
     @property
-    def pack_progress(self) -> int:
-        """Rows of the pack that have been run; the loss, and each part backward, count as a pass each."""
-        cursor = self.trainer.cursor
-        if cursor is None:
-            return 0
-        return cursor.num_forward_rows + cursor.num_loss_rows + cursor.num_parts_done * cursor.num_rows
-
-    @property
     def update_due(self) -> bool:
         return self.state == "running" and self._pack is None and not self._waiting and not self.evaluating
 
-    def view(self, now_s: float) -> JobView | None:
-        """What a policy may do with it now; None: nothing."""
+    def group_bytes(self, num_rows: int) -> list[int]:
+        """Bytes of each group of tensors of the next pack, if it has so many rows."""
+        groups = self.costs.evaluation if self.evaluating else self.costs.training
+        return [group_bytes(row_bytes, num_rows) for row_bytes in groups]
+
+    @property
+    def num_trained_parts(self) -> int:
+        """Parts of the model that the next pack runs backward."""
+        return 0 if self.evaluating else self.costs.trained_parts
+
+    def view(self, now_s: float, num_pages: int) -> JobView | None:
+        """What a policy may do with it now; None: nothing. num_pages: of the pack in memory, or of the next one."""
         if self.state != "running":
             return None
-        counts, cursor = self.trainer.counts, self.trainer.cursor
-        if self._pack is None or cursor is None:
-            return JobView(self.id, "update", 0, 0, 0, 0.0, counts) if self.update_due else None
+        pack, cursor = self._pack or self.wants_pack, self._cursor
+        if pack is None:
+            return self._job_view("update", 0, 0, 0, 0.0, now_s, 0) if self.update_due else None
+        if cursor is None:
+            parts = self.num_trained_parts
+            return self._job_view("pack", pack.num_rows, pack.num_rows, parts, pack.mean_context_len, now_s, num_pages)
         phase: JobPhase
         if not cursor.forward_done:
             phase, rows_left = "forward", cursor.num_rows - cursor.num_forward_rows
@@ -125,18 +136,77 @@ class Job:
             phase, rows_left = "loss", cursor.num_trained - cursor.num_loss_rows
         else:
             phase, rows_left = "backward", cursor.num_backward_rows
-        parts_left = cursor.num_parts - cursor.num_parts_done
-        keys = self._pack.mean_context_len
-        waited_s = max(0.0, now_s - self.moved_s)
-        return JobView(self.id, phase, cursor.num_rows, rows_left, parts_left, keys, counts, waited_s)
+        parts = cursor.num_parts - cursor.num_parts_done
+        return self._job_view(phase, cursor.num_rows, rows_left, parts, pack.mean_context_len, now_s, num_pages)
+
+    def _job_view(
+        self,
+        phase: JobPhase,
+        num_rows: int,
+        num_rows_left: int,
+        num_parts_left: int,
+        mean_context_len: float,
+        now_s: float,
+        num_pages: int,
+    ) -> JobView:
+        cursor = self._cursor
+        done = 0
+        if cursor is not None:
+            done = cursor.num_forward_rows + cursor.num_loss_rows + cursor.num_parts_done * cursor.num_rows
+        return JobView(
+            self.id,
+            phase,
+            num_rows,
+            num_rows_left,
+            num_parts_left,
+            mean_context_len,
+            self.costs.counts,
+            max(0.0, now_s - self.moved_s),
+            self.tenant,
+            num_pages,
+            done,
+            self.num_rows_run,
+        )
 
     # -- what happened ------------------------------------------------------------
 
-    def begin_pack(self) -> None:
-        """Take the memory of the next pack; BudgetError changes nothing."""
-        self.trainer.begin(self._waiting[0], evaluate=self.evaluating)
-        self._pack = self._waiting.popleft()
+    def next_pack(self, pages: PackPages) -> BeginPack:
+        """What to tell the device about the next pack, which has these pages; `begin_pack` once it has begun."""
+        pack = self._waiting[0]
+        return BeginPack(
+            job=self.id,
+            sequences=tuple((example.tokens, example.trained) for example in pack.examples),
+            first_row=pack.first_row,
+            runs=tuple((run.start, len(run)) for run in pages.runs if run is not None),
+            evaluate=self.evaluating,
+        )
+
+    def begin_pack(self, pages: PackPages) -> None:
+        """The device has begun the next pack."""
+        pack = self._pack = self._waiting.popleft()
+        self.pack_pages = pages
+        self._cursor = Cursor(
+            num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=self.num_trained_parts
+        )
         self._num_rows_counted = 0.0
+
+    def run_window(self, rows: WindowRows) -> None:
+        """Rows have been through the forward pass."""
+        assert self._cursor is not None
+        self._cursor.advance_forward(rows.num_rows)
+
+    def run_loss(self, rows: LossRows) -> None:
+        """Trained rows have been through the loss."""
+        assert self._cursor is not None
+        start, end = self._cursor.next_loss(rows.num_rows)
+        self._cursor.advance_loss(end - start)
+
+    def run_tasklets(self, tasklets: Tasklets, num_run: int) -> None:
+        """Of these tasklets, some have run."""
+        assert self._cursor is not None
+        for _ in range(num_run):
+            start, end = self._cursor.next_backward(tasklets.num_rows)
+            self._cursor.advance_backward(end - start)
 
     def position(self) -> JobPosition:
         """How far it has come in whole optimizer steps."""
@@ -170,36 +240,41 @@ class Job:
     def drop_pack(self) -> None:
         """Give the pack's memory back; it will be begun again."""
         assert self._pack is not None
-        self.trainer.drop()
         self._waiting.appendleft(self._pack)
-        self._pack = None
+        self._release_pack()
         self.num_drops += 1
 
-    def count_rows(self, now_s: float) -> None:
-        """Some of the pack has been run; a row counts once forward, and once for the loss and all parts backward."""
+    def count_rows(self, now_s: float) -> float:
+        """Some of the pack has been run; returns how many rows. A row counts once forward, and once for the loss and all
+        parts backward.
+        """
         self.moved_s = now_s
-        cursor = self.trainer.cursor
-        if cursor is None:
-            return
+        cursor = self._cursor
+        assert cursor is not None and self.pack_pages is not None
         num_reversed: float = (cursor.num_parts_done + 1) * cursor.num_rows - cursor.num_backward_rows
         if cursor.loss_done:
             num_reversed += cursor.num_rows
         elif cursor.num_loss_rows:
             num_reversed += cursor.num_rows * cursor.num_loss_rows / cursor.num_trained
-        num_rows = cursor.num_forward_rows + num_reversed / (self.trainer.counts.num_parts + 1)
-        self.num_rows_run += num_rows - self._num_rows_counted
-        self._num_rows_counted = num_rows
+        num_rows = cursor.num_forward_rows + num_reversed / (self.costs.counts.num_parts + 1)
+        num_new, self._num_rows_counted = num_rows - self._num_rows_counted, num_rows
+        self.num_rows_run += num_new
+        self.pack_pages.follow(cursor)
+        return num_new
 
-    def finish_pack_if_done(self) -> bool:
-        """Collect the pack's sums once it is through. Returns whether an evaluation is complete with it."""
-        cursor = self.trainer.cursor
-        if self._pack is None or cursor is None or not cursor.done:
-            return False
-        self.sums.add(self.trainer.finish())
+    def finish_pack(self, sums: PackSums) -> bool:
+        """Collect the sums of a pack that is done. Returns whether an evaluation is complete with it."""
+        assert self._pack is not None
+        self.sums.add(LossSums(loss=sums.loss, num_correct=sums.num_correct, num_trained=sums.num_trained))
         if not self.evaluating:
             self.num_tokens_trained += self._pack.num_rows
-        self._pack = None
+        self._release_pack()
         return self.evaluating and not self._waiting
+
+    def _release_pack(self) -> None:
+        if self.pack_pages is not None:
+            self.pack_pages.release()
+        self._pack = self._cursor = self.pack_pages = None
 
     def finish_update(self, norm: float | None, now_s: float) -> JobEvent:
         """An optimizer step has been made (norm None: skipped, since the gradient was not finite)."""
@@ -254,10 +329,7 @@ class Job:
         return True
 
     def end(self, state: JobState) -> None:
-        """It is over: its memory goes back."""
+        """It is over: its pages go back."""
         self.state = state
-        if self._pack is not None:
-            self.trainer.drop()
-            self._pack = None
+        self._release_pack()
         self._waiting.clear()
-        self.trainer.close()

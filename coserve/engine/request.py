@@ -1,10 +1,10 @@
-"""A request as the engine sees it: one sequence that is to go on, what has come of it, and when it is over."""
+"""A request as the engine sees it: one sequence that is to be continued, what has come of it, and when it is over."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from coserve.devices.sampling import SamplingRow, TokenCounts
+from coserve.devices.messages import CloseRequest, OpenRequest, RequestRows, TokenLogprob
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion
@@ -16,7 +16,9 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """A request's objectives: seconds to its first token, and mean seconds between later ones."""
+    """What a request is promised (service level objective): seconds to its first token, and mean seconds between later
+    ones.
+    """
 
     ttft_s: float
     tpot_s: float
@@ -25,15 +27,6 @@ class Slo:
         for name in ("ttft_s", "tpot_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprob:
-    """A chosen token with its log-probability, and the likeliest tokens in its place with theirs."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +67,14 @@ class Request:
         arrival_s: float,
         end_tokens: frozenset[int],
         text: TextStream | None,
+        tenant: str = "",
         prefix_source: "Request | None" = None,
     ) -> None:
         """prefix_source: the sequence with the same prompt that runs first, so that this one finds its pages."""
         self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source
-        self.prompt, self.params, self.seed = list(prompt), params, seed
+        self.prompt, self.params, self.seed, self.tenant = list(prompt), params, seed, tenant
         self.version, self.slo, self.arrival_s = version, slo, arrival_s
-        self.tokens = list(prompt)  # and the output behind it
+        self.tokens = list(prompt)  # and the output after it
         self.num_output = 0
         self.sequence: PagedSequence | None = None
         self.first_token_s: float | None = None
@@ -88,19 +82,24 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self._num_pages_sent = 0
         self._prompt_logprobs: list[TokenLogprob] = []
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
         self._text = text
-        self._counts = TokenCounts(prompt) if params.penalizes else None
+
+    # -- questions ----------------------------------------------------------------
+
+    @property
+    def version_key(self) -> str:
+        """Of its adapter's version; "" for none."""
+        return self.version.key if self.version is not None else ""
 
     @property
     def may_start(self) -> bool:
         """Whether its turn has come to be admitted."""
-        prefix_source = self.prefix_source
-        return (
-            prefix_source is None or prefix_source.first_token_s is not None or prefix_source.finish_reason is not None
-        )
+        source = self.prefix_source
+        return source is None or source.first_token_s is not None or source.finish_reason is not None
 
     @property
     def num_rows(self) -> int:
@@ -108,14 +107,28 @@ class Request:
         assert self.sequence is not None
         return len(self.tokens) - self.sequence.length
 
-    def view(self) -> RequestView:
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether rows of its prompt are still to be run for the log-probabilities of what comes after them."""
+        wanted = self.params.prompt_logprobs is not None and not self.index
+        return wanted and len(self._prompt_logprobs) < len(self.prompt) - 1
+
+    def running_view(self) -> RequestView:
+        """As a policy sees it while it runs."""
         assert self.sequence is not None
-        length = self.sequence.length
+        num_rows, num_held = self.num_rows, len(self.sequence.pages)
+        return self._view(num_rows, self.sequence.length, self.sequence.num_pages_missing(num_rows), num_held)
+
+    def waiting_view(self, num_known: int, num_pages: int) -> RequestView:
+        """The same while it waits; num_known: of its tokens, those whose K and V it would share."""
+        return self._view(len(self.tokens) - num_known, num_known, num_pages, 0)
+
+    def _view(self, num_rows: int, num_past: int, num_pages: int, num_held: int) -> RequestView:
         version = self.version
         return RequestView(
             self.id,
-            len(self.tokens) - length,
-            length,
+            num_rows,
+            num_past,
             self.num_output,
             self.arrival_s,
             self.first_token_s,
@@ -124,32 +137,73 @@ class Request:
             self.slo.tpot_s,
             version.key if version else "",
             version.num_bypasses if version else 0,
+            self.tenant,
+            num_pages,
+            num_held,
+            self.params.temperature > 0,
+            len(self.prompt) - 1 - len(self._prompt_logprobs) if self.scores_prompt else 0,
+            self.may_start,
         )
 
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether rows of its prompt are still to be run for what comes behind them."""
-        wanted = self.params.prompt_logprobs is not None and not self.index
-        return wanted and len(self._prompt_logprobs) < len(self.prompt) - 1
+    # -- what a device is told ------------------------------------------------------
 
-    def scored_rows(self, num_rows: int) -> range:
-        """Of its next rows, those behind which the prompt's next token is to be scored; none that has been before."""
+    def open(self, sequence: PagedSequence) -> OpenRequest:
+        """It has its pages, and may run."""
+        self.sequence = sequence
+        self._num_pages_sent = len(sequence.pages)
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = sequence.length
+        used = self.params.penalizes
+        return OpenRequest(
+            request=self.id,
+            params=self.params,
+            seed=self.seed,
+            version=self.version_key,
+            pages=tuple(sequence.pages),
+            prompt=tuple(self.prompt) if used else (),
+            output=tuple(self.tokens[len(self.prompt) :]) if used else (),
+        )
+
+    def close(self) -> CloseRequest:
+        """Its pages go back."""
         assert self.sequence is not None
+        self.sequence.close()
+        self.sequence = None
+        return CloseRequest(self.id)
+
+    def next_rows(self, num_rows: int) -> RequestRows:
+        """Its next rows, whose pages are reserved."""
+        assert self.sequence is not None
+        start, pages = self.sequence.length, self.sequence.pages
+        samples = start + num_rows == len(self.tokens)
+        new_pages, self._num_pages_sent = pages[self._num_pages_sent :], len(pages)
+        scored = self._scored_rows(start, start + num_rows)
+        return RequestRows(
+            self.id,
+            start,
+            tuple(self.tokens[start : start + num_rows]),
+            tuple(new_pages),
+            samples,
+            self.num_output,
+            tuple(self._stop_tokens) if samples and self.num_output < self.params.min_tokens else (),
+            scored.start,
+            tuple(self.prompt[scored.start + 1 : scored.stop + 1]),
+        )
+
+    def _scored_rows(self, start: int, end: int) -> range:
+        """Of these rows, those after which the prompt's next token is to be scored; none that has been before."""
         if not self.scores_prompt:
             return range(0)
-        start, end = self.sequence.length, self.sequence.length + num_rows
-        return range(max(start, len(self._prompt_logprobs)), min(end, len(self.prompt) - 1))
+        first = max(start, len(self._prompt_logprobs))
+        return range(first, max(first, min(end, len(self.prompt) - 1)))
 
-    def accept_prompt(self, scored: Sequence[TokenLogprob]) -> None:
-        """Take what came of `scored_rows`."""
+    # -- what happened ----------------------------------------------------------------
+
+    def commit(self, num_rows: int, scored: Sequence[TokenLogprob]) -> None:
+        """Rows have run; scored: what came of their targets."""
+        assert self.sequence is not None
+        self.sequence.commit(num_rows, self.tokens, self.version_key)
         self._prompt_logprobs += scored
-
-    def sampling_row(self) -> SamplingRow:
-        """How its next token is to be chosen."""
-        forbidden = tuple(self._stop_tokens) if self.num_output < self.params.min_tokens else ()
-        return SamplingRow(
-            params=self.params, seed=self.seed, place=self.num_output, counts=self._counts, forbidden=forbidden
-        )
 
     def accept(self, chosen: TokenLogprob, now_s: float) -> Chunk:
         """Take the next token; the chunk says whether that was the last."""
@@ -162,8 +216,6 @@ class Request:
         token = chosen.token
         self.tokens.append(token)
         self.num_output += 1
-        if self._counts is not None:
-            self._counts.add(token)
         text = ""
         stop_reason: str | int | None = None
         if token in self._stop_tokens and self.num_output > self.params.min_tokens:

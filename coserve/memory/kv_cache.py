@@ -25,15 +25,23 @@ class KvCache:
         """Pages that so many tokens fill."""
         return -(-num_tokens // self.block_tokens)
 
-    def open(self, tokens: Sequence[int], *, version: str = "", share: bool = True) -> "PagedSequence":
-        """A sequence that begins with these tokens under an adapter version ("" for none), as far as they are known.
+    def open(self, keys: Sequence[bytes], num_tokens: int) -> "PagedSequence":
+        """A sequence of tokens whose blocks have these keys (`PrefixIndex.keys`; none if every row must be run).
 
-        share: whether to begin with what is known; not if every row must be run. Its `length` says how many tokens need
-        not be run. No page is taken yet.
+        It begins with the blocks that are known; its `length` says how many tokens need not be run: fewer than
+        num_tokens. No page is taken yet.
         """
-        pages, chain = self.prefixes.find(version, tokens if share else ())
+        pages = self.prefixes.find(keys, num_tokens)
         self.prefixes.use(pages)
-        return PagedSequence(self, pages, chain)
+        return PagedSequence(self, pages, keys)
+
+    def num_pages_to_open(self, keys: Sequence[bytes], num_tokens: int) -> tuple[int, int]:
+        """For a sequence of so many tokens: by how many the available pages would fall if it were opened and run, and
+        how many of its tokens are known.
+        """
+        pages = self.prefixes.find(keys, num_tokens)
+        num_unused = sum(page in self.prefixes.evictable for page in pages)
+        return self.num_pages(num_tokens) - len(pages) + num_unused, len(pages) * self.block_tokens
 
     def take(self, num_pages: int) -> list[int]:
         """Pages for a sequence, from unused beginnings where the free ones do not suffice; BudgetError takes
@@ -52,6 +60,11 @@ class KvCache:
         self.pool.give_back(OWNER, pages)
         return len(pages)
 
+    def evict_pages(self, pages: Sequence[int]) -> None:
+        """Forget what these pages hold, which nobody uses, so that they become free."""
+        self.prefixes.evict_pages(pages)
+        self.pool.give_back(OWNER, pages)
+
     def give_back(self, pages: Sequence[int]) -> None:
         """The inverse: pages that nobody else uses and no beginning keeps go back to the pool."""
         self.pool.give_back(OWNER, self.prefixes.release(pages))
@@ -65,10 +78,11 @@ class KvCache:
 class PagedSequence:
     """The pages of one request; `length` tokens of it have been run."""
 
-    def __init__(self, cache: KvCache, pages: list[int], chain: Chain) -> None:
-        self.cache = cache
-        self.pages, self._chain = pages, chain
+    def __init__(self, cache: KvCache, pages: list[int], keys: Sequence[bytes]) -> None:
+        self.cache, self.pages = cache, pages
         self.length = len(pages) * cache.block_tokens
+        self._keys = list(keys)
+        self._num_known = len(pages)  # blocks that are in the index, or have been offered to it
 
     def num_pages_missing(self, num_tokens: int) -> int:
         """Pages that it takes to run so many more tokens."""
@@ -79,13 +93,17 @@ class PagedSequence:
         if missing := self.num_pages_missing(num_tokens):
             self.pages += self.cache.take(missing)
 
-    def commit(self, num_tokens: int, tokens: Sequence[int] | None = None) -> None:
-        """The batch has run: so many more tokens are in the pages. `tokens`: all so far, to make full blocks known."""
+    def commit(self, num_tokens: int, tokens: Sequence[int], version: str) -> None:
+        """The rows have run: so many more tokens are in the pages. `tokens`: all so far, to make full blocks known."""
         self.length += num_tokens
-        if tokens is not None:
-            assert len(tokens) >= self.length
-            if self.length // self.cache.block_tokens > self._chain.num_blocks:
-                self._chain = self.cache.prefixes.register(self._chain, tokens[: self.length], self.pages)
+        assert len(tokens) >= self.length
+        num_blocks = self.length // self.cache.block_tokens
+        if num_blocks > self._num_known:
+            prefixes = self.cache.prefixes
+            if len(self._keys) < num_blocks:
+                self._keys = prefixes.keys(version, tokens[: self.length], known=self._keys)
+            prefixes.register(self._keys, self.pages, range(self._num_known, num_blocks))
+            self._num_known = num_blocks
 
     def close(self) -> None:
         """Give everything back; the sequence is over. One that is preempted is opened anew."""

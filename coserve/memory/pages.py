@@ -57,6 +57,10 @@ class PagePool:
         self._lend(owner, run)
         return run
 
+    def free_flags(self) -> bytes:
+        """Of every page, 1 if it is free and 0 if not."""
+        return bytes(self._free)
+
     def longest_free_run(self) -> int:
         """How many free pages lie side by side at most."""
         return max(map(len, self._free.split(_TAKEN)))

@@ -1,23 +1,14 @@
-"""Which pages hold the keys and values of which tokens: full blocks that requests with the same beginning share.
+"""Which pages hold the keys and values of which tokens: full blocks that requests with the same prefix share.
 
-A block is found by a hash of its tokens and all tokens before it, beginning with the adapter version, so that an
-entry can never be seen under another version. Blocks are counted by their users; those that nobody uses stay until
+A block is found by a hash of its tokens and all tokens before it, which begins with the adapter version, so that an
+entry can never be seen under another version. Blocks are counted by their users; those that no request uses stay until
 their page is needed, and the one unused longest goes first.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import KeysView, Sequence
 from hashlib import blake2b
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chain:
-    """How far the blocks of a sequence have been hashed, and the hash of all of them."""
-
-    num_blocks: int
-    key: bytes
 
 
 class PrefixIndex:
@@ -28,30 +19,40 @@ class PrefixIndex:
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self._page: dict[bytes, int] = {}
-        self._hash: dict[int, bytes] = {}
+        self._key: dict[int, bytes] = {}
         self._users: dict[int, int] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()  # the longest unused first
 
     @property
+    def evictable(self) -> KeysView[int]:
+        """Pages that no request uses."""
+        return self._unused.keys()
+
+    @property
     def num_evictable(self) -> int:
-        """Pages that nobody uses."""
+        """How many these are."""
         return len(self._unused)
 
-    def find(self, version: str, tokens: Sequence[int]) -> tuple[list[int], Chain]:
-        """Pages of the longest known beginning, in whole blocks, and its chain; at least one token is left to
-        compute.
+    def keys(self, version: str, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
+        """The key of every full block of tokens under an adapter version; known: those of the first blocks."""
+        found = list(known)
+        key = found[-1] if found else blake2b(version.encode(), digest_size=16, person=b"version").digest()
+        for start in range(len(found) * self.block_tokens, len(tokens) - self.block_tokens + 1, self.block_tokens):
+            block = array("q", tokens[start : start + self.block_tokens])
+            key = blake2b(key + block.tobytes(), digest_size=16).digest()
+            found.append(key)
+        return found
+
+    def find(self, keys: Sequence[bytes], num_tokens: int) -> list[int]:
+        """Pages of the longest known prefix of a sequence of so many tokens, in whole blocks; at least one token is left
+        to compute.
         """
-        pages, chain = (
-            [],
-            Chain(num_blocks=0, key=blake2b(version.encode(), digest_size=16, person=b"version").digest()),
-        )
-        while chain.num_blocks < (len(tokens) - 1) // self.block_tokens:
-            longer = self._longer(chain, tokens)
-            if longer.key not in self._page:
+        pages = []
+        for key in keys[: max(0, num_tokens - 1) // self.block_tokens]:
+            if (page := self._page.get(key)) is None:
                 break
-            pages.append(self._page[longer.key])
-            chain = longer
-        return pages, chain
+            pages.append(page)
+        return pages
 
     def use(self, pages: Sequence[int]) -> None:
         """Count one more user of each."""
@@ -68,42 +69,39 @@ class PrefixIndex:
             if self._users[page]:
                 continue
             del self._users[page]
-            if page in self._hash:
+            if page in self._key:
                 self._unused[page] = None
             else:
                 loose.append(page)
         return loose
 
-    def register(self, chain: Chain, tokens: Sequence[int], pages: Sequence[int]) -> Chain:
-        """Make the full blocks behind a chain known, and return the chain with them; `pages` and `tokens` are the whole
-        sequence's.
+    def register(self, keys: Sequence[bytes], pages: Sequence[int], blocks: range) -> None:
+        """Make these full blocks of a sequence known; keys and pages are the whole sequence's.
 
         A block that is known already keeps its page, and the sequence's own stays private to it.
         """
-        while chain.num_blocks < min(len(tokens) // self.block_tokens, len(pages)):
-            page, chain = pages[chain.num_blocks], self._longer(chain, tokens)
-            if chain.key not in self._page and page not in self._hash:
-                self._page[chain.key] = page
-                self._hash[page] = chain.key
-        return chain
+        for block in blocks:
+            key, page = keys[block], pages[block]
+            if key not in self._page and page not in self._key:
+                self._page[key] = page
+                self._key[page] = key
 
     def evict(self, num_pages: int) -> list[int]:
         """Forget the blocks that were unused longest; returns their pages."""
-        gone = [self._unused.popitem(last=False)[0] for _ in range(min(num_pages, len(self._unused)))]
-        for page in gone:
-            del self._page[self._hash.pop(page)]
+        gone = [page for page, _ in zip(self._unused, range(num_pages), strict=False)]
+        self.evict_pages(gone)
         return gone
+
+    def evict_pages(self, pages: Sequence[int]) -> None:
+        """Forget blocks that no request uses."""
+        for page in pages:
+            del self._unused[page]
+            del self._page[self._key.pop(page)]
 
     def check_integrity(self) -> None:
         """Assert that known pages are used or unused, and never both."""
-        assert {page: key for key, page in self._page.items()} == self._hash
+        assert {page: key for key, page in self._page.items()} == self._key
         assert self._unused.keys().isdisjoint(self._users)
-        assert set(self._unused) <= set(self._hash)
+        assert set(self._unused) <= set(self._key)
         assert all(users > 0 for users in self._users.values())
-        assert set(self._hash) <= self._users.keys() | self._unused.keys()
-
-    def _longer(self, chain: Chain, tokens: Sequence[int]) -> Chain:
-        """The chain with one block more."""
-        start = chain.num_blocks * self.block_tokens
-        ids = array("q", tokens[start : start + self.block_tokens])
-        return Chain(num_blocks=chain.num_blocks + 1, key=blake2b(chain.key + ids.tobytes(), digest_size=16).digest())
+        assert set(self._key) <= self._users.keys() | self._unused.keys()

@@ -1,0 +1,372 @@
+"""The jobs of an engine: what starts and ends them, and what follows from an optimizer step."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from coserve.devices.base import Device
+from coserve.devices.messages import (
+    BeginPack,
+    CloseTrainer,
+    Command,
+    DropPack,
+    DropTrainer,
+    OpenTrainer,
+    StepBatch,
+    StepResult,
+    TakeCheckpoint,
+    TrainerOpened,
+)
+from coserve.engine.checkpoint import Checkpoint, JobPosition, TakenCopy
+from coserve.engine.job import EventKind, Job, JobEvent
+from coserve.engine.page_broker import PageBroker
+from coserve.engine.served_adapters import ServedAdapters
+from coserve.errors import BudgetError, CoserveError, DeviceMemoryError, JobError
+from coserve.memory.pack_pages import PackPages
+from coserve.scheduling.plan import JobView
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.examples import Example
+
+
+class PeftFields(Protocol):
+    """A PEFT method with its settings."""
+
+    def to_peft(self) -> dict[str, Any]:
+        """The fields of PEFT's adapter_config.json that say what it says."""
+        ...
+
+
+class JobSet(Mapping[str, Job]):
+    """Every job that has not been forgotten, by id."""
+
+    def __init__(
+        self,
+        device: Device,
+        pages: PageBroker,
+        adapters: ServedAdapters,
+        *,
+        emit: Callable[[JobEvent], None],
+        send: Callable[[Command], None],
+    ) -> None:
+        """emit: takes events. send: has the device do a command with the next step."""
+        self._device, self._pages, self._adapters, self._emit, self._send = device, pages, adapters, emit, send
+        self._jobs: dict[str, Job] = {}
+        self._num_tokens_forgotten = self._num_drops_forgotten = self._num_checkpoints = 0
+
+    # -- questions ----------------------------------------------------------------
+
+    def __getitem__(self, job_id: str) -> Job:
+        return self._jobs[job_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def find(self, job_id: str) -> Job:
+        """JobError if there is none."""
+        if job_id not in self._jobs:
+            raise JobError(f"there is no job {job_id!r}; there are: {', '.join(self._jobs) or 'none'}")
+        return self._jobs[job_id]
+
+    @property
+    def has_running(self) -> bool:
+        return any(job.state == "running" for job in self._jobs.values())
+
+    @property
+    def num_tokens_trained(self) -> int:
+        """Rows of packs whose gradients are in, of all jobs here."""
+        return self._num_tokens_forgotten + sum(job.num_tokens_trained for job in self._jobs.values())
+
+    @property
+    def num_packs_dropped(self) -> int:
+        return self._num_drops_forgotten + sum(job.num_drops for job in self._jobs.values())
+
+    @property
+    def packs(self) -> list[PackPages]:
+        """Pages of the packs in memory."""
+        return [job.pack_pages for job in self._jobs.values() if job.pack_pages is not None]
+
+    def is_made_by_a_job(self, name: str) -> bool:
+        """Whether a job that is not over will publish an adapter of this name."""
+        return any(job.name == name and not job.is_terminal for job in self._jobs.values())
+
+    def views(self, now_s: float) -> tuple[JobView, ...]:
+        """Jobs that could do something, the one that has been served least first."""
+        running = [job for job in self._jobs.values() if job.state == "running"]
+        running.sort(key=lambda job: job.num_rows_run)
+        return tuple([view for job in running if (view := job.view(now_s, self._num_pages(job))) is not None])
+
+    def _num_pages(self, job: Job) -> int:
+        if job.pack_pages is not None:
+            return job.pack_pages.num_pages
+        pack = job.wants_pack
+        return 0 if pack is None else sum(self._group_pages(job, pack.num_rows))
+
+    def _group_pages(self, job: Job, num_rows: int) -> list[int]:
+        return [self._pages.num_pages(size) for size in job.group_bytes(num_rows)]
+
+    # -- life -----------------------------------------------------------------------
+
+    def submit(
+        self,
+        job_id: str,
+        name: str,
+        config: TuningConfig,
+        examples: Sequence[Example],
+        validation: Sequence[Example],
+        *,
+        start: OpenTrainer,
+        position: JobPosition | None,
+        tenant: str,
+    ) -> Job:
+        """Start a job, or continue one from a position; see `EngineCore.submit_examples`."""
+        costs = self._device.execute(start)
+        assert isinstance(costs, TrainerOpened)
+        try:
+            job = Job(
+                id=job_id,
+                name=name,
+                config=config,
+                examples=examples,
+                validation=validation,
+                costs=costs,
+                tenant=tenant,
+            )
+            longest = max(len(example.tokens) for example in [*examples, *validation])
+            sized = self._with_pack_size(job, longest)
+            if sized != config:
+                job = Job(
+                    id=job_id,
+                    name=name,
+                    config=sized,
+                    examples=examples,
+                    validation=validation,
+                    costs=costs,
+                    tenant=tenant,
+                )
+            if position is not None:
+                job.resume(position)
+                self._num_tokens_forgotten -= job.num_tokens_trained  # another engine's
+        except CoserveError:
+            self._device.execute(DropTrainer(job_id))
+            raise
+        self._jobs[job_id] = job
+        return job
+
+    def pause(self, job_id: str) -> None:
+        """Let it rest where it is; its pack goes, and is begun again later."""
+        job = self._living(job_id)
+        if job.has_pack:
+            self.drop(job)
+        job.state = "paused"
+
+    def resume(self, job_id: str) -> None:
+        """The inverse."""
+        self._living(job_id).state = "running"
+
+    def cancel(self, job_id: str) -> None:
+        """End it at once; versions that it has published stay."""
+        job = self._living(job_id)
+        self._end(job, "cancelled")
+
+    def forget(self, job_id: str) -> None:
+        """Let go of a job that is over; versions that it has published stay."""
+        job = self.find(job_id)
+        if not job.is_terminal:
+            raise JobError(f"job {job_id!r} is {job.state}: cancel it first")
+        self._num_tokens_forgotten += job.num_tokens_trained
+        self._num_drops_forgotten += job.num_drops
+        self._send(DropTrainer(job_id))
+        del self._jobs[job_id]
+
+    def checkpoint(self, job_id: str) -> Checkpoint:
+        """A copy of a job after its last whole optimizer step (of one that is over, without the optimizer's state)."""
+        job = self.find(job_id)
+        copy = f"{job_id}/{self._num_checkpoints}"
+        self._num_checkpoints += 1
+        self._device.execute(TakeCheckpoint(job_id, copy))
+        return Checkpoint(position=job.position(), state=TakenCopy(self._device, copy, self._send))
+
+    # -- packs ------------------------------------------------------------------------
+
+    def begin(self, job_id: str) -> bool:
+        """Give a job the memory of its next pack; False, and nothing has changed, if it cannot be had."""
+        job = self._jobs[job_id]
+        if (pack := job.wants_pack) is None:
+            return False
+        try:
+            pages = self._pages.take_pack(self._group_pages(job, pack.num_rows), job.num_trained_parts)
+        except BudgetError:  # enough pages, but not side by side
+            return False
+        try:
+            command: BeginPack = job.next_pack(pages)
+            self._device.execute(command)
+        except DeviceMemoryError:  # no memory beside the pages
+            pages.release()
+            return False
+        except BaseException:
+            pages.release()
+            raise
+        job.begin_pack(pages)
+        return True
+
+    def drop(self, job: Job) -> None:
+        """Take its pack's pages; the pack is begun again later."""
+        self._device.execute(DropPack(job.id))
+        job.drop_pack()
+        self._tell(job, "pack_dropped")
+
+    # -- what a step brought ------------------------------------------------------------
+
+    def apply(self, batch: StepBatch, result: StepResult, now_s: float) -> dict[str, float]:
+        """Move jobs on by what has run. Returns how many rows each job got on by."""
+        for update in batch.updates:
+            self._apply_update(self._jobs[update.job], result.norms[update.job], now_s)
+        for window in batch.windows:
+            self._jobs[window.job].run_window(window)
+        for piece in batch.losses:
+            self._jobs[piece.job].run_loss(piece)
+        for tasklets in batch.tasklets:
+            self._jobs[tasklets.job].run_tasklets(tasklets, result.num_tasklets[tasklets.job])
+        num_rows = {job_id: self._jobs[job_id].count_rows(now_s) for job_id in jobs_in(batch)}
+        for job_id, sums in result.packs.items():
+            job = self._jobs[job_id]
+            if job.finish_pack(sums):
+                self._emit(job.finish_evaluation(now_s))
+                self._next_step(job)
+        return num_rows
+
+    def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
+        """The device ran out of memory within the step: optimizer steps that were made stand, one that was under way
+        fails its job, and packs that took part are dropped. Returns whether any of this freed something.
+        """
+        assert result.failure is not None
+        for job_id, norm in result.norms.items():
+            self._apply_update(self._jobs[job_id], norm, now_s)
+        if result.failure.broken_update is not None:
+            job = self._jobs[result.failure.broken_update]
+            self._fail(job, f"out of memory within an optimizer step: {result.failure.message}")
+        return self.drop_all(batch) or bool(batch.updates)
+
+    def abandon(self, batch: StepBatch, error: BaseException) -> None:
+        """The device failed: the step's packs and updates are in an unknown state. All else is as it was."""
+        for update in batch.updates:
+            self._fail(self._jobs[update.job], f"the device failed within an optimizer step: {error!r}")
+        self.drop_all(batch)
+
+    def drop_all(self, batch: StepBatch) -> bool:
+        """Drop the packs that took part in a step; returns whether there were any."""
+        moved = [job for job_id in jobs_in(batch) if (job := self._jobs[job_id]).has_pack]
+        for job in moved:
+            self.drop(job)
+        return bool(moved)
+
+    def follow_update(self, job: Job, now_s: float, *, evaluated: bool = False) -> None:
+        """What an optimizer step brings with it: a version, an evaluation (unless that was done), the next step."""
+        step, config = job.num_steps_done, job.config
+        last = step == job.order.num_steps
+        if config.live:
+            self._publish(job, transient=not last)
+        elif last or (config.publish_every_steps and step % config.publish_every_steps == 0):
+            self._publish(job)
+        if job.is_terminal:
+            return
+        due = last or (config.evaluate_every_steps and step % config.evaluate_every_steps == 0)
+        if not (due and not evaluated and job.start_evaluation()):
+            self._next_step(job)
+
+    def _apply_update(self, job: Job, norm: float | None, now_s: float) -> None:
+        self._emit(job.finish_update(norm, now_s))
+        if job.error is not None:
+            self._fail(job, job.error)
+        else:
+            self.follow_update(job, now_s)
+
+    def _next_step(self, job: Job) -> None:
+        """The next optimizer step, or the end."""
+        if not job.start_step():
+            self._end(job, "succeeded")
+
+    def _publish(self, job: Job, *, transient: bool = False) -> None:
+        step = job.num_steps_done
+        num_bypasses = job.costs.counts.num_bypasses
+        try:
+            version = self._adapters.publish(job.id, job.name, step, num_bypasses=num_bypasses, transient=transient)
+        except DeviceMemoryError as error:
+            self._fail(job, f"out of memory where {job.name}@{step} was to be kept: {error}")
+            return
+        self._tell(job, "version", version=version.label)
+
+    # -- endings ------------------------------------------------------------------------
+
+    def _fail(self, job: Job, message: str) -> None:
+        job.error = message
+        self._end(job, "failed", message=message)
+
+    def _end(self, job: Job, state: EventKind, *, message: str = "") -> None:
+        assert state in ("succeeded", "failed", "cancelled")
+        job.end(state)  # type: ignore[arg-type]
+        self._device.execute(CloseTrainer(job.id))
+        self._tell(job, state, message=message)
+
+    def _tell(self, job: Job, kind: EventKind, *, version: str | None = None, message: str = "") -> None:
+        now_s = self._device.clock.now()
+        event = JobEvent(
+            job=job.id, kind=kind, step=job.num_steps_done, now_s=now_s, version=version, message=message
+        )
+        self._emit(event)
+
+    def _living(self, job_id: str) -> Job:
+        job = self.find(job_id)
+        if job.is_terminal:
+            raise JobError(f"job {job_id!r} is over: it has {job.state}")
+        return job
+
+    def _with_pack_size(self, job: Job, longest: int) -> TuningConfig:
+        """Its configuration with packs that the pool can hold."""
+        config, num_all = job.config, self._pages.pool.num_pages
+        if config.max_pack_tokens is None:
+            rows = config.pack_tokens
+            while rows > longest and sum(self._group_pages(job, rows)) > num_all // 2:
+                rows //= 2
+            config = replace(config, max_pack_tokens=max(rows, longest))
+        largest = max(config.pack_tokens, longest)
+        needed = sum(self._group_pages(job, largest))
+        if needed > num_all:
+            raise JobError(
+                f"a pack of {largest} tokens needs {needed} pages; there are {num_all}: "
+                "lower max_pack_tokens or max_sequence_length, or give the engine more memory"
+            )
+        return config
+
+
+def trainer_start(
+    job_id: str,
+    config: TuningConfig,
+    examples: Sequence[Example],
+    *,
+    adapter: PeftFields | Mapping[str, Any] | None = None,
+    version: str | None = None,
+    checkpoint: str | Path | None = None,
+) -> OpenTrainer:
+    """What the device is told of a job: its trainer begins with a fresh adapter, a version, or a checkpoint."""
+    fields: dict[str, Any] | None = None
+    if adapter is not None:
+        fields = dict(adapter) if isinstance(adapter, Mapping) else adapter.to_peft()
+    num_tokens = sum(len(example.tokens) for example in examples)
+    return OpenTrainer(
+        job=job_id,
+        config=config,
+        mean_context_len=sum(len(example.tokens) ** 2 for example in examples) / num_tokens / 2,
+        adapter=fields,
+        version=version,
+        checkpoint=None if checkpoint is None else str(checkpoint),
+    )
+
+
+def jobs_in(batch: StepBatch) -> list[str]:
+    """The jobs whose packs move on in a step."""
+    return list(dict.fromkeys(piece.job for piece in (*batch.windows, *batch.losses, *batch.tasklets)))

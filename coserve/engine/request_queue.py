@@ -1,0 +1,111 @@
+"""Requests that wait for pages and requests that run, by id and by the name that they were added under."""
+
+from collections.abc import Iterator
+
+from coserve.devices.messages import CloseRequest, OpenRequest
+from coserve.engine.request import Request
+from coserve.memory.kv_cache import KvCache
+from coserve.scheduling.plan import RequestView
+
+# Of those that wait, how many are looked up among the known prefixes anew for each view: the others come later anyway.
+_NUM_LOOKED_UP = 16
+
+
+class RequestQueue:
+    """Every request that is not over, exactly once: waiting or running."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self.waiting: dict[str, Request] = {}  # preempted ones first, then as they came
+        self.running: dict[str, Request] = {}  # in the order of admission
+        self._cache = cache
+        self._members: dict[str, list[Request]] = {}
+        self._keys: dict[str, list[bytes]] = {}  # of the blocks of those that wait
+        self._views: dict[str, RequestView] = {}  # of those that wait
+
+    # -- questions ----------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        return bool(self._members)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.running.values()
+        yield from self.waiting.values()
+
+    def members(self, name: str) -> list[Request]:
+        """The sequences of a request that are not over."""
+        return list(self._members.get(name, ()))
+
+    def running_views(self) -> tuple[RequestView, ...]:
+        return tuple([request.running_view() for request in self.running.values()])
+
+    def waiting_views(self) -> tuple[RequestView, ...]:
+        """Of those far back in the queue, what they share may be out of date."""
+        for request, _ in zip(self.waiting.values(), range(_NUM_LOOKED_UP), strict=False):
+            self._views[request.id] = self._look_up(request)
+        return tuple([self._views[id] for id in self.waiting])
+
+    # -- verbs ----------------------------------------------------------------------
+
+    def add(self, name: str, members: list[Request]) -> None:
+        """Sequences of one request come to the end of the queue."""
+        self._members[name] = list(members)
+        for request in members:
+            self._wait(request)
+
+    def admit(self, request: Request) -> OpenRequest | None:
+        """Give it the pages of all its tokens; None, and nothing has changed, if there are too few."""
+        sequence = self._cache.open(self._keys[request.id], len(request.tokens))
+        num_rows = len(request.tokens) - sequence.length
+        if sequence.num_pages_missing(num_rows) > self._cache.num_available:
+            sequence.close()
+            return None
+        opened = request.open(sequence)
+        sequence.reserve(num_rows)
+        del self.waiting[request.id], self._keys[request.id], self._views[request.id]
+        self.running[request.id] = request
+        return opened
+
+    def preempt(self, request: Request) -> CloseRequest:
+        """Take its pages; it waits at the head of the queue, to be computed again."""
+        closed = request.close()
+        request.num_preemptions += 1
+        del self.running[request.id]
+        others, self.waiting = self.waiting, {}
+        self._wait(request)
+        self.waiting |= others
+        return closed
+
+    def remove(self, request: Request) -> CloseRequest | None:
+        """It is over; its pages go back, if it has any."""
+        closed = None
+        if request.sequence is not None:
+            closed = request.close()
+            del self.running[request.id]
+        else:
+            del self.waiting[request.id], self._keys[request.id], self._views[request.id]
+        members = self._members[request.request]
+        members.remove(request)
+        if not members:
+            del self._members[request.request]
+        return closed
+
+    def check_integrity(self) -> None:
+        """Assert that each is waiting or running, and that exactly those that run have pages."""
+        assert {request.id for group in self._members.values() for request in group} == {*self.running, *self.waiting}
+        assert self.running.keys().isdisjoint(self.waiting)
+        assert all(request.sequence is not None for request in self.running.values())
+        assert all(request.sequence is None for request in self.waiting.values())
+
+    def _wait(self, request: Request) -> None:
+        shares = not request.scores_prompt
+        prefixes = self._cache.prefixes
+        self._keys[request.id] = prefixes.keys(request.version_key, request.tokens) if shares else []
+        self.waiting[request.id] = request
+        self._views[request.id] = self._look_up(request)
+
+    def _look_up(self, request: Request) -> RequestView:
+        num_pages, num_known = self._cache.num_pages_to_open(self._keys[request.id], len(request.tokens))
+        return request.waiting_view(num_known, num_pages)

@@ -1,0 +1,49 @@
+"""Adapters that requests can name: on the device by version, and which of them can be had again from disk."""
+
+from collections import OrderedDict
+
+from coserve.devices.base import Device
+from coserve.devices.messages import AdapterLoaded, DropVersion, LoadAdapter, PublishVersion
+from coserve.engine.versions import AdapterVersion, AdapterVersions
+
+
+class ServedAdapters:
+    """The versions on one device."""
+
+    def __init__(self, device: Device, *, max_on_disk: int) -> None:
+        """max_on_disk: how many of those that lie on disk stay on the device."""
+        self.versions = AdapterVersions()
+        self._device, self._max_on_disk = device, max_on_disk
+        self._on_disk: OrderedDict[str, None] = OrderedDict()  # can be had again; unused longest first
+
+    def load(self, name: str, directory: str) -> AdapterVersion:
+        """Serve an adapter in PEFT's format as `name`; AdapterError for its files."""
+        key = self.versions.new_key(name, 0)
+        loaded = self._device.execute(LoadAdapter(key, directory))
+        assert isinstance(loaded, AdapterLoaded)
+        return self.versions.publish(name, 0, key, num_bypasses=loaded.num_bypasses)
+
+    def publish(self, job: str, name: str, step: int, *, num_bypasses: int, transient: bool) -> AdapterVersion:
+        """Serve a job's adapter as it is now; DeviceMemoryError if there is no room for the copy."""
+        key = self.versions.new_key(name, step)
+        self._device.execute(PublishVersion(job, key))
+        return self.versions.publish(name, step, key, num_bypasses=num_bypasses, transient=transient)
+
+    def keep_from_disk(self, name: str) -> None:
+        """It lies on disk, and was asked for now: it may make room when others are used instead.
+
+        The one whose use was asked for longest ago goes first; those that are being read stay until they are not.
+        """
+        self._on_disk[name] = None
+        self._on_disk.move_to_end(name)
+        while len(self._on_disk) > self._max_on_disk:
+            self.unload(next(iter(self._on_disk)))
+
+    def unload(self, name: str) -> None:
+        """No new request finds it; those that use it run to their end."""
+        self.versions.unload(name)
+        self._on_disk.pop(name, None)
+
+    def take_unread(self) -> list[DropVersion]:
+        """What the device is to let go of: versions that nobody reads or finds any more."""
+        return [DropVersion(key) for key in self.versions.take_gone()]
