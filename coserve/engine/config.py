@@ -1,22 +1,27 @@
 """How an engine is set up."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from coserve.scheduling.policies import DEFAULT_POLICY, make_policy
 from coserve.settings import is_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """ValueError at birth names the field and its range.
+    """ValueError when created names the field and its range.
 
-    policy: see `coserve.scheduling.policies`. ttft_s: objective of requests that bring none, seconds to the first
-    token. tpot_s: likewise, mean seconds between later tokens; None: 2.5 × a decode step alone on this device.
+    policy, policy_settings: see `coserve.scheduling.policies`; settings by name, as values or as text. ttft_s: SLO of
+    requests that bring none, seconds to the first token. tpot_s: likewise, mean seconds between later tokens; None:
+    what `coserve.scheduling.slo` makes of a decode step alone on this device.
     memory_bytes: of the page pool, for keys and values and fine-tuning's activations; None: a share of what is free.
     block_tokens: tokens of a page. max_requests: sequences that run at once. max_step_rows: rows of a forward pass.
     max_adapters: how many of those that lie on disk stay on the device.
     """
 
-    policy: str = "slack"
+    policy: str = DEFAULT_POLICY
+    policy_settings: Mapping[str, Any] = field(default_factory=dict)
     ttft_s: float = 2.0
     tpot_s: float | None = None
     memory_bytes: int | None = None
@@ -26,9 +31,7 @@ class EngineConfig:
     max_adapters: int = 64
 
     def __post_init__(self) -> None:
-        from coserve.scheduling.policies import make_policy  # brings torch: commands that only ask go without
-
-        make_policy(self.policy)
+        make_policy(self.policy, self.policy_settings)
         for name in ("ttft_s", "tpot_s"):
             value = getattr(self, name)
             if (value is not None or name == "ttft_s") and (not is_number(value) or value <= 0):

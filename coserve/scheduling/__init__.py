@@ -2,10 +2,9 @@
 
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View
-from coserve.scheduling.policies import POLICIES, Policy, make_policy
+from coserve.scheduling.policies import Policy, make_policy, policy_names
 
 __all__ = [
-    "POLICIES",
     "JobView",
     "LatencyModel",
     "Plan",
@@ -16,4 +15,5 @@ __all__ = [
     "RequestView",
     "View",
     "make_policy",
+    "policy_names",
 ]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
+from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View
 
 # The smallest piece of a prompt that has to go on, and of one that rides along; unless it is all that is left.
@@ -33,8 +34,13 @@ class PlanBuilder:
         """What the plan takes, without a margin."""
         return self._forward_s + self._loss_s + self._backward_s + self._update_s
 
-    def build(self) -> Plan:
+    def build(self, memory: MemoryPlan | None = None) -> Plan:
+        """The plan; memory: the pages that change hands before it."""
         return Plan(
+            preempt=tuple(memory.preempt) if memory else (),
+            drop=tuple(memory.drop) if memory else (),
+            admit=tuple(memory.admit) if memory else (),
+            begin=tuple(memory.begin) if memory else (),
             rows=tuple(self._rows),
             losses=tuple(self._losses),
             tasklets=tuple(self._tasklets),

@@ -25,6 +25,7 @@ class MemoryPlan:
         self.drop: list[str] = []
         self.admit: list[str] = []
         self.begin: list[str] = []
+        self._turns = {job.id: turn for turn, job in enumerate(view.jobs)}
 
     def grow(self) -> None:
         """See to it that every request that runs has the pages of its next rows, whatever it takes."""
@@ -53,11 +54,11 @@ class MemoryPlan:
             self.requests.append(request)
             self.admit.append(request.id)
 
-    def begin_packs(self, jobs: Sequence[JobView] | None = None) -> None:
+    def begin_packs(self, jobs: Sequence[JobView] | None = None, *, requests_first: bool = True) -> None:
         """Give jobs (default: the one served least first) the memory of their next packs, as far as requests do not
-        want it.
+        want it (requests_first=False: whoever waits).
         """
-        has_slots = len(self.requests) < self._view.max_requests
+        has_slots = requests_first and len(self.requests) < self._view.max_requests
         if has_slots and any(each.may_start and each.id not in self.admit for each in self._view.waiting):
             return
         for job in self._view.jobs if jobs is None else jobs:
@@ -66,6 +67,10 @@ class MemoryPlan:
             self.free -= job.num_pages
             self.begin.append(job.id)
             self.jobs.append(job._replace(phase="forward", num_rows_left=job.num_rows))
+        self.jobs.sort(key=self._turn)
+
+    def _turn(self, job: JobView) -> int:
+        return self._turns[job.id]
 
     def _reclaim(self, num_pages: int) -> bool:
         """Drop packs, those that lose least first, until so many pages are available. Drops none in vain."""

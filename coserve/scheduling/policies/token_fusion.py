@@ -1,19 +1,34 @@
-"""FlexLLM section 6.2: every step is filled up to one fixed objective, s = argmax f(c, s) <= SLO.
+"""FlexLLM section 6.2: every step is filled up to one fixed SLO, s = argmax f(c, s) <= SLO.
 
 c are the inference tokens that iteration-level scheduling with chunked prefill puts into the step, s the fine-tuning
 tokens, f the profiled latency. Tokens that came early in the past count for nothing, nor does the time since arrival.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from coserve.scheduling.building import PlanBuilder
 from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.plan import Plan, View
+from coserve.scheduling.policies.base import Policy
 
 
-def plan(view: View, latency: LatencyModel) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class TokenFusion(Policy):
     """See the module."""
-    build = PlanBuilder(view, latency)
-    objective_s = min([request.tpot_s for request in view.requests], default=view.tpot_s)
-    build.decode([request for request in view.requests if request.num_rows == 1])
-    build.prefill([request for request in view.requests if request.num_rows > 1], objective_s)
-    build.tune(view.jobs, objective_s)
-    return build.build()
+
+    summary: ClassVar[str] = "every step filled up to the tightest TPOT SLO (FlexLLM)"
+
+    def plan(self, view: View, latency: LatencyModel) -> Plan:
+        memory = MemoryPlan(view)
+        memory.grow()
+        memory.admit_waiting()
+        memory.begin_packs()
+        build = PlanBuilder(view, latency)
+        requests = memory.requests
+        slo_s = min([request.tpot_s for request in requests], default=view.tpot_s)
+        build.decode([request for request in requests if request.num_rows == 1])
+        build.prefill([request for request in requests if request.num_rows > 1], slo_s)
+        build.tune(memory.jobs, slo_s)
+        return build.build(memory)
