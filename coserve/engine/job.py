@@ -185,9 +185,7 @@ class Job:
         """The device has begun the next pack."""
         pack = self._pack = self._waiting.popleft()
         self.pack_pages = pages
-        self._cursor = Cursor(
-            num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=self.num_trained_parts
-        )
+        self._cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=self.num_trained_parts)
         self._num_rows_counted = 0.0
 
     def run_window(self, rows: WindowRows) -> None:

@@ -17,6 +17,7 @@ from coserve.devices.messages import (
     StepResult,
     TakeCheckpoint,
     TrainerOpened,
+    group_bytes,
 )
 from coserve.engine.checkpoint import Checkpoint, JobPosition, TakenCopy
 from coserve.engine.job import EventKind, Job, JobEvent
@@ -126,27 +127,16 @@ class JobSet(Mapping[str, Job]):
         costs = self._device.execute(start)
         assert isinstance(costs, TrainerOpened)
         try:
+            longest = max(len(example.tokens) for example in [*examples, *validation])
             job = Job(
                 id=job_id,
                 name=name,
-                config=config,
+                config=self._with_pack_size(config, costs, longest),
                 examples=examples,
                 validation=validation,
                 costs=costs,
                 tenant=tenant,
             )
-            longest = max(len(example.tokens) for example in [*examples, *validation])
-            sized = self._with_pack_size(job, longest)
-            if sized != config:
-                job = Job(
-                    id=job_id,
-                    name=name,
-                    config=sized,
-                    examples=examples,
-                    validation=validation,
-                    costs=costs,
-                    tenant=tenant,
-                )
             if position is not None:
                 job.resume(position)
                 self._num_tokens_forgotten -= job.num_tokens_trained  # another engine's
@@ -314,9 +304,7 @@ class JobSet(Mapping[str, Job]):
 
     def _tell(self, job: Job, kind: EventKind, *, version: str | None = None, message: str = "") -> None:
         now_s = self._device.clock.now()
-        event = JobEvent(
-            job=job.id, kind=kind, step=job.num_steps_done, now_s=now_s, version=version, message=message
-        )
+        event = JobEvent(job=job.id, kind=kind, step=job.num_steps_done, now_s=now_s, version=version, message=message)
         self._emit(event)
 
     def _living(self, job_id: str) -> Job:
@@ -325,17 +313,20 @@ class JobSet(Mapping[str, Job]):
             raise JobError(f"job {job_id!r} is over: it has {job.state}")
         return job
 
-    def _with_pack_size(self, job: Job, longest: int) -> TuningConfig:
-        """Its configuration with packs that the pool can hold."""
-        config, num_all = job.config, self._pages.pool.num_pages
+    def _with_pack_size(self, config: TuningConfig, costs: TrainerOpened, longest: int) -> TuningConfig:
+        """The configuration with packs that the pool can hold; longest: tokens of the longest example."""
+        num_all = self._pages.pool.num_pages
+
+        def num_pages(num_rows: int) -> int:
+            return sum(self._pages.num_pages(group_bytes(row_bytes, num_rows)) for row_bytes in costs.training)
+
         if config.max_pack_tokens is None:
             rows = config.pack_tokens
-            while rows > longest and sum(self._group_pages(job, rows)) > num_all // 2:
+            while rows > longest and num_pages(rows) > num_all // 2:
                 rows //= 2
             config = replace(config, max_pack_tokens=max(rows, longest))
         largest = max(config.pack_tokens, longest)
-        needed = sum(self._group_pages(job, largest))
-        if needed > num_all:
+        if (needed := num_pages(largest)) > num_all:
             raise JobError(
                 f"a pack of {largest} tokens needs {needed} pages; there are {num_all}: "
                 "lower max_pack_tokens or max_sequence_length, or give the engine more memory"

@@ -1,0 +1,57 @@
+"""What the engine says about itself: how requests were served, and counts as of now."""
+
+from dataclasses import dataclass
+
+from coserve.engine.request import Request, Slo
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """How a finished sequence was served. tpot_s: mean over its tokens after the first; None if there was but one."""
+
+    request: str
+    adapter: str | None
+    arrival_s: float
+    ttft_s: float
+    tpot_s: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    slo: Slo
+
+    @property
+    def attained(self) -> bool:
+        """Whether its SLO was held."""
+        return self.ttft_s <= self.slo.ttft_s and (self.tpot_s is None or self.tpot_s <= self.slo.tpot_s)
+
+
+def record_of(request: Request) -> RequestRecord:
+    """Of a request that has ended by itself."""
+    assert request.first_token_s is not None
+    later = request.num_output - 1
+    return RequestRecord(
+        request=request.request,
+        adapter=request.version.name if request.version else None,
+        arrival_s=request.arrival_s,
+        ttft_s=request.first_token_s - request.arrival_s,
+        tpot_s=(request.last_token_s - request.first_token_s) / later if later else None,
+        num_prompt_tokens=len(request.prompt),
+        num_output_tokens=request.num_output,
+        slo=request.slo,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """The engine at this moment. num_tokens_trained: rows of packs whose gradients are in, of all jobs here."""
+
+    num_running: int
+    num_waiting: int
+    num_jobs: int
+    num_steps: int
+    num_tokens_trained: int
+    num_preemptions: int
+    num_packs_dropped: int
+    num_pages: int
+    num_pages_free: int
+    num_pages_by_owner: dict[str, int]
+    margin: float

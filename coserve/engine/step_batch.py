@@ -1,0 +1,99 @@
+"""From a plan to what a device is told, and from what it took to what the latency model learns."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from coserve.devices.messages import Command, LossRows, StepBatch, StepResult, Tasklets, Update, WindowRows
+from coserve.engine.job import Job
+from coserve.engine.request_queue import RequestQueue
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.plan import Plan, PlannedRows
+
+
+def runnable(plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job]) -> Plan:
+    """The plan without what has no pages, and with rows as they are now.
+
+    Where something is left out, the sections' predictions are of another step: they become 0, and teach nothing.
+    """
+    rows = tuple([now for each in plan.rows if (now := _runnable_rows(each, requests, jobs)) is not None])
+    losses = tuple([piece for piece in plan.losses if _has_pack(jobs, piece.job)])
+    tasklets = tuple([part for part in plan.tasklets if _has_pack(jobs, part.job)])
+    updates = tuple([job for job in plan.updates if job in jobs and jobs[job].update_due])
+    if rows == plan.rows and losses == plan.losses and tasklets == plan.tasklets and updates == plan.updates:
+        return plan
+    return replace(
+        plan,
+        rows=rows,
+        losses=losses,
+        tasklets=tasklets,
+        updates=updates,
+        forward_s=plan.forward_s if rows == plan.rows else 0.0,
+        loss_s=plan.loss_s if losses == plan.losses else 0.0,
+        backward_s=plan.backward_s if tasklets == plan.tasklets else 0.0,
+        update_s=plan.update_s if updates == plan.updates else 0.0,
+    )
+
+
+def _runnable_rows(planned: PlannedRows, requests: RequestQueue, jobs: Mapping[str, Job]) -> PlannedRows | None:
+    if planned.kind == "window":
+        return planned if _has_pack(jobs, planned.item) else None
+    request = requests.running.get(planned.item)
+    if request is None or request.sequence is None:
+        return None
+    num_rows = min(planned.rows, request.num_rows)
+    if request.sequence.num_pages_missing(num_rows):
+        return None
+    start = request.sequence.length
+    return (
+        planned if (start, num_rows) == (planned.start, planned.rows) else planned._replace(start=start, rows=num_rows)
+    )
+
+
+def _has_pack(jobs: Mapping[str, Job], job: str) -> bool:
+    return job in jobs and jobs[job].has_pack
+
+
+def build_batch(
+    step: int, plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job], commands: tuple[Command, ...]
+) -> StepBatch:
+    """What the device is told of a plan that can run."""
+    planned = [(requests.running[rows.item], rows.rows) for rows in plan.rows if rows.kind != "window"]
+    # Rows of one adapter side by side, so that its bypasses run once for all of them.
+    planned.sort(key=lambda pair: pair[0].version_key)
+    return StepBatch(
+        step=step,
+        commands=commands,
+        losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses]),
+        tasklets=tuple([Tasklets(part.job, part.rows, part.num_tasklets) for part in plan.tasklets]),
+        updates=tuple([Update(job, jobs[job].sums.num_trained, jobs[job].order.num_steps) for job in plan.updates]),
+        requests=tuple([request.next_rows(num_rows) for request, num_rows in planned]),
+        windows=tuple([WindowRows(rows.item, rows.rows) for rows in plan.rows if rows.kind == "window"]),
+        backward_limit_s=plan.backward_limit_s,
+    )
+
+
+def observe(latency: LatencyModel, plan: Plan, result: StepResult, parameters: Sequence[int], *, step_s: float) -> None:
+    """Tell the latency model what a step took; parameters: how many each of its optimizer steps moved.
+
+    A section's time teaches once for each size in it, however many pieces of that size it has.
+    """
+    if plan.rows:
+        num_rows = sum([rows.rows for rows in plan.rows])
+        windows = any(rows.kind == "window" for rows in plan.rows)
+        latency.observe("forward", num_rows, windows, predicted_s=plan.forward_s, measured_s=result.forward_s)
+    for num_rows in {piece.rows.bit_length(): piece.rows for piece in plan.losses}.values():
+        latency.observe("loss", num_rows, False, predicted_s=plan.loss_s, measured_s=result.loss_s)
+    backward_s = plan.backward_s * _share_run(plan, result)
+    for num_rows in {part.rows.bit_length(): part.rows for part in plan.tasklets}.values():
+        latency.observe("backward", num_rows, False, predicted_s=backward_s, measured_s=result.backward_s)
+    for number in {number.bit_length(): number for number in parameters}.values():
+        latency.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
+    latency.observe_step(predicted_s=plan.predicted_s - plan.backward_s + backward_s, measured_s=step_s)
+
+
+def _share_run(plan: Plan, result: StepResult) -> float:
+    """The share of the planned backward work that ran before the time limit."""
+    planned = sum([part.rows * part.num_tasklets for part in plan.tasklets])
+    if not planned:
+        return 1.0
+    return sum([part.rows * result.num_tasklets[part.job] for part in plan.tasklets]) / planned
