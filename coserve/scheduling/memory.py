@@ -25,7 +25,6 @@ class MemoryPlan:
         self.drop: list[str] = []
         self.admit: list[str] = []
         self.begin: list[str] = []
-        self._turns = {job.id: turn for turn, job in enumerate(view.jobs)}
 
     def grow(self) -> None:
         """See to it that every request that runs has the pages of its next rows, whatever it takes."""
@@ -61,16 +60,15 @@ class MemoryPlan:
         has_slots = requests_first and len(self.requests) < self._view.max_requests
         if has_slots and any(each.may_start and each.id not in self.admit for each in self._view.waiting):
             return
-        for job in self._view.jobs if jobs is None else jobs:
+        jobs = self._view.jobs if jobs is None else jobs
+        for job in jobs:
             if job.phase != "pack" or job.num_pages + SPARE_PAGES * len(self.requests) > self.free:
                 continue
             self.free -= job.num_pages
             self.begin.append(job.id)
             self.jobs.append(job._replace(phase="forward", num_rows_left=job.num_rows))
-        self.jobs.sort(key=self._turn)
-
-    def _turn(self, job: JobView) -> int:
-        return self._turns[job.id]
+        turns = {job.id: turn for turn, job in enumerate(jobs)}
+        self.jobs.sort(key=lambda job: turns[job.id])
 
     def _reclaim(self, num_pages: int) -> bool:
         """Drop packs, those that lose least first, until so many pages are available. Drops none in vain."""

@@ -128,8 +128,8 @@ class Plan:
 
     First, memory: requests are preempted (their pages go back, their tokens are computed again), packs dropped,
     requests admitted, and packs begun, in this order. The engine checks each: what cannot be done, because pages are
-    missing, is left out, with its rows. Then one step runs: losses, tasklets, optimizer steps, the forward pass; in this
-    order. The tokens of requests come out at the end of the step, where their deadlines are compared with it.
+    missing, is left out, with its rows. Then one step runs: losses, tasklets, optimizer steps, the forward pass; in
+    this order. The tokens of requests come out at the end of the step, where their deadlines are compared with it.
 
     backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no limit). The
     predictions are in seconds, without the margin for error.

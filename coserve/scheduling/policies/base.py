@@ -6,6 +6,7 @@ from dataclasses import Field, dataclass, field, fields
 from math import inf
 from typing import Any, ClassVar, NamedTuple, Self
 
+from coserve.scheduling.fairness import TokenWeights
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan, View
 from coserve.settings import is_number
@@ -42,6 +43,11 @@ class Policy(ABC):
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         """What the engine does next."""
 
+    @property
+    def token_weights(self) -> TokenWeights:
+        """What tokens cost tenants, for the engine's counters."""
+        return TokenWeights()
+
     def __post_init__(self) -> None:
         for one in self.settings():
             _check(one, getattr(self, one.name))
@@ -68,7 +74,8 @@ class Policy(ABC):
 
 
 def _setting_of(one: "Field[Any]") -> Setting:
-    return Setting(name=one.name, default=one.default, **one.metadata)
+    default: Any = one.default
+    return Setting(name=one.name, default=default, **one.metadata)
 
 
 def _parse(one: Setting, text: str) -> Any:

@@ -23,7 +23,7 @@ from typing import ClassVar
 from coserve.scheduling.building import PlanBuilder
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.memory import MemoryPlan
-from coserve.scheduling.plan import Plan, RequestView, View
+from coserve.scheduling.plan import JobView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 
 # The reserve is saved up over the first tokens of a request, as many as these.
@@ -57,13 +57,21 @@ class Slack(Policy):
         """The plan, with jobs in it or without."""
         memory = MemoryPlan(view)
         memory.grow()
-        memory.admit_waiting()
+        memory.admit_waiting(self.queue(view))
         if tunes:
-            memory.begin_packs()
+            memory.begin_packs(self.turns(view))
         build = PlanBuilder(view, latency)
         if self._serve(build, memory.requests, view, latency) and tunes:
             self._tune(build, memory, view, latency)
         return build.build(memory)
+
+    def queue(self, view: View) -> tuple[RequestView, ...]:
+        """Waiting requests in the order in which they are to be admitted."""
+        return view.waiting
+
+    def turns(self, view: View) -> tuple[JobView, ...]:
+        """Jobs in the order in which they are to be served."""
+        return view.jobs
 
     def arrival_wait_s(self, view: View, requests: Sequence[RequestView]) -> float:
         """The longest that a request waits for the step that runs when it arrives; requests: those that run."""

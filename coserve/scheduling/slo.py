@@ -1,0 +1,45 @@
+"""The promise about a request's latency: what it is, what it is by default, and what a device can hold at all."""
+
+from dataclasses import dataclass
+
+from coserve.scheduling.latency import LatencyModel
+
+# The default TPOT: a decode step alone as many times, for company; and no less than this. Readers take in some five
+# words a second; and FlexLLM (table 2) advises against sharing a device below 25 ms per token.
+DEFAULT_TPOT_STEPS, LEAST_DEFAULT_TPOT_S = 2.5, 0.025
+# Tokens in the cache of the request that stands for a decode step alone.
+SOLO_CONTEXT = 512
+# No promise is tighter than what the request takes alone on the device, times this: predictions err, and steps that run
+# when it arrives must end first.
+LEAST_TIMES_ALONE = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slo:
+    """Seconds to a request's first token, and mean seconds between later ones."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}")
+
+
+def default_tpot_s(latency: LatencyModel) -> float:
+    """The TPOT of requests that bring none, by what is known of the device now."""
+    return max(LEAST_DEFAULT_TPOT_S, DEFAULT_TPOT_STEPS * latency.decode_s(num_requests=1, context=SOLO_CONTEXT))
+
+
+def feasible_slo(slo: Slo, latency: LatencyModel, *, num_prompt_tokens: int, max_tokens: int) -> Slo:
+    """The SLO itself (the same object), or the tightest that the device could hold for this request alone.
+
+    max_tokens: the most that its output may have.
+    """
+    context = num_prompt_tokens + max_tokens // 2
+    tpot_s = LEAST_TIMES_ALONE * latency.decode_s(num_requests=1, context=context)
+    ttft_s = LEAST_TIMES_ALONE * latency.prompt_s(num_prompt_tokens)
+    if slo.ttft_s >= ttft_s and slo.tpot_s >= tpot_s:
+        return slo
+    return Slo(ttft_s=max(slo.ttft_s, ttft_s), tpot_s=max(slo.tpot_s, tpot_s))
