@@ -12,11 +12,12 @@ from coserve.bench.baselines import PeftTrainer
 from coserve.bench.train import LORA
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import RequestRecord
 from coserve.engine.engine import Engine
-from coserve.engine.request import Chunk, Slo
+from coserve.engine.records import RequestRecord
+from coserve.engine.request import Chunk
 from coserve.models.backbone import Backbone
 from coserve.scheduling.policies import make_policy
+from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.workloads.summary import percentile

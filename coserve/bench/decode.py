@@ -12,9 +12,9 @@ from coserve.devices.counting import model_counts
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.request import Slo
 from coserve.memory.kv_cache import kv_page_bytes
 from coserve.models.backbone import Backbone
+from coserve.scheduling.slo import Slo
 
 _NUM_TOKENS = 16
 _BATCHES = (1, 4, 8)

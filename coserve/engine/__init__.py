@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from coserve.devices.sampling_params import SamplingParams
     from coserve.engine.config import EngineConfig
     from coserve.engine.engine import Engine
-    from coserve.engine.request import Slo
+    from coserve.scheduling.slo import Slo
+
 
 __all__ = ["Engine", "EngineConfig", "SamplingParams", "Slo"]
 

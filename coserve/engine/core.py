@@ -21,7 +21,7 @@ from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_set import JobSet, PeftFields, trainer_start
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import EngineStats, RequestRecord, record_of
-from coserve.engine.request import Chunk, Request, Slo
+from coserve.engine.request import Chunk, Request
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.engine.step_batch import build_batch, observe, runnable
@@ -30,18 +30,16 @@ from coserve.engine.versions import AdapterVersion, AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError
 from coserve.memory.kv_cache import KvCache
 from coserve.memory.pages import PagePool
+from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan, View
 from coserve.scheduling.policies import make_policy
+from coserve.scheduling.slo import Slo, default_tpot_s, feasible_slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 
 Event = Chunk | JobEvent
 
-# Default TPOT SLO, as a multiple of a decode step of one request.
-_DEFAULT_TPOT_STEPS = 2.5
-# Tokens in the cache of the request that stands for a decode step alone.
-_SINGLE_CONTEXT = 512
 _NUM_RECORDS = 10_000
 
 
@@ -63,19 +61,25 @@ class EngineCore:
         info = device.info
         self.device, self.latency, self.config = device, latency, config
         self.policy = make_policy(config.policy, config.policy_settings)
+        self.counters = TokenCounters(self.policy.token_weights)
         self.pages = PageBroker(num_pages=info.num_pages, page_bytes=info.page_bytes, block_tokens=info.block_tokens)
-        self.requests = RequestQueue(self.pages.cache)
+        self.requests = RequestQueue(self.pages.cache, self.counters)
         self.adapters = ServedAdapters(device, max_on_disk=config.max_adapters)
         self._outbox: list[Event] = []
         self._commands: deque[Command] = deque()  # for the device, with the next step
         self.jobs = JobSet(
-            device, self.pages, self.adapters, emit=lambda event: self._outbox.append(event), send=self._commands.append
+            device,
+            self.pages,
+            self.adapters,
+            self.counters,
+            emit=lambda event: self._outbox.append(event),
+            send=self._commands.append,
         )
-        self.single_decode_step_s = latency.decode_s(num_requests=1, context=_SINGLE_CONTEXT)
-        self.slo = Slo(ttft_s=config.ttft_s, tpot_s=config.tpot_s or _DEFAULT_TPOT_STEPS * self.single_decode_step_s)
+        self.slo = Slo(ttft_s=config.ttft_s, tpot_s=config.tpot_s or default_tpot_s(latency))
         self.records: deque[RequestRecord] = deque(maxlen=_NUM_RECORDS)
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_slos_clamped = 0
         self.last_plan = Plan()
         self._step: tuple[Plan, StepBatch, float] | None = None  # under way, with the moment when it began
         self._end_tokens = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
@@ -123,6 +127,7 @@ class EngineCore:
             num_pages_free=self.pool.num_free,
             num_pages_by_owner=self.pool.num_pages_by_owner(),
             margin=self.latency.margin,
+            num_slos_clamped=self.num_slos_clamped,
         )
 
     def check_integrity(self) -> None:
@@ -161,6 +166,9 @@ class EngineCore:
         version = None if adapter is None else self.versions.resolve(adapter)
         base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         now_s = self.device.clock.now()
+        asked_slo = slo or self.slo
+        slo = feasible_slo(asked_slo, self.latency, num_prompt_tokens=len(prompt), max_tokens=max(1, params.max_tokens))
+        self.num_slos_clamped += slo != asked_slo
         members: list[Request] = []
         for index in range(params.n):
             request = Request(
@@ -171,7 +179,8 @@ class EngineCore:
                 params=params,
                 seed=base_seed + index,
                 version=version,
-                slo=slo or self.slo,
+                slo=slo,
+                asked_slo=asked_slo,
                 arrival_s=now_s if arrival_s is None else arrival_s,
                 end_tokens=frozenset() if params.ignore_eos else self._end_tokens,
                 text=None if self._text_stream is None else self._text_stream(prompt, params),
@@ -394,6 +403,7 @@ class EngineCore:
             requests=self.requests.running_views(),
             waiting=self.requests.waiting_views(),
             jobs=self.jobs.views(now_s),
+            tenants=self.counters.views(),
             num_free_pages=self.pages.num_available,
             ttft_s=self.slo.ttft_s,
             tpot_s=self.slo.tpot_s,
@@ -441,6 +451,7 @@ class EngineCore:
             if not rows.samples:
                 continue
             chunk = request.accept(result.tokens[rows.request], now_s)
+            self.counters.charge(request.tenant, output=1)
             self._outbox.append(chunk)
             if chunk.finish_reason is not None:
                 self.records.append(record_of(request))

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.lora import LoraConfig
+from coserve.devices.messages import TokenLogprob
 from coserve.devices.process_memory import pool_bytes
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
 from coserve.engine.job import JobEvent
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
-from coserve.engine.request import Chunk, FinishReason, Slo, TokenLogprob
+from coserve.engine.request import Chunk, FinishReason
 from coserve.engine.text import TextStream
 from coserve.engine.torch_runner import TorchRunner
 from coserve.errors import BudgetError, DataError, JobError, RequestError
@@ -23,6 +24,7 @@ from coserve.memory.kv_cache import kv_page_bytes
 from coserve.models.backbone import Backbone, build_backbone, find_device
 from coserve.models.source import ModelSource, find_model
 from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example, read_examples
 

@@ -25,6 +25,7 @@ from coserve.engine.page_broker import PageBroker
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.errors import BudgetError, CoserveError, DeviceMemoryError, JobError
 from coserve.memory.pack_pages import PackPages
+from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.plan import JobView
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
@@ -46,12 +47,14 @@ class JobSet(Mapping[str, Job]):
         device: Device,
         pages: PageBroker,
         adapters: ServedAdapters,
+        counters: TokenCounters,
         *,
         emit: Callable[[JobEvent], None],
         send: Callable[[Command], None],
     ) -> None:
         """emit: takes events. send: has the device do a command with the next step."""
-        self._device, self._pages, self._adapters, self._emit, self._send = device, pages, adapters, emit, send
+        self._device, self._pages, self._adapters, self._counters = device, pages, adapters, counters
+        self._emit, self._send = emit, send
         self._jobs: dict[str, Job] = {}
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_checkpoints = 0
 
@@ -144,6 +147,7 @@ class JobSet(Mapping[str, Job]):
             self._device.execute(DropTrainer(job_id))
             raise
         self._jobs[job_id] = job
+        self._counters.arrive(tenant)
         return job
 
     def pause(self, job_id: str) -> None:
@@ -151,11 +155,16 @@ class JobSet(Mapping[str, Job]):
         job = self._living(job_id)
         if job.has_pack:
             self.drop(job)
+        if job.state == "running":
+            self._counters.leave(job.tenant)
         job.state = "paused"
 
     def resume(self, job_id: str) -> None:
         """The inverse."""
-        self._living(job_id).state = "running"
+        job = self._living(job_id)
+        if job.state == "paused":
+            self._counters.arrive(job.tenant)
+        job.state = "running"
 
     def cancel(self, job_id: str) -> None:
         """End it at once; versions that it has published stay."""
@@ -211,8 +220,8 @@ class JobSet(Mapping[str, Job]):
 
     # -- what a step brought ------------------------------------------------------------
 
-    def apply(self, batch: StepBatch, result: StepResult, now_s: float) -> dict[str, float]:
-        """Move jobs on by what has run. Returns how many rows each job got on by."""
+    def apply(self, batch: StepBatch, result: StepResult, now_s: float) -> None:
+        """Move jobs on by what has run."""
         for update in batch.updates:
             self._apply_update(self._jobs[update.job], result.norms[update.job], now_s)
         for window in batch.windows:
@@ -221,13 +230,14 @@ class JobSet(Mapping[str, Job]):
             self._jobs[piece.job].run_loss(piece)
         for tasklets in batch.tasklets:
             self._jobs[tasklets.job].run_tasklets(tasklets, result.num_tasklets[tasklets.job])
-        num_rows = {job_id: self._jobs[job_id].count_rows(now_s) for job_id in jobs_in(batch)}
+        for job_id in jobs_in(batch):
+            job = self._jobs[job_id]
+            self._counters.charge(job.tenant, tuning=job.count_rows(now_s))
         for job_id, sums in result.packs.items():
             job = self._jobs[job_id]
             if job.finish_pack(sums):
                 self._emit(job.finish_evaluation(now_s))
                 self._next_step(job)
-        return num_rows
 
     def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
         """The device ran out of memory within the step: optimizer steps that were made stand, one that was under way
@@ -298,6 +308,8 @@ class JobSet(Mapping[str, Job]):
 
     def _end(self, job: Job, state: EventKind, *, message: str = "") -> None:
         assert state in ("succeeded", "failed", "cancelled")
+        if job.state == "running":
+            self._counters.leave(job.tenant)
         job.end(state)  # type: ignore[arg-type]
         self._device.execute(CloseTrainer(job.id))
         self._tell(job, state, message=message)

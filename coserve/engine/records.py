@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
-from coserve.engine.request import Request, Slo
+from coserve.engine.request import Request
+from coserve.scheduling.slo import Slo
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """How a finished sequence was served. tpot_s: mean over its tokens after the first; None if there was but one."""
+    """How a finished sequence was served. tpot_s: mean over its tokens after the first; None if there was but one. slo:
+    what it was served by: what it asked for, or the tightest that the device can hold.
+    """
 
     request: str
     adapter: str | None
@@ -42,7 +45,9 @@ def record_of(request: Request) -> RequestRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """The engine at this moment. num_tokens_trained: rows of packs whose gradients are in, of all jobs here."""
+    """The engine at this moment. num_tokens_trained: rows of packs whose gradients are in, of all jobs here.
+    num_slos_clamped: requests so far whose SLO was beyond the device.
+    """
 
     num_running: int
     num_waiting: int
@@ -55,3 +60,4 @@ class EngineStats:
     num_pages_free: int
     num_pages_by_owner: dict[str, int]
     margin: float
+    num_slos_clamped: int = 0

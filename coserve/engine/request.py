@@ -10,23 +10,9 @@ from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion
 from coserve.memory.kv_cache import PagedSequence
 from coserve.scheduling.plan import RequestView
+from coserve.scheduling.slo import Slo
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slo:
-    """What a request is promised (service level objective): seconds to its first token, and mean seconds between later
-    ones.
-    """
-
-    ttft_s: float
-    tpot_s: float
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +34,7 @@ class Chunk:
     stop_reason: str | int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    slo: Slo | None = None
 
 
 class Request:
@@ -64,16 +51,19 @@ class Request:
         seed: int,
         version: AdapterVersion | None,
         slo: Slo,
+        asked_slo: Slo,
         arrival_s: float,
         end_tokens: frozenset[int],
         text: TextStream | None,
         tenant: str = "",
         prefix_source: "Request | None" = None,
     ) -> None:
-        """prefix_source: the sequence with the same prompt that runs first, so that this one finds its pages."""
+        """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. prefix_source: the
+        sequence with the same prompt that runs first, so that this one finds its pages.
+        """
         self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source
         self.prompt, self.params, self.seed, self.tenant = list(prompt), params, seed, tenant
-        self.version, self.slo, self.arrival_s = version, slo, arrival_s
+        self.version, self.slo, self.asked_slo, self.arrival_s = version, slo, asked_slo, arrival_s
         self.tokens = list(prompt)  # and the output after it
         self.num_output = 0
         self.sequence: PagedSequence | None = None
@@ -241,6 +231,7 @@ class Request:
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=self.num_cached_tokens or 0,
+            slo=self.slo if first and self.slo != self.asked_slo else None,
         )
 
     def end(self, reason: FinishReason, error: str | None = None) -> Chunk:

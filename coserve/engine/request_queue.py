@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from coserve.devices.messages import CloseRequest, OpenRequest
 from coserve.engine.request import Request
 from coserve.memory.kv_cache import KvCache
+from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.plan import RequestView
 
 # Of those that wait, how many are looked up among the known prefixes anew for each view: the others come later anyway.
@@ -14,10 +15,10 @@ _NUM_LOOKED_UP = 16
 class RequestQueue:
     """Every request that is not over, exactly once: waiting or running."""
 
-    def __init__(self, cache: KvCache) -> None:
+    def __init__(self, cache: KvCache, counters: TokenCounters) -> None:
         self.waiting: dict[str, Request] = {}  # preempted ones first, then as they came
         self.running: dict[str, Request] = {}  # in the order of admission
-        self._cache = cache
+        self._cache, self._counters = cache, counters
         self._members: dict[str, list[Request]] = {}
         self._keys: dict[str, list[bytes]] = {}  # of the blocks of those that wait
         self._views: dict[str, RequestView] = {}  # of those that wait
@@ -64,7 +65,9 @@ class RequestQueue:
             return None
         opened = request.open(sequence)
         sequence.reserve(num_rows)
-        del self.waiting[request.id], self._keys[request.id], self._views[request.id]
+        self._stop_waiting(request)
+        if not request.num_preemptions:
+            self._counters.charge(request.tenant, prompt=len(request.prompt))
         self.running[request.id] = request
         return opened
 
@@ -85,7 +88,7 @@ class RequestQueue:
             closed = request.close()
             del self.running[request.id]
         else:
-            del self.waiting[request.id], self._keys[request.id], self._views[request.id]
+            self._stop_waiting(request)
         members = self._members[request.request]
         members.remove(request)
         if not members:
@@ -105,6 +108,11 @@ class RequestQueue:
         self._keys[request.id] = prefixes.keys(request.version_key, request.tokens) if shares else []
         self.waiting[request.id] = request
         self._views[request.id] = self._look_up(request)
+        self._counters.arrive(request.tenant)
+
+    def _stop_waiting(self, request: Request) -> None:
+        del self.waiting[request.id], self._keys[request.id], self._views[request.id]
+        self._counters.leave(request.tenant)
 
     def _look_up(self, request: Request) -> RequestView:
         num_pages, num_known = self._cache.num_pages_to_open(self._keys[request.id], len(request.tokens))

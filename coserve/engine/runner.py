@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from coserve.adapters.base import AdapterConfig
+from coserve.devices.messages import TokenLogprob
 from coserve.engine.checkpoint import TrainerState
-from coserve.engine.request import Request, TokenLogprob
+from coserve.engine.request import Request
 from coserve.errors import DeviceMemoryError
 from coserve.memory.activations import PooledMemory
 from coserve.models.backbone import Backbone

@@ -13,10 +13,11 @@ from torch import Tensor
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import load_adapter, read_tensors, save_adapter, write_tensors
 from coserve.devices.counting import job_counts
+from coserve.devices.messages import TokenLogprob
 from coserve.devices.profiling import load_profile
 from coserve.devices.sampling import sample
 from coserve.engine.checkpoint import OPTIMIZER_FILE
-from coserve.engine.request import Request, TokenLogprob
+from coserve.engine.request import Request
 from coserve.engine.runner import (
     LossRows,
     RequestRows,

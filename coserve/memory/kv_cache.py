@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from coserve.errors import BudgetError
 from coserve.memory.pages import PagePool
-from coserve.memory.prefix_index import Chain, PrefixIndex
+from coserve.memory.prefix_index import PrefixIndex
 
 OWNER = "kv"
 

@@ -8,8 +8,9 @@ from typing import Any
 from uuid import uuid4
 
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.request import Chunk, Slo
+from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
+from coserve.scheduling.slo import Slo
 from coserve.server.adapters import KnownAdapter
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error, not_found

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from coserve.engine.request import Slo
+from coserve.scheduling.slo import Slo
 
 # Reports on a request come a little later than its end.
 _KEPT_S = 30.0

@@ -4,7 +4,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from coserve.engine.core import EngineStats, RequestRecord
+from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
 from coserve.server.ledger import Ledger
 from coserve.worker.protocol import Ready, StepReport

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from coserve.engine.core import EngineStats, RequestRecord
+from coserve.engine.records import EngineStats, RequestRecord
 from coserve.server.ledger import Ledger
 from coserve.worker.protocol import Ready, StepRecord, StepReport
 

@@ -5,8 +5,8 @@ from random import Random
 
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.devices.counting import job_counts
+from coserve.devices.messages import TokenLogprob
 from coserve.engine.checkpoint import TrainerState
-from coserve.engine.request import TokenLogprob
 from coserve.engine.runner import StepResult, Work
 from coserve.errors import AdapterError
 from coserve.memory.activations import PooledMemory, group_bytes

@@ -6,7 +6,7 @@ from random import Random
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.core import EngineCore, Event
-from coserve.engine.request import Slo
+from coserve.scheduling.slo import Slo
 from coserve.simulate.modelled_runner import ModelledRunner
 
 # A device with nothing to do looks for work this often.

@@ -21,9 +21,10 @@ import zmq
 
 from coserve.devices.cpu_threads import worthwhile_threads
 from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
-from coserve.engine.core import EngineStats, Event
+from coserve.engine.core import Event
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
+from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
 from coserve.worker.job_commands import JobCommands
@@ -256,7 +257,6 @@ def _ready(engine: Engine) -> Ready:
         device=str(backbone.device),
         threads=torch.get_num_threads(),
         slo=engine.slo,
-        single_decode_step_s=engine.single_decode_step_s,
         vocab_size=backbone.architecture.vocab_size,
         max_positions=backbone.architecture.max_positions,
         num_pages=engine.pool.num_pages,

@@ -11,10 +11,11 @@ import msgspec
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineStats, RequestRecord
 from coserve.engine.job import JobEvent
-from coserve.engine.request import Chunk, Slo
+from coserve.engine.records import EngineStats, RequestRecord
+from coserve.engine.request import Chunk
 from coserve.jobs.messages import AdapterRef, Checkpointed, JobStart
+from coserve.scheduling.slo import Slo
 
 # -- the first line of the engine's standard input ---------------------------------------
 
@@ -123,7 +124,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     device: str
     threads: int
     slo: Slo
-    single_decode_step_s: float
     vocab_size: int
     max_positions: int
     num_pages: int

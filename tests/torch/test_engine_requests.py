@@ -23,9 +23,10 @@ from support import CONFIGS, FAMILIES, VOCAB, make_backbone, random_tokens
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.request import Chunk, Slo
+from coserve.engine.request import Chunk
 from coserve.engine.runner import StepFailedError
 from coserve.errors import AdapterError, BudgetError, RequestError
+from coserve.scheduling.slo import Slo
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LENGTHS = (5, 1, 17, 9, 30, 4, 13)

@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from coserve.devices.messages import TokenLogprob
 from coserve.devices.sampling_params import MAX_LOGPROBS
-from coserve.engine.request import Chunk, TokenLogprob
+from coserve.engine.request import Chunk
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
 from coserve.server.generation import (

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from coserve.engine.request import TokenLogprob
+from coserve.devices.messages import TokenLogprob
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
 from coserve.server.generation import (
