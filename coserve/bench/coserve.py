@@ -60,7 +60,7 @@ def run(backbone: Backbone, *, runs: int, streams: int = 4, num_jobs: int = 1, s
 
     The objective is set from the first turn of the streams alone. `seconds` is divided among the turns of a policy.
     """
-    engine = Engine(backbone, EngineConfig(memory_bytes=_MEMORY_BYTES, ttft_s=_TTFT_S))
+    engine = Engine.from_backbone(backbone, EngineConfig(memory_bytes=_MEMORY_BYTES, ttft_s=_TTFT_S))
     bench = _Bench(engine, streams=streams, num_jobs=num_jobs)
     warm_up = bench.phase("inference-only", seconds / 4)
     solo_s = median(warm_up.step_s)
@@ -107,7 +107,7 @@ class _Bench:
     def __init__(self, engine: Engine, *, streams: int, num_jobs: int) -> None:
         self._engine, self._streams, self._random = engine, streams, Random(0)
         self.slo = engine.slo
-        vocab_size = engine.backbone.architecture.vocab_size
+        vocab_size = engine.device.info.vocab_size
         for index in range(num_jobs):
             rows = [self._random.choices(range(vocab_size), k=_SEQUENCE) for _ in range(64)]
             examples = [Example(tokens=tuple(tokens), trained=(True,) * _SEQUENCE) for tokens in rows]
@@ -137,7 +137,7 @@ class _Bench:
                 num_open -= isinstance(event, Chunk) and event.finish_reason is not None
             now_s = time.perf_counter()
             plan = engine.last_plan
-            if plan.is_empty:
+            if plan.runs_nothing:
                 continue
             phase.errors.append(abs(plan.predicted_s - (now_s - before_s)) / (now_s - before_s))
             if all(rows.kind == "decode" for rows in plan.rows) and len(plan.rows) == self._streams:
@@ -149,7 +149,7 @@ class _Bench:
         return phase
 
     def _arrive(self) -> None:
-        prompt = self._random.choices(range(self._engine.backbone.architecture.vocab_size), k=_PROMPT_TOKENS)
+        prompt = self._random.choices(range(self._engine.device.info.vocab_size), k=_PROMPT_TOKENS)
         # Lengths differ, so that streams do not all end at once.
         length = self._random.randint(_OUTPUT_TOKENS // 2, _OUTPUT_TOKENS * 3 // 2)
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)

@@ -12,7 +12,7 @@ from coserve.devices.counting import model_counts
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.memory.kv_cache import kv_page_bytes
+from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone
 from coserve.scheduling.slo import Slo
 
@@ -24,7 +24,7 @@ def run(backbone: Backbone, *, runs: int, context: int = 512, batches: Sequence[
     """Decode steps of the engine, and of transformers, in turns; medians over `runs` turns."""
     page_bytes = kv_page_bytes(backbone, 16)
     pages = max(batches) * (-(-(context + 2 * _NUM_TOKENS) // 16) + 1)
-    engine = Engine(backbone, EngineConfig(policy="inference-only", memory_bytes=2 * pages * page_bytes))
+    engine = Engine.from_backbone(backbone, EngineConfig(policy="inference-only", memory_bytes=2 * pages * page_bytes))
     model = transformers_model(backbone)
     generator = torch.Generator().manual_seed(0)
     per_key = model_counts(backbone).kv_bytes_per_key

@@ -24,7 +24,7 @@ _MEMORY_BYTES = 4 << 30
 
 def run(backbone: Backbone, *, runs: int, sequences: Sequence[int] = _SEQUENCES) -> dict[str, Any]:
     """Optimizer steps of one sequence each, in turns; medians over `runs` turns."""
-    engine = Engine(backbone, EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES))
+    engine = Engine.from_backbone(backbone, EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES))
     peft = PeftTrainer(backbone, LORA, TuningConfig().optimizer)
     rows = []
     for length in sequences:

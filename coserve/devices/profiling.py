@@ -25,8 +25,7 @@ from coserve.devices.counting import job_counts, model_counts
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
 from coserve.kernels.cpu import compiled_kernels
-from coserve.memory.kv_cache import KvCache, kv_page_bytes
-from coserve.memory.pages import PagePool
+from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Bypasses, Span, forward, logits
 from coserve.scheduling.latency import Curve, Profile
@@ -140,9 +139,8 @@ class _Measurement:
         self.most_rows = min(max(_FORWARD_ROWS), architecture.max_positions - 1)
         num_tokens = max(_MANY_SPANS * (_LONG + 2 * _BLOCK_TOKENS), 2 * self.most_rows)
         num_pages = num_tokens // _BLOCK_TOKENS + _MANY_SPANS
-        pool = PagePool(num_pages, kv_page_bytes(backbone, _BLOCK_TOKENS), backbone.device)
-        pool.storage.zero_()
-        self.cache = KvCache(backbone, pool, block_tokens=_BLOCK_TOKENS)
+        self.pages = PagedKv(backbone, num_pages=num_pages, block_tokens=_BLOCK_TOKENS)
+        self.pages.storage.zero_()
         self.adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
         self.programs: TrainingPrograms = training_programs(self.adapter)
 
@@ -216,17 +214,15 @@ class _Measurement:
         return time.perf_counter()
 
     def _forward(self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None) -> float:
-        """Spans of so many rows each, behind so many tokens in the cache."""
-        sequences = [self.cache.open([]) for _ in range(spans)]
+        """Spans of `rows` rows each, after `past` tokens in the cache."""
+        per_span = -(-(past + rows) // _BLOCK_TOKENS)
+        tables = [list(range(index * per_span, (index + 1) * per_span)) for index in range(spans)]
         tokens = torch.zeros(rows, dtype=torch.int64)
-        for sequence in sequences:
-            sequence.reserve(past)
-            sequence.commit(past)
-            sequence.reserve(rows)
-        seconds = self._fastest_s(lambda: forward(self.backbone, [s.rows(tokens, bypasses) for s in sequences]))
-        for sequence in sequences:
-            sequence.close()
-        return seconds
+
+        def run() -> None:
+            forward(self.backbone, [self.pages.rows(table, past, tokens, bypasses) for table in tables])
+
+        return self._fastest_s(run)
 
     def _pass(self, num_rows: int) -> TrainingPass:
         """A pack with hardly any trained rows: the loss is measured by itself."""

@@ -16,7 +16,7 @@ _MODULE = {
     "Engine": "coserve.engine.engine",
     "EngineConfig": "coserve.engine.config",
     "SamplingParams": "coserve.devices.sampling_params",
-    "Slo": "coserve.engine.request",
+    "Slo": "coserve.scheduling.slo",
 }
 
 

@@ -4,13 +4,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.lora import LoraConfig
+from coserve.devices.base import Device
 from coserve.devices.messages import TokenLogprob
-from coserve.devices.process_memory import pool_bytes
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
@@ -18,10 +19,7 @@ from coserve.engine.job import JobEvent
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
 from coserve.engine.request import Chunk, FinishReason
 from coserve.engine.text import TextStream
-from coserve.engine.torch_runner import TorchRunner
-from coserve.errors import BudgetError, DataError, JobError, RequestError
-from coserve.memory.kv_cache import kv_page_bytes
-from coserve.models.backbone import Backbone, build_backbone, find_device
+from coserve.errors import DataError, JobError, RequestError
 from coserve.models.source import ModelSource, find_model
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import Slo
@@ -30,6 +28,8 @@ from coserve.tuning.examples import Example, read_examples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from coserve.models.backbone import Backbone
 
 # A JSONL file, its lines (as text or as objects), or examples that are tokens already.
 Data = str | Path | Iterable[str] | Iterable[Mapping[str, Any]] | Iterable[Example]
@@ -55,36 +55,59 @@ class Completion:
 
 
 class Engine(EngineCore):
-    """One model on one device, serving and fine-tuning. Not to be shared between threads."""
+    """One model on one device, serving and fine-tuning, with text in and out. Not to be shared between threads."""
 
     def __init__(
         self,
-        backbone: Backbone,
+        device: Device,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        end_tokens: Iterable[int] = (),
+        latency: LatencyModel | None = None,
+    ) -> None:
+        """device: whose memory and pages are those that the config asks for (`open_device`).
+
+        end_tokens: ids that end a text; those that the model does not have are of no effect. latency: default, what the
+        device's profile says.
+        """
+        super().__init__(
+            device,
+            latency or LatencyModel(device.info.profile),
+            config or EngineConfig(),
+            end_tokens=end_tokens,
+            text_stream=None if tokenizer is None else partial(_text_stream, tokenizer),
+        )
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def from_backbone(
+        cls,
+        backbone: "Backbone",
         config: EngineConfig | None = None,
         *,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         end_tokens: Iterable[int] = (),
         latency: LatencyModel | None = None,
         progress: LoadProgress | None = None,
-    ) -> None:
-        """Take the memory; the first start on a device measures its profile, which takes some seconds.
-
-        Args:
-            end_tokens: ids that end a text; those that the model does not have are of no effect.
+    ) -> Self:
+        """On torch, in this process, with weights that are there. The first start on a device measures its profile, which
+        takes some seconds.
 
         Raises:
             BudgetError: memory_bytes is too little for a request.
         """
+        from coserve.devices.loading import torch_device
+
         config = config or EngineConfig()
-        runner = TorchRunner(backbone)
-        page_bytes = kv_page_bytes(backbone, config.block_tokens)
-        num_pages = (config.memory_bytes or pool_bytes(backbone.device)) // page_bytes
-        if num_pages < 2:
-            raise BudgetError(f"the page pool needs {2 * page_bytes} bytes or more, for two pages")
-        latency = latency or LatencyModel(runner.profile(_stage(progress, "measuring this device")))
-        super().__init__(runner, latency, config, num_pages=num_pages)
-        self.backbone, self.tokenizer = backbone, tokenizer
-        self._ends = frozenset(token for token in end_tokens if 0 <= token < backbone.architecture.vocab_size)
+        device = torch_device(
+            backbone,
+            memory_bytes=config.memory_bytes,
+            block_tokens=config.block_tokens,
+            profile=None if latency is None else latency.profile,
+            progress=_stage(progress, "measuring this device"),
+        )
+        return cls(device, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
 
     @classmethod
     def load(
@@ -110,7 +133,7 @@ class Engine(EngineCore):
         backbone = build_backbone(source, dtype=dtype, device=place, seed=seed, progress=weights_progress)
         tokenizer = load_tokenizer(source)
         ends = _end_tokens(source, tokenizer)
-        return cls(backbone, config, tokenizer=tokenizer, end_tokens=ends, progress=progress)
+        return cls.from_backbone(backbone, config, tokenizer=tokenizer, end_tokens=ends, progress=progress)
 
     # -- requests -------------------------------------------------------------------
 
@@ -143,7 +166,7 @@ class Engine(EngineCore):
         try:
             for prompt in prompts:
                 collected.expect(self.add(prompt, params, adapter=adapter))
-            while any(name in self._requests for name in collected.names):
+            while any(name in self.requests for name in collected.names):
                 self._advance()
                 for event in self._take(collected.wants):
                     collected.take(event)
@@ -164,7 +187,7 @@ class Engine(EngineCore):
             return [chunk for chunk in mine if isinstance(chunk, Chunk)]
 
         try:
-            while name in self._requests:
+            while name in self.requests:
                 self._advance()
                 yield from take()
             yield from take()  # if it was cancelled between two steps
@@ -174,21 +197,9 @@ class Engine(EngineCore):
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt."""
-        return tokens_of(prompt, self.tokenizer, self.backbone.name)
-
-    def _end_tokens(self) -> frozenset[int]:
-        return self._ends
-
-    def _text_stream(self, prompt: Sequence[int], params: SamplingParams) -> TextStream | None:
-        if self.tokenizer is None:
-            return super()._text_stream(prompt, params)
-        return TextStream(self.tokenizer, prompt, params.stop)
+        return tokens_of(prompt, self.tokenizer, self.device.info.model)
 
     # -- adapters and jobs ------------------------------------------------------------
-
-    def save_adapter(self, label: str, directory: str | Path) -> None:
-        """Write a version (`name` or `name@step`) in PEFT's format."""
-        self.runner.save_adapter(self.versions.resolve(label).key, str(directory))
 
     def submit(
         self,
@@ -202,7 +213,7 @@ class Engine(EngineCore):
         """Start a fine-tuning job on data; `step` brings its events. Returns its id.
 
         Args:
-            adapter: a fresh one of this kind (default: LoRA at every linear layer), or the label of one to go on with.
+            adapter: a fresh one of this kind (default: LoRA at every linear layer), or the label of one to continue training.
             name: of the adapter that it publishes; requests name it, or `name@step`.
 
         Raises:
@@ -236,7 +247,7 @@ class Engine(EngineCore):
         num_empty = 0
         while not self.jobs[job_id].is_terminal:
             self._advance()
-            num_empty = num_empty + 1 if self.last_plan.is_empty else 0
+            num_empty = num_empty + 1 if self.last_plan.runs_nothing else 0
             if num_empty == _MOST_EMPTY_STEPS:
                 self.cancel_job(job_id)
                 raise JobError(f"job {job_id} does not move on: policy {self.config.policy} runs no jobs")
@@ -257,7 +268,7 @@ class Engine(EngineCore):
             if all(isinstance(line, Example) for line in lines):
                 return [_cut(example, config.max_sequence_length) for example in lines]
         if self.tokenizer is None:
-            raise DataError(f"{self.backbone.name} has no tokenizer: examples must be token ids")
+            raise DataError(f"{self.device.info.model} has no tokenizer: examples must be token ids")
         texts = [_json_line(number, line) for number, line in enumerate(lines, 1)]
         return read_examples(texts, self.tokenizer, max_sequence_length=config.max_sequence_length)
 
@@ -298,6 +309,10 @@ class _Collector:
                 finish_reason=last.finish_reason,
                 stop_reason=last.stop_reason,
             )
+
+
+def _text_stream(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], params: SamplingParams) -> TextStream:
+    return TextStream(tokenizer, prompt, params.stop)
 
 
 def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:

@@ -91,7 +91,7 @@ class EngineProcess:
         if not self._engine.has_work:
             self._report_batch()
             wait_ms = _WRITER_WAIT_MS if self._jobs.is_waiting else None
-        elif self._engine.last_plan.is_empty and not self._engine.has_requests:
+        elif self._engine.last_plan.runs_nothing and not self._engine.has_requests:
             wait_ms = _NO_PLAN_WAIT_MS
         until_s: float | None = None
         while self._running and self._socket.poll(wait_ms):
@@ -153,7 +153,7 @@ class EngineProcess:
         events = self._engine.step()
         end_s = time.monotonic()
         self._unreported = True
-        if not self._engine.last_plan.is_empty:
+        if not self._engine.last_plan.runs_nothing:
             self._steps.append(self._step_record(end_s, end_s - start_s))
         pages = self._engine.pool.num_pages_by_owner()
         if self._fullest is None or sum(pages.values()) > sum(self._fullest.values()):
@@ -169,7 +169,7 @@ class EngineProcess:
             rows[planned.kind] += planned.rows
         num_reversed = sum(part.rows * part.num_tasklets for part in plan.tasklets)
         num_reversed += sum(piece.rows for piece in plan.losses)
-        num_parts = self._engine.backbone.architecture.num_layers + 1  # and the head
+        num_parts = self._engine.device.info.num_layers + 1  # and the head
         return StepRecord(
             end_s=end_s,
             step_s=step_s,
@@ -249,20 +249,19 @@ def start(settings: EngineSettings, socket: "zmq.Socket[bytes]") -> Engine | Non
 
 
 def _ready(engine: Engine) -> Ready:
-    backbone = engine.backbone
-    weights = {id(weight): weight for part in backbone.weights.values() for weight in part.values()}
+    info = engine.device.info
     return Ready(
-        model=backbone.name,
-        dtype=str(backbone.dtype).removeprefix("torch."),
-        device=str(backbone.device),
-        threads=torch.get_num_threads(),
+        model=info.model,
+        dtype=info.dtype,
+        device=info.device,
+        threads=info.threads,
         slo=engine.slo,
-        vocab_size=backbone.architecture.vocab_size,
-        max_positions=backbone.architecture.max_positions,
-        num_pages=engine.pool.num_pages,
-        page_bytes=engine.pool.page_bytes,
-        block_tokens=engine.config.block_tokens,
-        weight_bytes=sum(weight.numel() * weight.element_size() for weight in weights.values()),
+        vocab_size=info.vocab_size,
+        max_positions=info.max_positions,
+        num_pages=info.num_pages,
+        page_bytes=info.page_bytes,
+        block_tokens=info.block_tokens,
+        weight_bytes=info.weight_bytes,
     )
 
 
