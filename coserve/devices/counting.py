@@ -1,10 +1,17 @@
 """What rows cost, counted from the graphs: the same numbers on every device."""
 
+from math import prod
+
 from coserve.adapters.base import Adapter
+from coserve.devices.messages import DeviceInfo, TrainerOpened
 from coserve.graph.operators.base import Load
+from coserve.memory.activations import Shapes
+from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone
 from coserve.scheduling.counts import JobCounts, ModelCounts
+from coserve.scheduling.latency import Profile
 from coserve.tuning.programs import TrainingPrograms
+from coserve.tuning.training_pass import saved_shapes, workspace_shapes
 
 
 def model_counts(backbone: Backbone) -> ModelCounts:
@@ -46,3 +53,43 @@ def job_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
         num_bypasses=len(adapter.sites),
         num_parameters=adapter.num_parameters,
     )
+
+
+def trainer_opened(adapter: Adapter, programs: TrainingPrograms, evaluation: TrainingPrograms) -> TrainerOpened:
+    """What a job costs; evaluation: the programs that measure the loss alone."""
+    return TrainerOpened(
+        counts=job_counts(adapter, programs),
+        training=_groups(adapter.backbone, programs),
+        evaluation=_groups(adapter.backbone, evaluation),
+        trained_parts=len(programs.parts),
+    )
+
+
+def device_info(backbone: Backbone, *, num_pages: int, block_tokens: int, threads: int, profile: Profile) -> DeviceInfo:
+    """What there is to know of a model on a device with a page pool."""
+    weights = {id(weight): weight for part in backbone.weights.values() for weight in part.values()}
+    return DeviceInfo(
+        model=backbone.name,
+        dtype=str(backbone.dtype).removeprefix("torch."),
+        device=str(backbone.device),
+        threads=threads,
+        vocab_size=backbone.architecture.vocab_size,
+        max_positions=backbone.architecture.max_positions,
+        num_layers=backbone.architecture.num_layers,
+        weight_bytes=sum(weight.nbytes for weight in weights.values()),
+        num_pages=num_pages,
+        page_bytes=kv_page_bytes(backbone, block_tokens),
+        block_tokens=block_tokens,
+        profile=profile,
+    )
+
+
+def _groups(backbone: Backbone, programs: TrainingPrograms) -> tuple[tuple[int, ...], ...]:
+    """Bytes of one row of each tensor, by the groups in which a pass takes them."""
+    parts = backbone.architecture.parts[:-1]
+    groups = [workspace_shapes(programs, backbone, 1), *(saved_shapes(programs, backbone, part, 1) for part in parts)]
+    return tuple(map(_row_bytes, groups))
+
+
+def _row_bytes(shapes: Shapes) -> tuple[int, ...]:
+    return tuple(prod(shape) * kind.itemsize for shape, kind in shapes.values())

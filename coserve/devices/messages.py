@@ -1,8 +1,8 @@
 """What crosses between the engine and a device: frozen, serialisable values that hold ids and numbers only.
 
 The engine sends commands and steps in one ordered stream; a device answers each. Requests, jobs, adapter versions and
-pages are ids that the engine gives out; what they stand for (tensors, trainers, copies of adapters) is the device's own.
-Pages count from 0; times are seconds. Everything here can be encoded by msgspec, written to a file and replayed.
+pages are ids that the engine gives out; what they stand for (tensors, trainers, copies of adapters) is the device's
+own. Pages count from 0; times are seconds. Everything here can be encoded by msgspec, written to a file and replayed.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,9 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import Profile
 from coserve.tuning.config import TuningConfig
+
+# The optimizer's state, beside an adapter's files in a checkpoint.
+OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +228,10 @@ Reply = AdapterLoaded | TrainerOpened | None
 class RequestRows(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive rows of a request: the tokens from position `start` on.
 
-    new_pages: join the request's page table before the rows run. samples: whether a token is chosen after the last row;
-    then place says how many were chosen before, and forbidden lists ids that must not come now. targets: tokens to be
-    scored, the first after row `scored_row` (counted in the sequence), each next one after the next row.
+    new_pages: join the request's page table before anything runs, so also if the step fails. samples: whether a token
+    is chosen after the last row; then place says how many were chosen before, and forbidden lists ids that must not
+    come now. targets: tokens to be scored, the first after row `scored_row` (counted in the sequence), each next one
+    after the next row.
     """
 
     request: str
@@ -298,8 +302,8 @@ class PackSums(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """The device ran out of memory within the step. Packs that took part must be dropped; requests may run the same rows
-    again. broken_update: the job whose optimizer step was under way, so that its parameters may be half moved.
+    """The device ran out of memory within the step. Packs that took part must be dropped; requests may run the same
+    rows again. broken_update: the job whose optimizer step was under way, so that its parameters may be half moved.
     """
 
     message: str
@@ -311,8 +315,8 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     tokens: of the requests that sampled. prompts: of those whose targets were scored. num_tasklets: of each job, how
     many ran before the time limit. packs: sums of the packs that are done with this step; their gradients have joined
-    those of the optimizer step. norms: gradient norms of the optimizer steps that were made, None where the gradient was
-    not finite and the step was skipped. Seconds that each section took. failure: None if the step ran as a whole.
+    those of the optimizer step. norms: gradient norms of the optimizer steps that were made, None where the gradient
+    was not finite and the step was skipped. Seconds that each section took. failure: None if the step ran as a whole.
     """
 
     step: int

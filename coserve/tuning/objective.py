@@ -9,7 +9,6 @@ from torch import Tensor
 from coserve.graph.execute import BackwardRun, run_graph
 from coserve.graph.ir import Node
 from coserve.graph.program import Program
-from coserve.tuning.loss_sums import LossSums
 
 # Logits of a chunk, beside which the loss holds their gradient (and a GPU a float32 copy): some 270 rows of 151,936
 # tokens in bfloat16, since the products with the head's weight are half as slow again with 100.
@@ -29,8 +28,8 @@ def loss_and_gradient(
     weights: Mapping[str, Tensor],
     accumulators: Mapping[str, Tensor],
     max_rows: int,
-) -> tuple[LossSums, Tensor]:
-    """Loss sums of some trained rows, and the gradient of their summed loss.
+) -> tuple[Tensor, Tensor]:
+    """What the loss of some trained rows sums up to, and the gradient of that sum. Waits for nothing on the device.
 
     Args:
         program: of the head with the loss.
@@ -41,15 +40,16 @@ def loss_and_gradient(
         max_rows: most rows of a chunk; the chunks are about equal.
 
     Returns:
-        The sums, and the gradient with respect to hidden [n, hidden_size].
+        float64 [2], the summed loss and the number of rows whose likeliest token is the target; and the gradient with
+        respect to hidden [n, hidden_size].
     """
-    sums, gradients, num_chunks = LossSums(), [], ceil(hidden.shape[0] / max_rows)
+    totals, gradients, num_chunks = hidden.new_zeros(2, dtype=torch.float64), [], ceil(hidden.shape[0] / max_rows)
     constant_chunks = [torch.tensor_split(tensor, num_chunks) for tensor in constants.values()]
     for x, *each in zip(torch.tensor_split(hidden, num_chunks), *constant_chunks, strict=True):
-        chunk_sums, gradient = _chunk(program, x, dict(zip(constants, each, strict=True)), weights, accumulators)
-        sums.add(chunk_sums)
+        chunk_totals, gradient = _chunk(program, x, dict(zip(constants, each, strict=True)), weights, accumulators)
+        totals += chunk_totals
         gradients.append(torch.zeros_like(x) if gradient is None else gradient)
-    return sums, torch.cat(gradients)
+    return totals, torch.cat(gradients)
 
 
 def _chunk(
@@ -58,8 +58,8 @@ def _chunk(
     constants: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
     accumulators: Mapping[str, Tensor],
-) -> tuple[LossSums, Tensor | None]:
-    """Forward and backward of some rows; nothing of it outlives the call."""
+) -> tuple[Tensor, Tensor | None]:
+    """Forward and backward of some rows; of all that it computes, only its totals [2] outlive the call."""
     values = {"x": hidden, **constants}
     kept = {name: values[name] for name in program.saved if name in values}
 
@@ -67,13 +67,9 @@ def _chunk(
         kept.update({name: current[name] for name in node.output.values() if name in program.retention.saved})
 
     run_graph(program.graph, values, weights, after=keep)
-    sums = LossSums(
-        loss=float(values["loss"].double().sum()),
-        num_correct=int(values["loss.correct"].sum()),
-        num_trained=hidden.shape[0],
-    )
+    totals = torch.stack([values[name].sum(dtype=torch.float64) for name in ("loss", "loss.correct")])
     if not program.asked:
-        return sums, None
+        return totals, None
     run = BackwardRun(
         program,
         values={**weights, **constants, **kept},
@@ -81,4 +77,4 @@ def _chunk(
         accumulators=accumulators,
     )
     run.advance()
-    return sums, run.gradient("x") if "x" in program.asked else None
+    return totals, run.gradient("x") if "x" in program.asked else None

@@ -1,7 +1,6 @@
 """The optimizer step of a job: mean over trained tokens, clipping, AdamW, a learning-rate schedule."""
 
 from collections.abc import Mapping
-from math import isfinite
 
 import torch
 from torch import Tensor
@@ -27,24 +26,24 @@ class AdapterOptimizer:
             weight_decay=config.weight_decay,
         )
 
-    def step(self, gradients: Mapping[str, Tensor], *, num_trained: int, num_steps: int) -> float | None:
+    def step(self, gradients: Mapping[str, Tensor], *, num_trained: int, num_steps: int) -> Tensor:
         """One step with the summed gradients of `num_trained` trained rows, of a job of `num_steps` steps.
 
-        Returns the gradient's norm before clipping; None if it is not finite: then nothing has changed but the step
-        count.
+        Returns the gradient's norm before clipping, float32 []; where it is not finite, nothing changes but the step
+        count. Waits for nothing on the device: it is there that the norm decides (`found_inf`, as PyTorch's GradScaler
+        has it).
         """
         mean = [gradients[name] / num_trained for name in self._masters]
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mean))))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mean)))
+        if bound := self.config.max_grad_norm:
+            torch._foreach_mul_(mean, torch.where(norm > bound, bound / (norm + 1e-6), 1.0))
         rate = self.config.learning_rate_at(self.num_steps_done, num_steps)
         self.num_steps_done += 1
-        if not isfinite(norm):
-            return None
-        if 0 < self.config.max_grad_norm < norm:
-            torch._foreach_mul_(mean, self.config.max_grad_norm / (norm + 1e-6))
         for group in self._adamw.param_groups:
             group["lr"] = rate
         for master, gradient in zip(self._masters.values(), mean, strict=True):
             master.grad = gradient
+        self._adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         return norm
@@ -58,7 +57,7 @@ class AdapterOptimizer:
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on where `state` was taken; ValueError, and nothing has changed, if these are not this adapter's."""
+        """Continue where `state` was taken; ValueError, and nothing has changed, if these are not this adapter's."""
         num_steps_done = int(tensors["num_steps_done"])
         states: dict[str, dict[str, Tensor]] = {}
         for name, master in self._masters.items():

@@ -29,7 +29,7 @@ from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pack import UNTRAINED, Pack
 from coserve.tuning.programs import TrainingPrograms
 
-# Tensors of a pass's workspace. Rows: what the blocks give for each row; behind the loss, the gradient of that.
+# Tensors of a pass's workspace. Rows: what the blocks give for each row; after the loss, the gradient of that.
 _ROWS, _KEY_GRADS, _VALUE_GRADS = "rows", "key_grads", "value_grads"
 
 
@@ -62,7 +62,8 @@ class TrainingPass:
         """
         backbone = adapter.backbone
         self.backbone, self.adapter, self.programs, self.pack = backbone, adapter, programs, pack
-        self.sums = LossSums()
+        # Summed loss, and rows whose likeliest token is the target: float64 [2], on the device.
+        self.totals = torch.zeros(2, dtype=torch.float64, device=backbone.device)
         self.gradients = {name: torch.zeros_like(master) for name, master in adapter.masters.items()}
         self.cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=len(programs.parts))
         self._bypasses = adapter.bypasses(training=training)
@@ -75,7 +76,7 @@ class TrainingPass:
         self._tokens, self._positions, self._targets = (
             tensor.to(backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
         )
-        self._trained = (self._targets != UNTRAINED).nonzero()[:, 0]
+        self._trained = (pack.targets != UNTRAINED).nonzero()[:, 0].to(backbone.device)
         self._tasklet: Tasklet | None = None
         self._released = False
         try:
@@ -105,7 +106,7 @@ class TrainingPass:
         start, end = self.cursor.next_forward(hidden.shape[0])
         self._workspace[_ROWS][start:end] = hidden
         self.cursor.advance_forward(end - start)
-        if self.forward_done:  # below the lowest trained part, K and V were kept for the windows behind alone
+        if self.forward_done:  # below the lowest trained part, K and V were kept for later windows alone
             for part in [part for part in self._saved if part not in self.programs.parts]:
                 self._memory.give_back(self._saved.pop(part))
             # What has no loss has no gradient.
@@ -115,17 +116,21 @@ class TrainingPass:
     # -- loss -------------------------------------------------------------------
 
     @property
+    def sums(self) -> LossSums:
+        """What the loss came to so far; waits for the device."""
+        loss, num_correct = self.totals.tolist()
+        return LossSums(loss=loss, num_correct=int(num_correct), num_trained=self.cursor.num_loss_rows)
+
+    @property
     def loss_done(self) -> bool:
         return self.cursor.loss_done
 
     def run_loss(self, max_rows: int) -> None:
-        """Run the next trained rows, at most so many, through the head: their loss, and its gradient for the backward
-        pass.
-        """
+        """Run the next trained rows, `max_rows` at most, through the head: their loss, and its gradient."""
         assert not self._released, "the pass was released"
         start, end = self.cursor.next_loss(max_rows)
         rows = self._trained[start:end]
-        sums, gradient = loss_and_gradient(
+        totals, gradient = loss_and_gradient(
             self.programs.loss,
             self._workspace[_ROWS][rows],
             {"targets": self._targets[rows], **self._constants("head", rows)},
@@ -133,7 +138,7 @@ class TrainingPass:
             accumulators=self._accumulators("head"),
             max_rows=chunk_rows(self.backbone.architecture.vocab_size, self.backbone.dtype),
         )
-        self.sums.add(sums)
+        self.totals += totals
         self._workspace[_ROWS][rows] = gradient
         self.cursor.advance_loss(end - start)
         self._release_if_done()

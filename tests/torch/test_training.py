@@ -350,9 +350,8 @@ def test_the_loss_is_taken_in_chunks(monkeypatch):
         assert max(heads) <= max_rows and sum(heads) == 2 * 40, "the head, and its LoRA"
         results.append((sums, gradient, grads))
     (sums, gradient, grads), (chunked_sums, chunked_gradient, chunked_grads) = results
-    assert sums.num_trained == chunked_sums.num_trained == 40
-    assert sums.num_correct == chunked_sums.num_correct
-    assert sums.loss == pytest.approx(chunked_sums.loss, rel=1e-6)
+    assert sums[1] == chunked_sums[1]
+    assert float(sums[0]) == pytest.approx(float(chunked_sums[0]), rel=1e-6)
     torch.testing.assert_close(gradient, chunked_gradient)
     assert worst_error(chunked_grads, grads) < 1e-5
 

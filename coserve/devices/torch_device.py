@@ -1,0 +1,286 @@
+"""The device on torch, for CPUs and GPUs by one code path.
+
+A step is launched section by section and waited for once: everything that it computes for the engine (tokens,
+log-probabilities, loss sums, gradient norms) is read together at its end, and sections are timed by the device's own
+events.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.base import Adapter
+from coserve.adapters.peft_directory import load_adapter, save_adapter
+from coserve.devices.base import Clock
+from coserve.devices.counting import device_info
+from coserve.devices.messages import (
+    AdapterLoaded,
+    BeginPack,
+    CloseRequest,
+    CloseTrainer,
+    Command,
+    DropCheckpoint,
+    DropPack,
+    DropTrainer,
+    DropVersion,
+    LoadAdapter,
+    OpenRequest,
+    OpenTrainer,
+    PackSums,
+    PublishVersion,
+    Reply,
+    SaveAdapter,
+    StepBatch,
+    StepFailure,
+    StepResult,
+    TakeCheckpoint,
+    Tasklets,
+    TrainerOpened,
+    WriteCheckpoint,
+)
+from coserve.devices.out_of_memory import memory_errors
+from coserve.devices.readout import Pending, Readout
+from coserve.devices.timing import StepTimer, step_timer
+from coserve.devices.torch_requests import RequestsResult, TorchRequests
+from coserve.devices.torch_trainer import TorchCheckpoint, TorchTrainer, open_trainer
+from coserve.errors import DeviceMemoryError
+from coserve.memory.paged_kv import PagedKv
+from coserve.models.backbone import Backbone
+from coserve.models.batch import Span, forward
+from coserve.scheduling.latency import Profile
+from coserve.tuning.training_pass import TrainingPass
+
+
+class WallClock:
+    """Real time, from a moment that means nothing."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class TorchDevice:
+    """See `coserve.devices.base.Device`."""
+
+    def __init__(self, backbone: Backbone, *, num_pages: int, block_tokens: int, profile: Profile) -> None:
+        """Take the memory of the page pool; DeviceMemoryError."""
+        self.backbone = backbone
+        self.clock: Clock = WallClock()
+        self.info = device_info(
+            backbone,
+            num_pages=num_pages,
+            block_tokens=block_tokens,
+            threads=torch.get_num_threads(),
+            profile=profile,
+        )
+        with memory_errors():
+            self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
+        self._versions: dict[str, Adapter] = {}
+        self._requests = TorchRequests(self._pages, self._versions)
+        self._trainers: dict[str, TorchTrainer] = {}
+        self._checkpoints: dict[str, TorchCheckpoint] = {}
+        self._step: _Step | None = None
+        self._handlers: dict[type, Callable[[Any], Reply]] = {
+            OpenRequest: lambda command: self._requests.open(command),
+            CloseRequest: lambda command: self._requests.close(command.request),
+            LoadAdapter: self._load_adapter,
+            SaveAdapter: lambda command: save_adapter(self._versions[command.version], command.directory),
+            DropVersion: self._drop_version,
+            OpenTrainer: self._open_trainer,
+            CloseTrainer: lambda command: self._trainers[command.job].close(),
+            DropTrainer: self._drop_trainer,
+            BeginPack: lambda command: self._trainers[command.job].begin(command, self._pages),
+            DropPack: lambda command: self._trainers[command.job].drop_pack(),
+            PublishVersion: self._publish,
+            TakeCheckpoint: self._take_checkpoint,
+            WriteCheckpoint: lambda command: self._checkpoints[command.checkpoint].write(Path(command.directory)),
+            DropCheckpoint: self._drop_checkpoint,
+        }
+
+    def execute(self, command: Command) -> Reply:
+        with memory_errors():
+            return self._handlers[type(command)](command)
+
+    def submit(self, batch: StepBatch) -> None:
+        """Launch the step; on a CPU it is done then, but for the numbers that come of it."""
+        assert self._step is None, "the step before was not collected"
+        for command in batch.commands:
+            self.execute(command)
+        self._requests.extend_tables(batch.requests)
+        self._step = _Step(self.backbone, self._requests, self._trainers, batch)
+        self._step.launch()
+
+    def collect(self) -> StepResult:
+        step, self._step = self._step, None
+        assert step is not None, "no step was submitted"
+        return step.result()
+
+    def close(self) -> None:
+        """Nothing: its memory goes with the object."""
+
+    # -- commands -------------------------------------------------------------------
+
+    def _load_adapter(self, command: LoadAdapter) -> AdapterLoaded:
+        adapter = load_adapter(self.backbone, command.directory)
+        self._versions[command.version] = adapter
+        return AdapterLoaded(len(adapter.sites))
+
+    def _drop_version(self, command: DropVersion) -> None:
+        del self._versions[command.version]
+
+    def _open_trainer(self, command: OpenTrainer) -> TrainerOpened:
+        trainer = open_trainer(command, self.backbone, self._versions)
+        opened = trainer.opened()
+        self._trainers[command.job] = trainer
+        return opened
+
+    def _drop_trainer(self, command: DropTrainer) -> None:
+        del self._trainers[command.job]
+
+    def _publish(self, command: PublishVersion) -> None:
+        self._versions[command.version] = self._trainers[command.job].adapter.snapshot()
+
+    def _take_checkpoint(self, command: TakeCheckpoint) -> None:
+        self._checkpoints[command.checkpoint] = self._trainers[command.job].checkpoint()
+
+    def _drop_checkpoint(self, command: DropCheckpoint) -> None:
+        del self._checkpoints[command.checkpoint]
+
+
+class _Step:
+    """One step, between its launch and its result."""
+
+    def __init__(
+        self, backbone: Backbone, requests: TorchRequests, trainers: dict[str, TorchTrainer], batch: StepBatch
+    ) -> None:
+        self._backbone, self._requests, self._trainers, self._batch = backbone, requests, trainers, batch
+        self._timer: StepTimer = step_timer(backbone.device)
+        self._readout = Readout()
+        self._num_tasklets: dict[str, int] = {}
+        self._norms: dict[str, Pending] = {}
+        self._updating: str | None = None
+        self._served: RequestsResult | None = None
+        self._totals: dict[str, Pending] = {}
+        self._failure: str | None = None
+
+    def launch(self) -> None:
+        """Everything, in the order of `StepBatch`."""
+        try:
+            with torch.inference_mode(), memory_errors():
+                for section in (self._losses, self._backward, self._updates, self._forward):
+                    section()
+                    self._timer.mark()
+                self._totals = {
+                    job: self._readout.add(training.totals) for job, training in self._passes() if training.done
+                }
+        except DeviceMemoryError as error:
+            self._failure = str(error)  # the error itself holds what was computed
+
+    def result(self) -> StepResult:
+        """Wait for it; packs that are done leave their gradients with their jobs."""
+        with torch.inference_mode():
+            self._readout.read()
+            return self._success() if self._failure is None else self._failed(self._failure)
+
+    def _success(self) -> StepResult:
+        loss_s, backward_s, update_s, forward_s = self._timer.sections_s()
+        return StepResult(
+            step=self._batch.step,
+            tokens=self._served.tokens() if self._served else {},
+            prompts=self._served.prompts() if self._served else {},
+            num_tasklets=self._num_tasklets,
+            packs={job: self._finish_pack(job, totals) for job, totals in self._totals.items()},
+            norms=self._read_norms(),
+            forward_s=forward_s,
+            loss_s=loss_s,
+            backward_s=backward_s,
+            update_s=update_s,
+        )
+
+    def _failed(self, message: str) -> StepResult:
+        """Optimizer steps that were made stand, whatever came after them."""
+        failure = StepFailure(message=message, broken_update=self._updating)
+        return StepResult(step=self._batch.step, norms=self._read_norms(), failure=failure)
+
+    # -- sections -------------------------------------------------------------------
+
+    def _losses(self) -> None:
+        for piece in self._batch.losses:
+            self._pass(piece.job).run_loss(piece.num_rows)
+
+    def _backward(self) -> None:
+        for piece in self._batch.tasklets:
+            self._num_tasklets[piece.job] = self._run_tasklets(piece)
+
+    def _run_tasklets(self, piece: Tasklets) -> int:
+        """As many as there is time for; returns how many that were."""
+        training = self._pass(piece.job)
+        for number in range(piece.num_tasklets):
+            if not self._has_time(number):
+                return number
+            training.next_tasklet(piece.num_rows).run()
+        return piece.num_tasklets
+
+    def _has_time(self, number: int) -> bool:
+        """Whether another tasklet may begin; number: how many its job has run. The step's first always may."""
+        limit_s = self._batch.backward_limit_s
+        is_first = not number and not any(self._num_tasklets.values())
+        return limit_s is None or is_first or self._timer.elapsed_s() < limit_s
+
+    def _updates(self) -> None:
+        for update in self._batch.updates:
+            self._updating = update.job
+            norm = self._trainers[update.job].update(update.num_trained, update.num_steps)
+            self._norms[update.job] = self._readout.add(norm)
+            self._updating = None
+
+    def _forward(self) -> None:
+        """All rows through the blocks; then tokens, prompts' scores, and what windows leave behind."""
+        requests, windows = self._batch.requests, self._batch.windows
+        if not requests and not windows:
+            return
+        passes = [self._pass(window.job) for window in windows]
+        spans = self._requests.spans(requests)
+        spans += [training.next_window(window.num_rows) for training, window in zip(passes, windows, strict=True)]
+        hidden = forward(self._backbone, spans)
+        self._served = self._requests.finish(hidden, requests, self._readout)
+        for training, rows in zip(passes, _rows_of(spans, hidden)[len(requests) :], strict=True):
+            training.finish_window(rows)
+
+    # -- packs ----------------------------------------------------------------------
+
+    def _pass(self, job: str) -> TrainingPass:
+        training = self._trainers[job].training_pass
+        assert training is not None, f"job {job} has no pack"
+        return training
+
+    def _passes(self) -> list[tuple[str, TrainingPass]]:
+        """Those that the step has moved on."""
+        batch = self._batch
+        jobs = [
+            *(piece.job for piece in batch.losses),
+            *(piece.job for piece in batch.tasklets),
+            *(window.job for window in batch.windows),
+        ]
+        return [(job, self._pass(job)) for job in dict.fromkeys(jobs)]
+
+    def _finish_pack(self, job: str, totals: Pending) -> PackSums:
+        loss, num_correct = totals.floats()
+        num_trained = self._pass(job).cursor.num_trained
+        self._trainers[job].finish_pack()
+        return PackSums(loss=loss, num_correct=int(num_correct), num_trained=num_trained)
+
+    def _read_norms(self) -> dict[str, float | None]:
+        norms = {job: norm.floats()[0] for job, norm in self._norms.items()}
+        return {job: norm if isfinite(norm) else None for job, norm in norms.items()}
+
+
+def _rows_of(spans: Sequence[Span], hidden: Tensor) -> list[Tensor]:
+    """The rows [n, hidden_size] of each span of a batch."""
+    lengths = [span.tokens.shape[0] for span in spans]
+    return [hidden[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]

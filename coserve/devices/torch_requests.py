@@ -1,0 +1,168 @@
+"""Requests on a torch device: their pages, the rows that they run, the tokens that are chosen for them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from math import nan
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.base import Adapter
+from coserve.devices.messages import OpenRequest, RequestRows, TokenLogprob
+from coserve.devices.readout import Readout
+from coserve.devices.sampling import SamplingRow, TokenCounts, sample
+from coserve.memory.paged_kv import PagedKv
+from coserve.models.backbone import Backbone
+from coserve.models.batch import Bypasses, Span, logits
+from coserve.tuning.objective import chunk_rows
+
+
+class RequestHandle:
+    """What a device keeps of a request; pages: its page table."""
+
+    def __init__(self, command: OpenRequest) -> None:
+        self.params, self.seed, self.version = command.params, command.seed, command.version
+        self.pages = list(command.pages)
+        self.counts: TokenCounts | None = None
+        if command.params.penalizes:
+            self.counts = TokenCounts(command.prompt)
+            for token in command.output:
+                self.counts.add(token)
+
+    def sampling_row(self, rows: RequestRows) -> SamplingRow:
+        """How the token after its rows is to be chosen."""
+        return SamplingRow(
+            params=self.params, seed=self.seed, place=rows.place, counts=self.counts, forbidden=rows.forbidden
+        )
+
+
+class TorchRequests:
+    """All requests of a device, by id."""
+
+    def __init__(self, pages: PagedKv, versions: Mapping[str, Adapter]) -> None:
+        self._pages, self._versions = pages, versions
+        self._handles: dict[str, RequestHandle] = {}
+
+    def open(self, command: OpenRequest) -> None:
+        self._handles[command.request] = RequestHandle(command)
+
+    def close(self, request: str) -> None:
+        del self._handles[request]
+
+    def extend_tables(self, requests: Sequence[RequestRows]) -> None:
+        """New pages join their requests'."""
+        for rows in requests:
+            self._handles[rows.request].pages += rows.new_pages
+
+    def spans(self, requests: Sequence[RequestRows]) -> list[Span]:
+        """The rows as spans of a forward batch."""
+        return [
+            self._pages.rows(
+                self._handles[rows.request].pages, rows.start, torch.tensor(rows.tokens), self._bypasses(rows.request)
+            )
+            for rows in requests
+        ]
+
+    def finish(self, hidden: Tensor, requests: Sequence[RequestRows], readout: Readout) -> "RequestsResult":
+        """Choose tokens and score prompts after the requests' rows, which are the first of hidden [n, hidden_size]."""
+        ends = list(accumulate(len(rows.tokens) for rows in requests))
+        return RequestsResult(
+            self._sample(hidden, ends, requests, readout), self._score_prompts(hidden, ends, requests, readout)
+        )
+
+    def _bypasses(self, request: str) -> Bypasses | None:
+        version = self._handles[request].version
+        return self._versions[version].bypasses() if version else None
+
+    def _sample(
+        self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout
+    ) -> Callable[[], dict[str, TokenLogprob]]:
+        sampled = [(end - 1, rows) for end, rows in zip(ends, requests, strict=True) if rows.samples]
+        if not sampled:
+            return dict
+        handles = [self._handles[rows.request] for _, rows in sampled]
+        users = [(1, self._bypasses(rows.request)) for _, rows in sampled]
+        scores = logits(self._backbone, hidden[[row for row, _ in sampled]], users)
+        chosen = sample(scores, [handle.sampling_row(rows) for handle, (_, rows) in zip(handles, sampled, strict=True)])
+        read = _Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
+        numbers = [handle.params.logprobs or 0 for handle in handles]
+
+        def result() -> dict[str, TokenLogprob]:
+            found = {}
+            for handle, (_, rows), line in zip(handles, sampled, read.lines(numbers), strict=True):
+                if handle.counts is not None:
+                    handle.counts.add(line.token)
+                found[rows.request] = line
+            return found
+
+        return result
+
+    def _score_prompts(
+        self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout
+    ) -> dict[str, list[Callable[[], list[TokenLogprob]]]]:
+        """Log-probabilities of prompts' tokens, a chunk of rows at a time: the logits of all never exist at once."""
+        most = chunk_rows(self._backbone.architecture.vocab_size, torch.float32)
+        found: dict[str, list[Callable[[], list[TokenLogprob]]]] = {}
+        for end, rows in zip(ends, requests, strict=True):
+            first = end - len(rows.tokens) + rows.scored_row - rows.start
+            for start in range(0, len(rows.targets), most):
+                targets = rows.targets[start : start + most]
+                some = slice(first + start, first + start + len(targets))
+                scores = logits(self._backbone, hidden[some], [(len(targets), self._bypasses(rows.request))])
+                k = self._handles[rows.request].params.prompt_logprobs or 0
+                found.setdefault(rows.request, []).append(_score(scores, targets, k, readout))
+        return found
+
+    @property
+    def _backbone(self) -> Backbone:
+        return self._pages.backbone
+
+
+class RequestsResult:
+    """What came of requests' rows; to be asked when the step's numbers have been read."""
+
+    def __init__(
+        self,
+        tokens: Callable[[], dict[str, TokenLogprob]],
+        prompts: Mapping[str, Sequence[Callable[[], list[TokenLogprob]]]],
+    ) -> None:
+        self._tokens, self._prompts = tokens, prompts
+
+    def tokens(self) -> dict[str, TokenLogprob]:
+        """Of those that sampled; the tokens count as used from now on. To be asked once."""
+        return self._tokens()
+
+    def prompts(self) -> dict[str, tuple[TokenLogprob, ...]]:
+        """Of those whose prompts were scored."""
+        return {request: tuple(one for chunk in chunks for one in chunk()) for request, chunks in self._prompts.items()}
+
+
+def _score(scores: Tensor, targets: Sequence[int], k: int, readout: Readout) -> Callable[[], list[TokenLogprob]]:
+    """Log-probabilities of a token in each row of scores [n, vocab_size], and the k likeliest."""
+    logprobs = scores.float().log_softmax(-1)
+    tokens = torch.tensor(targets, device=scores.device)
+    own = logprobs.gather(1, tokens[:, None])[:, 0]
+    values, places = logprobs.topk(k)
+    read = _Lines(readout, tokens, own, places, values)
+    return lambda: read.lines([k] * len(targets))
+
+
+class _Lines:
+    """Tokens [n] with their logprobs [n] (or [0]: none), and the likeliest [n, k] with theirs, of some rows."""
+
+    def __init__(
+        self, readout: Readout, tokens: Tensor, logprobs: Tensor, top_tokens: Tensor, top_logprobs: Tensor
+    ) -> None:
+        self._tokens, self._logprobs = readout.add(tokens), readout.add(logprobs)
+        self._top_tokens, self._top_logprobs = readout.add(top_tokens), readout.add(top_logprobs)
+
+    def lines(self, numbers: Sequence[int]) -> list[TokenLogprob]:
+        """What was read; numbers: how many of the likeliest each row asked for."""
+        tokens = self._tokens.ints()
+        logprobs = self._logprobs.floats() or [nan] * len(tokens)
+        likeliest = list(zip(self._top_tokens.ints(), self._top_logprobs.floats(), strict=True))
+        k = len(likeliest) // max(1, len(tokens))
+        return [
+            TokenLogprob(token=token, logprob=logprob, top=tuple(likeliest[row * k : row * k + min(number, k)]))
+            for row, (token, logprob, number) in enumerate(zip(tokens, logprobs, numbers, strict=True))
+        ]

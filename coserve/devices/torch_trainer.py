@@ -1,0 +1,122 @@
+"""A job's tensors on a torch device: its adapter, the optimizer's state, the gradients of the step, and one pack."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.base import Adapter
+from coserve.adapters.peft_directory import adapter_config, load_adapter, read_tensors, save_adapter, write_tensors
+from coserve.devices.counting import trainer_opened
+from coserve.devices.messages import OPTIMIZER_FILE, BeginPack, OpenTrainer, TrainerOpened
+from coserve.errors import AdapterError
+from coserve.memory.activations import LentRuns
+from coserve.memory.paged_kv import PagedKv
+from coserve.models.backbone import Backbone
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.optimizer import AdapterOptimizer
+from coserve.tuning.pack import make_pack
+from coserve.tuning.programs import evaluation_programs, training_programs
+from coserve.tuning.training_pass import TrainingPass
+
+
+class TorchTrainer:
+    """See `OpenTrainer` and the commands that follow it. `training_pass`: the pack in memory, None if there is none."""
+
+    def __init__(self, adapter: Adapter, config: TuningConfig, *, mean_context_len: float) -> None:
+        self.adapter = adapter
+        self.training_pass: TrainingPass | None = None
+        self.optimizer: AdapterOptimizer | None = AdapterOptimizer(adapter.masters, config.optimizer)
+        self._programs = training_programs(adapter, mean_context_len=mean_context_len)
+        self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)
+        self._seed = config.seed
+        self._gradients: dict[str, Tensor] | None = None
+
+    def opened(self) -> TrainerOpened:
+        return trainer_opened(self.adapter, self._programs, self._evaluation)
+
+    def begin(self, command: BeginPack, pages: PagedKv) -> None:
+        self.training_pass = TrainingPass(
+            self.adapter,
+            self._evaluation if command.evaluate else self._programs,
+            make_pack(command.sequences),
+            dropout_seed=self._seed,
+            first_row=command.first_row,
+            memory=LentRuns(pages, command.runs),
+            training=not command.evaluate,
+        )
+
+    def drop_pack(self) -> None:
+        if self.training_pass is not None:
+            self.training_pass.release()
+            self.training_pass = None
+
+    def finish_pack(self) -> None:
+        """The pack is done: its gradients join those of the optimizer step."""
+        done, self.training_pass = self.training_pass, None
+        assert done is not None and done.done
+        if done.programs is not self._programs:
+            return
+        if self._gradients is None:
+            self._gradients = done.gradients
+        else:
+            for name, gradient in done.gradients.items():
+                self._gradients[name] += gradient
+
+    def update(self, num_trained: int, num_steps: int) -> Tensor:
+        """The optimizer step over the gradients of all packs since the last; returns their norm."""
+        gradients, self._gradients = self._gradients, None
+        assert gradients is not None and self.optimizer is not None
+        norm = self.optimizer.step(gradients, num_trained=num_trained, num_steps=num_steps)
+        self.adapter.sync_compute_copy()
+        return norm
+
+    def checkpoint(self) -> "TorchCheckpoint":
+        return TorchCheckpoint(self.adapter.snapshot(), self.optimizer.state() if self.optimizer else None)
+
+    def close(self) -> None:
+        self.drop_pack()
+        self._gradients = self.optimizer = None
+
+
+class TorchCheckpoint:
+    """A copy of a job's tensors, which later training does not touch; may be written from any thread, beside steps."""
+
+    def __init__(self, adapter: Adapter, optimizer: dict[str, Tensor] | None) -> None:
+        self._adapter, self._optimizer = adapter, optimizer
+        self._taken: torch.cuda.Event | None = None
+        if adapter.backbone.device.type == "cuda":
+            self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._taken.record(torch.cuda.current_stream(adapter.backbone.device))
+
+    def write(self, directory: Path) -> None:
+        """AdapterError or OSError if it cannot be written."""
+        if self._taken is None:
+            stream = None
+        else:  # of its own, so that it does not wait for steps
+            stream = torch.cuda.Stream(self._adapter.backbone.device)  # type: ignore[no-untyped-call]
+            stream.wait_event(self._taken)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            save_adapter(self._adapter, directory)
+            if self._optimizer is not None:
+                write_tensors(directory / OPTIMIZER_FILE, self._optimizer)
+
+
+def open_trainer(command: OpenTrainer, backbone: Backbone, versions: dict[str, Adapter]) -> TorchTrainer:
+    """The tensors of a job, as the command says; AdapterError as there."""
+    checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
+    if checkpoint is not None:
+        adapter = load_adapter(backbone, checkpoint)
+    elif command.version is not None:
+        adapter = versions[command.version].snapshot()
+    else:
+        adapter = Adapter(backbone, adapter_config(command.adapter), seed=command.config.seed)
+    trainer = TorchTrainer(adapter, command.config, mean_context_len=command.mean_context_len)
+    if checkpoint is not None:
+        assert trainer.optimizer is not None
+        try:
+            trainer.optimizer.load_state(read_tensors(checkpoint / OPTIMIZER_FILE))
+        except (KeyError, ValueError) as error:
+            raise AdapterError(f"{checkpoint / OPTIMIZER_FILE} is not this adapter's: {error}") from None
+    return trainer
