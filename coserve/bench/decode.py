@@ -57,8 +57,8 @@ def _engine_step_s(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
         engine.add_tokens(prompt, params, slo=patient)
     steps = []
     while engine.has_requests:
-        start = now_s(engine.backbone.device)
+        start = now_s(torch.device(engine.device.info.device))
         engine.step()
         if len(engine.last_plan.rows) == len(prompts) and all(rows.kind == "decode" for rows in engine.last_plan.rows):
-            steps.append(now_s(engine.backbone.device) - start)
+            steps.append(now_s(torch.device(engine.device.info.device)) - start)
     return median(steps)

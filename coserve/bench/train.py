@@ -58,7 +58,7 @@ class _EngineJob:
         self.activation_bytes = 0
 
     def step_s(self) -> float:
-        device = self._engine.backbone.device
+        device = torch.device(self._engine.device.info.device)
         start = now_s(device)
         while True:
             events = self._engine.step()

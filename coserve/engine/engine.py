@@ -127,6 +127,8 @@ class Engine(EngineCore):
             device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one.
             progress: told what is being done, how much of it is done, and how much there is.
         """
+        from coserve.models.backbone import build_backbone, find_device
+
         source = find_model(model)
         place = find_device(device)
         weights_progress = _stage(progress, "loading weights")

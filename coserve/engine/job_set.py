@@ -310,7 +310,7 @@ class JobSet(Mapping[str, Job]):
         assert state in ("succeeded", "failed", "cancelled")
         if job.state == "running":
             self._counters.leave(job.tenant)
-        job.end(state)  # type: ignore[arg-type]
+        job.end(state)
         self._device.execute(CloseTrainer(job.id))
         self._tell(job, state, message=message)
 
@@ -372,4 +372,5 @@ def trainer_start(
 
 def jobs_in(batch: StepBatch) -> list[str]:
     """The jobs whose packs move on in a step."""
-    return list(dict.fromkeys(piece.job for piece in (*batch.windows, *batch.losses, *batch.tasklets)))
+    windows, losses = [piece.job for piece in batch.windows], [piece.job for piece in batch.losses]
+    return list(dict.fromkeys([*windows, *losses, *[piece.job for piece in batch.tasklets]]))
