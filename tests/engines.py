@@ -1,6 +1,7 @@
 """Engines on the tiny models of `support`, whose plans do not depend on how fast this machine is."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -8,18 +9,37 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from support import VOCAB, make_backbone, make_model, peft_twin, random_tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from coserve.devices.base import Clock, Device
+from coserve.devices.loading import torch_device
+from coserve.devices.messages import (
+    CloseRequest,
+    Command,
+    DropVersion,
+    LoadAdapter,
+    OpenRequest,
+    PublishVersion,
+    Reply,
+    RequestRows,
+    StepBatch,
+    StepFailure,
+    StepResult,
+)
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
 from coserve.engine.engine import Engine
 from coserve.engine.request import Chunk
-from coserve.memory.kv_cache import kv_page_bytes
+from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling import LatencyModel, Plan, PlannedLoss, PlannedRows, PlannedTasklets, View
-from coserve.simulate import Hardware, roofline_profile
+from coserve.scheduling.memory import MemoryPlan
+from coserve.scheduling.plan import RowKind
+from coserve.scheduling.policies import Policy
+from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning.examples import Example
 
 FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)
@@ -52,6 +72,62 @@ def _profile(name: str, hardware: Hardware) -> Any:
     return roofline_profile(make_backbone(name), hardware)
 
 
+class WatchedDevice:
+    """A device as it is, what it was told and said, and failures on demand.
+
+    versions: that it holds now. fail: says of a step, before it runs, what it fails of (None: nothing).
+    """
+
+    def __init__(self, device: Device, clock: Clock) -> None:
+        self.inner, self.info, self.clock = device, device.info, clock
+        self.versions: set[str] = set()
+        self.commands: list[Command] = []
+        self.batches: list[StepBatch] = []
+        self.results: list[StepResult] = []
+        self.fail: Callable[[StepBatch], StepFailure | None] = lambda batch: None
+        self._failed: StepResult | None = None
+        self._new_pages: dict[str, tuple[int, ...]] = {}  # told in steps that failed before the device saw them
+
+    def execute(self, command: Command) -> Reply:
+        reply = self.inner.execute(command)
+        self._note(command)
+        return reply
+
+    def submit(self, batch: StepBatch) -> None:
+        self.batches.append(batch)
+        failure = self.fail(batch)
+        if failure is not None:
+            for command in batch.commands:
+                self.execute(command)
+            for rows in batch.requests:
+                self._new_pages[rows.request] = self._new_pages.get(rows.request, ()) + rows.new_pages
+            self._failed = StepResult(step=batch.step, failure=failure)
+            return
+        for command in batch.commands:
+            self._note(command)
+        self.inner.submit(replace(batch, requests=tuple(map(self._with_pages, batch.requests))))
+
+    def collect(self) -> StepResult:
+        result, self._failed = self._failed or self.inner.collect(), None
+        self.results.append(result)
+        return result
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _with_pages(self, rows: RequestRows) -> RequestRows:
+        return replace(rows, new_pages=self._new_pages.pop(rows.request, ()) + rows.new_pages)
+
+    def _note(self, command: Command) -> None:
+        self.commands.append(command)
+        if isinstance(command, PublishVersion | LoadAdapter):
+            self.versions.add(command.version)
+        elif isinstance(command, DropVersion):
+            self.versions.remove(command.version)
+        elif isinstance(command, OpenRequest | CloseRequest):
+            self._new_pages.pop(command.request, None)
+
+
 def make_engine(
     name: str = "llama", *, num_pages: int = 600, hardware: Hardware = FAST, tokenizer: Any = None, **settings: Any
 ) -> Engine:
@@ -60,26 +136,51 @@ def make_engine(
     end_tokens = settings.pop("end_tokens", ())
     block = settings.setdefault("block_tokens", BLOCK)
     settings.setdefault("tpot_s", 1.0)
-    config = EngineConfig(memory_bytes=num_pages * kv_page_bytes(backbone, block), **settings)
+    memory_bytes = num_pages * kv_page_bytes(backbone, block)
     latency = FixedLatency(_profile(name, hardware))
-    engine = Engine(backbone, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
-    engine.runner.clock = TickingClock()  # type: ignore[assignment]
-    return engine
+    config = EngineConfig(memory_bytes=memory_bytes, **settings)
+    device = torch_device(backbone, memory_bytes=memory_bytes, block_tokens=block, profile=latency.profile)
+    watched = WatchedDevice(device, TickingClock())
+    return Engine(watched, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
 
 
-def random_policy(seed: int) -> Callable[[View, LatencyModel], Plan]:
+def watched(engine: EngineCore) -> WatchedDevice:
+    """The device of an engine that `make_engine` made."""
+    assert isinstance(engine.device, WatchedDevice)
+    return engine.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedBy(Policy):
+    """Whatever a function says."""
+
+    summary = "for tests"
+    function: Callable[[View, LatencyModel], Plan] = field(metadata={"help": "", "least": 0.0, "most": 0.0})
+
+    def plan(self, view: View, latency: LatencyModel) -> Plan:
+        return self.function(view, latency)
+
+    def __post_init__(self) -> None:
+        """A function is no setting."""
+
+
+def random_policy(seed: int) -> Policy:
     """Any plan that the engine could be given: some of the requests, in chunks, and any pieces of jobs."""
     rng = Random(seed)
 
     def plan(view: View, latency: LatencyModel) -> Plan:
+        memory = MemoryPlan(view)
+        memory.grow()
+        memory.admit_waiting()
+        memory.begin_packs()
         rows, losses, tasklets, updates, room = [], [], [], [], view.max_rows
-        for request in view.requests:
+        for request in memory.requests:
             num_rows = min(room, request.num_rows, rng.choice((1, 2, 3, 5, 8, 1000)))
             if num_rows and rng.random() < 0.9:
-                kind = "decode" if request.num_rows == 1 else "prefill"
+                kind: RowKind = "decode" if request.num_rows == 1 else "prefill"
                 rows.append(PlannedRows(request.id, kind, request.num_past, num_rows))
                 room -= num_rows
-        for job in view.jobs:
+        for job in memory.jobs:
             if rng.random() < 0.2:
                 continue
             if job.phase == "update":
@@ -91,9 +192,18 @@ def random_policy(seed: int) -> Callable[[View, LatencyModel], Plan]:
             elif num_rows := min(room, job.num_rows_left, rng.choice((1, 3, 7, 20, 1000))):
                 rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, num_rows))
                 room -= num_rows
-        return Plan(rows=tuple(rows), losses=tuple(losses), tasklets=tuple(tasklets), updates=tuple(updates))
+        return Plan(
+            preempt=tuple(memory.preempt),
+            drop=tuple(memory.drop),
+            admit=tuple(memory.admit),
+            begin=tuple(memory.begin),
+            rows=tuple(rows),
+            losses=tuple(losses),
+            tasklets=tuple(tasklets),
+            updates=tuple(updates),
+        )
 
-    return plan
+    return PlannedBy(function=plan)
 
 
 def _some_tasklets(rng: Random, num_rows_left: int, num_parts_left: int) -> tuple[int, int]:
@@ -183,7 +293,7 @@ def tokens_by_request(events: Iterable[Event]) -> dict[str, tuple[int, ...]]:
 
 
 def assert_nothing_is_held(engine: EngineCore) -> None:
-    """Every page is free or a cached beginning, and those can be had."""
+    """Every page is free or a cached prefix, and those can be had."""
     engine.check_integrity()
     assert not engine.has_requests
     owners = engine.pool.num_pages_by_owner()

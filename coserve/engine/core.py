@@ -199,6 +199,7 @@ class EngineCore:
         for member in members:
             self._outbox.append(member.end("cancelled"))
             self._leave(member)
+        self._drop_unread_versions()
         return bool(members)
 
     def _check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -482,10 +483,12 @@ class EngineCore:
             self.versions.release(request.version)
 
     def _drop_unread_versions(self) -> None:
-        self._commands.extend(self.adapters.take_unread())
+        if unread := self.adapters.take_unread():
+            self._commands.extend(unread)
+            self._send_commands()  # at once: they are large, and there may be no further step
 
     def _send_commands(self) -> None:
-        """Without a step to go with, they go by themselves."""
+        """Without a step to go with, commands go by themselves."""
         while self._commands:
             self.device.execute(self._commands.popleft())
 

@@ -19,6 +19,7 @@ from engines import (
     prompts_of,
     random_policy,
     tokens_by_request,
+    watched,
     word_tokenizer,
 )
 from peft import PeftModel
@@ -26,11 +27,13 @@ from safetensors.torch import load_file
 from support import FAMILIES, make_backbone, make_model, summed_loss
 
 from coserve.adapters import Adapter, LoraConfig, save_adapter
+from coserve.devices.messages import BeginPack
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.torch_trainer import TorchTrainer
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, DataError, JobError
-from coserve.simulate import Hardware
+from coserve.simulate.hardware import Hardware
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.examples import Example, epoch_order
 
@@ -197,24 +200,21 @@ def test_a_job_ends_the_same_under_any_plan_in_any_company(seed, undisturbed, tm
     assert_nothing_is_held(engine)
 
 
-def test_each_example_is_used_once_in_every_epoch(monkeypatch):
+def test_each_example_is_used_once_in_every_epoch():
     """Also when packs are dropped, and when the job is paused: what counts is what joins the gradients."""
     engine, rng = make_engine(num_pages=200), Random(0)
     engine.policy = random_policy(0)
     examples = examples_of(LENGTHS)
     job = engine.job(engine.submit(examples, CONFIG, adapter=LORA))
-    used, finish = [], job.trainer.finish
-
-    def watch():
-        used.append([tuple(tokens) for tokens in _pack_tokens(job.trainer.training_pass.pack)])
-        return finish()
-
-    monkeypatch.setattr(job.trainer, "finish", watch)
+    device, used = watched(engine), []
     while not job.is_terminal:
         if job.has_pack and rng.random() < 0.1:
             engine.pause_job(job.id)
             engine.resume_job(job.id)
         engine.step()
+        if device.results and job.id in device.results.pop().packs:
+            last = [command for command in device.commands if isinstance(command, BeginPack)][-1]
+            used.append([tokens for tokens, _ in last.sequences])
     assert job.num_drops > 3
     flat = [tokens for pack in used for tokens in pack]
     assert len(flat) == 3 * len(examples)
@@ -222,10 +222,6 @@ def test_each_example_is_used_once_in_every_epoch(monkeypatch):
         part = flat[epoch * len(examples) : (epoch + 1) * len(examples)]
         assert sorted(part) == sorted(example.tokens for example in examples)
     assert job.num_tokens_trained == 3 * sum(LENGTHS)
-
-
-def _pack_tokens(pack):
-    return [pack.tokens[start:end].tolist() for start, end in zip(pack.bounds, pack.bounds[1:], strict=False)]
 
 
 def test_a_job_moves_on_however_slow_the_device_is():
@@ -308,7 +304,7 @@ def test_versions_are_published_as_often_as_asked(tmp_path):
         labels = [f"mine@{step}" for step in steps]
         assert [event.version for event in of_kind(events, "version")] == labels
         assert engine.versions.labels() == labels
-        assert len(engine.runner._versions) == len(labels)
+        assert len(watched(engine).versions) == len(labels)
         newest, named = (saved(engine, label, tmp_path / f"{label}{every}") for label in ("mine", labels[-1]))
         assert distance(newest, named) == 0
         if len(labels) > 1:
@@ -328,12 +324,12 @@ def test_a_live_job_serves_every_step_and_frees_what_is_passed():
             assert engine.versions.labels() == [event.version], "the version before it is found no more"
             if slow is None:
                 slow = engine.add(prompt, greedy(60), adapter="live")
-        readers = {request.version.label for members in engine._requests.values() for request in members}
-        kept = {key.split("#")[0] for key in engine.runner._versions}
+        readers = {request.version.label for request in engine.requests}
+        kept = {key.split("#")[0] for key in watched(engine).versions}
         assert kept == readers | set(engine.versions.labels()), "served versions, and those that are read"
     assert labels == [f"live@{step}" for step in range(1, 10)]
     assert len(tokens_by_request(events + drain(engine))[slow]) == 60
-    assert [key.split("#")[0] for key in engine.runner._versions] == ["live@9"]
+    assert [key.split("#")[0] for key in watched(engine).versions] == ["live@9"]
 
 
 def test_an_adapter_of_the_same_name_and_step_shares_nothing_with_the_one_before_it():
@@ -360,7 +356,7 @@ def test_a_job_without_numbers_fails_alone(undisturbed, tmp_path):
     broken = engine.submit(examples_of((12, 9, 6), 3), absurd, adapter=LORA, name="broken")
     asked, events = {}, []
     while not all(job.is_terminal for job in engine.jobs.values()):
-        if len(engine._requests) < 3:
+        if len({request.request for request in engine.requests}) < 3:
             (prompt,) = prompts_of((engine.num_steps % 20 + 1,))
             asked[engine.add(prompt, greedy(5))] = prompt
             if "broken" in engine.versions:  # nonsense, but no more than that
@@ -386,15 +382,14 @@ def test_a_gradient_that_is_not_finite_once_skips_its_step(monkeypatch, tmp_path
     """As if that step had not been: nothing moves, the next ones do."""
     engine = make_engine()
     job = engine.job(engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine"))
-    finish = job.trainer.finish
+    finish = TorchTrainer.finish_pack
 
-    def spoil():
-        sums = finish()
+    def spoil(trainer):
         if job.num_steps_done == 4:
-            next(iter(job.trainer._gradients.values())).fill_(math.inf)
-        return sums
+            next(iter(trainer.training_pass.gradients.values())).fill_(math.inf)
+        finish(trainer)
 
-    monkeypatch.setattr(job.trainer, "finish", spoil)
+    monkeypatch.setattr(TorchTrainer, "finish_pack", spoil)
     steps = of_kind(run_jobs(engine), "step")
     assert [index for index, step in enumerate(steps) if step.norm is None] == [4]
     assert job.state == "succeeded"
@@ -428,7 +423,7 @@ def test_a_job_that_can_never_run_is_refused(examples, settings, message):
         ):
             engine.submit(examples_of((5,)), TuningConfig(**settings), adapter=LORA, validation=examples)
     assert not engine.has_work
-    assert engine.jobs == {}
+    assert not engine.jobs
 
 
 def test_marks_that_are_not_one_for_each_token_are_refused():
@@ -440,8 +435,11 @@ def test_packs_are_made_as_small_as_the_pool_needs_them():
     engine = make_engine(num_pages=150)
     job = engine.job(engine.submit(examples_of((10,) * 40), TuningConfig(batch_size=40), adapter=LORA))
     assert 10 <= job.config.pack_tokens < 400
-    assert job.trainer.num_pages(job.config.pack_tokens) <= 75
-    run_jobs(engine)
+    held = []
+    while not job.is_terminal:
+        engine.step()
+        held.append(engine.pool.num_pages_by_owner().get("activations", 0))
+    assert 0 < max(held) <= 75
     assert job.state == "succeeded"
 
 
@@ -518,7 +516,7 @@ def test_lines_that_cannot_be_used_are_named(tmp_path):
         engine.submit([7], adapter=LORA)
     with pytest.raises(DataError, match="has no tokenizer: examples must be token ids"):
         make_engine().submit([{"text": "fine"}], adapter=LORA)
-    assert engine.jobs == {}
+    assert not engine.jobs
 
 
 def test_adapters_make_the_round_trip_through_pefts_format(tmp_path):

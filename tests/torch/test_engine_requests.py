@@ -17,14 +17,16 @@ from engines import (
     prompts_of,
     random_policy,
     tokens_by_request,
+    watched,
     word_tokenizer,
 )
 from support import CONFIGS, FAMILIES, VOCAB, make_backbone, random_tokens
 
 from coserve.adapters import Adapter, LoraConfig
+from coserve.adapters.peft_directory import save_adapter
+from coserve.devices.messages import StepFailure
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.request import Chunk
-from coserve.engine.runner import StepFailedError
 from coserve.errors import AdapterError, BudgetError, RequestError
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import OptimizerConfig, TuningConfig
@@ -76,17 +78,9 @@ def test_tokens_equal_transformers_alone_and_in_company(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_the_same_when_prompts_are_chunked(name):
     engine = make_engine(name, max_step_rows=6)
-    widest = []
-    plan = engine.policy
-
-    def watch(view, latency):
-        made = plan(view, latency)
-        widest.append(sum(rows.rows for rows in made.rows))
-        return made
-
-    engine.policy = watch
     assert_greedy(engine, name)
-    assert max(widest) == 6
+    widest = max(sum(len(rows.tokens) for rows in batch.requests) for batch in watched(engine).batches)
+    assert widest == 6
     assert_nothing_is_held(engine)
 
 
@@ -99,7 +93,7 @@ def test_tokens_are_the_same_for_requests_that_are_preempted(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_are_the_same_behind_a_beginning_that_is_known(name):
+def test_tokens_are_the_same_after_a_prefix_that_is_known(name):
     engine = make_engine(name)
     shared = random_tokens(4 * BLOCK + 1, 7).tolist()
     prompts = [shared, shared, [*shared, 5, 6, 7], [*shared[:-2], 1], shared[: 2 * BLOCK]]
@@ -387,7 +381,7 @@ def test_cancellation_at_any_moment_gives_everything_back():
         names = [engine.add(prompt, greedy(12), adapter="a") for prompt in prompts_of((13, 6, 17, 9))]
         events = [event for _ in range(num_steps) for event in engine.step()]
         for name in names:
-            for request in engine._requests.get(name, []):
+            for request in engine.requests.members(name):
                 started = request.sequence is not None
                 moments.add(
                     ("preempted" if request.num_preemptions else "waiting")
@@ -407,7 +401,7 @@ def test_cancellation_at_any_moment_gives_everything_back():
         reasons = {name: [chunk.finish_reason for chunk in final_chunks(events, name)] for name in names}
         assert all(reason in (["cancelled"], ["length"]) for reason in reasons.values()), reasons
         engine.unload_adapter("a")
-        assert engine.runner._versions == {}, "nobody reads the adapter any more"
+        assert not watched(engine).versions, "nobody reads the adapter any more"
         assert not engine.has_work
     assert moments >= {"waiting", "mid-prefill", "decoding", "preempted"}
 
@@ -431,7 +425,7 @@ def test_a_preempted_request_is_the_youngest_even_if_all_came_at_once():
         engine.add_tokens(prompt, greedy(12), arrival_s=0.0)
     for _ in range(400):
         engine.step()
-        (oldest,) = engine._requests.get("request-0", [None])
+        (oldest,) = engine.requests.members("request-0") or [None]
         if oldest is None:
             break
         assert oldest.num_preemptions == 0
@@ -491,7 +485,7 @@ def test_names_of_requests_and_adapters_are_checked():
     with pytest.raises(AdapterError):
         engine.load_adapter("broken", "/no/such/directory")
     assert "broken" not in engine.versions
-    assert len(engine.runner._versions) == 3
+    assert len(watched(engine).versions) == 3
 
 
 def test_an_engine_needs_two_pages_and_its_settings_must_mean_something():
@@ -514,16 +508,16 @@ def test_generate_that_refuses_one_prompt_leaves_nothing_behind():
 
 
 def test_generate_that_fails_midway_leaves_nothing_behind(monkeypatch):
-    engine, run, steps = make_engine(), None, []
-    run = engine.runner.run
+    engine = make_engine()
+    collect, device = watched(engine).inner.collect, watched(engine)
 
-    def fail(work):
-        steps.append(work)
-        if len(steps) == 3:
+    def fail():
+        result = collect()
+        if len(device.batches) == 3:
             raise RuntimeError("a bug in a kernel")
-        return run(work)
+        return result
 
-    monkeypatch.setattr(engine.runner, "run", fail)
+    monkeypatch.setattr(device.inner, "collect", fail)
     with pytest.raises(RuntimeError, match="a bug in a kernel"):
         engine.generate(prompts_of((9, 5)), greedy(20))
     assert_nothing_is_held(engine)
@@ -559,7 +553,7 @@ def test_an_adapter_that_is_unloaded_serves_its_readers_to_the_end():
     engine.unload_adapter("a")
     with pytest.raises(AdapterError, match="there is no adapter 'a'; there are: none"):
         engine.add(prompt, greedy(), adapter="a")
-    assert len(engine.runner._versions) == 1
+    assert len(watched(engine).versions) == 1
     engine.load_adapter("a", adapter_directory(r=4))
     newer = engine.add(prompt, greedy(NUM_TOKENS), adapter="a")
     events += drain(engine)
@@ -567,12 +561,12 @@ def test_an_adapter_that_is_unloaded_serves_its_readers_to_the_end():
     assert got[reading] == expected_tokens(prompt, NUM_TOKENS, r=3)
     assert got[also] == expected_tokens(waiting, NUM_TOKENS, r=3)
     assert got[newer] == expected_tokens(prompt, NUM_TOKENS, r=4)
-    assert len(engine.runner._versions) == 1, "the old version is gone with its last reader"
+    assert len(watched(engine).versions) == 1, "the old version is gone with its last reader"
     engine.unload_adapter("a")
-    assert engine.runner._versions == {}
+    assert not watched(engine).versions
 
 
-def test_a_beginning_that_one_adapter_has_computed_is_never_anothers():
+def test_a_prefix_that_one_adapter_has_computed_is_never_anothers():
     engine = make_engine()
     (prompt,) = prompts_of((5 * BLOCK,))
     answers = {}
@@ -584,14 +578,14 @@ def test_a_beginning_that_one_adapter_has_computed_is_never_anothers():
             events = drain(engine)
             (last,) = final_chunks(events, request)
             assert tokens_by_request(events)[request] == expected_tokens(prompt, NUM_TOKENS, **lora)
-            assert last.num_cached_tokens == (4 * BLOCK if repeat else 0), "one's own beginning, and none but that"
+            assert last.num_cached_tokens == (4 * BLOCK if repeat else 0), "one's own prefix, and none but that"
             answers[str(lora)] = tokens_by_request(events)[request]
         if label:
             engine.unload_adapter(label)
     assert len(set(answers.values())) == 4
 
 
-def test_a_version_that_is_published_meanwhile_serves_requests_that_come_after_it():
+def test_a_version_that_is_published_meanwhile_serves_requests_that_come_after_it(tmp_path):
     """Each request reads the version that was the newest when it came; none sees the other's keys and values."""
     engine = make_engine()
     config = TuningConfig(
@@ -610,9 +604,8 @@ def test_a_version_that_is_published_meanwhile_serves_requests_that_come_after_i
     assert list(asked.values()) == ["mine@1", "mine@2", "mine@3"]
     for request, label in asked.items():
         fresh = make_engine()
-        (key,) = [key for key in engine.runner._versions if key.startswith(f"{label}#")]
-        fresh.versions.publish("same", 0, "same", num_bypasses=len(engine.runner._versions[key].sites))
-        fresh.runner._versions["same"] = engine.runner._versions[key]
+        engine.save_adapter(label, tmp_path / label)
+        fresh.load_adapter("same", str(tmp_path / label))
         (completion,) = fresh.generate([prompt], greedy(NUM_TOKENS), adapter="same")
         assert got[request] == completion.tokens
         (again,) = engine.generate([prompt], greedy(NUM_TOKENS), adapter=label)
@@ -620,11 +613,11 @@ def test_a_version_that_is_published_meanwhile_serves_requests_that_come_after_i
     assert len({got[request] for request in asked}) > 1, "the versions answer differently"
 
 
-def test_an_adapter_without_effect_shares_no_pages_with_the_bare_model():
+def test_an_adapter_without_effect_shares_no_pages_with_the_bare_model(tmp_path):
     engine = make_engine()
     fresh = Adapter(make_backbone(), LoraConfig(r=2))  # B is zero
-    engine.versions.publish("zero", 0, "zero", num_bypasses=len(fresh.sites))
-    engine.runner._versions["zero"] = fresh
+    save_adapter(fresh, tmp_path)
+    engine.load_adapter("zero", str(tmp_path))
     (prompt,) = prompts_of((5 * BLOCK,))
     bare, zero = (engine.generate([prompt], greedy(NUM_TOKENS), adapter=label)[0] for label in (None, "zero"))
     assert bare.tokens == zero.tokens == expected_tokens(prompt, NUM_TOKENS)
@@ -636,15 +629,14 @@ def test_an_adapter_without_effect_shares_no_pages_with_the_bare_model():
 
 def limit_rows(engine, most):
     """The device runs out of memory in every forward pass of more rows. Returns the widths that were tried."""
-    run, widths = engine.runner.run, []
+    widths = []
 
-    def limited(work):
-        widths.append(sum(rows.num_rows for rows in (*work.requests, *work.windows)))
-        if widths[-1] > most:
-            raise StepFailedError("no more")
-        return run(work)
+    def fail(batch):
+        rows = [*(len(rows.tokens) for rows in batch.requests), *(rows.num_rows for rows in batch.windows)]
+        widths.append(sum(rows))
+        return StepFailure(message="no more") if widths[-1] > most else None
 
-    engine.runner.run = limited
+    watched(engine).fail = fail
     return widths
 
 
@@ -682,7 +674,7 @@ def test_a_job_goes_on_after_steps_had_to_be_small():
     limit_rows(engine, 0)
     engine.add(prompts_of((20,))[0], greedy())
     drain(engine)
-    del engine.runner.run
+    watched(engine).fail = lambda batch: None
     engine.submit(examples_of((20, 9)), TuningConfig(), adapter=LoraConfig(r=2))
     for _ in range(100):
         engine.step()
