@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from coserve.graph.bypass import AttachedGraph, Bypass, attach
-from coserve.graph.ir import TensorSpec
+from coserve.graph.tensors import TensorSpec
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.batch import BoundBypass, Bypasses

@@ -15,7 +15,7 @@ from coserve.errors import AdapterError
 from coserve.graph.bypass import Bypass
 from coserve.graph.ir import GraphBuilder
 from coserve.models.base import Architecture, Part
-from coserve.settings import is_number
+from coserve.settings import check_whole, is_number
 
 # Fields of PEFT's config that say nothing about the numbers of a trained adapter.
 _HARMLESS = frozenset(
@@ -70,8 +70,7 @@ class LoraConfig(AdapterConfig):
             for pattern in values:
                 check_pattern(name, pattern)
         for name, rank in (("r", self.r), *self.rank_pattern.items()):
-            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-                raise ValueError(f"LoRA's rank {name} must be a whole number of at least 1, not {rank!r}")
+            check_whole(f"LoRA's rank {name}", rank, 1)
         for name, alpha in (("alpha", self.alpha), *self.alpha_pattern.items()):
             if not is_number(alpha) or alpha <= 0:
                 raise ValueError(f"LoRA's {name} must be a number above 0, not {alpha!r}")

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from coserve.settings import is_number
+from coserve.settings import check_whole, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """ValueError at birth names the field and its range.
+    """ValueError when created names the field and its range.
 
     policy: see `coserve.scheduling.policies`. ttft_s: objective of requests that bring none, seconds to the first
     token. tpot_s: likewise, mean seconds between later tokens; None: 2.5 × a decode step alone on this device.
@@ -37,5 +37,4 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name == "memory_bytes":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+            check_whole(name, value, 1)

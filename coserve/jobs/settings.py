@@ -14,7 +14,7 @@ import msgspec
 from coserve.adapters.lora import LoraConfig
 from coserve.errors import AdapterError, JobError
 from coserve.models.base import Architecture
-from coserve.settings import is_number
+from coserve.settings import check_whole, is_number
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.optimizer import OptimizerConfig
 
@@ -120,7 +120,7 @@ def job_settings(
         ("max_sequence_length", asked.max_sequence_length, 2),
     ):
         if value is not None:
-            _whole(f"coserve.{name}", value, least, _MOST_STEPS)
+            _check_whole(f"coserve.{name}", value, least, _MOST_STEPS)
     for name in ("shuffle", "live"):
         if not isinstance(getattr(asked, name), bool):
             _refuse(f"coserve.{name}", f"must be true or false, not {getattr(asked, name)!r}")
@@ -157,7 +157,7 @@ def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = {}
     for name, most in (("n_epochs", 50), ("batch_size", 256)):
         if (value := given.get(name)) not in (None, "auto"):
-            _whole(f"hyperparameters.{name}", value, 1, most)
+            _check_whole(f"hyperparameters.{name}", value, 1, most)
             known[name] = value
     if (factor := given.get("learning_rate_multiplier")) not in (None, "auto"):
         if not is_number(factor) or factor <= 0:
@@ -206,10 +206,11 @@ def _with_tuples(given: Any) -> Any:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
-def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        _refuse(name, f"must be a whole number {bounds}, not {value!r}")
+def _check_whole(name: str, value: Any, least: int, most: int) -> None:
+    try:
+        check_whole(name, value, least, most)
+    except ValueError as error:
+        raise JobError(str(error), param=name) from None
 
 
 def _refuse(name: str, what: str) -> None:

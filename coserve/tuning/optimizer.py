@@ -7,7 +7,7 @@ from math import cos, isfinite, pi
 import torch
 from torch import Tensor
 
-from coserve.settings import is_number
+from coserve.settings import check_whole, is_number
 
 _STATE = {"step", "exp_avg", "exp_avg_sq"}
 _SCHEDULES = ("constant", "linear", "cosine")
@@ -45,8 +45,7 @@ class OptimizerConfig:
             raise ValueError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
         if self.schedule not in _SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}, not {self.schedule!r}")
-        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be a whole number of at least 0, not {self.warmup_steps!r}")
+        check_whole("warmup_steps", self.warmup_steps, 0)
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """The learning rate of a job's step (from 0) out of `num_steps`."""
