@@ -7,14 +7,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from coserve.cli import jobs
-from coserve.cli.bench import bench
-from coserve.cli.chat import chat
-from coserve.cli.demo import demo
-from coserve.cli.inspect import inspect
-from coserve.cli.models import models
-from coserve.cli.tune import tune
-from coserve.cli.up import command as up_command
+from coserve.cli import commands
 from coserve.errors import CoserveError
 from coserve.version import VERSION
 
@@ -56,14 +49,7 @@ def version() -> None:
     print(VERSION)
 
 
-app.command()(up_command())
-app.command()(demo)
-app.command()(chat)
-app.command()(tune)
-app.add_typer(jobs.app)
-app.command()(models)
-app.command()(inspect)
-app.command()(bench)
+commands.add_to(app)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from coserve.adapters.base import AdapterConfig
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods.lora import LoraConfig
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
 from coserve.engine.device_memory import pool_bytes

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from coserve.adapters.base import Adapter
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods.lora import LoraConfig
 from coserve.engine.sampling import SamplingParams, SamplingRow, sample
 from coserve.home import home_directory
 from coserve.kernels.cpu import compiled_kernels

@@ -7,11 +7,11 @@ batch_size n / 16, from 1 to 16; learning_rate_multiplier 1. The multiplier is a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods import method
 from coserve.errors import AdapterError, JobError
 from coserve.models.base import Architecture
 from coserve.settings import check_whole, is_number
@@ -25,7 +25,7 @@ _MOST_STEPS = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """The `coserve` field of a job; see `TuningConfig`. adapter: `type` and the fields of `LoraConfig`.
+    """The `coserve` field of a job; see `TuningConfig`. adapter: `type` (a file of `adapters/methods/`), and that method's settings.
     checkpoint_every_steps: list a checkpoint behind so many optimizer steps (0: behind the last alone).
     evaluate_every_steps: None: with every checkpoint.
     """
@@ -170,16 +170,14 @@ def _adapter(given: Mapping[str, Any], architecture: Architecture) -> dict[str, 
     where = "coserve.adapter"
     if not isinstance(given, Mapping):
         _refuse(where, f"must be an object, not {given!r}")
-    if (kind := given.get("type", "lora")) != "lora":
-        _refuse(f"{where}.type", f'must be "lora", not {kind!r}')
+    try:
+        kind = method(given.get("type", "lora"))
+    except ValueError as error:
+        _refuse(f"{where}.type", str(error))
     asked = {name: value for name, value in given.items() if name != "type"}
-    config = _build(LoraConfig, {"r": 16, "alpha": 32, "target_modules": "all-linear"} | asked, where)
-    for name, rank in (
-        ("r", config.r),
-        *((f"rank_pattern.{each}", rank) for each, rank in config.rank_pattern.items()),
-    ):
-        if rank > architecture.hidden_size:
-            _refuse(f"{where}.{name}", f"is {rank}; a rank above the model's {architecture.hidden_size} adds nothing")
+    config = _build(kind, {**kind.job_defaults, **asked}, where)
+    for name, wrong in config.misfits(architecture):
+        _refuse(f"{where}.{name}", wrong)
     try:
         config.sites(architecture)
     except AdapterError as error:
@@ -213,5 +211,5 @@ def _check_whole(name: str, value: Any, least: int, most: int) -> None:
         raise JobError(str(error), param=name) from None
 
 
-def _refuse(name: str, what: str) -> None:
+def _refuse(name: str, what: str) -> NoReturn:
     raise JobError(f"{name} {what}", param=name)

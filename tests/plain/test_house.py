@@ -12,7 +12,7 @@ ROOT = Path(coserve.__file__).parent
 ROOMS = [
     *("cli", "bench", "workloads", "client", "cluster", "server", "worker", "jobs", "simulate", "engine", "devices"),
     *("scheduling", "tuning", "memory", "adapters", "models", "graph", "kernels"),
-    *("errors", "settings", "home", "version"),
+    *("errors", "settings", "discovery", "home", "version"),
 ]
 
 

@@ -19,7 +19,7 @@ import pytest
 from openai import OpenAI
 from served import Served, expected, is_alive, model_directory, serving, tokenizer
 
-from coserve.cli.up import stop_line
+from coserve.cli.commands.up import stop_line
 from coserve.server.home_lock import lock_home
 
 LONG: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}

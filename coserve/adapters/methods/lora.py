@@ -1,9 +1,9 @@
 """LoRA: bypass(x) = B (A dropout(x)) * scaling. Source: arXiv 2106.09685; rank-stabilised scaling: arXiv 2312.03732."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from zlib import crc32
 
 import torch
@@ -46,6 +46,7 @@ class LoraConfig(AdapterConfig):
     """
 
     peft_type = "LORA"
+    job_defaults: ClassVar[Mapping[str, Any]] = {"r": 16, "alpha": 32, "target_modules": "all-linear"}
 
     r: int = 8
     alpha: float = 8
@@ -91,6 +92,11 @@ class LoraConfig(AdapterConfig):
 
     def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
         return self._targets.sites(architecture, every_target=every_target)
+
+    def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
+        for name, rank in (("r", self.r), *((f"rank_pattern.{each}", rank) for each, rank in self.rank_pattern.items())):
+            if rank > architecture.hidden_size:
+                yield name, f"is {rank}; a rank above the model's {architecture.hidden_size} adds nothing"
 
     def rank(self, module: str) -> int:
         """The rank at a module."""
