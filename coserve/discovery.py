@@ -6,9 +6,7 @@ A name is the file's, with dashes where the file has underscores. Nothing is imp
 from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TypeVar
-
-_Base = TypeVar("_Base")
+from typing import Any
 
 
 def variant_names(path: Iterable[str], *, shared: Iterable[str] = ()) -> tuple[str, ...]:
@@ -19,7 +17,7 @@ def variant_names(path: Iterable[str], *, shared: Iterable[str] = ()) -> tuple[s
     return tuple(sorted(each.name.replace("_", "-") for each in iter_modules(path) if each.name not in shared))
 
 
-def variant_class(package: str, name: str, base: type[_Base]) -> type[_Base]:
+def variant_class(package: str, name: str, base: type[Any]) -> Any:
     """The one subclass of `base` that is defined in the variant's file; TypeError if there is not exactly one."""
     module = import_module(f"{package}.{name.replace('-', '_')}")
     found = [

@@ -1,8 +1,8 @@
 """What a PEFT method is, and an adapter: one method's parameters on one backbone.
 
 A method is one file in `adapters/methods/` with one config class, which answers: at which modules it sits, the bypass
-there, the initial value of each parameter, and its form in PEFT's directory. How the methods of the papers answer (x: the site's input, y: the
-site's output before the sum):
+there, the initial value of each parameter, and its form in PEFT's directory. How the methods of the papers answer (x:
+the site's input, y: the site's output before the sum):
 
 - LoRA: bypass(x) = B (A x) alpha / r at linear layers. See `adapters/methods/lora.py`.
 - IA3: y * l = y + y * (l - 1). Reads "output"; one `mul` with the parameter l - 1 [out], which starts at zero.

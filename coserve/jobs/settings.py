@@ -25,8 +25,10 @@ _MOST_STEPS = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """The `coserve` field of a job; see `TuningConfig`. adapter: `type` (a file of `adapters/methods/`), and that method's settings.
-    checkpoint_every_steps: list a checkpoint behind so many optimizer steps (0: behind the last alone).
+    """The `coserve` field of a job; see `TuningConfig`.
+
+    adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings. checkpoint_every_steps: list
+    a checkpoint after every this many optimizer steps (0: only after the last).
     evaluate_every_steps: None: with every checkpoint.
     """
 

@@ -7,10 +7,10 @@ import pytest
 from rich.progress import Progress
 
 import coserve.cli
+from coserve.cli.commands.up import _Screen
 from coserve.cli.drawing import starting
 from coserve.cli.main import app
 from coserve.cli.tables import console, table
-from coserve.cli.commands.up import _Screen
 
 NAMES = ["ft:tiny:coserve:one:0f3a", "models/[bold]x[/bold]", "[/red]", "a:smile:b[0]"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coserve.cli.main import main
 from coserve.cli.commands.up import up
+from coserve.cli.main import main
 from coserve.server.config import ServerConfig, bytes_of, objective_of, seconds_of
 
 

@@ -18,4 +18,5 @@ def method(name: Any) -> type[AdapterConfig]:
     """The config class of a method; ValueError lists those that there are."""
     if not isinstance(name, str) or name not in method_names():
         raise ValueError(f"{name!r} is not supported; supported: {', '.join(method_names())}")
-    return variant_class(__name__, name, AdapterConfig)
+    found: type[AdapterConfig] = variant_class(__name__, name, AdapterConfig)
+    return found

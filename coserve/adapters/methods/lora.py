@@ -94,7 +94,10 @@ class LoraConfig(AdapterConfig):
         return self._targets.sites(architecture, every_target=every_target)
 
     def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
-        for name, rank in (("r", self.r), *((f"rank_pattern.{each}", rank) for each, rank in self.rank_pattern.items())):
+        for name, rank in (
+            ("r", self.r),
+            *((f"rank_pattern.{each}", rank) for each, rank in self.rank_pattern.items()),
+        ):
             if rank > architecture.hidden_size:
                 yield name, f"is {rank}; a rank above the model's {architecture.hidden_size} adds nothing"
 

@@ -26,4 +26,5 @@ def require_family(model_type: object) -> None:
 def build_architecture(config: "PretrainedConfig") -> Architecture:
     """The architecture of a configuration."""
     require_family(config.model_type)
-    return variant_class(__name__, config.model_type, Architecture)(config)
+    family: type[Architecture] = variant_class(__name__, config.model_type, Architecture)
+    return family(config)
