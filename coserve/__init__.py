@@ -6,12 +6,14 @@ Importing this package is cheap: torch, transformers and the rest are imported w
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from coserve.version import VERSION
+
 if TYPE_CHECKING:
     from coserve.adapters import LoraConfig
     from coserve.engine import Engine, EngineConfig, SamplingParams, Slo
     from coserve.tuning import Example, OptimizerConfig, TuningConfig
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _ROOM = {
     **dict.fromkeys(("Engine", "EngineConfig", "SamplingParams", "Slo"), "coserve.engine"),

@@ -1,10 +1,10 @@
 """What a PEFT method is, and an adapter: one method's parameters on one backbone.
 
-A method is a config class with four answers: at which modules it sits, the bypass there, the initial value of
-each parameter, and its form in PEFT's directory. How the methods of the papers answer (x: the site's input, y: the
-site's output before the sum):
+A method is one file in `adapters/methods/` with one config class, which answers: at which modules it sits, the bypass
+there, the initial value of each parameter, and its form in PEFT's directory. How the methods of the papers answer (x:
+the site's input, y: the site's output before the sum):
 
-- LoRA: bypass(x) = B (A x) alpha / r at linear layers. See `adapters/lora.py`.
+- LoRA: bypass(x) = B (A x) alpha / r at linear layers. See `adapters/methods/lora.py`.
 - IA3: y * l = y + y * (l - 1). Reads "output"; one `mul` with the parameter l - 1 [out], which starts at zero.
 - Bottleneck adapters: y + W_up gelu(W_down y). Reads "output" of o_proj and down_proj; `linear`, `gelu`, `linear`;
   W_up starts at zero.
@@ -19,7 +19,7 @@ site's output before the sum):
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -27,16 +27,21 @@ import torch
 from torch import Tensor
 
 from coserve.graph.bypass import AttachedGraph, Bypass, attach
-from coserve.graph.ir import TensorSpec
+from coserve.graph.tensors import TensorSpec
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.batch import BoundBypass, Bypasses
 
 
 class AdapterConfig(ABC):
-    """A PEFT method with its settings. Immutable; ValueError at birth for settings that no model could take."""
+    """A PEFT method with its settings. Immutable; ValueError when created with settings that no model could take.
+
+    peft_type: PEFT's name of it; in small letters, that of its file and the `type` in a job's settings.
+    job_defaults: settings of a job's adapter that differ from the class's defaults.
+    """
 
     peft_type: ClassVar[str]
+    job_defaults: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
@@ -55,6 +60,18 @@ class AdapterConfig(ABC):
     @abstractmethod
     def initial(self, parameter: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """The float32 value that a parameter (by its name in the bypass) starts from, on the generator's device."""
+
+    def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
+        """Settings that this model makes pointless, as (setting, what is wrong with it)."""
+        yield from ()
+
+    def to_peft_value(self, parameter: str, value: Tensor) -> Tensor:
+        """A parameter (by its name in the bypass) as PEFT's files have it; here: as it is."""
+        return value
+
+    def from_peft_value(self, parameter: str, value: Tensor) -> Tensor:
+        """The inverse of `to_peft_value`, exactly."""
+        return value
 
     @abstractmethod
     def to_peft(self) -> dict[str, Any]:
@@ -85,6 +102,7 @@ class Adapter:
         self.sites = config.sites(backbone.architecture, every_target=every_target)
         generator = torch.Generator().manual_seed(seed)
         self.masters: dict[str, Tensor] = {}
+        self.local_names: dict[str, str] = {}  # full parameter name -> its name in the bypass
         self._compute: dict[Part, dict[str, Tensor]] = {}
         for module, (part, _) in self.sites.items():
             prefix = backbone.architecture.prefix(part)
@@ -94,6 +112,7 @@ class Adapter:
                 else:
                     value = config.initial(tensor.name, tensor.shape, generator).to(backbone.device)
                 self.masters[f"{module}.{tensor.name}"] = value
+                self.local_names[f"{module}.{tensor.name}"] = tensor.name
                 compute = self._compute.setdefault(part, {})
                 compute[f"{module}.{tensor.name}".removeprefix(prefix)] = value.to(backbone.dtype)
 
@@ -130,6 +149,7 @@ class Adapter:
         """A copy of the parameters as they are now, which later training does not touch."""
         copy = Adapter.__new__(Adapter)
         copy.backbone, copy.config, copy.sites = self.backbone, self.config, self.sites
+        copy.local_names = self.local_names
         copy.masters = {name: master.clone() for name, master in self.masters.items()}
         copy._attached = self._attached  # the graphs are the same
         shares_masters = self.backbone.dtype == torch.float32

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from coserve.adapters.base import Adapter, AdapterConfig
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods import method, method_names
 from coserve.errors import AdapterError
 from coserve.models.backbone import Backbone
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_METHODS: dict[str, type[AdapterConfig]] = {method.peft_type: method for method in (LoraConfig,)}
 
 
 def save_adapter(adapter: Adapter, directory: str | Path) -> None:
@@ -29,7 +28,7 @@ def save_adapter(adapter: Adapter, directory: str | Path) -> None:
     except OSError as error:
         raise AdapterError(f"cannot write an adapter to {directory}: {error.strerror}") from None
     fields = {**adapter.config.to_peft(), "base_model_name_or_path": adapter.backbone.name}
-    tensors = {_PREFIX + name: tensor.contiguous().cpu() for name, tensor in adapter.masters.items()}
+    tensors = {_PREFIX + name: tensor.contiguous().cpu() for name, tensor in _peft_values(adapter).items()}
     write_tensors(directory / _WEIGHTS, tensors)
     _replace(directory / _CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
 
@@ -45,22 +44,29 @@ def load_adapter(backbone: Backbone, directory: str | Path) -> Adapter:
     config = _read_config(directory / _CONFIG)
     adapter = Adapter(backbone, config, every_target=False)
     tensors = _without_base_layers(read_tensors(directory / _WEIGHTS), adapter, directory)
-    expected = {_PREFIX + name: master for name, master in adapter.masters.items()}
+    expected = {_PREFIX + name: value for name, value in _peft_values(adapter).items()}
     if missing := [name for name in expected if name not in tensors]:
         raise AdapterError(f"{directory} lacks {_first(missing)}; it was made for another model or with other targets")
     if unknown := [name for name in tensors if name not in expected]:
         raise AdapterError(f"{directory} holds {_first(unknown)}, which {backbone.name} has no place for")
-    for name, master in expected.items():
-        if tensors[name].shape != master.shape:
+    for name, value in expected.items():
+        if tensors[name].shape != value.shape:
             raise AdapterError(
                 f"{directory}: {name} has shape {list(tensors[name].shape)}, {backbone.name} needs "
-                f"{list(master.shape)}; it was made for another model, or r is another"
+                f"{list(value.shape)}; it was made for another model, or r is another"
             )
         if not tensors[name].is_floating_point():
             raise AdapterError(f"{directory}: {name} is {tensors[name].dtype}; adapters must be of a float type")
-        master.copy_(tensors[name])
+        name = name.removeprefix(_PREFIX)
+        adapter.masters[name].copy_(config.from_peft_value(adapter.local_names[name], tensors[_PREFIX + name]))
     adapter.sync_compute_copy()
     return adapter
+
+
+def _peft_values(adapter: Adapter) -> dict[str, torch.Tensor]:
+    """The masters as PEFT's files have them."""
+    convert, local = adapter.config.to_peft_value, adapter.local_names
+    return {name: convert(local[name], master) for name, master in adapter.masters.items()}
 
 
 def _read_config(path: Path) -> AdapterConfig:
@@ -78,10 +84,12 @@ def _read_config(path: Path) -> AdapterConfig:
 
 def adapter_config(fields: Any) -> AdapterConfig:
     """A configuration in PEFT's format, of any method that there is; AdapterError names what is wrong."""
-    method: Any = fields.get("peft_type") if isinstance(fields, Mapping) else None
-    if not isinstance(method, str) or method not in _METHODS:
-        raise AdapterError(f"peft_type {method!r} is not supported; supported: {', '.join(_METHODS)}")
-    return _METHODS[method].from_peft(fields)
+    kind: Any = fields.get("peft_type") if isinstance(fields, Mapping) else None
+    for name in method_names():
+        if kind == method(name).peft_type:
+            return method(name).from_peft(fields)
+    known = ", ".join(method(name).peft_type for name in method_names())
+    raise AdapterError(f"peft_type {kind!r} is not supported; supported: {known}")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

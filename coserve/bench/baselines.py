@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods.lora import LoraConfig
 from coserve.bench.machine import now_s, time_s
 from coserve.errors import CoserveError
 from coserve.models.backbone import Backbone

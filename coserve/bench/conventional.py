@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods.lora import LoraConfig
 from coserve.models.base import Architecture
 
 _ATTENTION = "coserve_tiled"

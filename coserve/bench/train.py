@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods.lora import LoraConfig
 from coserve.bench.baselines import PeftTrainer
 from coserve.bench.machine import now_s
 from coserve.engine.config import EngineConfig

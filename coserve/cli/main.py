@@ -7,16 +7,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-import coserve
-from coserve.cli import jobs
-from coserve.cli.bench import bench
-from coserve.cli.chat import chat
-from coserve.cli.demo import demo
-from coserve.cli.inspect import inspect
-from coserve.cli.models import models
-from coserve.cli.tune import tune
-from coserve.cli.up import command as up_command
+from coserve.cli import commands
 from coserve.errors import CoserveError
+from coserve.version import VERSION
 
 # Typer's own copy of click, or click itself where Typer still uses it: the base of everything wrong with a command
 # line.
@@ -37,7 +30,7 @@ _KEY_HINT = " Here: --api-key KEY, or COSERVE_API_KEY."
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(coserve.__version__)
+        print(VERSION)
         raise typer.Exit
 
 
@@ -53,17 +46,10 @@ def _options(
 @app.command()
 def version() -> None:
     """Print the version."""
-    print(coserve.__version__)
+    print(VERSION)
 
 
-app.command()(up_command())
-app.command()(demo)
-app.command()(chat)
-app.command()(tune)
-app.add_typer(jobs.app)
-app.command()(models)
-app.command()(inspect)
-app.command()(bench)
+commands.add_to(app)
 
 
 def main() -> None:

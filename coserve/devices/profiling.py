@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-import coserve
 from coserve.adapters.base import Adapter
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.counting import job_counts, model_counts
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
+from coserve.home import home_directory
 from coserve.kernels.cpu import compiled_kernels
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
@@ -35,6 +35,7 @@ from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import TrainingPrograms, training_programs
 from coserve.tuning.training_pass import TrainingPass
+from coserve.version import VERSION
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ _LOSS_ROWS = (8, 32, 128, 512)
 _WINDOW_ROWS = 256
 _MANY_SPANS, _SHORT, _LONG = 8, 16, 512
 _BLOCK_TOKENS = 16
+_PACKAGE = Path(__file__).parents[1]
 # Those of the curves, and the single ones beside them.
 _NUM_MEASUREMENTS = sum(map(len, (_FORWARD_ROWS, _BACKWARD_ROWS, _HEAD_ROWS, _LOSS_ROWS))) + 10
 # A piece is measured so often, or until it has taken so long; a curve ends where one measurement takes too long.
@@ -59,10 +61,10 @@ def load_profile(
 ) -> Profile:
     """The profile of a model on this device: from disk, or measured now and kept there.
 
-    directory: default `$COSERVE_HOME/profiles`, or `~/.coserve/profiles`. progress: told how many measurements
+    directory: default `profiles` below the home directory. progress: told how many measurements
     are done, and of about how many.
     """
-    directory = directory or Path(os.environ.get("COSERVE_HOME", "~/.coserve")).expanduser() / "profiles"
+    directory = directory or home_directory() / "profiles"
     key = _identity(backbone)
     path = directory / (hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24] + ".json")
     with suppress(OSError, ValueError, TypeError, KeyError):  # whatever is wrong with it, it can be measured again
@@ -89,7 +91,7 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
         "model": hashlib.sha256(json.dumps(shape, default=str, sort_keys=True).encode()).hexdigest(),
         "dtype": str(backbone.dtype),
         "torch": torch.__version__,
-        "coserve": coserve.__version__,
+        "coserve": VERSION,
         "code": _code(),
         "kernels": "compiled" if backbone.device.type == "cpu" and compiled_kernels() is not None else "plain",
     }
@@ -99,11 +101,8 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
 def _code() -> str:
     """A digest of the code that is measured: while it is worked on, its version says too little."""
     digest = hashlib.sha256()
-    for path in sorted(Path(coserve.__file__).parent.glob("*/**/*.*")):
-        if (
-            path.suffix in (".py", ".cpp", ".h")
-            and path.relative_to(Path(coserve.__file__).parent).parts[0] in _MEASURED
-        ):
+    for path in sorted(_PACKAGE.glob("*/**/*.*")):
+        if path.suffix in (".py", ".cpp", ".h") and path.relative_to(_PACKAGE).parts[0] in _MEASURED:
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coserve.settings import is_number
+from coserve.settings import check_whole, is_number
 
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 
@@ -53,15 +53,15 @@ class SamplingParams:
         self._number("repetition_penalty", 0, 10, above=True)
         self._number("presence_penalty", -2, 2)
         self._number("frequency_penalty", -2, 2)
-        self._whole("max_tokens", 1 if self.prompt_logprobs is None else 0)
-        self._whole("min_tokens", 0, self.max_tokens)
-        self._whole("top_k", -1)
-        self._whole("n", 1, 128)
+        check_whole("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0)
+        check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        check_whole("top_k", self.top_k, -1)
+        check_whole("n", self.n, 1, 128)
         if self.seed is not None:
-            self._whole("seed", -(2**63), 2**63 - 1)
+            check_whole("seed", self.seed, -(2**63), 2**63 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                self._whole(name, 0, MAX_LOGPROBS)
+                check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or token < 0 or not is_number(bias) or not -100 <= bias <= 100:
                 raise ValueError(
@@ -88,14 +88,3 @@ class SamplingParams:
         if not is_number(value) or not least <= value <= most or (above and value == least):
             bounds = f"above {least} and at most {most}" if above else f"from {least} to {most}"
             raise ValueError(f"{name} must be a number {bounds}, not {value!r}")
-
-    def _whole(self, name: str, least: int, most: int | None = None) -> None:
-        value = getattr(self, name)
-        if (
-            not isinstance(value, int)
-            or isinstance(value, bool)
-            or value < least
-            or (most is not None and value > most)
-        ):
-            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")

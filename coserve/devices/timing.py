@@ -67,7 +67,7 @@ class CudaTimer(StepTimer):
         return time.perf_counter() - self._started_s
 
     def _event(self, *, timed: bool) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=timed)
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

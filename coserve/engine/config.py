@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coserve.scheduling.policies import DEFAULT_POLICY, make_policy
-from coserve.settings import is_number
+from coserve.settings import check_whole, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,5 +40,4 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name == "memory_bytes":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+            check_whole(name, value, 1)

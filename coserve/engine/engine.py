@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from coserve.adapters.base import AdapterConfig
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.base import Device
 from coserve.devices.messages import TokenLogprob
 from coserve.devices.sampling_params import SamplingParams

@@ -1,43 +1,19 @@
 """The graph: named tensors, and nodes that apply an operator to them, in an order that can be run.
 
-A tensor is one of four kinds. "row": an activation, `shape` per row, differentiable. "constant": given from outside
-for any row (tokens, positions, rotary tables), `shape` per row, no gradient. "weight": of the frozen backbone, whole
-shape. "parameter": of an adapter, whole shape. Graphs are immutable and hashable, so equal blocks share one compiled
-program.
+Graphs are immutable and hashable, so equal blocks share one compiled program.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from coserve.errors import GraphError
 from coserve.graph.operators import operator
 from coserve.graph.operators.base import Cost, Load, Operator
-
-Kind = Literal["row", "constant", "weight", "parameter"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorSpec:
-    """A tensor's name, shape and type; `dtype` None is the compute dtype of the model, whatever it is."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Kind
-    dtype: torch.dtype | None = None
-
-    @property
-    def per_row(self) -> bool:
-        """Whether there is one of it for every row."""
-        return self.kind in ("row", "constant")
-
-    def num_bytes(self, compute_dtype: torch.dtype) -> int:
-        """Bytes per row (kinds "row" and "constant") or in all."""
-        return prod(self.shape) * (self.dtype or compute_dtype).itemsize
+from coserve.graph.tensors import Kind, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +52,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Nodes in execution order over declared tensors. Checked at birth: names are unique, inputs exist before they
+    """Nodes in execution order over declared tensors. Checked when created: names are unique, inputs exist before they
     are read.
     """
 

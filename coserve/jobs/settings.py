@@ -7,14 +7,14 @@ batch_size n / 16, from 1 to 16; learning_rate_multiplier 1. The multiplier is a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods import method
 from coserve.errors import AdapterError, JobError
 from coserve.models.base import Architecture
-from coserve.settings import is_number
+from coserve.settings import check_whole, is_number
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 _Settings = TypeVar("_Settings")
@@ -24,8 +24,10 @@ _MOST_STEPS = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """The `coserve` field of a job; see `TuningConfig`. adapter: `type` and the fields of `LoraConfig`.
-    checkpoint_every_steps: list a checkpoint behind so many optimizer steps (0: behind the last alone).
+    """The `coserve` field of a job; see `TuningConfig`.
+
+    adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings. checkpoint_every_steps: list
+    a checkpoint after every this many optimizer steps (0: only after the last).
     evaluate_every_steps: None: with every checkpoint.
     """
 
@@ -119,7 +121,7 @@ def job_settings(
         ("max_sequence_length", asked.max_sequence_length, 2),
     ):
         if value is not None:
-            _whole(f"coserve.{name}", value, least, _MOST_STEPS)
+            _check_whole(f"coserve.{name}", value, least, _MOST_STEPS)
     for name in ("shuffle", "live"):
         if not isinstance(getattr(asked, name), bool):
             _refuse(f"coserve.{name}", f"must be true or false, not {getattr(asked, name)!r}")
@@ -156,7 +158,7 @@ def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = {}
     for name, most in (("n_epochs", 50), ("batch_size", 256)):
         if (value := given.get(name)) not in (None, "auto"):
-            _whole(f"hyperparameters.{name}", value, 1, most)
+            _check_whole(f"hyperparameters.{name}", value, 1, most)
             known[name] = value
     if (factor := given.get("learning_rate_multiplier")) not in (None, "auto"):
         if not is_number(factor) or factor <= 0:
@@ -169,16 +171,14 @@ def _adapter(given: Mapping[str, Any], architecture: Architecture) -> dict[str, 
     where = "coserve.adapter"
     if not isinstance(given, Mapping):
         _refuse(where, f"must be an object, not {given!r}")
-    if (kind := given.get("type", "lora")) != "lora":
-        _refuse(f"{where}.type", f'must be "lora", not {kind!r}')
+    try:
+        kind = method(given.get("type", "lora"))
+    except ValueError as error:
+        _refuse(f"{where}.type", str(error))
     asked = {name: value for name, value in given.items() if name != "type"}
-    config = _build(LoraConfig, {"r": 16, "alpha": 32, "target_modules": "all-linear"} | asked, where)
-    for name, rank in (
-        ("r", config.r),
-        *((f"rank_pattern.{each}", rank) for each, rank in config.rank_pattern.items()),
-    ):
-        if rank > architecture.hidden_size:
-            _refuse(f"{where}.{name}", f"is {rank}; a rank above the model's {architecture.hidden_size} adds nothing")
+    config = _build(kind, {**kind.job_defaults, **asked}, where)
+    for name, wrong in config.misfits(architecture):
+        _refuse(f"{where}.{name}", wrong)
     try:
         config.sites(architecture)
     except AdapterError as error:
@@ -205,11 +205,12 @@ def _with_tuples(given: Any) -> Any:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
-def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        _refuse(name, f"must be a whole number {bounds}, not {value!r}")
+def _check_whole(name: str, value: Any, least: int, most: int) -> None:
+    try:
+        check_whole(name, value, least, most)
+    except ValueError as error:
+        raise JobError(str(error), param=name) from None
 
 
-def _refuse(name: str, what: str) -> None:
+def _refuse(name: str, what: str) -> NoReturn:
     raise JobError(f"{name} {what}", param=name)

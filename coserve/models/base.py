@@ -9,6 +9,7 @@ import torch
 from coserve.errors import UnsupportedModelError
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.models.rope import RotaryTable
+from coserve.settings import is_whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -130,7 +131,7 @@ class Architecture(ABC):
             "sliding_window": 1 if (window := getattr(self.config, "sliding_window", None)) is None else window,
         }
         for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
+            if not is_whole(size, 1):
                 raise UnsupportedModelError(f"{name}={size!r} makes no model; it must be a whole number of at least 1")
         if self.num_heads % self.num_key_value_heads:
             raise UnsupportedModelError(

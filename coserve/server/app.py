@@ -7,7 +7,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-import coserve
 from coserve.errors import CoserveError
 from coserve.server.body_limit import BodyLimitMiddleware
 from coserve.server.context import ServerContext
@@ -15,6 +14,7 @@ from coserve.server.errors import ApiError, as_api_error
 from coserve.server.responses import error_response
 from coserve.server.routes import chat, completions, files, fine_tuning, models, operations
 from coserve.server.tenants import TenantMiddleware
+from coserve.version import VERSION
 
 # Every group of routes.
 _ROUTERS = (models.router, chat.router, completions.router, files.router, fine_tuning.router, operations.router)
@@ -26,7 +26,7 @@ _NO_JSON = "The request's body is not valid JSON."
 
 def create_app(context: ServerContext) -> FastAPI:
     """The application of a server; `context` is at `app.state.context`."""
-    app = FastAPI(title="coserve", version=coserve.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="coserve", version=VERSION, docs_url=None, redoc_url=None)
     app.state.context = context
     for router in _ROUTERS:
         app.include_router(router)

@@ -1,7 +1,6 @@
 """How a server is set up. The options of `coserve up` are these fields: all that is to say of one stands here once."""
 
 import hashlib
-import os
 import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from coserve.engine.config import EngineConfig
-from coserve.settings import is_number
+from coserve.home import home_directory
+from coserve.settings import check_whole, is_number
 
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0}
@@ -67,7 +67,7 @@ def _option(default: Any, option: str, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """ValueError at birth names the field and its range."""
+    """ValueError when created names the field and its range."""
 
     model: str = _option("tiny", "", "A directory in Hugging Face's layout, a hub id, or the built-in model, tiny.")
     host: str = _option("127.0.0.1", "--host", "Address to listen at; 0.0.0.0 for every network (think of --api-key).")
@@ -149,11 +149,11 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, least, most in (("port", 0, 65535), ("max_adapters", 1, None), ("max_body_bytes", 1, None)):
-            self._whole(name, least, most)
-        self._whole("max_upload_bytes", 1, None)
+        check_whole("port", self.port, 0, 65535)
+        for name in ("max_adapters", "max_body_bytes", "max_upload_bytes"):
+            check_whole(name, getattr(self, name), 1)
         if self.threads is not None:
-            self._whole("threads", 1, None)
+            check_whole("threads", self.threads, 1)
         if not is_number(self.drain_s) or self.drain_s < 0:
             raise ValueError(f"drain_s must be a number of seconds, 0 or more, not {self.drain_s!r}")
         if len(self.tenants) != len(self.api_keys):
@@ -163,7 +163,7 @@ class ServerConfig:
     @property
     def directory(self) -> Path:
         """`home`, wherever it was said."""
-        return Path(self.home or os.environ.get("COSERVE_HOME") or "~/.coserve").expanduser().absolute()
+        return home_directory(self.home)
 
     @property
     def engine(self) -> EngineConfig:
@@ -184,12 +184,6 @@ class ServerConfig:
             name, key = named.groups() if named else (f"key-{hashlib.sha256(given.encode()).hexdigest()[:8]}", given)
             found[key] = name
         return found
-
-    def _whole(self, name: str, least: int, most: int | None) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least or (most and value > most):
-            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")
 
 
 def option_of(one: "Field[Any]") -> Option:

@@ -4,24 +4,22 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 from fastapi import Depends, Request
 
-import coserve
+from coserve.scheduling.slo import Slo
 from coserve.errors import EngineGoneError
+from coserve.jobs.manager import JobManager
 from coserve.server.adapters import AdapterCatalogue, KnownAdapter, LoadedAdapters, find_adapter
 from coserve.server.config import ServerConfig
 from coserve.server.ledger import Entry, Ledger
 from coserve.server.metrics import Metrics
 from coserve.server.prompts import Prompts
 from coserve.server.status import StatusBoard
+from coserve.version import VERSION
 from coserve.worker.link import EngineLink, RequestStream
-from coserve.worker.protocol import Ready
-
-if TYPE_CHECKING:
-    from coserve.jobs.manager import JobManager
-    from coserve.server.generation import Generation
+from coserve.worker.protocol import AddRequest, Ready
 
 
 @dataclass(kw_only=True)
@@ -33,7 +31,7 @@ class ServerContext:
     prompts: Prompts
     loaded: LoadedAdapters = field(default_factory=LoadedAdapters)
     catalogues: list[AdapterCatalogue] = field(default_factory=list)
-    job_manager: "JobManager | None" = None
+    job_manager: JobManager | None = None
     ledger: Ledger = field(default_factory=Ledger)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -44,7 +42,7 @@ class ServerContext:
         self.link.listen(self.metrics)
 
     @property
-    def jobs(self) -> "JobManager":
+    def jobs(self) -> JobManager:
         """Files and jobs."""
         if self.job_manager is None:
             raise EngineGoneError("the server is starting; try again in a few seconds")
@@ -64,7 +62,7 @@ class ServerContext:
     @property
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: what could change the answer to a seeded request."""
-        return f"coserve-{coserve.__version__}"
+        return f"coserve-{VERSION}"
 
     def require_ready(self) -> Ready:
         """The engine, as it said of itself; EngineGoneError if requests cannot be answered now."""
@@ -85,16 +83,15 @@ class ServerContext:
         """All that it can name."""
         return await asyncio.to_thread(lambda: [known for each in self.catalogues for known in each.list(tenant)])
 
-    def open(self, generation: "Generation") -> RequestStream:
-        """Send a generation's requests to the engine; to be closed in any case."""
-        requests = generation.requests()
+    def open(self, requests: list[AddRequest], *, tenant: str, adapter: str | None, slo: Slo) -> RequestStream:
+        """Send requests of one tenant to the engine; to be closed in any case. adapter: as the tenant calls it."""
         stream = self.link.open(requests)
         for request in requests:
             entry = Entry(
-                tenant=generation.tenant,
-                adapter=None if generation.adapter is None else generation.adapter.name,
+                tenant=tenant,
+                adapter=adapter,
                 num_prompt_tokens=len(request.prompt),
-                slo=generation.slo,
+                slo=slo,
             )
             self.ledger.begin(request.id, entry)
         return stream

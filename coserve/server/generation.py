@@ -149,7 +149,8 @@ async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGene
     Raises:
         ApiError: there is no good end.
     """
-    stream = context.open(generation)
+    adapter = None if generation.adapter is None else generation.adapter.name
+    stream = context.open(generation.requests(), tenant=generation.tenant, adapter=adapter, slo=generation.slo)
     places = {request.id: place for place, request in enumerate(stream.requests)}
     try:
         async for batch in stream.batches():

@@ -18,7 +18,7 @@ from coserve.errors import CoserveError
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
-from coserve.server.home import home_of_our_own
+from coserve.server.home_lock import lock_home
 from coserve.server.job_service import start_jobs, stop_jobs
 from coserve.server.prompts import Prompts
 from coserve.worker.link import EngineLink
@@ -77,7 +77,7 @@ async def serve(config: ServerConfig, watcher: Watcher) -> None:
     Raises:
         ModelError: the engine cannot start as it was asked. CoserveError: the port or the home cannot be had.
     """
-    with home_of_our_own(config.directory):
+    with lock_home(config.directory):
         await _serve_at_home(config, watcher)
 
 

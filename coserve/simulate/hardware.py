@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from coserve.adapters.base import Adapter
-from coserve.adapters.lora import LoraConfig
+from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.counting import job_counts, model_counts
 from coserve.models.backbone import Backbone
 from coserve.scheduling.latency import Curve, Profile

@@ -3,16 +3,16 @@
 from dataclasses import dataclass, field
 from math import cos, pi
 
-from coserve.settings import is_number
+from coserve.settings import check_whole, is_number
 
 _SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (arXiv 1711.05101) with a schedule; ValueError at birth names the field and its range.
+    """AdamW (arXiv 1711.05101) with a schedule; ValueError names the field and its range.
 
-    schedule: of the learning rate behind `warmup_steps` steps in which it rises from zero: constant, or falling to
+    schedule: of the learning rate after `warmup_steps` steps in which it rises from zero: constant, or falling to
     zero at the job's last step, as a line or half a cosine. max_grad_norm: the gradient of all parameters together is
     scaled down to this norm; 0 leaves it.
     """
@@ -40,8 +40,7 @@ class OptimizerConfig:
             raise ValueError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
         if self.schedule not in _SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}, not {self.schedule!r}")
-        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be a whole number of at least 0, not {self.warmup_steps!r}")
+        check_whole("warmup_steps", self.warmup_steps, 0)
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """The learning rate of a job's step (from 0) out of `num_steps`."""
@@ -55,14 +54,14 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningConfig:
-    """Hyperparameters of a job; ValueError at birth names the field and its range.
+    """Hyperparameters of a job; ValueError when created names the field and its range.
 
-    num_epochs: times that every example is used. batch_size: examples of an optimizer step. max_sequence_length: an
-    example is cut to so many tokens. max_pack_tokens: the most tokens that lie end to end in a pack (None: 1,024, or
-    the longest example). shuffle, seed: the order of examples in each epoch, the adapter's initial values, dropout.
-    evaluate_every_steps: measure the validation set's loss behind every so many optimizer steps (0: at the end alone).
-    publish_every_steps: make a version `name@step` to serve behind so many steps (0: at the end alone). live: serve
-    every step at once.
+    num_epochs: times that every example is used. batch_size: examples of an optimizer step. max_sequence_length: tokens
+    to which an example is cut. max_pack_tokens: the most tokens that lie end to end in a pack (None: 1,024, or the
+    longest example). shuffle, seed: the order of examples in each epoch, the adapter's initial values, dropout.
+    evaluate_every_steps: optimizer steps from one measurement of the validation set's loss to the next (0: at the end
+    alone). publish_every_steps: optimizer steps from one version `name@step` to serve to the next (0: at the end
+    alone). live: serve every step at once.
     """
 
     num_epochs: int = 1
@@ -84,10 +83,10 @@ class TuningConfig:
             ("evaluate_every_steps", 0),
             ("publish_every_steps", 0),
         ):
-            self._whole(name, least)
+            check_whole(name, getattr(self, name), least)
         if self.max_pack_tokens is not None:
-            self._whole("max_pack_tokens", 2)
-        self._whole("seed", 0)
+            check_whole("max_pack_tokens", self.max_pack_tokens, 2)
+        check_whole("seed", self.seed, 0)
         for name in ("shuffle", "live"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
@@ -97,8 +96,3 @@ class TuningConfig:
     @property
     def pack_tokens(self) -> int:
         return self.max_pack_tokens or max(1024, self.max_sequence_length)
-
-    def _whole(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")

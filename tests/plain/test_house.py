@@ -10,33 +10,48 @@ import coserve
 ROOT = Path(coserve.__file__).parent
 # From the top of the house to the ground; a room may import from rooms below it, and from itself.
 ROOMS = [
-    *(
-        "cli",
-        "bench",
-        "workloads",
-        "client",
-        "cluster",
-        "server",
-        "worker",
-        "jobs",
-        "simulate",
-        "engine",
-        "devices",
-        "scheduling",
-    ),
-    *("tuning", "memory", "adapters", "models", "graph", "kernels", "errors", "settings"),
+    *("cli", "bench", "workloads", "client", "cluster", "server", "worker", "jobs", "simulate", "engine", "devices"),
+    *("scheduling", "tuning", "memory", "adapters", "models", "graph", "kernels"),
+    *("errors", "settings", "discovery", "home", "version"),
 ]
 
 
 def _imports(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it: in functions and for types alone, too."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively"
-            names.add(node.module or "")
+            assert node.level == 0 and node.module, f"{path} imports relatively"
+            # A name may be a module of the package.
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
+
+
+def _module(path: Path) -> str:
+    return ".".join(("coserve", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def _graph() -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports. `from package import module` is an import of the module alone."""
+    files = {_module(path): path for path in ROOT.rglob("*.py")}
+    graph = {}
+    for module, path in files.items():
+        found = _imports(path) & files.keys()
+        graph[module] = {name for name in found if not any(other.startswith(f"{name}.") for other in found)} - {module}
+    return graph
+
+
+def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules each of which can be reached from itself."""
+    reached = {module: set(others) for module, others in graph.items()}
+    for middle in graph:
+        for module in graph:
+            if middle in reached[module]:
+                reached[module] |= reached[middle]
+    groups = {tuple(sorted(m for m in reached[module] if module in reached[m])) for module in graph}
+    return [list(group) for group in sorted(groups) if group]
 
 
 def test_imports_point_downward_only():
@@ -45,13 +60,27 @@ def test_imports_point_downward_only():
         room = path.relative_to(ROOT).parts[0].removesuffix(".py")
         for name in _imports(path):
             parts = name.split(".")
-            if room in ROOMS and parts[0] == "coserve" and len(parts) > 1 and ROOMS.index(parts[1]) < ROOMS.index(room):
+            if room not in ROOMS or parts[0] != "coserve" or len(parts) == 1:
+                continue
+            if parts[1] in ROOMS and ROOMS.index(parts[1]) < ROOMS.index(room):
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert wrong == []
 
 
-def test_every_folder_is_a_room_of_the_house():
-    assert {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} <= set(ROOMS)
+def test_no_module_imports_itself_through_others():
+    assert _cycles(_graph()) == []
+
+
+def test_a_cycle_of_imports_would_be_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert _cycles(graph) == [["b", "c"]]
+    assert _graph()["coserve.worker.process"] >= {"coserve.engine.engine", "coserve.worker.protocol"}
+
+
+def test_every_folder_and_file_is_a_room_of_the_house():
+    folders = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+    files = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}
+    assert folders | files <= set(ROOMS)
 
 
 def test_importing_coserve_imports_nothing_heavy():

@@ -7,10 +7,10 @@ import pytest
 from rich.progress import Progress
 
 import coserve.cli
+from coserve.cli.commands.up import _Screen
 from coserve.cli.drawing import starting
 from coserve.cli.main import app
 from coserve.cli.tables import console, table
-from coserve.cli.up import _Screen
 
 NAMES = ["ft:tiny:coserve:one:0f3a", "models/[bold]x[/bold]", "[/red]", "a:smile:b[0]"]
 
@@ -68,6 +68,6 @@ class _Client:
 )
 def test_lists_show_names_that_can_be_copied(monkeypatch, capsys, command, count):
     monkeypatch.setattr("coserve.client.http.Client", _Client)
-    monkeypatch.setattr("coserve.cli.jobs.Client", _Client)
+    monkeypatch.setattr("coserve.cli.commands.jobs.Client", _Client)
     app(command, standalone_mode=False)
     assert capsys.readouterr().out.count(NAMES[0]) == count

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from coserve.cli.commands.up import up
 from coserve.cli.main import main
-from coserve.cli.up import command
 from coserve.server.config import ServerConfig, bytes_of, objective_of, seconds_of
 
 
 def test_options_are_the_fields_of_the_configuration():
-    parameters = inspect.signature(command()).parameters
+    parameters = inspect.signature(up).parameters
     marks = [parameter.annotation.__metadata__[0] for parameter in parameters.values()]
     assert [(mark.default, *(mark.param_decls or ()))[-1] for mark in marks] == [
         ...,  # the model

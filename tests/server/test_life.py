@@ -19,8 +19,8 @@ import pytest
 from openai import OpenAI
 from served import Served, expected, is_alive, model_directory, serving, tokenizer
 
-from coserve.cli.up import stop_line
-from coserve.server.home import home_of_our_own
+from coserve.cli.commands.up import stop_line
+from coserve.server.home_lock import lock_home
 
 LONG: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
 
@@ -231,13 +231,13 @@ def test_mistakes_are_one_line():
 
 def test_a_home_has_one_server(tmp_path: Path):
     (tmp_path / "file").touch()
-    with home_of_our_own(tmp_path / "home"):
+    with lock_home(tmp_path / "home"):
         for home, words in (("home", "another server uses"), ("file", "cannot be written")):
             result = up(str(model_directory()), "--port", "0", "--home", str(tmp_path / home))
             assert result.returncode != 0
             [line] = result.stderr.strip().splitlines()
             assert words in line
-    with home_of_our_own(tmp_path / "home"):  # when the other one has ended
+    with lock_home(tmp_path / "home"):  # when the other one has ended
         pass
 
 

@@ -188,7 +188,7 @@ def test_a_directory_without_a_configuration(tmp_path):
 def test_an_unknown_family_names_the_known_ones(directory):
     edit_config(directory, model_type="mamba")
     with pytest.raises(
-        UnsupportedModelError, match="'mamba' is not supported; supported: llama, mistral, qwen2, qwen3, opt"
+        UnsupportedModelError, match="'mamba' is not supported; supported: llama, mistral, opt, qwen2, qwen3"
     ):
         load_backbone(str(directory))
 

@@ -3,16 +3,13 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Load, Operator, Shape, Shapes, Values
+from coserve.graph.tensors import TensorSpec
 from coserve.kernels.attention import AttentionKernel, PageTable
-
-if TYPE_CHECKING:
-    from coserve.graph.ir import TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +136,10 @@ class Attention(Operator):
         result = {"q": dq, "k": context.key_grads.to(q.dtype), "v": context.value_grads.to(q.dtype)}
         return {slot: result[slot] for slot in wanted}
 
-    def flops_per_row(
-        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
-    ) -> float:
+    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         return 4 * prod(specs["q"].shape) * min(mean_context_len, attributes["sliding_window"] or mean_context_len)
 
-    def bytes_moved(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> int:
+    def bytes_moved(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> int:
         """The rows of a sequence share its earlier keys, so those are read once. Sum over sequences."""
         earlier = max(
             0.0, min(load.mean_context_len, attributes["sliding_window"] or load.mean_context_len) - load.rows / 2
@@ -155,7 +150,7 @@ class Attention(Operator):
     def vjp_flops_per_row(
         self,
         wanted: Collection[str],
-        specs: Mapping[str, "TensorSpec"],
+        specs: Mapping[str, TensorSpec],
         attributes: Attributes,
         mean_context_len: float,
     ) -> float:

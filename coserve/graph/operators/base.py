@@ -4,15 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coserve.errors import GraphError
-
-if TYPE_CHECKING:
-    from coserve.graph.ir import TensorSpec
+from coserve.graph.tensors import TensorSpec
 
 Values = Mapping[str, Tensor]
 Attributes = Mapping[str, Any]
@@ -98,35 +96,33 @@ class Operator(ABC):
         total += self.vjp((slot,), values, gradients, attributes, context)[slot]
 
     @abstractmethod
-    def flops_per_row(
-        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
-    ) -> float:
+    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         """Forward FLOPs of one row; `mean_context_len` is the mean number of keys that a row attends to."""
 
     def vjp_flops_per_row(
         self,
         wanted: Collection[str],
-        specs: Mapping[str, "TensorSpec"],
+        specs: Mapping[str, TensorSpec],
         attributes: Attributes,
         mean_context_len: float,
     ) -> float:
         """Backward FLOPs of one row; by default the forward's for every wanted gradient."""
         return len(wanted) * self.flops_per_row(specs, attributes, mean_context_len)
 
-    def cost(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> Cost:
+    def cost(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> Cost:
         """Cost of one forward execution."""
         flops = round(load.rows * self.flops_per_row(specs, attributes, load.mean_context_len))
         return Cost(flops=flops, bytes=self.bytes_moved(specs, attributes, load))
 
     def vjp_cost(
-        self, wanted: Collection[str], specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load
+        self, wanted: Collection[str], specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load
     ) -> Cost:
         """Cost of one VJP: reads what it needs and the output gradients, writes the wanted gradients."""
         touched = [specs[slot] for slot in (*self.reads(wanted, specs), *self.outputs, *wanted) if slot in specs]
         flops = round(load.rows * self.vjp_flops_per_row(wanted, specs, attributes, load.mean_context_len))
         return Cost(flops=flops, bytes=_traffic(touched, load))
 
-    def bytes_moved(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> int:
+    def bytes_moved(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> int:
         """Memory traffic of one forward execution; by default every tensor is read or written once."""
         return _traffic(specs.values(), load)
 
@@ -156,11 +152,9 @@ class RowWise(Operator):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {self.outputs[0]: (shapes[self.inputs[0]], None)}
 
-    def flops_per_row(
-        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
-    ) -> float:
+    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         return self.flops_per_element * prod(specs[self.inputs[0]].shape)
 
 
-def _traffic(specs: Collection["TensorSpec"], load: Load) -> int:
+def _traffic(specs: Collection[TensorSpec], load: Load) -> int:
     return sum(spec.num_bytes(load.compute_dtype) * (load.rows if spec.per_row else 1) for spec in specs)

@@ -2,17 +2,15 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Load, Operator, Shape, Shapes, Values
+from coserve.graph.tensors import TensorSpec
 from coserve.kernels.dropout import dropout_mask
 from coserve.kernels.linear import add_input_gradient, add_product, input_gradient, product, products, weight_gradient
-
-if TYPE_CHECKING:
-    from coserve.graph.ir import TensorSpec
 
 
 class _Product(Operator):
@@ -21,15 +19,13 @@ class _Product(Operator):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None)}
 
-    def flops_per_row(
-        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
-    ) -> float:
+    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         return 2 * prod(specs["weight"].shape)
 
     def vjp_flops_per_row(
         self,
         wanted: Collection[str],
-        specs: Mapping[str, "TensorSpec"],
+        specs: Mapping[str, TensorSpec],
         attributes: Attributes,
         mean_context_len: float,
     ) -> float:
@@ -140,11 +136,9 @@ class Embedding(Operator):
         gradient = torch.zeros(values["weight"].shape, dtype=torch.float32, device=entries.device)
         return {"weight": gradient.index_add_(0, entries[~absent], gradients["y"][~absent].float())}
 
-    def flops_per_row(
-        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
-    ) -> float:
+    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         return 0.0
 
-    def bytes_moved(self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, load: Load) -> int:
+    def bytes_moved(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> int:
         """Only the rows that are looked up are read."""
         return 2 * load.rows * specs["y"].num_bytes(load.compute_dtype)

@@ -2,16 +2,14 @@
 
 from collections.abc import Collection, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Operator, Shape, Shapes, Values
+from coserve.graph.tensors import TensorSpec
 from coserve.kernels.cross_entropy import cross_entropy, cross_entropy_gradient
-
-if TYPE_CHECKING:
-    from coserve.graph.ir import TensorSpec
 
 
 class CrossEntropy(Operator):
@@ -39,7 +37,5 @@ class CrossEntropy(Operator):
         gradient = cross_entropy_gradient(values["logits"], values["targets"], values["log_sum"], gradients["loss"])
         return {"logits": gradient}
 
-    def flops_per_row(
-        self, specs: Mapping[str, "TensorSpec"], attributes: Attributes, mean_context_len: float
-    ) -> float:
+    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         return 4 * prod(specs["logits"].shape)

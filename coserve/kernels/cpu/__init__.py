@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coserve.home import home_directory
+
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
@@ -109,7 +111,7 @@ def kernels_for_rows(first: Tensor, *others: Tensor) -> Library | None:
 
 
 def _directory() -> Path:
-    return Path(os.environ.get("COSERVE_HOME") or "~/.coserve").expanduser() / "kernels"
+    return home_directory() / "kernels"
 
 
 def _openmp() -> Path | None:

@@ -1,39 +1,30 @@
-"""Model families, one file each. A family is looked up by the `model_type` of its configuration and imported on first
-use.
+"""Model families, one file each, named as the `model_type` of the configurations that it reads; found by that name and
+imported on first use.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from coserve.discovery import variant_class, variant_names
 from coserve.errors import UnsupportedModelError
 from coserve.models.base import Architecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_FAMILIES = {
-    "llama": "llama:Llama",
-    "mistral": "mistral:Mistral",
-    "qwen2": "qwen2:Qwen2",
-    "qwen3": "qwen3:Qwen3",
-    "opt": "opt:Opt",
-}
-
 
 def families() -> tuple[str, ...]:
     """The model types that can be run."""
-    return tuple(_FAMILIES)
+    return tuple(name.replace("-", "_") for name in variant_names(__path__))
 
 
 def require_family(model_type: object) -> None:
     """UnsupportedModelError, naming the known families, if there is none for this model type."""
-    if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        raise UnsupportedModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(_FAMILIES)}")
+    if not isinstance(model_type, str) or model_type.replace("-", "_") not in families():
+        raise UnsupportedModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(families())}")
 
 
 def build_architecture(config: "PretrainedConfig") -> Architecture:
     """The architecture of a configuration."""
     require_family(config.model_type)
-    module, name = _FAMILIES[config.model_type].split(":")
-    family: type[Architecture] = getattr(import_module(f"{__name__}.{module}"), name)
+    family: type[Architecture] = variant_class(__name__, config.model_type, Architecture)
     return family(config)

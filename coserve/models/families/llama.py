@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from coserve.models.families.rotary_decoder import RotaryDecoder
+from coserve.models.rotary_decoder import RotaryDecoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -1,6 +1,6 @@
 """Mistral: Llama with an optional sliding window on every layer."""
 
-from coserve.models.families.rotary_decoder import RotaryDecoder
+from coserve.models.rotary_decoder import RotaryDecoder
 
 
 class Mistral(RotaryDecoder):

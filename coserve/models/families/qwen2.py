@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and sliding windows on the layers that say so."""
 
 from coserve.errors import UnsupportedModelError
-from coserve.models.families.rotary_decoder import RotaryDecoder
+from coserve.models.rotary_decoder import RotaryDecoder
 
 
 class Qwen2(RotaryDecoder):

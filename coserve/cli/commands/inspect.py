@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from coserve.adapters.base import Adapter
-    from coserve.adapters.lora import LoraConfig
+    from coserve.adapters.methods.lora import LoraConfig
     from coserve.graph.program import Program
     from coserve.graph.rematerialize import Retention
     from coserve.tuning.programs import TrainingPrograms
@@ -74,7 +74,7 @@ class _Report:
 
 
 def _lora(adapter: str, r: int, alpha: float, targets: str, dropout: float) -> "LoraConfig":
-    from coserve.adapters.lora import LoraConfig
+    from coserve.adapters.methods.lora import LoraConfig
     from coserve.adapters.targets import ALL_LINEAR
 
     if adapter != "lora":

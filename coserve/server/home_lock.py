@@ -1,4 +1,4 @@
-"""The directory where a server's files, jobs and adapters live: one server at a time."""
+"""One server at a time in a home directory."""
 
 import fcntl
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from coserve.errors import CoserveError
 
 
 @contextmanager
-def home_of_our_own(directory: Path) -> Iterator[None]:
-    """Keep other servers out of it; the lock ends with this process, however that ends.
+def lock_home(directory: Path) -> Iterator[None]:
+    """Keep other servers out of it; the system releases the lock when this process ends, however it ends.
 
     Two servers in one home would take up the same jobs, and tidy away what the other is writing.
 

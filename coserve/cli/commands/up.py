@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from coserve.worker.protocol import Progress, Ready
 
 
-def up(**given: Any) -> None:
+def _up(**given: Any) -> None:
     """Serve MODEL: OpenAI's API for requests and for fine-tuning jobs, both at once on one device.
 
     Without MODEL it is the small built-in one, so that you can try everything at once. Point any OpenAI client at
@@ -150,16 +150,18 @@ def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parsed
 
 
-def command() -> Callable[..., None]:
-    """`up`, with a parameter for every field of its configuration."""
+def _with_options(run: Callable[..., None]) -> Callable[..., None]:
+    """The command, with a parameter for every field of its configuration."""
     kinds = get_type_hints(ServerConfig)
     parameters = [_parameter(one, kinds[one.name]) for one in fields(ServerConfig)]
 
-    def run(**given: Any) -> None:
-        fields = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None}
-        up(**fields)
+    def up(**given: Any) -> None:
+        run(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None})
 
-    run.__doc__, run.__name__ = up.__doc__, "up"
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
+    up.__doc__ = run.__doc__
+    up.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    up.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return up
+
+
+up = _with_options(_up)

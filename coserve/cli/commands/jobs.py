@@ -38,7 +38,7 @@ def jobs(
     if as_json:
         print(json.dumps({"jobs": found}))
         return
-    from coserve.cli.models import moment
+    from coserve.cli.commands.models import moment
     from coserve.cli.tables import console, table
 
     listing = table("=job", "status", "result", "=since")
@@ -61,7 +61,7 @@ def show(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Js
     if as_json:
         print(json.dumps({**record, "checkpoints": checkpoints}))
         return
-    from coserve.cli.models import moment
+    from coserve.cli.commands.models import moment
     from coserve.cli.tables import console, table
 
     listing = table("field", "value")
@@ -99,7 +99,7 @@ def events(
 @app.command()
 def follow(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Watch a job until it is over: steps, loss, and what requests see meanwhile. Ctrl-C leaves it running."""
-    from coserve.cli.tune import watch
+    from coserve.cli.commands.tune import watch
 
     with Client(url, api_key) as client:
         watch(client, _find(client, job), as_json=as_json)

@@ -1,9 +1,9 @@
 """LoRA: bypass(x) = B (A dropout(x)) * scaling. Source: arXiv 2106.09685; rank-stabilised scaling: arXiv 2312.03732."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from zlib import crc32
 
 import torch
@@ -15,7 +15,7 @@ from coserve.errors import AdapterError
 from coserve.graph.bypass import Bypass
 from coserve.graph.ir import GraphBuilder
 from coserve.models.base import Architecture, Part
-from coserve.settings import is_number
+from coserve.settings import check_whole, is_number
 
 # Fields of PEFT's config that say nothing about the numbers of a trained adapter.
 _HARMLESS = frozenset(
@@ -46,6 +46,7 @@ class LoraConfig(AdapterConfig):
     """
 
     peft_type = "LORA"
+    job_defaults: ClassVar[Mapping[str, Any]] = {"r": 16, "alpha": 32, "target_modules": "all-linear"}
 
     r: int = 8
     alpha: float = 8
@@ -70,8 +71,7 @@ class LoraConfig(AdapterConfig):
             for pattern in values:
                 check_pattern(name, pattern)
         for name, rank in (("r", self.r), *self.rank_pattern.items()):
-            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-                raise ValueError(f"LoRA's rank {name} must be a whole number of at least 1, not {rank!r}")
+            check_whole(f"LoRA's rank {name}", rank, 1)
         for name, alpha in (("alpha", self.alpha), *self.alpha_pattern.items()):
             if not is_number(alpha) or alpha <= 0:
                 raise ValueError(f"LoRA's {name} must be a number above 0, not {alpha!r}")
@@ -92,6 +92,14 @@ class LoraConfig(AdapterConfig):
 
     def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
         return self._targets.sites(architecture, every_target=every_target)
+
+    def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
+        for name, rank in (
+            ("r", self.r),
+            *((f"rank_pattern.{each}", rank) for each, rank in self.rank_pattern.items()),
+        ):
+            if rank > architecture.hidden_size:
+                yield name, f"is {rank}; a rank above the model's {architecture.hidden_size} adds nothing"
 
     def rank(self, module: str) -> int:
         """The rank at a module."""

@@ -1,0 +1,22 @@
+"""PEFT methods, one file each, named as PEFT's `peft_type` in small letters; found by that name.
+
+Requests for jobs say the same name as the `type` of an adapter.
+"""
+
+from typing import Any
+
+from coserve.adapters.base import AdapterConfig
+from coserve.discovery import variant_class, variant_names
+
+
+def method_names() -> tuple[str, ...]:
+    """The methods that there are."""
+    return tuple(name.replace("-", "_") for name in variant_names(__path__))
+
+
+def method(name: Any) -> type[AdapterConfig]:
+    """The config class of a method; ValueError lists those that there are."""
+    if not isinstance(name, str) or name not in method_names():
+        raise ValueError(f"{name!r} is not supported; supported: {', '.join(method_names())}")
+    found: type[AdapterConfig] = variant_class(__name__, name, AdapterConfig)
+    return found

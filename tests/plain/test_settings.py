@@ -1,0 +1,49 @@
+"""What all settings share: checks of numbers, and the home directory."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import coserve
+from coserve.home import home_directory
+from coserve.settings import check_whole, is_whole
+
+ROOT = Path(coserve.__file__).parent
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None, float("nan"), -1])
+def test_what_is_no_whole_number_in_range_is_refused_with_the_range(value):
+    with pytest.raises(ValueError, match=f"^r must be a whole number of at least 0, not {re.escape(repr(value))}$"):
+        check_whole("r", value, 0)
+
+
+def test_bounds_belong_to_the_range():
+    assert [number for number in range(5) if is_whole(number, 1, 3)] == [1, 2, 3]
+    check_whole("r", 3, 1, 3)
+    with pytest.raises(ValueError, match=r"^r must be a whole number from 1 to 3, not 4$"):
+        check_whole("r", 4, 1, 3)
+
+
+def test_every_range_of_whole_numbers_is_checked_by_the_one_function():
+    copies = [
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        if re.search(r"isinstance\([\w.\[\]]+, int\) or isinstance\([\w.\[\]]+, bool\)", path.read_text())
+    ]
+    assert copies == []
+
+
+def test_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("COSERVE_HOME", str(tmp_path))
+    assert home_directory() == tmp_path
+    assert home_directory("~/here") == Path.home() / "here"
+    monkeypatch.setenv("COSERVE_HOME", "")  # as good as none
+    assert home_directory() == Path.home() / ".coserve"
+
+
+def test_the_home_directory_is_read_from_the_environment_in_one_place():
+    readers = [
+        path.name for path in ROOT.rglob("*.py") if re.search(r"environ(\.get\(|\[).COSERVE_HOME", path.read_text())
+    ]
+    assert readers == ["home.py"]
