@@ -91,8 +91,8 @@ class Engine(EngineCore):
         latency: LatencyModel | None = None,
         progress: LoadProgress | None = None,
     ) -> Self:
-        """On torch, in this process, with weights that are there. The first start on a device measures its profile, which
-        takes some seconds.
+        """On torch, in this process, with weights that are there. The first start on a device measures its profile,
+        which takes some seconds.
 
         Raises:
             BudgetError: memory_bytes is too little for a request.
@@ -215,7 +215,7 @@ class Engine(EngineCore):
         """Start a fine-tuning job on data; `step` brings its events. Returns its id.
 
         Args:
-            adapter: a fresh one of this kind (default: LoRA at every linear layer), or the label of one to continue training.
+            adapter: a fresh one of this kind (default: LoRA at every linear layer), or the label of one to continue.
             name: of the adapter that it publishes; requests name it, or `name@step`.
 
         Raises:

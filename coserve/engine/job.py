@@ -243,8 +243,8 @@ class Job:
         self.num_drops += 1
 
     def count_rows(self, now_s: float) -> float:
-        """Some of the pack has been run; returns how many rows. A row counts once forward, and once for the loss and all
-        parts backward.
+        """Some of the pack has been run; returns how many rows. A row counts once forward, and once for the loss and
+        all parts backward.
         """
         self.moved_s = now_s
         cursor = self._cursor

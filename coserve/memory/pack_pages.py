@@ -1,18 +1,18 @@
 """The pages of a pack in memory: one run of neighbours for each group of tensors, and when each goes back.
 
-The first group is the workspace, and lasts as long as the pack; after it comes what is saved of every part of the model
-in forward order. Parts that run backward hold theirs until they have, from the last one down; the parts below these only
-until the forward pass is done, whose windows needed their K and V. A device follows the same rule with the tensors
-(`TrainingPass`). Bookkeeping alone.
-"""
+The first group is the workspace, and lasts as long as the pack; after it comes what is saved of every part of the
+model in forward order. Parts that run backward hold theirs until they have, from the last one down; the parts below
+these only until the forward pass is done, whose windows needed their K and V. A device follows the same rule with the
+tensors (`TrainingPass`). Bookkeeping alone.
+"""How far a pack has come (`coserve.tuning.cursor.Cursor`)."""
 
-from collections.abc import Callable, Sequence
+    @property
+    def forward_done(self) -> bool: ...
 
-from coserve.errors import BudgetError
-from coserve.memory.pages import PagePool
-from coserve.tuning.cursor import Cursor
+    @property
+    def done(self) -> bool: ...
 
-OWNER = "activations"
+    num_parts_done: int
 
 
 class PackPages:
@@ -29,7 +29,7 @@ class PackPages:
         """Pages that it still holds."""
         return sum(len(run) for run in self.runs if run is not None)
 
-    def follow(self, cursor: Cursor) -> None:
+    def follow(self, cursor: PackProgress) -> None:
         """Give back what the pack does not need any more."""
         if cursor.done:
             self.release()

@@ -44,8 +44,8 @@ class PrefixIndex:
         return found
 
     def find(self, keys: Sequence[bytes], num_tokens: int) -> list[int]:
-        """Pages of the longest known prefix of a sequence of so many tokens, in whole blocks; at least one token is left
-        to compute.
+        """Pages of the longest known prefix of a sequence of `num_tokens` tokens, in whole blocks; at least one token
+        is left to compute.
         """
         pages = []
         for key in keys[: max(0, num_tokens - 1) // self.block_tokens]:

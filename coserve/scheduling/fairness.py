@@ -1,8 +1,8 @@
 """Virtual token counters: what each tenant has been served, requests and fine-tuning together.
 
 FlexLLM appendix C, Algorithm 4 (after Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Each
-tenant has a counter of weighted tokens. A tenant whose queue was empty is lifted to the least counter of those that queue, so
-that idling saves up no credit. The policy `vtc` serves the tenant with the least counter first.
+tenant has a counter of weighted tokens. A tenant whose queue was empty is lifted to the least counter of those that
+queue, so that idling saves up no credit. The policy `vtc` serves the tenant with the least counter first.
 
 Theorem 1 there: while two tenants both have work queued, what they are served differs by no more than
 2 max(w_p L, max(w_q, w_r) M), with L the longest prompt and M the most tokens under way at once.

@@ -8,9 +8,9 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Request
 
-from coserve.scheduling.slo import Slo
 from coserve.errors import EngineGoneError
 from coserve.jobs.manager import JobManager
+from coserve.scheduling.slo import Slo
 from coserve.server.adapters import AdapterCatalogue, KnownAdapter, LoadedAdapters, find_adapter
 from coserve.server.config import ServerConfig
 from coserve.server.ledger import Entry, Ledger
