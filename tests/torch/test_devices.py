@@ -65,7 +65,9 @@ CONFIG = TuningConfig(seed=3, optimizer=OptimizerConfig(learning_rate=1e-2, eps=
 def make_device() -> TorchDevice:
     backbone = make_backbone("llama")
     memory_bytes = NUM_PAGES * kv_page_bytes(backbone, BLOCK)
-    return torch_device(backbone, memory_bytes=memory_bytes, block_tokens=BLOCK, profile=roofline_profile(backbone, FAST))
+    return torch_device(
+        backbone, memory_bytes=memory_bytes, block_tokens=BLOCK, profile=roofline_profile(backbone, FAST)
+    )
 
 
 @pytest.fixture
