@@ -41,7 +41,7 @@ def load_adapter(backbone: Backbone, directory: str | Path) -> Adapter:
         for another model.
     """
     directory = Path(directory)
-    config = _read_config(directory / _CONFIG)
+    config = read_config(directory)
     adapter = Adapter(backbone, config, every_target=False)
     tensors = _without_base_layers(read_tensors(directory / _WEIGHTS), adapter, directory)
     expected = {_PREFIX + name: value for name, value in _peft_values(adapter).items()}
@@ -69,7 +69,9 @@ def _peft_values(adapter: Adapter) -> dict[str, torch.Tensor]:
     return {name: convert(local[name], master) for name, master in adapter.masters.items()}
 
 
-def _read_config(path: Path) -> AdapterConfig:
+def read_config(directory: Path) -> AdapterConfig:
+    """The configuration alone; AdapterError as in `load_adapter`."""
+    path = directory / _CONFIG
     if not path.is_file():
         raise AdapterError(f"{path.parent} has no {_CONFIG}; give a directory written by PEFT's save_pretrained")
     try:

@@ -1,14 +1,44 @@
-"""Devices of torch, with a page pool of the right size and the profile of the model there."""
+"""From a name to a device that is ready: the model's weights, a page pool of the right size, the profile."""
 
 from collections.abc import Callable
 
+import torch
+
 from coserve.devices.process_memory import pool_bytes
 from coserve.devices.profiling import load_profile
+from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.torch_device import TorchDevice
 from coserve.errors import BudgetError
 from coserve.memory.paged_kv import kv_page_bytes
-from coserve.models.backbone import Backbone
+from coserve.models.backbone import Backbone, build_backbone, find_device
+from coserve.models.source import find_model
 from coserve.scheduling.latency import Profile
+
+
+def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) -> TorchDevice:
+    """Load a model in this process, and take the memory; the first start on a device measures its profile, which takes
+    some seconds.
+
+    Raises:
+        ModelError: there is no such model or device, or it cannot be used. BudgetError: memory_bytes is too little.
+        DeviceMemoryError.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    backbone = build_backbone(
+        find_model(settings.model),
+        dtype=settings.dtype,
+        device=find_device(settings.device),
+        seed=settings.seed,
+        progress=_stage(progress, "loading weights"),
+    )
+    return torch_device(
+        backbone,
+        memory_bytes=settings.memory_bytes,
+        block_tokens=settings.block_tokens,
+        profile=settings.profile,
+        progress=_stage(progress, "measuring this device"),
+    )
 
 
 def torch_device(
@@ -19,7 +49,7 @@ def torch_device(
     profile: Profile | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TorchDevice:
-    """A device in this process.
+    """A device in this process, on a model that is loaded.
 
     Args:
         memory_bytes: of the page pool; None: a share of what is free.
@@ -35,3 +65,7 @@ def torch_device(
         raise BudgetError(f"the page pool needs {2 * page_bytes} bytes or more, for two pages")
     profile = profile or load_profile(backbone, progress=progress)
     return TorchDevice(backbone, num_pages=num_pages, block_tokens=block_tokens, profile=profile)
+
+
+def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(stage, done, total)

@@ -174,15 +174,15 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         floor = scores.amax(-1, keepdim=True) + _column(rows, "min_p", device).log()
         scores.masked_fill_(scores < floor, float("-inf"))
     uniform = _uniform(rows).to(device)[:, None]
-    cut = [row.params.top_k > 0 or row.params.top_p < 1 for row in rows]
-    if not any(cut):
+    cut = [index for index, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1]
+    if not cut:
         return _inverse(scores, uniform)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
-    if not all(cut):
-        whole = torch.tensor(cut, device=device).logical_not().nonzero()[:, 0]
+    if len(cut) < len(rows):
+        whole = torch.tensor(sorted(set(range(len(rows))).difference(cut)), device=device)
         tokens[whole] = _inverse(scores[whole], uniform[whole])
-    which = torch.tensor(cut, device=device).nonzero()[:, 0]
-    some = [row for row, is_cut in zip(rows, cut, strict=True) if is_cut]
+    which = torch.tensor(cut, device=device)
+    some = [rows[index] for index in cut]
     top_k, top_p = _column(some, "top_k", device), _column(some, "top_p", device).double()
     most = max(_NUM_CANDIDATES, *(row.params.top_k for row in some))
     tokens[which] = _draw_cut(scores[which], uniform[which], top_k, top_p, min(most, scores.shape[1]))
@@ -193,7 +193,8 @@ def _draw_cut(scores: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor, num
     """Draw among the top_k likeliest tokens (all, where it is not above 0), and of those among the fewest whose
     probabilities sum to top_p; of equal ones, the first in the vocabulary are kept.
 
-    All of top_k are among the candidates. Most rows have all of top_p there, too; the others look at all tokens.
+    All of top_k are among the candidates. Most rows have all of top_p there, too; the others look at all tokens. Which
+    these are is known on the device alone, so that a step with rows of top_k or top_p waits for it once more.
     """
     ordered, candidates = scores.topk(num_candidates)
     within = (top_k <= 0) | (torch.arange(num_candidates, device=scores.device) < top_k)

@@ -1,4 +1,4 @@
-"""Drives an engine on a modelled runner through arrivals: an hour of simulated time in seconds, the same each time."""
+"""Drives an engine on a modelled device through arrivals: an hour of simulated time in seconds, the same each time."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from random import Random
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.core import EngineCore, Event
 from coserve.scheduling.slo import Slo
-from coserve.simulate.modelled_runner import ModelledRunner
+from coserve.simulate.modelled_device import ModelledDevice
 
 # A device with nothing to do looks for work this often.
 _IDLE_S = 1.0
@@ -15,7 +15,7 @@ _IDLE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A request that comes at a moment of simulated time, of so many tokens, and asks for so many."""
+    """A request that comes at a moment of simulated time, with its numbers of tokens."""
 
     at_s: float
     num_prompt_tokens: int
@@ -35,16 +35,16 @@ class Snapshot:
 
 
 class Simulation:
-    """An engine core on a `ModelledRunner`, and the arrivals that it is to serve."""
+    """An engine core on a `ModelledDevice`, and the arrivals that it is to serve."""
 
     def __init__(self, engine: EngineCore, arrivals: Iterable[Arrival], *, seed: int = 0) -> None:
         """seed: of the prompts' tokens, which no two requests share."""
-        assert isinstance(engine.runner, ModelledRunner)
-        self.engine, self._clock = engine, engine.runner.clock
+        assert isinstance(engine.device, ModelledDevice)
+        self.engine, self._clock = engine, engine.device.clock
         self._arrivals = sorted(arrivals, key=lambda arrival: arrival.at_s)
         self._next = 0
         self._random = Random(seed)
-        self._vocab_size = engine.runner.backbone.architecture.vocab_size
+        self._vocab_size = engine.device.info.vocab_size
 
     def run(self, until_s: float, *, on_event: Callable[[Event], None] | None = None) -> Iterator[Snapshot]:
         """Run to a moment of simulated time, or until nothing is left to do; a snapshot after every step."""
@@ -59,7 +59,7 @@ class Simulation:
             for event in engine.step():
                 if on_event is not None:
                     on_event(event)
-            if engine.last_plan.is_empty:
+            if engine.last_plan.runs_nothing:
                 self._wait(until_s)
             stats = engine.stats()
             yield Snapshot(
@@ -83,7 +83,7 @@ class Simulation:
             )
 
     def _wait(self, until_s: float) -> None:
-        """Nothing could be run: time goes on to the next arrival."""
+        """Nothing could be run: time moves on to the next arrival."""
         now_s = self._clock.now()
         upcoming_s = self._arrivals[self._next].at_s if self._next < len(self._arrivals) else until_s
         self._clock.advance(min(max(upcoming_s - now_s, 1e-6), _IDLE_S))

@@ -1,0 +1,29 @@
+"""What a device is to be: plain data, so that it can be told to another process, or written down."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from coserve.scheduling.latency import Profile
+
+# Told what a start is at, how much of it is done, and of how much.
+LoadProgress = Callable[[str, int, int], None]
+
+
+class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a device.
+
+    model: a directory, a hub id, or a preset (see `coserve.models.source`). dtype: "float32", "bfloat16", "float16", or
+    "auto" for the model's own. device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one. seed: of random
+    weights. threads: of the CPU; None: those that PyTorch has. memory_bytes: of the page pool; None: a share of what is
+    free. block_tokens: tokens of a page. profile: None: from disk, or measured at the start.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    threads: int | None = None
+    memory_bytes: int | None = None
+    block_tokens: int = 16
+    profile: Profile | None = None

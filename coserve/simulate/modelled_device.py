@@ -1,0 +1,313 @@
+"""A device without tensors: it answers commands and steps, and says how long it took by a virtual clock.
+
+Tokens are a pure function of the request's seed and the place; losses are nan. What a job costs, and the groups of
+tensors that its packs take, are counted from the same graphs as on a real device.
+"""
+
+from collections.abc import Callable
+from math import nan
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from coserve.adapters.base import Adapter, AdapterConfig
+from coserve.adapters.peft_directory import adapter_config, read_config
+from coserve.devices.counting import device_info, trainer_opened
+from coserve.devices.messages import (
+    AdapterLoaded,
+    BeginPack,
+    CloseRequest,
+    CloseTrainer,
+    Command,
+    DropCheckpoint,
+    DropPack,
+    DropTrainer,
+    DropVersion,
+    LoadAdapter,
+    OpenRequest,
+    OpenTrainer,
+    PackSums,
+    PublishVersion,
+    Reply,
+    RequestRows,
+    SaveAdapter,
+    StepBatch,
+    StepFailure,
+    StepResult,
+    TakeCheckpoint,
+    Tasklets,
+    TokenLogprob,
+    TrainerOpened,
+    WriteCheckpoint,
+)
+from coserve.errors import AdapterError
+from coserve.models.backbone import Backbone
+from coserve.scheduling.counts import JobCounts
+from coserve.scheduling.latency import ForwardLoad, LatencyModel, Profile
+from coserve.scheduling.plan import JobView, RequestView
+from coserve.tuning.cursor import Cursor
+from coserve.tuning.programs import evaluation_programs, training_programs
+
+
+class VirtualClock:
+    """Time that moves when it is told to."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0, "time does not go back"
+        self._now_s += seconds
+
+
+class _Trainer:
+    """A job's counts, and where its pack is."""
+
+    def __init__(self, config: AdapterConfig, opened: TrainerOpened) -> None:
+        self.config, self.opened = config, opened
+        self.cursor: Cursor | None = None
+        self.view: JobView | None = None  # what the latency model asks about its rows
+
+    def begin(self, command: BeginPack) -> None:
+        lengths = [len(tokens) for tokens, _ in command.sequences]
+        num_rows = sum(lengths)
+        num_trained = sum(sum(trained[1:]) for _, trained in command.sequences)
+        num_parts = 0 if command.evaluate else self.opened.trained_parts
+        self.cursor = Cursor(num_rows=num_rows, num_trained=num_trained, num_parts=num_parts)
+        mean_context_len = sum(length * (length + 1) / 2 for length in lengths) / num_rows
+        self.view = JobView(command.job, "forward", num_rows, 0, 0, mean_context_len, self.opened.counts)
+
+    def drop(self) -> None:
+        self.cursor = self.view = None
+
+
+class ModelledDevice:
+    """See `coserve.devices.base.Device`.
+
+    Args:
+        backbone: on the "meta" device: shapes are all it takes.
+        profile: of the hardware.
+        noise: standard deviation of the logarithm of the time that a section takes beside what the profile says.
+
+    `fail_next`: the next step fails with this, and takes no time; optimizer steps before `broken_update` are made.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        profile: Profile,
+        *,
+        num_pages: int,
+        block_tokens: int = 16,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.info = device_info(backbone, num_pages=num_pages, block_tokens=block_tokens, threads=1, profile=profile)
+        self.clock = VirtualClock()
+        self.fail_next: StepFailure | None = None
+        self._backbone, self._truth = backbone, LatencyModel(profile)
+        self._noise, self._random = noise, Random(seed)
+        self._requests: dict[str, OpenRequest] = {}
+        self._versions: dict[str, AdapterConfig] = {}
+        self._num_bypasses: dict[str, int] = {}
+        self._trainers: dict[str, _Trainer] = {}
+        self._result: StepResult | None = None
+        self._handlers: dict[type, Callable[[Any], Reply]] = {
+            OpenRequest: self._open_request,
+            CloseRequest: self._close_request,
+            LoadAdapter: self._load_adapter,
+            DropVersion: self._drop_version,
+            OpenTrainer: self._open_trainer,
+            CloseTrainer: lambda command: self._trainers[command.job].drop(),
+            DropTrainer: self._drop_trainer,
+            BeginPack: lambda command: self._trainers[command.job].begin(command),
+            DropPack: lambda command: self._trainers[command.job].drop(),
+            PublishVersion: self._publish,
+            TakeCheckpoint: lambda command: None,
+            DropCheckpoint: lambda command: None,
+            SaveAdapter: self._refuse_to_save,
+            WriteCheckpoint: self._refuse_to_save,
+        }
+
+    def execute(self, command: Command) -> Reply:
+        return self._handlers[type(command)](command)
+
+    def submit(self, batch: StepBatch) -> None:
+        assert self._result is None, "the step before was not collected"
+        for command in batch.commands:
+            self.execute(command)
+        failure, self.fail_next = self.fail_next, None
+        self._result = self._run(batch) if failure is None else _failed(batch, failure)
+
+    def collect(self) -> StepResult:
+        result, self._result = self._result, None
+        assert result is not None, "no step was submitted"
+        self.clock.advance(result.loss_s + result.backward_s + result.update_s + result.forward_s)
+        return result
+
+    def close(self) -> None:
+        """Nothing: there is nothing to let go of."""
+
+    # -- commands -------------------------------------------------------------------
+
+    def _open_request(self, command: OpenRequest) -> None:
+        self._requests[command.request] = command
+
+    def _close_request(self, command: CloseRequest) -> None:
+        del self._requests[command.request]
+
+    def _load_adapter(self, command: LoadAdapter) -> AdapterLoaded:
+        config = read_config(Path(command.directory))
+        self._serve(command.version, config, len(Adapter(self._backbone, config, every_target=False).sites))
+        return AdapterLoaded(self._num_bypasses[command.version])
+
+    def _publish(self, command: PublishVersion) -> None:
+        trainer = self._trainers[command.job]
+        self._serve(command.version, trainer.config, trainer.opened.counts.num_bypasses)
+
+    def _serve(self, version: str, config: AdapterConfig, num_bypasses: int) -> None:
+        self._versions[version], self._num_bypasses[version] = config, num_bypasses
+
+    def _drop_version(self, command: DropVersion) -> None:
+        del self._versions[command.version], self._num_bypasses[command.version]
+
+    def _open_trainer(self, command: OpenTrainer) -> TrainerOpened:
+        if command.checkpoint is not None:
+            config = read_config(Path(command.checkpoint))
+        elif command.version is not None:
+            config = self._versions[command.version]
+        else:
+            config = adapter_config(command.adapter)
+        adapter, length = Adapter(self._backbone, config), command.mean_context_len
+        training = training_programs(adapter, mean_context_len=length)
+        opened = trainer_opened(adapter, training, evaluation_programs(adapter, mean_context_len=length))
+        self._trainers[command.job] = _Trainer(config, opened)
+        return opened
+
+    def _drop_trainer(self, command: DropTrainer) -> None:
+        del self._trainers[command.job]
+
+    def _refuse_to_save(self, command: Command) -> None:
+        raise AdapterError("a modelled adapter has no parameters to save")
+
+    # -- steps ----------------------------------------------------------------------
+
+    def _run(self, batch: StepBatch) -> StepResult:
+        loss_s = self._taken(sum([self._loss_s(piece.job, piece.num_rows) for piece in batch.losses]))
+        backward_s, num_tasklets = self._backward(batch, loss_s)
+        updates = [_update_view(self._trainers[update.job].opened.counts) for update in batch.updates]
+        update_s = self._taken(sum([self._truth.update_s(view) for view in updates]))
+        forward_s = self._taken(self._forward_s(batch))
+        sampled = [rows for rows in batch.requests if rows.samples]
+        return StepResult(
+            step=batch.step,
+            tokens={rows.request: self._token(rows) for rows in sampled},
+            prompts={rows.request: _scored(rows) for rows in batch.requests if rows.targets},
+            num_tasklets=num_tasklets,
+            packs=self._finish_packs(batch),
+            norms={update.job: 0.0 for update in batch.updates},
+            forward_s=forward_s,
+            loss_s=loss_s,
+            backward_s=backward_s,
+            update_s=update_s,
+        )
+
+    def _loss_s(self, job: str, num_rows: int) -> float:
+        cursor = self._cursor(job)
+        start, end = cursor.next_loss(num_rows)
+        cursor.advance_loss(end - start)
+        return self._truth.loss_s(end - start)
+
+    def _backward(self, batch: StepBatch, loss_s: float) -> tuple[float, dict[str, int]]:
+        """Tasklets until the time limit, at a pace that noise gives; seconds, and how many of each job."""
+        pace, seconds, found = self._taken(1.0) if batch.tasklets else 1.0, 0.0, {}
+        for piece in batch.tasklets:
+            found[piece.job] = number = 0
+            while number < piece.num_tasklets:
+                has_time = batch.backward_limit_s is None or loss_s + seconds < batch.backward_limit_s
+                if not has_time and any(found.values()):
+                    break
+                seconds += pace * self._tasklet_s(piece)
+                found[piece.job] = number = number + 1
+        return seconds, found
+
+    def _tasklet_s(self, piece: Tasklets) -> float:
+        cursor = self._cursor(piece.job)
+        start, end = cursor.next_backward(piece.num_rows)
+        cursor.advance_backward(end - start)
+        return self._truth.tasklet_s(self._view(piece.job), end - start)
+
+    def _forward_s(self, batch: StepBatch) -> float:
+        load = ForwardLoad()
+        for rows in batch.requests:
+            load.add_request(self._request_view(rows), len(rows.tokens))
+        for window in batch.windows:
+            self._truth.add_window(load, self._view(window.job), window.num_rows)
+            cursor = self._cursor(window.job)
+            cursor.next_forward(window.num_rows)
+            cursor.advance_forward(window.num_rows)
+        return self._truth.forward_s(load)
+
+    def _request_view(self, rows: RequestRows) -> RequestView:
+        """What the latency model asks about a request's rows."""
+        opened, num_rows = self._requests[rows.request], len(rows.tokens)
+        return RequestView(
+            id=rows.request,
+            num_rows=num_rows if rows.samples else num_rows + 1,
+            num_past=rows.start,
+            num_output=rows.place,
+            arrival_s=0.0,
+            first_token_s=None,
+            last_token_s=0.0,
+            ttft_s=nan,
+            tpot_s=nan,
+            version=opened.version,
+            num_bypasses=self._num_bypasses.get(opened.version, 0),
+            draws=opened.params.temperature > 0,
+            num_scored=len(rows.targets),
+        )
+
+    def _token(self, rows: RequestRows) -> TokenLogprob:
+        token = (self._requests[rows.request].seed + rows.place) % self.info.vocab_size
+        return TokenLogprob(token=token, logprob=0.0)
+
+    def _finish_packs(self, batch: StepBatch) -> dict[str, PackSums]:
+        found = {}
+        moved = [piece.job for pieces in (batch.losses, batch.tasklets, batch.windows) for piece in pieces]
+        for job in dict.fromkeys(moved):
+            cursor = self._cursor(job)
+            if cursor.done:
+                found[job] = PackSums(loss=nan, num_correct=0, num_trained=cursor.num_trained)
+                self._trainers[job].drop()
+        return found
+
+    def _cursor(self, job: str) -> Cursor:
+        cursor = self._trainers[job].cursor
+        assert cursor is not None, f"job {job} has no pack"
+        return cursor
+
+    def _view(self, job: str) -> JobView:
+        view = self._trainers[job].view
+        assert view is not None, f"job {job} has no pack"
+        return view
+
+    def _taken(self, seconds: float) -> float:
+        return seconds * self._random.lognormvariate(0.0, self._noise) if self._noise else seconds
+
+
+def _update_view(counts: JobCounts) -> JobView:
+    return JobView("", "update", 0, 0, 0, 0.0, counts)
+
+
+def _scored(rows: RequestRows) -> tuple[TokenLogprob, ...]:
+    return tuple([TokenLogprob(token=token, logprob=0.0) for token in rows.targets])
+
+
+def _failed(batch: StepBatch, failure: StepFailure) -> StepResult:
+    made = [update.job for update in batch.updates]
+    if failure.broken_update is not None:
+        made = made[: made.index(failure.broken_update)]
+    return StepResult(step=batch.step, norms=dict.fromkeys(made, 0.0), failure=failure)

@@ -1,0 +1,454 @@
+"""A device by its messages alone, against transformers and PEFT: in this process, and in another one."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from devices import Driver
+from engines import adapter_directory, expected_tokens, greedy
+from safetensors.torch import load_file
+from support import (
+    exact_gradients,
+    make_backbone,
+    make_model,
+    random_sequences,
+    random_tokens,
+    summed_loss,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coserve.adapters import LoraConfig
+from coserve.devices.base import Device
+from coserve.devices.loading import torch_device
+from coserve.devices.messages import (
+    CloseRequest,
+    CloseTrainer,
+    DropCheckpoint,
+    DropPack,
+    DropTrainer,
+    DropVersion,
+    LoadAdapter,
+    LossRows,
+    OpenRequest,
+    PublishVersion,
+    RequestRows,
+    SaveAdapter,
+    StepBatch,
+    StepResult,
+    TakeCheckpoint,
+    Tasklets,
+    Update,
+    WindowRows,
+    WriteCheckpoint,
+)
+from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.torch_device import TorchDevice
+from coserve.errors import AdapterError
+from coserve.kernels import cpu
+from coserve.memory.paged_kv import kv_page_bytes
+from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.tuning.config import OptimizerConfig, TuningConfig
+from coserve.tuning.training_pass import TrainingPass
+
+BLOCK, NUM_PAGES = 4, 3000
+FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)
+SEQUENCES = random_sequences((9, 14, 6))
+NUM_ROWS = 29
+NUM_TRAINED = sum(sum(trained[1:]) for _, trained in SEQUENCES)
+LORA = LoraConfig(r=4, alpha=8, target_modules="all-linear").to_peft()
+CONFIG = TuningConfig(seed=3, optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-6))
+
+
+def make_device() -> TorchDevice:
+    backbone = make_backbone("llama")
+    memory_bytes = NUM_PAGES * kv_page_bytes(backbone, BLOCK)
+    return torch_device(
+        backbone, memory_bytes=memory_bytes, block_tokens=BLOCK, profile=roofline_profile(backbone, FAST)
+    )
+
+
+@pytest.fixture
+def device(request) -> Iterator[Device]:
+    device = make_device()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def driver(device) -> Driver:
+    return Driver(device)
+
+
+@cache
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(random_tokens(length, seed).tolist())
+
+
+# -- requests -------------------------------------------------------------------------
+
+
+def test_a_request_gets_the_tokens_of_transformers_in_any_chunks(driver):
+    for number, chunk in enumerate((1000, 5, 1)):
+        tokens = driver.generate(f"r{number}", prompt(11), greedy(8), chunk=chunk)
+        assert tuple(tokens) == expected_tokens(prompt(11), 8)
+
+
+def test_requests_of_several_versions_share_a_step(driver):
+    lora = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
+    loaded = driver.device.execute(LoadAdapter("v", adapter_directory(**lora)))
+    assert loaded.num_bypasses == 6
+    rows = []
+    for number, version in enumerate(("", "v")):
+        driver.open(str(number), greedy(1), version=version)
+        rows.append(RequestRows(str(number), 0, prompt(9), driver.pages_for(9), samples=True))
+    result = driver.step(requests=rows)
+    assert (result.tokens["0"].token,) == expected_tokens(prompt(9), 1)
+    assert (result.tokens["1"].token,) == expected_tokens(prompt(9), 1, **lora)
+    driver.step(commands=[CloseRequest("1"), DropVersion("v")])
+    with pytest.raises(AdapterError, match="has no adapter_config"):
+        driver.device.execute(LoadAdapter("w", "/nowhere"))
+
+
+def test_pages_can_be_shared_with_an_earlier_request(driver):
+    pages = driver.pages_for(12)
+    driver.open("first", greedy(1))
+    first = driver.step(requests=[RequestRows("first", 0, prompt(12), pages, samples=True)])
+    driver.open("second", greedy(1), pages=pages[:2])
+    rows = RequestRows("second", 2 * BLOCK, prompt(12)[2 * BLOCK :], driver.pages_for(4), samples=True)
+    second = driver.step(requests=[rows])
+    assert second.tokens["second"] == first.tokens["first"]
+
+
+def test_prompts_are_scored_and_the_likeliest_reported(driver):
+    driver.open("r", SamplingParams(max_tokens=1, temperature=0.0, logprobs=2, prompt_logprobs=3))
+    ids = prompt(10)
+    parts = []
+    for start, end in ((0, 6), (6, 10)):
+        rows = RequestRows(
+            "r",
+            start,
+            ids[start:end],
+            driver.pages_for(10) if not start else (),
+            samples=end == 10,
+            scored_row=start,
+            targets=ids[start + 1 : min(end, 9) + 1],
+        )
+        parts.append(driver.step(requests=[rows]))
+    found = [*parts[0].prompts["r"], *parts[1].prompts["r"]]
+    with torch.inference_mode():
+        logprobs = make_model()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for row, one in enumerate(found):
+        assert one.token == ids[row + 1]
+        assert one.logprob == pytest.approx(float(logprobs[row, one.token]), abs=1e-4)
+        assert [token for token, _ in one.top] == logprobs[row].topk(3).indices.tolist()
+    chosen = parts[1].tokens["r"]
+    assert chosen.top[0] == (chosen.token, chosen.logprob) and len(chosen.top) == 2
+    assert not parts[0].tokens
+
+
+def test_penalties_count_what_the_device_chose_and_what_it_is_told(driver):
+    """One that is opened again in the middle continues as one that was not interrupted."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.7, frequency_penalty=0.5)
+    whole = driver.generate("whole", prompt(7), params)
+    plain = driver.generate("plain", prompt(7), greedy(8))
+    assert whole != plain
+    driver.open("again", params, prompt=prompt(7), output=tuple(whole[:4]))
+    tokens = [*prompt(7), *whole[:4]]
+    result = driver.step(requests=[RequestRows("again", 0, tuple(tokens), driver.pages_for(20), True, place=4)])
+    assert result.tokens["again"].token == whole[4]
+    result = driver.step(requests=[RequestRows("again", 11, (whole[4],), (), True, place=5)])
+    assert result.tokens["again"].token == whole[5]
+
+
+def test_draws_depend_on_seed_and_place_alone(driver):
+    params = SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9)
+    first = driver.generate("a", prompt(7), params, seed=5)
+    driver.open("x", params, seed=5)
+    again = driver.generate("b", prompt(7), params, seed=5)
+    other = driver.generate("c", prompt(7), params, seed=6)
+    assert first == again != other
+
+
+def test_forbidden_tokens_do_not_come(driver):
+    driver.open("r", greedy(1))
+    rows = RequestRows("r", 0, prompt(9), driver.pages_for(9), samples=True)
+    likeliest = driver.step(requests=[rows]).tokens["r"].token
+    rows = RequestRows("r", 0, prompt(9), samples=True, forbidden=(likeliest,))
+    assert driver.step(requests=[rows]).tokens["r"].token != likeliest
+
+
+# -- jobs -----------------------------------------------------------------------------
+
+
+def open_from_peft(driver: Driver, config: TuningConfig = CONFIG):
+    """A job that continues `peft_twin()`."""
+    driver.device.execute(LoadAdapter("start", adapter_directory()))
+    return driver.open_trainer("job", config, version="start")
+
+
+def test_a_pack_costs_what_it_costs_in_peft_and_an_update_moves_by_its_gradient(driver, tmp_path):
+    """AdamW's first step moves every parameter by the learning rate times the sign of its gradient, nearly; with SGD's
+    large eps, by the gradient itself.
+    """
+    config = TuningConfig(optimizer=OptimizerConfig(learning_rate=1e6, eps=1e6, max_grad_norm=0.0))
+    opened = open_from_peft(driver, config)
+    result = driver.train("job", opened, SEQUENCES, window=7, tasklet=5)
+    peft = exact_gradients("llama", SEQUENCES)
+    sums = result.packs["job"]
+    from engines import oracle  # the PEFT model itself
+
+    expected = float(summed_loss(oracle("llama", (("r", 4),)), SEQUENCES).detach())
+    assert sums.loss == pytest.approx(expected, rel=1e-5)
+    assert sums.num_trained == NUM_TRAINED
+    assert driver.step(updates=[Update("job", NUM_TRAINED, 1)]).norms["job"] == pytest.approx(
+        float(torch.stack([g.norm() for g in peft.values()]).norm()) / NUM_TRAINED, rel=1e-4
+    )
+    before, after = load_file(Path(adapter_directory()) / FILE), saved(driver, tmp_path)
+    for name, gradient in peft.items():
+        moved = (before[PREFIX + name].double() - after[PREFIX + name].double()) * NUM_TRAINED
+        assert float((moved - gradient).norm()) < 1e-3 * max(1.0, float(gradient.norm())), name
+
+
+FILE, PREFIX = "adapter_model.safetensors", "base_model.model."
+
+
+def saved(driver: Driver, directory: Path, job: str = "job") -> dict[str, torch.Tensor]:
+    """A job's adapter as it is."""
+    driver.device.execute(PublishVersion(job, "saved"))
+    driver.device.execute(SaveAdapter("saved", str(directory / "saved")))
+    driver.device.execute(DropVersion("saved"))
+    return load_file(directory / "saved" / FILE)
+
+
+def test_an_evaluation_measures_the_loss_and_leaves_no_gradient(driver, tmp_path):
+    opened = driver.open_trainer("job", CONFIG, adapter=LORA)
+    assert len(opened.training) == len(opened.evaluation) == 1 + 1 + 3, "workspace, embedding, three blocks"
+    assert opened.trained_parts == 3 and opened.counts.num_parameters > 0
+    before = saved(driver, tmp_path)
+    driver.begin("job", opened, SEQUENCES, evaluate=True)
+    driver.step(windows=[WindowRows("job", NUM_ROWS)])
+    evaluated = driver.step(losses=[LossRows("job", NUM_TRAINED)]).packs["job"]
+    trained = driver.train("job", opened, SEQUENCES).packs["job"]
+    assert evaluated.loss == pytest.approx(trained.loss, rel=1e-6)
+    assert evaluated.num_correct == trained.num_correct
+    assert driver.step(updates=[Update("job", NUM_TRAINED, 2)]).norms["job"] > 0
+    after = saved(driver, tmp_path)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_packs_of_a_step_add_up_and_a_dropped_one_leaves_no_trace(driver, tmp_path):
+    opened = driver.open_trainer("one", CONFIG, adapter=LORA)
+    driver.train("one", opened, SEQUENCES)
+    whole = driver.step(updates=[Update("one", NUM_TRAINED, 1)])
+    opened = driver.open_trainer("job", CONFIG, adapter=LORA)
+    driver.begin("job", opened, SEQUENCES[:1])
+    driver.step(windows=[WindowRows("job", 4)])
+    driver.step(commands=[DropPack("job"), driver.begin_command("job", opened, SEQUENCES[:1])])
+    driver.step(windows=[WindowRows("job", 9)])
+    driver.step(losses=[LossRows("job", 1000)])
+    driver.step(tasklets=[Tasklets("job", 1000, 3)])
+    driver.train("job", opened, SEQUENCES[1:], tasklet=7)
+    parts = driver.step(updates=[Update("job", NUM_TRAINED, 1)])
+    assert parts.norms["job"] == pytest.approx(whole.norms["one"], rel=1e-5)
+
+
+def test_a_mixed_step_gives_what_its_pieces_give_alone(driver):
+    opened = driver.open_trainer("job", CONFIG, adapter=LORA)
+    other = driver.open_trainer("other", TuningConfig(seed=8), adapter=LORA)
+    alone = driver.train("job", opened, SEQUENCES).packs["job"].loss
+    driver.begin("other", other, SEQUENCES)
+    driver.step(windows=[WindowRows("other", NUM_ROWS)])
+    driver.step(losses=[LossRows("other", NUM_TRAINED)])
+    driver.begin("job", opened, SEQUENCES)
+    driver.open("r", greedy(1))
+    rows = RequestRows("r", 0, prompt(11), driver.pages_for(11), samples=True)
+    result = driver.step(requests=[rows], windows=[WindowRows("job", NUM_ROWS)], tasklets=[Tasklets("other", 10, 2)])
+    assert (result.tokens["r"].token,) == expected_tokens(prompt(11), 1)
+    assert result.num_tasklets == {"other": 2} and not result.packs
+    result = driver.step(losses=[LossRows("job", NUM_TRAINED)], tasklets=[Tasklets("other", 1000, 3)])
+    assert result.packs.keys() == {"other"} and result.loss_s > 0 and result.backward_s > 0 and not result.update_s > 1
+    result = driver.step(tasklets=[Tasklets("job", 1000, 3)])
+    assert result.packs["job"].loss == pytest.approx(alone, rel=1e-6)
+
+
+def test_tasklets_stop_at_the_time_limit_but_for_the_steps_first(driver):
+    opened = driver.open_trainer("job", CONFIG, adapter=LORA)
+    other = driver.open_trainer("other", CONFIG, adapter=LORA)
+    for name, trainer in (("job", opened), ("other", other)):
+        driver.begin(name, trainer, SEQUENCES)
+        driver.step(windows=[WindowRows(name, NUM_ROWS)])
+        driver.step(losses=[LossRows(name, NUM_TRAINED)])
+    both = [Tasklets("job", 10, 7), Tasklets("other", 10, 7)]
+    assert driver.step(tasklets=both, backward_limit_s=0.0).num_tasklets == {"job": 1, "other": 0}
+    assert driver.step(tasklets=both, backward_limit_s=60.0).num_tasklets == {"job": 7, "other": 7}
+    result = driver.step(tasklets=[Tasklets("job", 10, 1), Tasklets("other", 10, 2)])
+    assert result.packs.keys() == {"job", "other"}
+
+
+def test_a_version_is_a_copy_and_a_checkpoint_continues_exactly(driver, tmp_path):
+    opened = driver.open_trainer("job", CONFIG, adapter=LORA)
+    driver.train("job", opened, SEQUENCES)
+    driver.step(updates=[Update("job", NUM_TRAINED, 2)])
+    for command in (PublishVersion("job", "v1"), TakeCheckpoint("job", "c1")):
+        driver.device.execute(command)
+    first = driver.generate("r", prompt(9), greedy(4), version="v1")
+    driver.train("job", opened, SEQUENCES)
+    driver.step(updates=[Update("job", NUM_TRAINED, 2)])
+    assert driver.generate("s", prompt(9), greedy(4), version="v1") == first
+    (tmp_path / "c").mkdir()
+    driver.device.execute(WriteCheckpoint("c1", str(tmp_path / "c")))
+    driver.device.execute(DropCheckpoint("c1"))
+    resumed = driver.open_trainer("again", CONFIG, checkpoint=str(tmp_path / "c"))
+    driver.train("again", resumed, SEQUENCES)
+    driver.step(updates=[Update("again", NUM_TRAINED, 2)])
+    straight = saved(driver, tmp_path)
+    again = saved(driver, tmp_path, "again")
+    assert all(torch.equal(straight[name], again[name]) for name in straight)
+    driver.device.execute(CloseTrainer("job"))
+    driver.device.execute(PublishVersion("job", "last"))
+    (tmp_path / "d").mkdir()
+    driver.device.execute(TakeCheckpoint("job", "over"))
+    driver.device.execute(WriteCheckpoint("over", str(tmp_path / "d")))
+    assert (tmp_path / "c" / "optimizer.safetensors").exists()
+    assert not (tmp_path / "d" / "optimizer.safetensors").exists()
+    driver.device.execute(DropTrainer("job"))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(driver, tmp_path):
+    opened = driver.open_trainer("job", CONFIG, adapter=LORA)
+    before = saved(driver, tmp_path)
+    driver.train("job", opened, SEQUENCES)
+    # Divided by none at all: infinite.
+    assert driver.step(updates=[Update("job", 0, 2)]).norms == {"job": None}
+    after = saved(driver, tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_errors_of_commands_change_nothing(driver):
+    with pytest.raises(AdapterError, match="peft_type 'mystery' is not supported"):
+        driver.open_trainer("job", CONFIG, adapter={"peft_type": "mystery"})
+    with pytest.raises(AdapterError):
+        driver.open_trainer("job", CONFIG, checkpoint="/nowhere")
+    driver.open_trainer("job", CONFIG, adapter=LORA)
+
+
+# -- in this process alone --------------------------------------------------------------
+
+
+def test_running_out_of_memory_is_a_result(monkeypatch, tmp_path):
+    """Optimizer steps that were made stand; packs can be dropped, and everything be run again."""
+    driver = Driver(make_device())
+    jobs = {name: driver.open_trainer(name, CONFIG, adapter=LORA) for name in ("a", "b", "c")}
+    for name, opened in jobs.items():
+        driver.train(name, opened, SEQUENCES)
+    driver.begin("c", jobs["c"], SEQUENCES)
+    driver.open("r", greedy(1))
+    rows = RequestRows("r", 0, prompt(11), driver.pages_for(11), samples=True)
+    adapter_of_b = driver.device._trainers["b"]
+    real_update = adapter_of_b.update
+
+    def update(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory.\n Tried to allocate")
+
+    monkeypatch.setattr(adapter_of_b, "update", update)
+    updates = [Update("a", NUM_TRAINED, 1), Update("b", NUM_TRAINED, 1)]
+    result = driver.try_step(updates=updates, requests=[rows], windows=[WindowRows("c", 10)])
+    assert result.failure.message == "CUDA out of memory. Tried to allocate"
+    assert result.failure.broken_update == "b" and result.norms.keys() == {"a"} and not result.tokens
+    monkeypatch.setattr(adapter_of_b, "update", real_update)
+
+    def finish_window(self, hidden):
+        raise MemoryError
+
+    monkeypatch.setattr(TrainingPass, "finish_window", finish_window)
+    again = RequestRows("r", 0, prompt(11), samples=True)
+    result = driver.try_step(requests=[again], windows=[WindowRows("c", 10)])
+    assert result.failure.message == "out of memory" and result.failure.broken_update is None
+    monkeypatch.undo()
+    result = driver.step(commands=[DropPack("c")], requests=[again])
+    assert (result.tokens["r"].token,) == expected_tokens(prompt(11), 1)
+
+    def broken(*args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(adapter_of_b, "update", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        driver.try_step(updates=updates[1:])
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host of a GPU wait: values that decide something there, or how large a tensor is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split(".")[0].removeprefix("aten::")
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "item", "is_nonzero"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    """As on a GPU; those for CPUs check what they are given."""
+    monkeypatch.setenv("COSERVE_KERNELS", "plain")
+    cpu.compiled_kernels.cache_clear()
+    yield
+    cpu.compiled_kernels.cache_clear()
+
+
+def test_a_step_asks_the_device_for_nothing_before_its_end(plain_kernels):
+    """What is computed on the device is read in `collect`; `submit` could run far ahead of a GPU."""
+    driver = Driver(make_device())
+    jobs = {name: driver.open_trainer(name, CONFIG, adapter=LORA) for name in ("u", "b", "l", "w")}
+    driver.train("u", jobs["u"], SEQUENCES)
+    for name in "blw":
+        driver.begin(name, jobs[name], SEQUENCES)
+    for name in "bl":
+        driver.step(windows=[WindowRows(name, NUM_ROWS)])
+    driver.step(losses=[LossRows("b", NUM_TRAINED)])
+    rows = []
+    for name, params in {
+        "greedy": SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1),
+        "drawn": SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1.2),
+        "cut": SamplingParams(temperature=1.0, top_k=5),
+    }.items():
+        driver.open(name, params, prompt=prompt(9))
+        targets = prompt(9)[1:] if name == "greedy" else ()
+        rows.append(RequestRows(name, 0, prompt(9), driver.pages_for(9), samples=True, targets=targets))
+    with Waits() as waits:
+        driver.device.submit(
+            StepBatch(
+                step=0,
+                losses=(LossRows("l", NUM_TRAINED),),
+                tasklets=(Tasklets("b", 1000, 3),),
+                updates=(Update("u", NUM_TRAINED, 1),),
+                requests=tuple(rows),
+                windows=(WindowRows("w", NUM_ROWS),),
+            )
+        )
+    assert waits.seen == []
+    result = driver.device.collect()
+    assert result.tokens.keys() == {"greedy", "drawn", "cut"} and len(result.prompts["greedy"]) == 8
+    assert result.packs.keys() == {"b"} and result.norms.keys() == {"u"}
+
+
+# -- the messages -----------------------------------------------------------------------
+
+
+def test_batches_and_results_survive_the_wire():
+    batch = StepBatch(
+        step=7,
+        commands=(OpenRequest(request="r", params=SamplingParams(logit_bias={3: 1.5}, stop=("a",)), seed=2**62),),
+        requests=(RequestRows("r", 3, (1, 2), (5,), True, 2, (0,), 3, (4,)),),
+        tasklets=(Tasklets("j", 5, 2),),
+        backward_limit_s=0.25,
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=StepBatch) == batch
+    result = StepResult(step=7, norms={"j": None}, num_tasklets={"j": 1})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult) == result
