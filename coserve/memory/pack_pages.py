@@ -4,7 +4,19 @@ The first group is the workspace, and lasts as long as the pack; after it comes 
 model in forward order. Parts that run backward hold theirs until they have, from the last one down; the parts below
 these only until the forward pass is done, whose windows needed their K and V. A device follows the same rule with the
 tensors (`TrainingPass`). Bookkeeping alone.
-"""How far a pack has come (`coserve.tuning.cursor.Cursor`)."""
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from coserve.errors import BudgetError
+from coserve.memory.pages import PagePool
+
+OWNER = "activations"
+
+
+class PackProgress(Protocol):
+    """How far a pack has come (`coserve.tuning.cursor.Cursor`)."""
 
     @property
     def forward_done(self) -> bool: ...

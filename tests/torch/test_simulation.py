@@ -1,6 +1,5 @@
 """The engine in simulated time: what requests wait for, what jobs get, and that modelled pages are the real ones."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -8,26 +7,38 @@ from random import Random
 from statistics import mean, stdev
 
 import pytest
+from devices import Driver
 from support import make_backbone
 
 from coserve.adapters import LoraConfig
+from coserve.devices.base import Device
+from coserve.devices.loading import torch_device
+from coserve.devices.messages import (
+    DropPack,
+    LossRows,
+    StepFailure,
+    Tasklets,
+    TrainerOpened,
+    Update,
+    WindowRows,
+    group_bytes,
+)
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
 from coserve.engine.request import Chunk
-from coserve.engine.runner import LossRows, Tasklets, WindowRows, Work
-from coserve.engine.torch_runner import TorchRunner
-from coserve.errors import BudgetError
-from coserve.memory.activations import PooledMemory
-from coserve.memory.kv_cache import KvCache, kv_page_bytes
+from coserve.memory.pack_pages import PackPages, take_runs
+from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.pages import PagePool
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.latency import Profile
 from coserve.scheduling.policies.slack import MOST_ARRIVAL_SHARE, arrival_wait_s
-from coserve.simulate import Arrival, Hardware, ModelledRunner, Simulation, Snapshot, roofline_profile
+from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.simulation import Arrival, Simulation, Snapshot
 from coserve.tuning.config import TuningConfig
+from coserve.tuning.cursor import Cursor
 from coserve.tuning.examples import Example
-from coserve.tuning.order import packs_of
 
 CPU = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
 FAST_CPU = Hardware(name="fast-cpu", flops_per_s=2e12, bytes_per_s=40e9, call_s=1e-5)
@@ -64,9 +75,9 @@ def make_engine(
     **config: float,
 ) -> EngineCore:
     """expected: the hardware that the latency model takes it for."""
-    runner = ModelledRunner(_backbone(), make_profile(hardware), noise=noise, seed=seed)
+    device = ModelledDevice(_backbone(), make_profile(hardware), num_pages=num_pages, noise=noise, seed=seed)
     latency = LatencyModel(make_profile(expected or hardware))
-    engine = EngineCore(runner, latency, EngineConfig(policy=policy, **config), num_pages=num_pages)  # type: ignore[arg-type]
+    engine = EngineCore(device, latency, EngineConfig(policy=policy, **config))  # type: ignore[arg-type]
     for _ in range(num_jobs):
         engine.submit_examples(examples(length=length), ENDLESS, adapter=ALL)
     return engine
@@ -238,7 +249,7 @@ def latencies(load: Load, policy: str) -> tuple[float, float, float]:
     assert len(engine.records) == len(load.arrivals)
     ttft = quantile([record.ttft_s / record.slo.ttft_s for record in engine.records], 0.99)
     tpot = quantile([record.tpot_s / record.slo.tpot_s for record in engine.records if record.tpot_s], 0.99)
-    return ttft, tpot, engine.stats().num_tokens_trained / engine.runner.clock.now()
+    return ttft, tpot, engine.stats().num_tokens_trained / engine.device.clock.now()
 
 
 def test_loads_that_requests_alone_serve_are_served_beside_fine_tuning():
@@ -298,7 +309,7 @@ def test_noise_is_averaged_however_many_jobs_have_pieces_in_a_step():
     corrections, num_pieces = [], 0
     for _ in Simulation(engine, []).run(8.0):
         num_pieces = max(num_pieces, len(engine.last_plan.tasklets))
-        view = next(view for job in engine.jobs.values() if (view := job.view(0.0)))
+        view = next(view for job in engine.jobs.values() if (view := job.view(0.0, 0)))
         corrections.append(engine.latency.tasklet_s(view, 128) / untaught.tasklet_s(view, 128))
     assert num_pieces > 8 and len(corrections) > 30
     assert stdev(corrections[10:]) < 0.08 and mean(corrections[10:]) == pytest.approx(1.0, abs=0.08)
@@ -316,7 +327,7 @@ def test_harvest_falls_smoothly_as_load_rises():
         engine = make_engine()
         run(engine, poisson(rate, 300, seed=1), 300.0)
         (job,) = engine.jobs.values()
-        harvest.append(job.num_rows_run / engine.runner.clock.now())
+        harvest.append(job.num_rows_run / engine.device.clock.now())
     falls = [(earlier - later) / harvest[0] for earlier, later in pairwise(harvest)]
     assert min(falls) > -0.02, (harvest, "more load never brings more")
     assert max(falls) < 0.2, (harvest, "no cliff")
@@ -338,7 +349,7 @@ def test_harvest_is_back_as_soon_as_load_ends():
 
     idle, before = make_engine(length=64), 100.0
     run(idle, [], before)
-    idle_rate = sum(job.num_rows_run for job in idle.jobs.values()) / idle.runner.clock.now()
+    idle_rate = sum(job.num_rows_run for job in idle.jobs.values()) / idle.device.clock.now()
     assert busy_s < 140.0
     assert rate(0.0, busy_s) < 0.7 * idle_rate
     assert rate(busy_s, busy_s + 40.0) == pytest.approx(idle_rate, rel=0.05)
@@ -417,81 +428,98 @@ def test_requests_keep_their_objectives_while_packs_are_dropped():
     assert quantile([record.ttft_s / record.slo.ttft_s for record in engine.records], 0.99) <= 1.0
 
 
-# -- modelled pages are real pages --------------------------------------------------------------
+# -- a modelled device counts as a real one does ----------------------------------------------------
 
 TARGETS: list[str | list[str]] = ["all-linear", ["down_proj"], ["q_proj"]]
+SEQUENCES = [(tuple(range(n)), (False,) + (True,) * (n - 1)) for n in (9, 5, 13)]
+NUM_ROWS, NUM_TRAINED = 27, 24
 
 
-def device(make: Callable[[Backbone], TorchRunner | ModelledRunner], num_pages: int = 400):
+@pytest.fixture
+def both_devices() -> list[Device]:
     backbone = make_backbone("llama")
-    pool = PagePool(num_pages, kv_page_bytes(backbone, 4), backbone.device)
-    cache = KvCache(backbone, pool, block_tokens=4)
-    return make(backbone), PooledMemory(pool, evict=cache.evict), pool
+    profile = roofline_profile(backbone, CPU)
+    memory_bytes = 4000 * kv_page_bytes(backbone, 4)
+    return [
+        torch_device(backbone, memory_bytes=memory_bytes, block_tokens=4, profile=profile),
+        ModelledDevice(backbone, profile, num_pages=4000, block_tokens=4),
+    ]
 
 
-@cache
-def tiny_profile() -> Profile:
-    return roofline_profile(make_backbone("llama"), CPU)
-
-
-def both_devices() -> Iterator[tuple[TorchRunner | ModelledRunner, PooledMemory, PagePool]]:
-    yield device(TorchRunner)
-    yield device(lambda backbone: ModelledRunner(backbone, tiny_profile()))
+def train(driver: Driver, opened: TrainerOpened, *, evaluate: bool) -> list[object]:
+    """What a device tells of a pack, piece by piece; the gradients of a second one are in when it ends."""
+    driver.begin("job", opened, SEQUENCES, evaluate=evaluate)
+    results = [driver.step(windows=[WindowRows("job", rows)]) for rows in (10, 10, 7)]
+    while not results[-1].packs and len(results) < 3 + -(-NUM_TRAINED // 11):
+        results.append(driver.step(losses=[LossRows("job", 11)]))
+    while not results[-1].packs:
+        results.append(driver.step(tasklets=[Tasklets("job", 11, 2)]))
+    sums = results[-1].packs["job"]
+    return [*[(result.num_tasklets, result.packs.keys()) for result in results], sums.num_trained]
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
 @pytest.mark.parametrize("evaluate", [False, True])
-def test_a_modelled_pack_takes_the_pages_that_a_real_one_takes(targets, evaluate):
-    rng = Random(0)
-    data = [
-        Example(tokens=tuple(rng.randrange(97) for _ in range(n)), trained=(False,) + (True,) * (n - 1))
-        for n in (9, 5, 13)
-    ]
-    (pack,) = packs_of(data, max_rows=64)
-    histories = []
-    for runner, memory, pool in both_devices():
-        trainer = runner.trainer(
-            LoraConfig(r=4, target_modules=targets), TuningConfig(), mean_context_len=5.0, memory=memory
-        )
-        history = [trainer.num_pages(n) for n in (1, 7, 16, 27, 100)]
-        trainer.begin(pack, evaluate=evaluate)
-        history.append(pool.num_free)
-        if not evaluate:
-            assert pool.num_pages - pool.num_free == trainer.num_pages(pack.num_rows)
-        for rows in (10, 10, 7):
-            runner.run(Work(windows=[WindowRows(trainer, rows)]))
-            history.append(pool.num_free)
-        while not trainer.cursor.loss_done:
-            runner.run(Work(losses=[LossRows(trainer, 11)]))
-            history += [pool.num_free, trainer.cursor and trainer.cursor.num_loss_rows]
-        while not trainer.cursor.done:
-            runner.run(Work(tasklets=[Tasklets(trainer, 11, 1)]))
-            history += [pool.num_free, trainer.cursor.num_parts_done, trainer.cursor.num_backward_rows]
-        assert trainer.finish().num_trained == pack.num_trained
-        history.append(pool.num_free)
-        assert pool.num_free == pool.num_pages
-        trainer.begin(pack, evaluate=evaluate)
-        runner.run(Work(windows=[WindowRows(trainer, 10)]))
-        trainer.drop()
-        history.append(pool.num_free)
-        trainer.close()
-        pool.check_integrity()
-        histories.append(history)
-    real, modelled = histories
-    assert modelled == real
-    assert len({*real}) > 4, "pages go back part by part"
+def test_a_modelled_pack_costs_and_goes_through_what_a_real_one_does(both_devices, targets, evaluate):
+    fields = LoraConfig(r=4, target_modules=targets).to_peft()
+    drivers = [Driver(device) for device in both_devices]
+    real, modelled = (driver.open_trainer("job", TuningConfig(), adapter=fields) for driver in drivers)
+    assert modelled == real and len({*real.training}) > 1
+    told = [train(driver, real, evaluate=evaluate) for driver in drivers]
+    assert told[0] == told[1] and told[0][-1] == NUM_TRAINED
+    for driver in drivers:  # one that is dropped is begun again from its first row
+        driver.begin("job", real, SEQUENCES)
+        driver.step(windows=[WindowRows("job", 10)])
+        driver.step(commands=[DropPack("job"), driver.begin_command("job", real, SEQUENCES)])
+        driver.step(windows=[WindowRows("job", NUM_ROWS)])
 
 
-def test_a_modelled_pack_that_finds_no_room_takes_nothing():
-    rng = Random(0)
-    (pack,) = packs_of([Example(tokens=tuple(rng.randrange(97) for _ in range(60)), trained=(True,) * 60)], max_rows=64)
-    for make in (TorchRunner, lambda backbone: ModelledRunner(backbone, tiny_profile())):
-        runner, memory, pool = device(make, num_pages=60)
-        trainer = runner.trainer(
-            LoraConfig(r=4, target_modules="all-linear"), TuningConfig(), mean_context_len=5.0, memory=memory
-        )
-        assert trainer.num_pages(pack.num_rows) > 60
-        with pytest.raises(BudgetError):
-            trainer.begin(pack, evaluate=False)
-        assert pool.num_free == 60 and trainer.cursor is None
-        pool.check_integrity()
+def test_a_real_pass_lets_a_group_go_when_the_engine_takes_its_pages_back(both_devices):
+    """What the core does with a pack's pages by its cursor is what the device does with the tensors in them."""
+    device = both_devices[0]
+    driver = Driver(device)
+    opened = driver.open_trainer("job", TuningConfig(), adapter=LoraConfig(r=4, target_modules=["q_proj"]).to_peft())
+    pool = PagePool(4000, device.info.page_bytes)
+    sizes = [-(-group_bytes(group, NUM_ROWS) // pool.page_bytes) for group in opened.training]
+    pages = PackPages(pool, take_runs(pool, sizes), opened.trained_parts)
+    cursor = Cursor(num_rows=NUM_ROWS, num_trained=NUM_TRAINED, num_parts=opened.trained_parts)
+    driver.begin("job", opened, SEQUENCES)
+    training = device._trainers["job"].training_pass
+
+    def held() -> int:
+        """Pages of the groups that the device still has."""
+        groups = [*training._saved.values()]
+        return sum(-(-sum(-(-t.nbytes // 64) * 64 for t in group.values()) // pool.page_bytes) for group in groups)
+
+    assert pages.num_pages - sizes[0] == held()
+    driver.step(windows=[WindowRows("job", NUM_ROWS)])
+    cursor.advance_forward(NUM_ROWS)
+    driver.step(losses=[LossRows("job", NUM_TRAINED)])
+    cursor.advance_loss(NUM_TRAINED)
+    seen = []
+    while not cursor.done:
+        pages.follow(cursor)
+        seen.append(pages.num_pages - sizes[0])
+        assert seen[-1] == held()
+        driver.step(tasklets=[Tasklets("job", NUM_ROWS, 1)])
+        cursor.advance_backward(NUM_ROWS)
+    pages.follow(cursor)
+    assert pages.num_pages == held() == 0 and len({*seen}) == len(seen) > 1
+
+
+def test_a_modelled_device_stops_at_the_time_limit_and_fails_when_told():
+    profile = make_profile()
+    driver = Driver(ModelledDevice(_backbone(), profile, num_pages=100_000))
+    opened = driver.open_trainer("job", TuningConfig(), adapter=ALL.to_peft())
+    driver.begin("job", opened, [((1,) * 256, (True,) * 256)])
+    driver.step(windows=[WindowRows("job", 256)])
+    driver.step(losses=[LossRows("job", 255)])
+    alone_s = driver.step(tasklets=[Tasklets("job", 256, 1)]).backward_s
+    assert driver.step(tasklets=[Tasklets("job", 256, 9)], backward_limit_s=0.0).num_tasklets == {"job": 1}
+    limited = driver.step(tasklets=[Tasklets("job", 256, 9)], backward_limit_s=2.5 * alone_s)
+    assert limited.num_tasklets == {"job": 3} and limited.backward_s == pytest.approx(3 * alone_s)
+    now_s = driver.device.clock.now()
+    driver.device.fail_next = StepFailure(message="full", broken_update="job")
+    failed = driver.try_step(updates=[Update("other", 1, 1), Update("job", 1, 1)])
+    assert failed.failure.broken_update == "job" and failed.norms.keys() == {"other"}
+    assert driver.device.clock.now() == now_s
