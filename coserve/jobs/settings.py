@@ -26,8 +26,8 @@ _MOST_STEPS = 2**31 - 1
 class Extension:
     """The `coserve` field of a job; see `TuningConfig`.
 
-    adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings. checkpoint_every_steps:
-    list a checkpoint after every this many optimizer steps (0: only after the last).
+    adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings.
+    checkpoint_every_steps: list a checkpoint after as many optimizer steps each (0: only after the last).
     evaluate_every_steps: None: with every checkpoint.
     """
 

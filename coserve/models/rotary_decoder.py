@@ -2,7 +2,7 @@
 heads.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.models.base import Architecture, tokens_input
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 
 class RotaryDecoder(Architecture):
-    """A family says how it differs: biases, norms on queries and keys, sliding windows by layer."""
+    """A family says how it differs: biases, norms on queries and keys, sliding windows by layer, or another `norm` or
+    `mlp`.
+    """
 
+    hidden_acts: ClassVar[tuple[str, ...]] = ("silu",)
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -26,7 +29,7 @@ class RotaryDecoder(Architecture):
 
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
-        self._require("hidden_act", "silu")
+        self._require("hidden_act", *self.hidden_acts)
 
     def rotary_table(self) -> RotaryTable:
         return rotary_table(self.config, self.head_dim)
@@ -42,31 +45,35 @@ class RotaryDecoder(Architecture):
         cos, sin = b.constant("cos", self.head_dim), b.constant("sin", self.head_dim)
         width, kv_width = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
 
-        h = self._norm(b, "input_layernorm", x, self.hidden_size)
+        h = self.norm(b, "input_layernorm", x, self.hidden_size)
         q = b.linear("self_attn.q_proj", h, width, bias=self.qkv_bias)
         k = b.linear("self_attn.k_proj", h, kv_width, bias=self.qkv_bias)
         v = b.linear("self_attn.v_proj", h, kv_width, bias=self.qkv_bias)
         if self.norm_queries_and_keys:
-            q = self._norm(b, "self_attn.q_norm", q, self.head_dim)
-            k = self._norm(b, "self_attn.k_norm", k, self.head_dim)
+            q = self.norm(b, "self_attn.q_norm", q, self.head_dim)
+            k = self.norm(b, "self_attn.k_norm", k, self.head_dim)
         q = b.apply("rope", "rope_q", {"x": q, "cos": cos, "sin": sin})
         k = b.apply("rope", "rope_k", {"x": k, "cos": cos, "sin": sin})
         y = self._attention(b, q, k, v, self.sliding_window(layer))
         y = b.linear("self_attn.o_proj", y, self.hidden_size, bias=self.output_bias)
         x = b.apply("add", "attention_residual", {"a": x, "b": y})
 
-        h = self._norm(b, "post_attention_layernorm", x, self.hidden_size)
-        gate = b.linear("mlp.gate_proj", h, self.config.intermediate_size, bias=self.mlp_bias)
-        up = b.linear("mlp.up_proj", h, self.config.intermediate_size, bias=self.mlp_bias)
-        y = b.apply("silu_mul", "mlp.act", {"gate": gate, "up": up})
-        y = b.linear("mlp.down_proj", y, self.hidden_size, bias=self.mlp_bias)
-        return b.build(b.apply("add", "mlp_residual", {"a": x, "b": y}))
+        h = self.norm(b, "post_attention_layernorm", x, self.hidden_size)
+        return b.build(b.apply("add", "mlp_residual", {"a": x, "b": self.mlp(b, h)}))
 
     def head(self) -> Graph:
         b = GraphBuilder()
-        x = self._norm(b, "model.norm", b.rows("x", self.hidden_size), self.hidden_size)
+        x = self.norm(b, "model.norm", b.rows("x", self.hidden_size), self.hidden_size)
         return b.build(b.linear("lm_head", x, self.vocab_size))
 
-    def _norm(self, b: GraphBuilder, name: str, x: str, features: int) -> str:
+    def mlp(self, b: GraphBuilder, x: str) -> str:
+        """Add the block's MLP, from rows [hidden_size] to rows [hidden_size]; its output's name."""
+        gate = b.linear("mlp.gate_proj", x, self.config.intermediate_size, bias=self.mlp_bias)
+        up = b.linear("mlp.up_proj", x, self.config.intermediate_size, bias=self.mlp_bias)
+        y = b.apply("silu_mul", "mlp.act", {"gate": gate, "up": up})
+        return b.linear("mlp.down_proj", y, self.hidden_size, bias=self.mlp_bias)
+
+    def norm(self, b: GraphBuilder, name: str, x: str, features: int) -> str:
+        """Add a norm of rows [features], or of each of their heads [features]; its output's name."""
         weight = b.weight(f"{name}.weight", features)
         return b.apply("rms_norm", name, {"x": x, "weight": weight}, eps=self.config.rms_norm_eps)
