@@ -97,6 +97,12 @@ def test_commands_that_ask_a_server_start_without_torch():
     assert result.stdout.strip() == "[]"
 
 
+def test_the_core_of_the_engine_is_plain_python():
+    code = "import sys, coserve.engine.core; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
 def test_the_engine_needs_none_of_the_servers_packages():
     banned = {"fastapi", "uvicorn", "pydantic", "sqlalchemy", "zmq", "typer", "rich", "ray"}
     for path in ROOT.rglob("*.py"):
