@@ -47,15 +47,16 @@ class EngineThread:
         self._thread.start()
         listener.engine_ready()
 
-    def kill(self) -> None:
-        """It says nothing any more."""
+    def kill(self, *, tell: bool = True) -> None:
+        """It says nothing any more. tell: the manager that it has died."""
         if self.is_alive:
             self.is_alive = False
             self._commands.put(None)
             for call in self._calls.values():
                 if not call.done():
                     call.set_exception(EngineGoneError("the engine has died"))
-            self._listener.engine_gone()
+            if tell:
+                self._listener.engine_gone()
 
     def join(self) -> None:
         self._thread.join(LIMIT_S)
@@ -211,6 +212,13 @@ class World:
             while not (answer := question()):
                 await asyncio.sleep(0.005)
         return answer
+
+    async def abandon(self) -> None:
+        """As if the process had ended: nothing that is under way is done to its end."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def until_over(self, id: str) -> JobRecord:
         await self.until(lambda: self.job(id).is_terminal)

@@ -13,14 +13,14 @@ class ProgressMeter:
         """now_s: when it began to run, in seconds of any clock that does not jump."""
         self._times_s: deque[float] = deque([now_s], maxlen=_WINDOW + 1)
 
-    def step_done(self, now_s: float) -> None:
-        """One more optimizer step."""
-        self._times_s.append(now_s)
+    def steps_done(self, num_steps: int, now_s: float) -> None:
+        """As many more optimizer steps."""
+        self._times_s.extend([now_s] * num_steps)
 
     def seconds_left(self, num_steps: int, now_s: float) -> float | None:
-        """For so many more steps; None before one is done.
+        """For as many more steps; None before one is done.
 
-        A step that has been going on for longer than the others took counts with what it has taken: a job that requests
+        A step that has taken longer than the others did counts with what it has taken: a job that requests
         hold up is not promised for soon.
         """
         num_done = len(self._times_s) - 1

@@ -22,8 +22,8 @@ class Report:
 
 
 @dataclass(kw_only=True)
-class Outcome:
-    """What of it matters beyond the records.
+class Recorded:
+    """What of reports matters beyond the records.
 
     num_steps: how many each job has made. num_checkpoints: of all. ended: jobs that have succeeded or failed, with the
     error. left: jobs that the engine does not run any more. published: jobs that have published.
@@ -47,19 +47,19 @@ class Recorder:
         """The engine has taken it: steps are timed anew."""
         self._last_step_s.pop(job, None)
 
-    def record(self, reports: Sequence[Report], is_wanted: Callable[[str], bool]) -> Outcome:
+    def record(self, reports: Sequence[Report], is_wanted: Callable[[str], bool]) -> Recorded:
         """Blocks. is_wanted: whether a job is this engine's to report on. Safe to do again if it failed."""
-        outcome, replaced = Outcome(), dict[str, list[str]]()
+        recorded, replaced = Recorded(), dict[str, list[str]]()
         too_late: list[str] = []
         last_step_s = dict(self._last_step_s)
         with self._store.write() as transaction:
             for report in reports:
                 for event in report.events:
                     if is_wanted(event.job):
-                        self._event(transaction, event, outcome, last_step_s)
+                        self._event(transaction, event, recorded, last_step_s)
                 for checkpoint in report.checkpoints:
                     if is_wanted(checkpoint.job):
-                        outcome.num_checkpoints += 1
+                        recorded.num_checkpoints += 1
                         replaced.setdefault(checkpoint.job, []).extend(self._checkpoint(transaction, checkpoint))
                     elif (job := transaction.any_job(checkpoint.job)) is None or job.is_terminal:
                         too_late.append(checkpoint.directory)
@@ -71,10 +71,10 @@ class Recorder:
         self._folders.thin_out((), too_late)
         for old, (kept, dropped) in pruned:
             self._folders.thin_out(kept, [*old, *dropped])
-        return outcome
+        return recorded
 
     def _event(
-        self, transaction: Transaction, event: JobEvent, outcome: Outcome, last_step_s: dict[str, float]
+        self, transaction: Transaction, event: JobEvent, recorded: Recorded, last_step_s: dict[str, float]
     ) -> None:
         job = self._job(transaction, event.job)
         if event.kind in ("step", "evaluation"):
@@ -88,14 +88,14 @@ class Recorder:
         if event.kind == "step":
             last_step_s[event.job] = event.now_s
             transaction.change_job(job.id, num_steps_done=event.step)
-            outcome.num_steps[job.id] = outcome.num_steps.get(job.id, 0) + 1
+            recorded.num_steps[job.id] = recorded.num_steps.get(job.id, 0) + 1
         elif event.kind == "version":
-            outcome.published.add(job.id)
+            recorded.published.add(job.id)
         elif event.kind in ("succeeded", "failed", "cancelled"):
-            outcome.left.add(job.id)
+            recorded.left.add(job.id)
             last_step_s.pop(job.id, None)
             if event.kind != "cancelled":
-                outcome.ended[job.id] = None if event.kind == "succeeded" else event.message
+                recorded.ended[job.id] = None if event.kind == "succeeded" else event.message
 
     def _job(self, transaction: Transaction, id: str) -> JobRecord:
         job = transaction.any_job(id)

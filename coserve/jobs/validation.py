@@ -1,11 +1,13 @@
 """The first thing that happens to a job: its files are read, checked, and laid down as examples for the engine."""
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coserve.errors import DataError, JobError
+from coserve.errors import DataError, EngineGoneError, JobError, StoreError
 from coserve.jobs.examples import read_training_file, write_examples_file
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
@@ -17,6 +19,8 @@ from coserve.tuning.order import TrainingOrder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +87,59 @@ def _read(
         )
     except DataError as error:
         raise JobError(f"{field} {id}: {error}", param=field) from None
+
+
+class FileReader:
+    """Reads the files of jobs in a thread, one job after the other. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        files: Files,
+        folders: Folders,
+        model: BaseModel,
+        done: Callable[[str, Validated | JobError], Awaitable[None]],
+    ) -> None:
+        """done: told what was found in a job's files."""
+        self._files, self._folders, self._model, self._done = files, folders, model, done
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._unwanted: set[str] = set()
+        self._one_at_a_time = asyncio.Semaphore(1)
+
+    def begin(self, job: JobRecord) -> None:
+        """Read a job's files, unless that is under way."""
+        if job.id not in self._tasks:
+            self._tasks[job.id] = asyncio.create_task(self._read(job))
+
+    def stop(self, id: str) -> None:
+        """Nobody needs to know any more."""
+        if id in self._tasks:
+            self._unwanted.add(id)
+
+    def stop_all(self) -> None:
+        """Likewise, of all."""
+        self._unwanted |= self._tasks.keys()
+
+    async def wait(self) -> None:
+        """Until nothing is being read."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _read(self, job: JobRecord) -> None:
+        try:
+            async with self._one_at_a_time:
+                found = await asyncio.to_thread(self._validate, job)
+            await self._done(job.id, found)
+        except (EngineGoneError, StoreError):
+            pass  # shutting down: they are read again at the next start
+        finally:  # not before: who resumes the job meanwhile must not begin to read them again
+            del self._tasks[job.id]
+            self._unwanted.discard(job.id)
+
+    def _validate(self, job: JobRecord) -> Validated | JobError:
+        try:
+            return validate(job, self._files, self._folders, self._model, lambda: job.id not in self._unwanted)
+        except JobError as error:
+            return error
+        except Exception as error:
+            _log.exception("the files of %s could not be read", job.id)
+            return JobError(f"the files could not be read: {error!r}", param="training_file")

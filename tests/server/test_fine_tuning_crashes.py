@@ -142,7 +142,7 @@ def test_a_server_that_ends_in_good_order_loses_no_step(undisturbed):
         served.wait_until(lambda: over(client, job), limit_s=120)
         check(served, client, job, undisturbed)
         messages = [event.message for event in client.fine_tuning.jobs.list_events(job.id, limit=1000)]
-        starts = [int(each.rsplit(" ", 1)[1]) for each in messages if each.startswith("Fine-tuning goes on")]
+        starts = [int(each.rsplit(" ", 1)[1]) for each in messages if each.startswith("Fine-tuning resumes")]
         assert all(step >= done for step in starts)
 
 

@@ -1,7 +1,6 @@
 """Engines and managers that end anywhere: every job finishes as if nothing had happened."""
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -79,16 +78,10 @@ def test_engines_that_die(seed, undisturbed, tmp_path):
 
 async def throw_away(w: World) -> None:
     """As if the process had ended: nothing more is said, taken in or written down."""
-    w.manager._task.cancel()
-    w.manager._unwanted |= w.manager._validations.keys()
     if w.link.engine is not None:
-        w.link.engine.is_alive = False
-        w.link.engine._commands.put(None)
+        w.link.engine.kill(tell=False)
         await asyncio.to_thread(w.link.engine.join)
-    for task in [w.manager._task, *w.manager._validations.values()]:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+    await w.abandon()
     w.store.close()
 
 

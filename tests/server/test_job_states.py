@@ -134,14 +134,7 @@ class Lives(RuleBasedStateMachine):
 
     async def settle(self):
         """Until there is nothing left to be done."""
-        manager = self.world.manager
-        while manager._validations:
-            await asyncio.gather(*manager._validations.values())
-
-        async def nothing():
-            return None
-
-        await manager._call(nothing)
+        await self.world.manager.settled()
 
     def job(self, number):
         ids = list(self.expected)
@@ -260,8 +253,7 @@ class Lives(RuleBasedStateMachine):
             if in_good_order:
                 await self.world.manager.close()
             else:
-                self.world.manager._task.cancel()
-                await asyncio.gather(self.world.manager._task, return_exceptions=True)
+                await self.world.abandon()
             self.world.store.close()
             self.expect_lost()
             await self.start_server()

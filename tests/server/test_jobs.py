@@ -15,7 +15,7 @@ from support import make_model
 
 from coserve.engine.checkpoint import can_resume
 from coserve.errors import EngineGoneError, JobError
-from coserve.jobs import manager
+from coserve.jobs import validation
 from coserve.jobs.messages import AdapterRef
 from coserve.jobs.settings import job_settings
 
@@ -333,22 +333,22 @@ def test_who_resumes_a_job_just_when_its_files_are_read_does_not_read_them_again
     def validate(*arguments):
         may_validate.wait(30)
         num_validated.append(1)
-        return manager.validate_files(*arguments)
+        return read(*arguments)
 
-    monkeypatch.setattr(manager, "validate_files", manager.validate, raising=False)
-    monkeypatch.setattr(manager, "validate", validate)
+    read = validation.validate
+    monkeypatch.setattr(validation, "validate", validate)
 
     async def story():
         async with world(tmp_path) as w:
             busy = asyncio.Event()
             job = await w.create(DATA, **QUICK)
             await w.manager.pause(TENANT, job.id)
-            waiting = asyncio.create_task(w.manager._call(busy.wait))
+            waiting = asyncio.create_task(w.manager.turns.call(busy.wait))
             await asyncio.sleep(0)
             resuming = asyncio.create_task(w.manager.resume(TENANT, job.id))
             await asyncio.sleep(0)
             may_validate.set()
-            await w.until(lambda: len(w.manager._calls) == 2)
+            await w.until(lambda: w.manager.turns.num_waiting == 2)
             busy.set()
             await asyncio.gather(waiting, resuming)
             return await w.until_over(job.id), [event.message for event in w.events(job.id)]

@@ -1,0 +1,53 @@
+"""The adapters that jobs have made, by tenant and name: those in the store, and those of live jobs."""
+
+from coserve.jobs.recording import adapter_of
+from coserve.jobs.records import AdapterRecord, JobRecord
+from coserve.jobs.store import Store
+
+
+class JobAdapters:
+    """An `AdapterCatalogue`. Questions from any thread; changes from the event loop alone."""
+
+    def __init__(self, store: Store, base: str) -> None:
+        """base: the model that is served; adapters of others are not found."""
+        self._store, self._base = store, base
+        self._kept: dict[tuple[str, str], AdapterRecord] = {}
+        self._live: dict[tuple[str, str], AdapterRecord] = {}
+
+    def list(self, tenant: str) -> list[AdapterRecord]:
+        """Those that a tenant's jobs have made, the oldest first, and those of its live jobs."""
+        with self._store.read() as transaction:
+            found = transaction.adapters(tenant, self._base)
+        return [*found, *(each for (owner, _), each in list(self._live.items()) if owner == tenant)]
+
+    def find(self, tenant: str, name: str) -> AdapterRecord | None:
+        """The one of a name; the store is asked once."""
+        kept = self._kept  # another, if something changes while the store is asked
+        if (found := kept.get((tenant, name)) or self._live.get((tenant, name))) is not None:
+            return found
+        with self._store.read() as transaction:
+            found = transaction.adapter(tenant, name)
+        if found is None or found.base != self._base:
+            return None
+        kept[tenant, name] = found
+        return found
+
+    def is_live(self, tenant: str, name: str) -> bool:
+        """Whether a job that has not ended serves it."""
+        return (tenant, name) in self._live
+
+    def changed(self) -> None:
+        """What is in the store may have changed."""
+        self._kept = {}
+
+    def add_live(self, job: JobRecord) -> None:
+        """A live job has published; no error if it had before."""
+        self._live.setdefault((job.tenant, job.name), adapter_of(job, job.name, None))
+
+    def remove_live(self, job: JobRecord) -> None:
+        """The job has ended."""
+        self._live.pop((job.tenant, job.name), None)
+
+    def remove_all_live(self) -> None:
+        """The engine has died, and what was on its device alone is gone."""
+        self._live.clear()

@@ -1,0 +1,239 @@
+"""Every change of a job's state as it is written down, in the store (whole, or not at all) and on disk. Calls block."""
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Literal
+
+from coserve.errors import JobError
+from coserve.jobs.files import RESULTS, Files, remove_tree
+from coserve.jobs.folders import Folders, prune_records, resume_point
+from coserve.jobs.messages import AdapterRef, JobStart
+from coserve.jobs.recording import adapter_of, job_event
+from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, JobStatus, new_id
+from coserve.jobs.results import FILENAME, results_csv
+from coserve.jobs.settings import JobSettings
+from coserve.jobs.states import is_legal
+from coserve.jobs.store import Store, Transaction
+from coserve.jobs.validation import Validated
+
+
+class Transitions:
+    """The only one that changes a job's status."""
+
+    def __init__(self, store: Store, files: Files, folders: Folders) -> None:
+        self._store, self._files, self._folders = store, files, folders
+
+    # -- questions ------------------------------------------------------------------
+
+    def find(self, tenant: str, id: str) -> JobRecord | None:
+        """A tenant's job."""
+        with self._store.read() as transaction:
+            return transaction.job(tenant, id)
+
+    def job(self, id: str) -> JobRecord:
+        """A job that there is."""
+        with self._store.read() as transaction:
+            found = transaction.any_job(id)
+        assert found is not None, f"job {id} is not in the store"
+        return found
+
+    def unfinished(self) -> tuple[JobRecord, ...]:
+        """Of every tenant, the oldest first."""
+        with self._store.read() as transaction:
+            return transaction.unfinished_jobs()
+
+    def has_last_checkpoint(self, id: str) -> bool:
+        """Whether the checkpoint after the last step is there."""
+        job = self.job(id)
+        with self._store.read() as transaction:
+            return any(each.listed and each.step == job.num_steps for each in transaction.all_checkpoints(id))
+
+    def start_of(self, job: JobRecord, checkpoint: str | None) -> JobStart:
+        """All that an engine needs to run a job. checkpoint: the directory to resume from."""
+        settings = JobSettings.from_data(job.settings)
+        return JobStart(
+            id=job.id,
+            name=job.name,
+            examples=str(self._folders.examples(job.id)),
+            validation=None if job.validation_file is None else str(self._folders.validation(job.id)),
+            config=settings.tuning_config(job.num_examples),
+            adapter=settings.adapter,
+            start=None if job.start is None else AdapterRef(**job.start),
+            checkpoint=checkpoint,
+            checkpoints=str(self._folders.checkpoints(job.id)),
+            checkpoint_every_steps=settings.checkpoint_every_steps,
+        )
+
+    # -- from the beginning ---------------------------------------------------------
+
+    def tidy(self) -> tuple[JobRecord, ...]:
+        """At the start: no engine has any job, and what a process left half done is removed; the unfinished jobs."""
+        self._files.tidy()
+        with self._store.write() as transaction:
+            for job in transaction.unfinished_jobs():
+                if job.status == "running":
+                    _change(transaction, job, "queued")
+            jobs = transaction.unfinished_jobs()
+            known = transaction.job_ids()
+        self._folders.tidy(known)
+        for id in self._folders.unswept():
+            with self._store.read() as transaction:
+                found, kept = transaction.any_job(id), transaction.all_checkpoints(id)
+            if found is not None and found.is_terminal:
+                self._folders.sweep(id, kept, is_terminal=True)
+        return jobs
+
+    def add(self, record: JobRecord) -> None:
+        """A new job; JobError for files that are not there, or not for fine-tuning."""
+        with self._store.write() as transaction:
+            for field in ("training_file", "validation_file"):
+                if (id := getattr(record, field)) is None:
+                    continue
+                file = transaction.file(record.tenant, id)
+                if file is None:
+                    raise JobError(f"{field} {id!r} does not exist: upload it first", param=field)
+                if file.purpose != "fine-tune":
+                    raise JobError(f"{field} {id} was uploaded for {file.purpose!r}, not for 'fine-tune'", param=field)
+            transaction.add_job(record)
+            transaction.add_event(job_event(record, f"Created fine-tuning job: {record.id}"))
+            transaction.add_event(job_event(record, f"Validating training file: {record.training_file}"))
+
+    def change(self, id: str, status: JobStatus, message: str | None = None) -> JobRecord:
+        """Another state of a job that has not ended, and an event that says so."""
+        with self._store.write() as transaction:
+            job = transaction.any_job(id)
+            assert job is not None, f"job {id} is not in the store"
+            job = _change(transaction, job, status)
+            if message is not None:
+                transaction.add_event(job_event(job, message))
+        return job
+
+    def validated(self, job: JobRecord, found: Validated) -> JobRecord:
+        """Its files have been read; a paused job stays so."""
+        with self._store.write() as transaction:
+            if found.num_cut:
+                length = job.settings["max_sequence_length"]
+                message = f"{found.num_cut} of {found.num_examples} examples were cut to {length} tokens"
+                transaction.add_event(job_event(job, message, level="warn"))
+            message = "Files validated, moving job to queued state" if job.status != "paused" else "Files validated"
+            transaction.add_event(job_event(job, message))
+            return _change(
+                transaction,
+                job,
+                "paused" if job.status == "paused" else "queued",
+                num_examples=found.num_examples,
+                num_tokens=found.num_tokens,
+                num_steps=found.num_steps,
+            )
+
+    # -- with engines that come and go ----------------------------------------------
+
+    def requeue(self, lost: Collection[str]) -> list[str]:
+        """The engine that had these jobs has died; those that wait for the next one now."""
+        with self._store.write() as transaction:
+            jobs = [job for job in transaction.unfinished_jobs() if job.id in lost and job.status != "paused"]
+            for job in jobs:
+                _change(transaction, job, "queued")
+        return [job.id for job in jobs]
+
+    def roll_back(self, job: JobRecord) -> tuple[CheckpointRecord | None, bool]:
+        """The checkpoint to resume from; everything after it is forgotten, as if it had not been. And whether there is
+        nothing left to be done.
+        """
+        with self._store.write() as transaction:
+            checkpoints = transaction.all_checkpoints(job.id)
+            found = resume_point(checkpoints)
+            last = checkpoints[-1] if checkpoints else None
+            # The last checkpoint of all is the adapter alone, if the engine wrote it when the job had ended.
+            is_done = last is not None and found is not last and _is_final(last, job)
+            if not is_done:
+                transaction.roll_back(job.id, 0 if found is None else found.step)
+            kept, _ = prune_records(transaction, job, is_terminal=False)
+        self._folders.sweep(job.id, kept, is_terminal=False)
+        return found, is_done
+
+    # -- endings --------------------------------------------------------------------
+
+    def end(
+        self, id: str, status: Literal["succeeded", "failed", "cancelled"], error: dict[str, Any] | None = None
+    ) -> JobRecord:
+        """A job ends; no error if it has before. error: code, message, param."""
+        job = self.job(id)
+        if job.is_terminal:
+            return job
+        results = self._write_results(job) if status == "succeeded" else None
+        with self._store.write() as transaction:
+            kept, _ = prune_records(transaction, job, is_terminal=True)
+            if status == "succeeded":
+                assert results is not None
+                transaction.add_file(results)
+                transaction.put_adapter(adapter_of(job, job.name, kept[-1].directory))
+                transaction.add_event(job_event(job, f"New fine-tuned model created: {job.name}"))
+                transaction.add_event(job_event(job, "The job has successfully completed"))
+            elif error is not None:
+                transaction.add_event(job_event(job, f"The job failed: {error['message']}", level="error"))
+            else:
+                transaction.add_event(job_event(job, "The job was cancelled"))
+            config = JobSettings.from_data(job.settings).tuning_config(max(1, job.num_examples))
+            job = _change(
+                transaction,
+                job,
+                status,
+                error=error,
+                finished_at=int(time.time()),
+                result_file=results.id if results is not None else None,
+                trained_tokens=job.num_tokens * config.num_epochs if status == "succeeded" else None,
+            )
+        self._folders.sweep(id, kept, is_terminal=True)
+        return job
+
+    def sweep(self, id: str) -> None:
+        """Remove what a job that has ended does not need."""
+        with self._store.read() as transaction:
+            kept = transaction.all_checkpoints(id)
+        self._folders.sweep(id, kept, is_terminal=True)
+
+    def delete_adapter(self, tenant: str, name: str, *, is_live: bool) -> bool:
+        """Forget an adapter and remove it from disk; whether it was there. JobError if a job needs it. is_live: a job
+        that runs serves it.
+        """
+        with self._store.write() as transaction:
+            found = transaction.adapter(tenant, name)
+            if found is None:
+                if is_live:
+                    raise JobError(f"{name} is being trained: cancel its job first", param="model")
+                return False
+            for job in transaction.unfinished_jobs():
+                if job.id == found.job or (job.start is not None and job.start["directory"] == found.directory):
+                    raise JobError(f"job {job.id} needs {name}: cancel it first, or wait for it", param="model")
+            transaction.remove_adapter(tenant, name)
+            if found.job:
+                transaction.remove_checkpoint_of_name(found.job, name)
+            is_unused = found.directory is not None and not transaction.adapters_in(found.directory)
+        if is_unused and found.directory is not None and self._folders.holds(Path(found.directory)):
+            remove_tree(Path(found.directory))
+        return True
+
+    def _write_results(self, job: JobRecord) -> FileRecord:
+        with self._store.read() as transaction:
+            content = results_csv(transaction.metrics(job.id))
+        id = new_id("file-")
+        return FileRecord(
+            id=id,
+            tenant=job.tenant,
+            purpose=RESULTS,
+            filename=FILENAME,
+            num_bytes=self._files.write_blob(id, [content]),
+            created_at=int(time.time()),
+        )
+
+
+def _change(transaction: Transaction, job: JobRecord, status: JobStatus, **values: Any) -> JobRecord:
+    assert is_legal(job.status, status), f"job {job.id} cannot go from {job.status} to {status}"
+    return transaction.change_job(job.id, status=status, **values)
+
+
+def _is_final(checkpoint: CheckpointRecord, job: JobRecord) -> bool:
+    is_whole = (Path(checkpoint.directory) / "adapter_config.json").is_file()
+    return checkpoint.listed and checkpoint.step == job.num_steps and is_whole
