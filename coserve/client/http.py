@@ -24,7 +24,7 @@ class Client:
     """One server, and the key for it. Every call raises ServerError with one line; not to be shared by threads."""
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None) -> None:
-        """url: with or without `/v1` behind it."""
+        """url: with or without `/v1` at its end."""
         self.url = base_url(url)
         self._http = httpx.Client(base_url=self.url, headers=auth_headers(api_key), timeout=_TIMEOUT)
 
@@ -101,7 +101,7 @@ class Client:
 
 
 def base_url(url: str) -> str:
-    """Without `/v1` and slashes behind it; ServerError if it is no address."""
+    """Without `/v1` and slashes at its end; ServerError if it is no address."""
     if not url.startswith(("http://", "https://")):
         raise ServerError(f"{url!r} is no address of a server: it must begin with http:// or https://")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

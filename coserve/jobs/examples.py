@@ -42,7 +42,7 @@ def read_training_file(
     """Every line as an example. Takes as long as tokenizing does, unless it is not wanted any more.
 
     Raises:
-        DataError: names the line and the reason of the first ten faults. JobError: nobody wants it.
+        DataError: names the line and the reason of the first ten faults. JobError: it is not wanted any more.
     """
     if tokenizer is None:
         raise DataError("the model has no tokenizer, so that files cannot be trained on")

@@ -36,7 +36,7 @@ class Folders:
         return self._directory in directory.parents
 
     def thin_out(self, kept: Collection[CheckpointRecord], dropped: Collection[str]) -> None:
-        """While a job goes on: remove the directories that were dropped, and keep all checkpoints but the newest as
+        """While a job runs: remove the directories that were dropped, and keep all checkpoints but the newest as
         adapters alone. What else is there, the engine may be writing just now.
         """
         for directory in dropped:
@@ -71,8 +71,8 @@ class Folders:
 def prune_records(
     transaction: Transaction, job: JobRecord, *, is_terminal: bool
 ) -> tuple[tuple[CheckpointRecord, ...], tuple[str, ...]]:
-    """Forget checkpoints that are only there so that nothing is lost, but the newest of a job that goes on; returns
-    what is left, and the directories of the others.
+    """Forget checkpoints that are only there so that nothing is lost, except the newest of a job that has not ended;
+    returns what is left, and the directories of the others.
     """
     found = transaction.all_checkpoints(job.id)
     kept = tuple(each for each in found if each.listed or (not is_terminal and each.step == found[-1].step))
@@ -83,6 +83,6 @@ def prune_records(
 
 
 def resume_point(checkpoints: Collection[CheckpointRecord]) -> CheckpointRecord | None:
-    """The newest checkpoint that has all that it takes to go on."""
+    """The newest checkpoint that has all that it takes to resume."""
     usable = [each for each in checkpoints if can_resume(each.directory)]
     return max(usable, key=lambda each: each.step, default=None)

@@ -14,11 +14,11 @@ from coserve.errors import JobError
 from coserve.jobs.catalogue import JobAdapters
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
-from coserve.jobs.messages import AdapterRef, Checkpointed, JobEngine
+from coserve.jobs.messages import Checkpointed, JobEngine
 from coserve.jobs.names import model_name
 from coserve.jobs.reconciler import Reconciler
 from coserve.jobs.recording import Recorder, Report
-from coserve.jobs.records import AdapterRecord, JobRecord, new_id
+from coserve.jobs.records import AdapterRef, JobRecord, new_id
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.states import Wish
 from coserve.jobs.store import Store
@@ -44,10 +44,10 @@ class JobManager:
         self.store, self.files, self.model = store, files, model
         folders = Folders(directory)
         self._transitions = Transitions(store, files, folders)
-        self._adapters = JobAdapters(store, model.name)
+        self.adapters = JobAdapters(store, model.name)
         self._reader = FileReader(files, folders, model, self._files_read)
         self._reconciler = Reconciler(
-            self._transitions, Recorder(store, folders), self._adapters, self._reader, engine, model.name, clock
+            self._transitions, Recorder(store, folders), self.adapters, self._reader, engine, model.name, clock
         )
         self._clock = clock
         self.turns = Turns(self._reconciler.settle)
@@ -153,14 +153,6 @@ class JobManager:
         """
         return await self.turns.call(lambda: self._delete_adapter(tenant, name))
 
-    def adapters(self, tenant: str) -> list[AdapterRecord]:
-        """Those of this model that a tenant's jobs have made, and those of live jobs."""
-        return self._adapters.list(tenant)
-
-    def adapter(self, tenant: str, name: str) -> AdapterRecord | None:
-        """The one of a name. A request's: the store is asked once."""
-        return self._adapters.find(tenant, name)
-
     def estimated_finish(self, job: JobRecord) -> int | None:
         """Unix time; None unless it is running and has made a step since that began."""
         meter = self._reconciler.meter(job.id)
@@ -195,9 +187,9 @@ class JobManager:
         return job
 
     async def _delete_adapter(self, tenant: str, name: str) -> bool:
-        is_live = self._adapters.is_live(tenant, name)
+        is_live = self.adapters.is_live(tenant, name)
         found = await asyncio.to_thread(lambda: self._transitions.delete_adapter(tenant, name, is_live=is_live))
-        self._adapters.changed()
+        self.adapters.changed()
         return found
 
 

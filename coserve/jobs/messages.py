@@ -3,26 +3,19 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from coserve.jobs.records import AdapterRef
 from coserve.tuning.config import TuningConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterRef:
-    """An adapter by the name under which it is served; directory: where to load it from if it is not on the device."""
-
-    name: str
-    directory: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class JobStart:
-    """All that an engine needs to start a job, or to go on with it where a checkpoint was taken.
+    """All that an engine needs to start a job, or to resume it where a checkpoint was taken.
 
     name: of the adapter that it makes, and serves when it is done (when live, from the first step on). examples,
     validation: files that `coserve.jobs.examples` wrote. adapter: a fresh one, by its configuration in PEFT's format;
-    or start: one to go on training. checkpoint: a directory that a `Checkpointed` named; then neither is used.
-    checkpoints: the directory in which the engine writes `step-<n>`: behind every `checkpoint_every_steps` optimizer
-    steps (0: none), at a pause, at a cancellation, and at the end. paused: it waits to be resumed.
+    or start: one to train further. checkpoint: a directory that a `Checkpointed` named; then neither is used.
+    checkpoints: the directory in which the engine writes `step-<n>`: every `checkpoint_every_steps` optimizer steps (0:
+    not while it runs), at a pause, at a cancellation, and at the end. paused: it waits to be resumed.
     """
 
     id: str
@@ -41,8 +34,8 @@ class JobStart:
 @dataclass(frozen=True, kw_only=True)
 class Checkpointed:
     """A checkpoint of a job after `step` optimizer steps is complete on disk: the adapter in PEFT's format, and all
-    that it takes to go on. listed: one that users were promised (every so many steps, and the last), not one that is
-    only there so that nothing is lost.
+    that it takes to resume. listed: one that users were promised (every `checkpoint_every_steps`, and the last), not
+    one that is only there so that nothing is lost.
     """
 
     job: str

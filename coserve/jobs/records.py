@@ -10,14 +10,14 @@ from typing import Any, Literal
 JobStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 OVER: frozenset[str] = frozenset(("succeeded", "failed", "cancelled"))
 Level = Literal["info", "warn", "error"]
-# Whoever comes without a key, where none is needed.
+# Clients without a key, where none is needed.
 DEFAULT_TENANT = "default"
 
 _LETTERS = string.ascii_letters + string.digits
 
 
 def new_id(prefix: str, length: int = 24) -> str:
-    """A name that nobody can guess."""
+    """A name that cannot be guessed."""
     return prefix + "".join(secrets.choice(_LETTERS) for _ in range(length))
 
 
@@ -38,8 +38,8 @@ class FileRecord:
 class JobRecord:
     """A fine-tuning job.
 
-    model: as it was asked for: the base model, or an adapter to go on training. base: the model underneath. name: of
-    the adapter that it makes. start: name and directory of the adapter that it goes on with, if any. settings: a
+    model: as it was asked for: the base model, or an adapter to train further. base: the model underneath. name: of
+    the adapter that it makes. start: name and directory of the adapter that it trains further, if any. settings: a
     `JobSettings` as plain data. num_examples, num_tokens (of an epoch), num_steps: 0 before the files are validated.
     error: code, message, param.
     """
@@ -108,9 +108,22 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterRef:
+    """An adapter by the name under which the engine serves it; directory: where to load it from if it is not on the
+    device.
+    """
+
+    name: str
+    directory: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdapterRecord:
     """An adapter that a tenant can ask for. job: that made it; "" if it was loaded from a directory. directory: None
-    while a live job trains it: it is on the device alone.
+    while a live job trains it: it is on the device alone. engine_name: what the engine calls it, if not by its name.
+
+    The other words for an adapter: `AdapterConfig` is its method and shape, `Adapter` its tensors, `AdapterVersion` one
+    state of it that the engine serves, `AdapterRef` what a command to the engine says of it.
     """
 
     tenant: str
@@ -119,11 +132,22 @@ class AdapterRecord:
     directory: str | None
     job: str = ""
     created_at: int
+    engine_name: str = field(default="", metadata={"stored": False})
+
+    @property
+    def ref(self) -> AdapterRef:
+        """For a command to the engine. Names of jobs' adapters are never given twice, so it calls them the same."""
+        return AdapterRef(name=self.engine_name or self.name, directory=self.directory)
+
+    @property
+    def root(self) -> str | None:
+        """Where it came from: the job, or the directory."""
+        return self.job or self.directory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Part of a list. has_more: whether more comes behind it."""
+    """Part of a list. has_more: whether more comes after it."""
 
     items: tuple[Any, ...]
     has_more: bool

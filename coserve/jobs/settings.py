@@ -27,7 +27,7 @@ class Extension:
     """The `coserve` field of a job; see `TuningConfig`.
 
     adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings.
-    checkpoint_every_steps: list a checkpoint after as many optimizer steps each (0: only after the last).
+    checkpoint_every_steps: optimizer steps from one listed checkpoint to the next (0: after the last alone).
     evaluate_every_steps: None: with every checkpoint.
     """
 
@@ -42,7 +42,7 @@ class Extension:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """What is kept of a job's settings. adapter: PEFT's configuration of a fresh one; None: it goes on training one.
+    """What is kept of a job's settings. adapter: PEFT's configuration of a fresh one; None: it trains another further.
     None of n_epochs, batch_size, learning_rate_multiplier: auto.
     """
 
@@ -109,7 +109,7 @@ def job_settings(
         hyperparameters: OpenAI's; "auto", None or nothing for auto.
         extension: the `coserve` field.
         architecture: of the model, which the adapter must fit.
-        is_fresh: whether it makes an adapter, or goes on training one.
+        is_fresh: whether it makes an adapter, or trains one further.
 
     Raises:
         JobError: names the field, and what would be right.
@@ -130,7 +130,7 @@ def job_settings(
     if length > positions:
         _refuse("coserve.max_sequence_length", f"is {length}; the model has {positions} positions")
     if not is_fresh and asked.adapter is not None:
-        _refuse("coserve.adapter", "must not be given where the model is an adapter: that one goes on being trained")
+        _refuse("coserve.adapter", "must not be given where the model is an adapter: that one is trained further")
     every = asked.checkpoint_every_steps
     known = _hyperparameters(hyperparameters)
     settings = JobSettings(

@@ -38,7 +38,7 @@ _Rule = tuple[Wish, frozenset[JobStatus], frozenset[Holding], Action | None]
 
 
 def _rule(wish: Wish, status: JobStatus | None, holding: Holding | None, action: Action | None) -> _Rule:
-    """None: whatever the status, or the holding."""
+    """None: any status, or any holding."""
     return (
         wish,
         _ANY_STATUS if status is None else frozenset((status,)),
@@ -72,7 +72,7 @@ def is_legal(old: JobStatus, new: JobStatus) -> bool:
 
 
 def wish_of(status: JobStatus) -> Wish:
-    """What should be, if nobody asks for anything else."""
+    """What should be, if no client asks for anything else."""
     return "rest" if status == "paused" else "run"
 
 

@@ -39,7 +39,7 @@ from coserve.jobs.tables import (
 )
 
 SCHEMA_VERSION = 1
-# Another process (a backup, say) may hold the database for so long.
+# How long another process (a backup, say) may hold the database.
 _BUSY_S = 30
 _Record = TypeVar("_Record")
 _RENAMED = {"metadata": "labels"}
@@ -250,7 +250,7 @@ class Transaction:
         self._execute(delete(CheckpointTable).where(CheckpointTable.job == job, CheckpointTable.name == name))
 
     def roll_back(self, job: str, step: int) -> None:
-        """Forget what a job did beyond a step: it will do it again."""
+        """Forget what a job did after a step: it will do it again."""
         self._execute(delete(EventTable).where(EventTable.job == job, EventTable.step > step))
         late = (CheckpointTable.job == job, CheckpointTable.step > step)
         names = list(self._session.scalars(select(CheckpointTable.name).where(*late)))
@@ -275,7 +275,7 @@ class Transaction:
         return self._all(AdapterRecord, query.order_by(AdapterTable.seq))
 
     def adapters_in(self, directory: str) -> tuple[AdapterRecord, ...]:
-        """Whoever has an adapter in this directory."""
+        """All adapters in this directory."""
         return self._all(AdapterRecord, select(AdapterTable).where(AdapterTable.directory == directory))
 
     def remove_adapter(self, tenant: str, name: str) -> bool:
@@ -332,8 +332,14 @@ def _store_errors() -> Iterator[None]:
         raise StoreError(f"the database cannot be used now: {' '.join(str(reason).split())}") from error
 
 
+def _stored(kind: Any) -> dict[str, str]:
+    """Field of a record -> column."""
+    names = [each.name for each in fields(kind) if each.metadata.get("stored", True)]
+    return {name: _RENAMED.get(name, name) for name in names}
+
+
 def _record(kind: type[_Record], row: Any) -> _Record:
-    return kind(**{each.name: getattr(row, _RENAMED.get(each.name, each.name)) for each in fields(kind)})  # type: ignore[arg-type]
+    return kind(**{name: getattr(row, column) for name, column in _stored(kind).items()})
 
 
 def _without_password(url: str) -> str:
@@ -341,7 +347,7 @@ def _without_password(url: str) -> str:
 
 
 def _row(table: type[Any], record: Any) -> Any:
-    return table(**{_RENAMED.get(each.name, each.name): getattr(record, each.name) for each in fields(record)})
+    return table(**{column: getattr(record, name) for name, column in _stored(record).items()})
 
 
 def _set_up_sqlite(engine: Engine) -> None:

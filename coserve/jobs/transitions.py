@@ -8,9 +8,9 @@ from typing import Any, Literal
 from coserve.errors import JobError
 from coserve.jobs.files import RESULTS, Files, remove_tree
 from coserve.jobs.folders import Folders, prune_records, resume_point
-from coserve.jobs.messages import AdapterRef, JobStart
+from coserve.jobs.messages import JobStart
 from coserve.jobs.recording import adapter_of, job_event
-from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, JobStatus, new_id
+from coserve.jobs.records import AdapterRef, CheckpointRecord, FileRecord, JobRecord, JobStatus, new_id
 from coserve.jobs.results import FILENAME, results_csv
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.states import is_legal

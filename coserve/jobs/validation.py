@@ -111,7 +111,7 @@ class FileReader:
             self._tasks[job.id] = asyncio.create_task(self._read(job))
 
     def stop(self, id: str) -> None:
-        """Nobody needs to know any more."""
+        """What is in its files does not matter any more."""
         if id in self._tasks:
             self._unwanted.add(id)
 

@@ -96,7 +96,7 @@ def _is_plain(fault: Any) -> bool:
 def _field_name(location: tuple[Any, ...]) -> str:
     """Such as messages[0].content, without the names of a union's branches."""
     name = ""
-    for part in location[1:]:  # behind "body", "query" or "path"
+    for part in location[1:]:  # after "body", "query" or "path"
         if isinstance(part, int):
             name += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int", "float", "bool"):

@@ -11,7 +11,7 @@ _AROUND_A_FILE = 1 << 20
 
 
 class BodyLimitMiddleware:
-    """413 for bodies that are too long, whatever their Content-Length says."""
+    """413 for bodies that are too long, also where their Content-Length says otherwise."""
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_upload_bytes: int) -> None:
         self._app, self._max_body_bytes = app, max_body_bytes

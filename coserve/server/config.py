@@ -142,7 +142,7 @@ class ServerConfig:
     drain_s: float = _option(
         30.0,
         "--drain",
-        "How long streams may go on at the end, such as 30s or 2min.",
+        "How long open streams may take at the end, such as 30s or 2min.",
         parse=seconds_of,
         metavar="TIME",
         shown="30s",

@@ -10,8 +10,9 @@ from fastapi import Depends, Request
 
 from coserve.errors import EngineGoneError
 from coserve.jobs.manager import JobManager
+from coserve.jobs.records import AdapterRecord
 from coserve.scheduling.slo import Slo
-from coserve.server.adapters import AdapterCatalogue, KnownAdapter, LoadedAdapters, find_adapter
+from coserve.server.adapters import AdapterCatalogue, LoadedAdapters, find_adapter
 from coserve.server.config import ServerConfig
 from coserve.server.ledger import Entry, Ledger
 from coserve.server.metrics import Metrics
@@ -71,15 +72,15 @@ class ServerContext:
             raise EngineGoneError("the server is starting; try again in a few seconds")
         return ready
 
-    def find_adapter(self, tenant: str, name: str) -> KnownAdapter | None:
+    def find_adapter(self, tenant: str, name: str) -> AdapterRecord | None:
         """By a name that the tenant knows. Blocks."""
         return find_adapter(self.catalogues, tenant, name)
 
-    async def look_up(self, tenant: str, name: str) -> KnownAdapter | None:
-        """`find_adapter`, which holds up nobody else."""
+    async def look_up(self, tenant: str, name: str) -> AdapterRecord | None:
+        """`find_adapter` without holding up other requests."""
         return self.loaded.find(tenant, name) or await asyncio.to_thread(self.find_adapter, tenant, name)
 
-    async def adapters(self, tenant: str) -> list[KnownAdapter]:
+    async def adapters(self, tenant: str) -> list[AdapterRecord]:
         """All that it can name."""
         return await asyncio.to_thread(lambda: [known for each in self.catalogues for known in each.list(tenant)])
 
@@ -97,7 +98,7 @@ class ServerContext:
         return stream
 
     def close(self, stream: RequestStream) -> None:
-        """Nobody wants to know more of it."""
+        """Its chunks are no longer wanted."""
         self.link.close(stream)
         for request in stream.requests:
             self.ledger.end(request.id)

@@ -10,8 +10,8 @@ from uuid import uuid4
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
+from coserve.jobs.records import AdapterRecord
 from coserve.scheduling.slo import Slo
-from coserve.server.adapters import KnownAdapter
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error, not_found
 from coserve.server.schemas import SamplingBody
@@ -44,7 +44,7 @@ class Generation:
     slo: Slo
     arrival_s: float
     tenant: str
-    adapter: KnownAdapter | None
+    adapter: AdapterRecord | None
 
     def requests(self) -> list[AddRequest]:
         """For the engine."""
@@ -63,7 +63,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid4().hex}"
 
 
-async def find_model(context: ServerContext, tenant: str, name: str) -> KnownAdapter | None:
+async def find_model(context: ServerContext, tenant: str, name: str) -> AdapterRecord | None:
     """The adapter of a model's name, None for the base; 404 for a name that the tenant does not know."""
     if name in context.base_names:
         return None

@@ -1,20 +1,17 @@
-"""Jobs in a server: the manager, told what the engine says, and its adapters among those that requests can name."""
+"""Jobs in a server: the manager, told what the engine reports; its adapters can be named by requests."""
 
 from coserve.jobs.files import Files
 from coserve.jobs.manager import JobManager
-from coserve.jobs.messages import AdapterRef
-from coserve.jobs.records import AdapterRecord
 from coserve.jobs.store import Store
 from coserve.jobs.validation import BaseModel
 from coserve.models.families import build_architecture
-from coserve.server.adapters import KnownAdapter
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
 from coserve.worker.protocol import Ready, StepReport
 
 
-class JobService:
-    """An `EngineListener`, and an `AdapterCatalogue`."""
+class _JobReports:
+    """An `EngineListener`."""
 
     def __init__(self, manager: JobManager) -> None:
         self._manager = manager
@@ -25,19 +22,12 @@ class JobService:
     def engine_gone(self) -> None:
         self._manager.engine_gone()
 
-    def engine_reported(self, happened: StepReport) -> None:
-        self._manager.engine_reported(happened.job_events, happened.checkpoints)
-
-    def list(self, tenant: str) -> list[KnownAdapter]:
-        return [_known(record) for record in self._manager.adapters(tenant)]
-
-    def find(self, tenant: str, name: str) -> KnownAdapter | None:
-        record = self._manager.adapter(tenant, name)
-        return None if record is None else _known(record)
+    def engine_reported(self, report: StepReport) -> None:
+        self._manager.engine_reported(report.job_events, report.checkpoints)
 
 
 async def start_jobs(context: ServerContext) -> None:
-    """Open the store, and have jobs go on as soon as there is an engine. StoreError if it cannot be opened.
+    """Open the store, and have jobs resume as soon as there is an engine. StoreError if it cannot be opened.
 
     `stop_jobs` is to be called when the engine has ended.
     """
@@ -55,9 +45,8 @@ async def start_jobs(context: ServerContext) -> None:
         ),
     )
     await manager.start()
-    service = JobService(manager)
-    context.link.listen(service)
-    context.catalogues.append(service)
+    context.link.listen(_JobReports(manager))
+    context.catalogues.append(manager.adapters)
     context.job_manager = manager
     if context.link.ready is not None:
         manager.engine_ready()
@@ -72,13 +61,3 @@ async def stop_jobs(context: ServerContext) -> None:
 
 def _store(config: ServerConfig) -> Store:
     return Store.at(config.directory) if config.database is None else Store(config.database)
-
-
-def _known(record: AdapterRecord) -> KnownAdapter:
-    """Names of jobs' models are never given twice, so the engine calls them the same."""
-    return KnownAdapter(
-        name=record.name,
-        ref=AdapterRef(name=record.name, directory=record.directory),
-        root=record.job,
-        created=record.created_at,
-    )

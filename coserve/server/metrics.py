@@ -78,25 +78,25 @@ class Metrics:
         for each in (self._running, self._waiting, self._jobs):
             each.set(0)
 
-    def engine_reported(self, happened: StepReport) -> None:
+    def engine_reported(self, report: StepReport) -> None:
         now_s = time.monotonic()
-        for chunk in happened.chunks:
+        for chunk in report.chunks:
             self._take_chunk(chunk, now_s)
-        for record in happened.records:
+        for record in report.records:
             self._take_record(record)
-        for step in happened.steps:
+        for step in report.steps:
             self._step.observe(step.step_s)
             if step.step_s:
                 self._error.observe(abs(step.predicted_s - step.step_s) / step.step_s)
             for kind in ("decode", "prefill", "window", "backward"):
                 self._rows.labels(kind).inc(getattr(step, f"{kind}_rows"))
-        for event in happened.job_events:
+        for event in report.job_events:
             if event.kind == "step":
                 self._job_tokens.labels(event.job).inc(event.num_trained)
                 self._job_loss.labels(event.job).set(event.loss if event.loss is not None else float("nan"))
                 self._job_step.labels(event.job).set(event.step)
-        if happened.stats is not None:
-            self._take_stats(happened.stats)
+        if report.stats is not None:
+            self._take_stats(report.stats)
 
     def _take_chunk(self, chunk: Chunk, now_s: float) -> None:
         who = self._who(chunk.request)

@@ -1,7 +1,7 @@
 """The server's life: it listens at once, starts the engine, serves, and on a signal ends in good order.
 
-In good order: new requests are refused, open streams go on for as long as they may, then the engine writes checkpoints
-of its jobs and ends, and nothing is left behind. A second signal ends the waiting.
+In good order: new requests are refused, open streams may continue for a while, then the engine writes checkpoints
+of its jobs and ends, and nothing of it remains. A second signal ends the waiting.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from coserve.server.home_lock import lock_home
 from coserve.server.job_service import start_jobs, stop_jobs
 from coserve.server.prompts import Prompts
 from coserve.worker.link import EngineLink
-from coserve.worker.protocol import EngineSettings, Progress, Ready, StepReport
+from coserve.worker.protocol import EngineSettings, Ready, StartProgress, StepReport
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ _POLL_S = 0.05
 
 
 class Watcher(Protocol):
-    """Whoever shows the start to a user."""
+    """Shows the start and the end to a user."""
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: StartProgress) -> None:
         """How far it is."""
         ...
 
@@ -45,7 +45,7 @@ class Watcher(Protocol):
         ...
 
     def stopping(self, num_open: int, drain_s: float) -> None:
-        """A signal has come (told once): so many open requests are waited for, so long at most."""
+        """A signal has come (told once): num_open requests are waited for, drain_s seconds at most."""
         ...
 
 
@@ -184,7 +184,7 @@ class _FirstReady:
     def engine_gone(self) -> None:
         pass
 
-    def engine_reported(self, happened: StepReport) -> None:
+    def engine_reported(self, report: StepReport) -> None:
         pass
 
 

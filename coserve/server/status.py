@@ -61,17 +61,17 @@ class StatusBoard:
         self._stats = None
         self._num_tuned_before = self._num_tuned
 
-    def engine_reported(self, happened: StepReport) -> None:
-        self._num_generated += sum(len(chunk.tokens) for chunk in happened.chunks)
-        for step in happened.steps:
+    def engine_reported(self, report: StepReport) -> None:
+        self._num_generated += sum(len(chunk.tokens) for chunk in report.chunks)
+        for step in report.steps:
             self._steps.append(_Step(self._next(), step))
         now_s = time.monotonic()
-        for record in happened.records:
+        for record in report.records:
             entry = self._ledger.find(record.request)
             if entry is not None:
                 self._requests.append(_Request(self._next(), now_s, record, entry.tenant, entry.adapter))
-        if happened.stats is not None:
-            self._take_stats(happened.stats, now_s)
+        if report.stats is not None:
+            self._take_stats(report.stats, now_s)
 
     def _take_stats(self, stats: EngineStats, now_s: float) -> None:
         self._stats = stats
@@ -130,7 +130,7 @@ class StatusBoard:
         }
 
     def steps(self, after: int, tenant: str | None) -> dict[str, Any]:
-        """What has happened behind a cursor."""
+        """All after a cursor."""
         return {
             "cursor": self._serial,
             "now_s": time.monotonic(),
@@ -139,10 +139,10 @@ class StatusBoard:
                     *(each.step.end_s, each.step.step_s, each.step.predicted_s, each.step.decode_rows),
                     *(each.step.prefill_rows, each.step.window_rows, each.step.backward_rows),
                 )
-                for each in _behind(self._steps, after)
+                for each in _after(self._steps, after)
             ],
-            "requests": [_request(each) for each in _behind(self._requests, after) if tenant in (None, each.tenant)],
-            "memory": [(each.time_s, each.pages) for each in _behind(self._moments, after)],
+            "requests": [_request(each) for each in _after(self._requests, after) if tenant in (None, each.tenant)],
+            "memory": [(each.time_s, each.pages) for each in _after(self._moments, after)],
         }
 
     def _rates(self, now_s: float) -> tuple[float | None, float | None]:
@@ -156,7 +156,7 @@ class StatusBoard:
         return (self._num_generated - first_generated) / seconds, (self._num_tuned - first_tuned) / seconds
 
 
-def _behind(entries: "deque[Any]", after: int) -> list[Any]:
+def _after(entries: "deque[Any]", after: int) -> list[Any]:
     """Those with a later serial number, in order."""
     return list(takewhile(lambda each: each.serial > after, reversed(entries)))[::-1]
 

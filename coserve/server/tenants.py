@@ -16,7 +16,7 @@ class TenantMiddleware:
     """Puts `tenant` into the request's state; 401 without a right key, where keys are needed."""
 
     def __init__(self, app: ASGIApp, tenants: dict[str, str]) -> None:
-        """tenants: by key; without any, everybody is one."""
+        """tenants: by key; without any, all clients are one tenant."""
         self._app = app
         # By digest, so that how long a look-up takes says nothing about keys.
         self._tenants = {_digest(key): tenant for key, tenant in tenants.items()}

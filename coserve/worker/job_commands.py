@@ -1,7 +1,7 @@
 """What the engine's process does about adapters and jobs: it starts and ends them, and writes their checkpoints.
 
 Checkpoints are copied between two steps, and written by a thread, in order. What follows from one (the reply to a
-pause, the news that a job has succeeded) is told when it is on disk, and not before.
+pause, the event that a job has succeeded) is told when it is on disk, and not before.
 """
 
 import logging
@@ -16,7 +16,8 @@ from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.errors import CoserveError
 from coserve.jobs.examples import read_examples_file
-from coserve.jobs.messages import AdapterRef, Checkpointed, JobStart
+from coserve.jobs.messages import Checkpointed, JobStart
+from coserve.jobs.records import AdapterRef
 from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 
 _log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _MOST_WAITING = 8
 
 @dataclass(kw_only=True)
 class PendingReports:
-    """What has happened to jobs, in the order in which it is to be told: events, checkpoints, replies."""
+    """What is to be told of jobs, in this order: events, checkpoints, replies."""
 
     events: list[JobEvent] = field(default_factory=list)
     checkpoints: list[Checkpointed] = field(default_factory=list)
@@ -40,7 +41,7 @@ class PendingReports:
 @dataclass(kw_only=True)
 class _Waiting:
     """What is to be told when a checkpoint is on disk. written: None if there was nothing to write. is_new: whether the
-    checkpoint is news itself. name: of the adapter on the device that is on disk with it.
+    checkpoint itself is to be told. name: of the adapter on the device that is on disk with it.
     """
 
     job: str
@@ -118,13 +119,13 @@ class JobCommands:
             self._engine.pause_job(job.id)
 
     def checkpoint_all(self, call: int) -> None:
-        """Of every job that is not over; the reply comes behind the last."""
+        """Of every job that is not over; the reply comes after the last."""
         for job in self._starts:
             self._checkpoint(job, listed=False)
         self._tell(Reply(call))
         wait([each.written for each in self._waiting if each.written is not None])
 
-    # -- what happened ----------------------------------------------------------------
+    # -- what comes of steps ----------------------------------------------------------------
 
     def take(self, events: list[JobEvent]) -> None:
         """What a step brought; each event is told in its turn."""
@@ -146,10 +147,10 @@ class JobCommands:
 
     def take_pending(self) -> PendingReports:
         """What may be told now."""
-        news = PendingReports()
+        pending = PendingReports()
         while self.has_pending:
-            self._finish(self._waiting.popleft(), news)
-        return news
+            self._finish(self._waiting.popleft(), pending)
+        return pending
 
     @property
     def has_pending(self) -> bool:
@@ -158,21 +159,21 @@ class JobCommands:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there will be news without a step."""
+        """Whether there will be something to tell without a step."""
         return bool(self._waiting)
 
     def close(self) -> None:
         """End the thread, when all is written."""
         self._writer.shutdown()
 
-    def _finish(self, done: _Waiting, news: PendingReports) -> None:
+    def _finish(self, done: _Waiting, pending: PendingReports) -> None:
         error: CoserveError | None = None
         directory = ""
         if done.written is not None:
             try:
                 directory = str(done.written.result())
                 found = Checkpointed(job=done.job, step=done.step, directory=directory, listed=done.listed)
-                news.checkpoints += [found] if done.is_new else []
+                pending.checkpoints += [found] if done.is_new else []
             except CoserveError as raised:
                 error = raised
                 _log.error("job %s: %s", done.job, error)
@@ -183,14 +184,14 @@ class JobCommands:
                 self._engine.unload_adapter(done.name)
         if done.event is not None:
             failed = error is not None and done.event.kind == "succeeded"
-            news.events.append(replace(done.event, kind="failed", message=str(error)) if failed else done.event)
+            pending.events.append(replace(done.event, kind="failed", message=str(error)) if failed else done.event)
         if done.call is not None:
-            news.replies.append(
+            pending.replies.append(
                 Reply(done.call) if error is None else Reply(done.call, str(error), type(error).__name__)
             )
 
     def _tell(self, reply: Reply) -> None:
-        """Behind all that waits."""
+        """After all that waits."""
         self._waiting.append(_Waiting(job="", step=0, listed=False, call=reply.call))
 
     def _tell_event(self, event: JobEvent) -> None:
@@ -219,7 +220,7 @@ class JobCommands:
         return self._writer.submit(checkpoint.write, self._starts[job].checkpoints)
 
     def _forget(self, job: str, *, keep_versions: bool) -> None:
-        """keep_versions: of the adapter that it has made; nobody can ask for those of a job that did not succeed."""
+        """keep_versions: of the adapter that it has made; those of a job that did not succeed cannot be asked for."""
         self._engine.forget_job(job)
         started = self._starts.pop(job, None)
         if started is not None and not keep_versions:

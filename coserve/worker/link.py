@@ -2,7 +2,7 @@
 
 One engine at a time, each with a socket of its own in a private directory. What was asked of an engine that dies ends
 with `EngineGoneError`: no request and no call waits for an answer that cannot come. Each open request has a queue of
-its own, so that a client that reads slowly holds up nobody.
+its own, so that a client that reads slowly holds up no other.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ import zmq.asyncio
 import coserve.errors
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError, EngineGoneError, ModelError
-from coserve.jobs.messages import AdapterRef, JobStart
+from coserve.jobs.messages import JobStart
+from coserve.jobs.records import AdapterRef
 from coserve.worker.protocol import (
     AddRequest,
     CancelJob,
@@ -33,7 +34,6 @@ from coserve.worker.protocol import (
     EngineSettings,
     LoadAdapter,
     PauseJob,
-    Progress,
     Ready,
     Refused,
     Reply,
@@ -41,6 +41,7 @@ from coserve.worker.protocol import (
     Shutdown,
     StartFailed,
     StartJob,
+    StartProgress,
     StepReport,
     UnloadAdapter,
     decode_report,
@@ -56,7 +57,7 @@ _SHUTDOWN_S, _EXIT_S = 60.0, 10.0
 
 
 class EngineListener(Protocol):
-    """Whoever wants to know how the engine is; called on the event loop, and must not block."""
+    """Told how the engine is; called on the event loop, and must not block."""
 
     def engine_ready(self, ready: Ready) -> None:
         """It takes commands: a fresh one, which knows no adapters and no jobs."""
@@ -64,8 +65,8 @@ class EngineListener(Protocol):
     def engine_gone(self) -> None:
         """It has died."""
 
-    def engine_reported(self, happened: StepReport) -> None:
-        """What steps brought."""
+    def engine_reported(self, report: StepReport) -> None:
+        """What came of steps."""
 
 
 class RequestStream:
@@ -74,14 +75,14 @@ class RequestStream:
     def __init__(self, requests: list[AddRequest]) -> None:
         self.requests = requests
         self._waiting: list[Chunk] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._num_open = {request.id: request.params.n for request in requests}
         self._error: CoserveError | None = None
 
     def put(self, chunk: Chunk) -> bool:
         """The next chunk; whether its request is over with it."""
         self._waiting.append(chunk)
-        self._news.set()
+        self._changed.set()
         if chunk.finish_reason is None:
             return False
         self._num_open[chunk.request] -= 1
@@ -90,12 +91,12 @@ class RequestStream:
     def fail(self, error: CoserveError) -> None:
         """No more chunks will come."""
         self._error = error
-        self._news.set()
+        self._changed.set()
 
     async def batches(self) -> AsyncIterator[list[Chunk]]:
         """All chunks that are there, again and again to the end; CoserveError if there is no good end."""
         while True:
-            await self._news.wait()
+            await self._changed.wait()
             # More may come while one batch is being sent: the end is only where none is left.
             while self._waiting:
                 batch, self._waiting = self._waiting, []
@@ -104,7 +105,7 @@ class RequestStream:
                 raise self._error
             if not any(self._num_open.values()):
                 return
-            self._news.clear()
+            self._changed.clear()
 
 
 class EngineLink:
@@ -115,7 +116,7 @@ class EngineLink:
         settings: EngineSettings,
         *,
         home: Path | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[StartProgress], None] | None = None,
     ) -> None:
         """settings: its address is filled in here. home: where the process keeps what it measures."""
         self._settings, self._home, self._on_progress = settings, home, on_progress
@@ -212,7 +213,7 @@ class EngineLink:
             stream.fail(EngineGoneError(reason))
 
     async def _live(self) -> None:
-        """One engine, from its birth to its death."""
+        """One engine, from the start of its process to its end."""
         directory = Path(tempfile.mkdtemp(prefix="coserve-"))
         address = f"ipc://{directory}/engine"
         socket = self._socket = self._context.socket(zmq.PAIR)
@@ -249,7 +250,7 @@ class EngineLink:
             while True:
                 self._take(decode_report(await socket.recv()))
         except Exception:
-            # An engine that nobody listens to would leave everybody waiting.
+            # An engine whose reports are not taken in would leave all requests waiting.
             _log.exception("what the engine said could not be taken in; it is ended")
             if process.returncode is None:
                 process.kill()
@@ -294,11 +295,11 @@ class EngineLink:
         elif self._on_progress is not None:
             self._on_progress(report)
 
-    def _reported(self, happened: StepReport) -> None:
+    def _reported(self, report: StepReport) -> None:
         # Listeners first: they know the requests' streams by then.
         for listener in self._listeners:
-            listener.engine_reported(happened)
-        for chunk in happened.chunks:
+            listener.engine_reported(report)
+        for chunk in report.chunks:
             stream = self._streams.get(chunk.request)
             if stream is None:
                 continue
@@ -326,7 +327,7 @@ class EngineLink:
         return stream
 
     def close(self, stream: RequestStream) -> None:
-        """Nobody wants to know more of it: what is not over is cancelled."""
+        """Its chunks are no longer wanted: what has not ended is cancelled."""
         for request in stream.requests:
             if self._streams.pop(request.id, None) is not None:
                 self._send(CancelRequest(request.id))
@@ -376,7 +377,7 @@ class EngineLink:
         # Without a limit to what may wait in the socket, sending never blocks; its future is done at once.
         sent = asyncio.ensure_future(self._socket.send(encode(command), zmq.NOBLOCK))
         # An engine that has just died takes nothing more: until its death is known here, `_gone` is still to come, and
-        # tells whoever waits.
+        # tells those who wait.
         with suppress(zmq.Again):
             sent.result()
 

@@ -2,7 +2,7 @@
 
 It is told what to be by the first line of its standard input; when that ends, so does the process, whatever it is
 doing: no engine outlives its server. Signals that a terminal or a supervisor sends to all processes are the server's
-affair. An error that is nobody's request ends the process; the server sees that, and starts another.
+affair. An error that no request or job caused ends the process; the server sees that, and starts another.
 """
 
 import logging
@@ -33,12 +33,12 @@ from coserve.worker.protocol import (
     CancelRequest,
     EngineSettings,
     LoadAdapter,
-    Progress,
     Ready,
     Refused,
     Reply,
     Shutdown,
     StartFailed,
+    StartProgress,
     StepRecord,
     StepReport,
     UnloadAdapter,
@@ -48,7 +48,7 @@ from coserve.worker.protocol import (
 
 _log = logging.getLogger(__name__)
 
-# What nobody waits for is reported so often.
+# What no client waits for is reported this often.
 _BATCH_S = 0.2
 # New commands hold up requests that run for no longer than this between two steps.
 _COMMANDS_S = 5e-3
@@ -69,7 +69,9 @@ class EngineProcess:
         self._engine, self._socket = engine, socket
         self._jobs = JobCommands(engine)
         self._steps: list[StepRecord] = []
-        self._fullest: dict[str, int] | None = None  # pages by owner behind the step that left fewest, since the report
+        self._fullest: dict[str, int] | None = (
+            None  # pages by owner after the step that left fewest free, since the report
+        )
         self._reported_s = 0.0
         self._unreported = True
         self._running = True
@@ -189,20 +191,20 @@ class EngineProcess:
             if chunks:
                 self._send(StepReport(chunks=chunks))
             return
-        news = self._jobs.take_pending()
+        pending = self._jobs.take_pending()
         records = list(self._engine.records)
         self._engine.records.clear()
         self._send(
             StepReport(
                 chunks=chunks,
-                job_events=news.events,
-                checkpoints=news.checkpoints,
+                job_events=pending.events,
+                checkpoints=pending.checkpoints,
                 records=records,
                 steps=self._steps,
                 stats=self._stats(),
             )
         )
-        for reply in news.replies:  # what came of a command is told before its reply
+        for reply in pending.replies:  # what came of a command is told before its reply
             self._send(reply)
         self._steps, self._fullest = [], None
         self._reported_s, self._unreported = time.monotonic(), False
@@ -230,7 +232,7 @@ def start(settings: EngineSettings, socket: "zmq.Socket[bytes]") -> Engine | Non
     """The engine, when it is ready; None if it cannot be started as it was asked, which has been reported then."""
 
     def progress(stage: str, done: int, total: int) -> None:
-        socket.send(encode(Progress(stage, done, total)))
+        socket.send(encode(StartProgress(stage, done, total)))
 
     progress(f"starting {settings.model}", 0, 0)
     keep_freed_memory()
@@ -266,7 +268,7 @@ def _ready(engine: Engine) -> Ready:
 
 
 def _end_with_the_server(address: str) -> None:
-    """Wait for the end of standard input; then clear away the socket, and end, in whatever other threads are."""
+    """Wait for the end of standard input; then clear away the socket, and end, whatever other threads do."""
     while os.read(_STDIN, 4096):
         pass
     shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)

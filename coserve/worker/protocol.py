@@ -14,7 +14,8 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.job import JobEvent
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
-from coserve.jobs.messages import AdapterRef, Checkpointed, JobStart
+from coserve.jobs.messages import Checkpointed, JobStart
+from coserve.jobs.records import AdapterRef
 from coserve.scheduling.slo import Slo
 
 # -- the first line of the engine's standard input ---------------------------------------
@@ -68,7 +69,7 @@ class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartJob(msgspec.Struct, tag=True, frozen=True):
-    """Start a job, or go on with it."""
+    """Start a job, or resume it."""
 
     call: int
     job: JobStart
@@ -108,7 +109,7 @@ Command = (
 # -- reports: engine to server ----------------------------------------------------------
 
 
-class Progress(msgspec.Struct, tag=True, frozen=True):
+class StartProgress(msgspec.Struct, tag=True, frozen=True):
     """How far the start is; total: 0 if that is not known."""
 
     stage: str
@@ -180,7 +181,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     stats: EngineStats | None = None
 
 
-Report = Progress | Ready | StartFailed | Reply | Refused | StepReport
+Report = StartProgress | Ready | StartFailed | Reply | Refused | StepReport
 
 _command_decoder = msgspec.msgpack.Decoder(Command)
 _report_decoder = msgspec.msgpack.Decoder(Report)

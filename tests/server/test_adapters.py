@@ -9,7 +9,7 @@ import pytest
 from openai import OpenAI
 from served import Served, adapter_root, chat_tokens, expected, peft_model, serving, tokenizer
 
-from coserve.server.adapters import LoadedAdapters
+from coserve.server.adapters import adapter_at
 
 
 @pytest.fixture(scope="module")
@@ -117,5 +117,5 @@ def test_a_directory_without_an_adapter_is_refused(served: Served):
 
 def test_the_engine_never_hears_a_name_twice():
     """Not even of servers one after the other: a job that waits may still mean the adapter of the first."""
-    first, second = (LoadedAdapters().reference("default", "pirate", place) for place in ("/a", "/b"))
+    first, second = (adapter_at(place, tenant="default", name="pirate", base="small").ref for place in ("/a", "/b"))
     assert first.name != second.name

@@ -49,7 +49,7 @@ def assert_as_if_nothing_had_happened(w, id, undisturbed):
     listed = {Path(each.directory) for each in checkpoints}
     assert set((w.home / "jobs" / id / "checkpoints").iterdir()) == listed
     assert {path.name for path in (w.home / "files").iterdir()} == _file_ids(w)
-    assert w.manager.adapter(TENANT, mine.name).directory == checkpoints[-1].directory
+    assert w.manager.adapters.find(TENANT, mine.name).directory == checkpoints[-1].directory
 
 
 def _file_ids(w):

@@ -286,13 +286,13 @@ class Lives(RuleBasedStateMachine):
             listed = [each.step for each in self.world.checkpoints(id)]
             if status == "succeeded":
                 assert (job.num_steps_done, listed) == (NUM_STEPS, [4, 8, 12, NUM_STEPS])
-                assert self.world.manager.adapter(TENANT, job.name) is not None
+                assert self.world.manager.adapters.find(TENANT, job.name) is not None
             else:
-                assert self.world.manager.adapter(TENANT, job.name) is None
+                assert self.world.manager.adapters.find(TENANT, job.name) is None
             assert listed == [step for step in (4, 8, 12, NUM_STEPS) if step <= job.num_steps_done][: len(listed)]
             for each in self.world.checkpoints(id):
                 assert (Path(each.directory) / "adapter_model.safetensors").exists()
-                assert self.world.manager.adapter(TENANT, each.name).directory == each.directory
+                assert self.world.manager.adapters.find(TENANT, each.name).directory == each.directory
             if status in OVER:
                 assert job.finished_at is not None
                 folder = self.home / "jobs" / id

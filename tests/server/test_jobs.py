@@ -16,7 +16,7 @@ from support import make_model
 from coserve.engine.checkpoint import can_resume
 from coserve.errors import EngineGoneError, JobError
 from coserve.jobs import validation
-from coserve.jobs.messages import AdapterRef
+from coserve.jobs.records import AdapterRef
 from coserve.jobs.settings import job_settings
 
 
@@ -32,7 +32,7 @@ def test_a_job_from_its_files_to_its_model(tmp_path):
             assert (job.status, job.name.split(":")[:4]) == ("validating_files", ["ft", "small", "coserve", "mine"])
             job = await w.until_over(job.id)
             events, checkpoints = w.events(job.id), w.checkpoints(job.id)
-            known = w.manager.adapters(TENANT)
+            known = w.manager.adapters.list(TENANT)
             with w.store.read() as transaction:
                 results = transaction.file(TENANT, job.result_file)
             content = w.files.path(results).read_text()
@@ -211,7 +211,7 @@ def test_training_goes_on_from_a_model(tmp_path):
     async def story():
         async with world(tmp_path) as w:
             first = await w.until_over((await w.create(DATA, **QUICK)).id)
-            known = w.manager.adapter(TENANT, first.name)
+            known = w.manager.adapters.find(TENANT, first.name)
             ref = AdapterRef(name=known.name, directory=known.directory)
             extension = {"optimizer": {"learning_rate": 1e-9}, "checkpoint_every_steps": 0}
             named = {"hyperparameters": QUICK["hyperparameters"], "extension": extension, "model": first.name}
@@ -220,12 +220,12 @@ def test_training_goes_on_from_a_model(tmp_path):
                 await w.manager.delete_adapter(TENANT, first.name)
             second = await w.until_over(second.id)
             assert second.status == "succeeded", second.error
-            theirs = w.manager.adapter(TENANT, second.name)
+            theirs = w.manager.adapters.find(TENANT, second.name)
             assert 0 < distance(adapter_in(theirs.directory), adapter_in(known.directory)) < 1e-6
-            assert w.manager.adapter("other", first.name) is None
+            assert w.manager.adapters.find("other", first.name) is None
             assert not await w.manager.delete_adapter("other", first.name)
             assert await w.manager.delete_adapter(TENANT, first.name)
-            assert w.manager.adapter(TENANT, first.name) is None
+            assert w.manager.adapters.find(TENANT, first.name) is None
             assert Path(known.directory).is_dir(), "its last checkpoint is the same adapter"
             assert await w.manager.delete_adapter(TENANT, f"{first.name}:ckpt-step-9")
             assert not Path(known.directory).is_dir()
@@ -239,20 +239,20 @@ def test_a_live_job_is_listed_while_it_runs(tmp_path):
         async with world(tmp_path) as w:
             live = {**LONG, "extension": {**LONG["extension"], "live": True}}
             job = await w.create(DATA, **live)
-            await w.until(lambda: w.manager.adapter(TENANT, job.name))
-            assert w.manager.adapter(TENANT, job.name).directory is None
-            assert w.manager.adapter("other", job.name) is None
+            await w.until(lambda: w.manager.adapters.find(TENANT, job.name))
+            assert w.manager.adapters.find(TENANT, job.name).directory is None
+            assert w.manager.adapters.find("other", job.name) is None
             with pytest.raises(JobError, match="is being trained"):
                 await w.manager.delete_adapter(TENANT, job.name)
             with pytest.raises(JobError, match="still being trained"):
                 await w.create(DATA, start=AdapterRef(name=job.name))
             w.link.engine.kill()
             await w.until(lambda: w.job(job.id).status == "queued")
-            assert w.manager.adapter(TENANT, job.name) is None
+            assert w.manager.adapters.find(TENANT, job.name) is None
             w.live()
-            await w.until(lambda: w.manager.adapter(TENANT, job.name))
+            await w.until(lambda: w.manager.adapters.find(TENANT, job.name))
             await w.manager.cancel(TENANT, job.id)
-            assert w.manager.adapter(TENANT, job.name) is None
+            assert w.manager.adapters.find(TENANT, job.name) is None
 
     run(story())
 
@@ -400,12 +400,12 @@ def test_a_model_that_is_deleted_while_it_is_looked_up_is_not_known_later(tmp_pa
                     yield transaction
 
             w.store.read = slow_read
-            looking = asyncio.create_task(asyncio.to_thread(w.manager.adapter, TENANT, job.name))
+            looking = asyncio.create_task(asyncio.to_thread(w.manager.adapters.find, TENANT, job.name))
             await asyncio.to_thread(asked.wait, 30)
             w.store.read = read
             assert await w.manager.delete_adapter(TENANT, job.name)
             may_go_on.set()
-            return await looking, w.manager.adapter(TENANT, job.name)
+            return await looking, w.manager.adapters.find(TENANT, job.name)
 
     before, after = run(story())
     assert before is not None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from coserve.server.context import ServerContext
-    from coserve.worker.protocol import Progress, Ready
+    from coserve.worker.protocol import Ready, StartProgress
 
 
 def _up(**given: Any) -> None:
@@ -62,7 +62,7 @@ class _Screen:
     def __exit__(self, *exception: object) -> None:
         self._bars.stop()
 
-    def progress(self, progress: "Progress") -> None:
+    def progress(self, progress: "StartProgress") -> None:
         """One more piece of the start is done."""
         if progress.stage not in self._tasks:
             for task in self._tasks.values():

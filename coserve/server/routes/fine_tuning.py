@@ -12,9 +12,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from coserve.errors import EngineGoneError
-from coserve.jobs.messages import AdapterRef
 from coserve.jobs.names import SUFFIX, organization
-from coserve.jobs.records import CheckpointRecord, EventRecord, JobRecord, Page
+from coserve.jobs.records import AdapterRef, CheckpointRecord, EventRecord, JobRecord, Page
 from coserve.jobs.results import by_step
 from coserve.jobs.settings import JobSettings, job_settings
 from coserve.server.context import Context, ServerContext, Tenant
@@ -146,7 +145,7 @@ async def resume_job(job_id: str, context: Context, tenant: Tenant) -> Response:
 def list_events(
     job_id: str, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 20
 ) -> Response:
-    """What happened to it, the newest first."""
+    """Its events, the newest first."""
     _find(context, tenant, job_id)
     with context.jobs.store.read() as transaction:
         page = transaction.events(tenant, job_id, after=after, limit=limit)
@@ -223,7 +222,7 @@ def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
 
 
 def _start(context: ServerContext, tenant: str, model: str) -> AdapterRef | None:
-    """The adapter that a job goes on training; None for a fresh one on the base."""
+    """The adapter that a job trains further; None for a fresh one on the base."""
     if model in context.base_names:
         return None
     known = context.find_adapter(tenant, model)

@@ -8,7 +8,8 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from coserve.errors import AdapterError
-from coserve.server.adapters import KnownAdapter
+from coserve.jobs.records import AdapterRecord
+from coserve.server.adapters import adapter_at
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
 from coserve.server.generation import most_tokens
@@ -50,11 +51,11 @@ def _base(context: ServerContext) -> dict[str, Any]:
     }
 
 
-def _adapter(context: ServerContext, known: KnownAdapter) -> dict[str, Any]:
+def _adapter(context: ServerContext, known: AdapterRecord) -> dict[str, Any]:
     return {
         "id": known.name,
         "object": "model",
-        "created": known.created,
+        "created": known.created_at,
         "owned_by": "coserve",
         "root": known.root,
         "parent": context.model_name,
@@ -81,12 +82,12 @@ async def load_lora_adapter(body: LoadAdapterBody, context: Context, tenant: Ten
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
                 "'load_inplace' to true."
             )
-        ref = context.loaded.reference(tenant, name, str(directory))
+        record = adapter_at(str(directory), tenant=tenant, name=name, base=context.model_name)
         try:
-            await context.link.load_adapter(ref)
+            await context.link.load_adapter(record.ref)
         except AdapterError as error:
             raise ApiError(str(error), param="lora_path") from error
-        context.loaded.add(tenant, name, ref)
+        context.loaded.add(record)
         if there is not None:
             await context.link.unload_adapter(there.ref.name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -94,7 +95,7 @@ async def load_lora_adapter(body: LoadAdapterBody, context: Context, tenant: Ten
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(body: UnloadAdapterBody, context: Context, tenant: Tenant) -> Response:
-    """Serve it no longer; those who use it go on to their end."""
+    """Serve it no longer; requests that use it run to their end."""
     if not body.lora_name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
     async with context.loaded.lock:

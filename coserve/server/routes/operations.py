@@ -33,7 +33,7 @@ async def status(context: Context, tenant: Tenant) -> Response:
 
 @router.get("/v1/status/steps")
 async def steps(context: Context, tenant: Tenant, after: Annotated[int, Query(ge=0)] = 0) -> Response:
-    """What has happened behind a cursor."""
+    """All steps and requests after a cursor."""
     return json_response(context.board.steps(after, tenant))
 
 
