@@ -6,6 +6,8 @@ from collections import Counter
 from functools import cache
 from random import Random
 
+from coserve.engine.runner import StepFailedError, Tasklets, Work
+from coserve.engine.torch_runner import TorchRunner
 from engines import (
     BLOCK,
     FAST,
@@ -27,8 +29,6 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
-from coserve.engine.runner import StepFailedError, Tasklets, Work
-from coserve.engine.torch_runner import TorchRunner
 from coserve.errors import CoserveError
 from coserve.simulate import ModelledRunner, roofline_profile
 from coserve.tuning.config import TuningConfig
