@@ -28,7 +28,7 @@ from coserve.workloads.summary import percentile
 _NAMES: dict[PhaseName, str] = {"requests": "requests alone", "job": "job alone", "both": "both at once"}
 _KINDS = (("decode", "blue"), ("prefill", "cyan"), ("forward", "yellow"), ("backward", "red"))
 _OWNERS = {"kv": ("keys and values", "blue"), "activations": ("activations", "yellow")}
-# Rows are shown as the mean over the last so many steps.
+# Rows are shown as the mean over this many of the last steps.
 _RECENT_STEPS = 40
 
 

@@ -35,7 +35,7 @@ def sparkline(
 
 
 def resampled(values: Sequence[float], width: int) -> list[float]:
-    """All of them in so many, each the mean of its part."""
+    """Resampled to this many values, each the mean of its part."""
     if len(values) <= width:
         return list(values)
     edges = [len(values) * index // width for index in range(width + 1)]

@@ -15,7 +15,7 @@ from coserve.client.job_progress import JobProgress
 from coserve.errors import ServerError
 
 _POLL_S = 0.5
-# Answers that say "later": a server that restarts its engine goes on with the job.
+# Answers that say "later": a server that restarts its engine resumes the job.
 _PATIENCE_S = 120.0
 
 

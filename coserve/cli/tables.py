@@ -1,4 +1,4 @@
-"""How commands print: one console, one manner of tables; where nobody looks, lines that programs can cut."""
+"""How commands print: one console, one manner of tables; without a terminal, lines that programs can cut."""
 
 import os
 from typing import Literal

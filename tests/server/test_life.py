@@ -189,7 +189,7 @@ def test_a_server_that_nobody_reads_any_more_ends_in_good_order():
 def test_the_line_at_the_end():
     assert stop_line(3, 0.5).startswith("coserve ends: it waits for 3 open requests, 500 ms at most")
     for nothing in (stop_line(0, 30.0), stop_line(3, 0.0)):
-        assert nothing == "coserve ends: running jobs are checkpointed, and go on at the next start"
+        assert nothing == "coserve ends: running jobs are checkpointed, and resume at the next start"
 
 
 def test_streams_that_last_too_long_are_ended():

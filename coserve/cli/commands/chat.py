@@ -123,7 +123,7 @@ class _Conversation:
             return None
 
     def _command(self, name: str = "", argument: str = "") -> bool:
-        """Whether the conversation goes on."""
+        """Whether the conversation continues."""
         match name:
             case "exit" | "quit":
                 return False

@@ -28,7 +28,7 @@ def jobs(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: Json = False,
-    limit: Annotated[int, typer.Option(min=1, max=100, help="The newest so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="How many to list, newest first.")] = 20,
 ) -> None:
     """Fine-tuning jobs of the server: list them; show, follow, pause, resume or cancel one."""
     if context.invoked_subcommand is not None:
@@ -107,13 +107,13 @@ def follow(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: 
 
 @app.command()
 def pause(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """Let a job rest, behind a checkpoint; the device is for requests alone until `coserve jobs resume`."""
+    """Pause a job after a checkpoint; the device is for requests alone until `coserve jobs resume`."""
     _do("pause", job, url, api_key, as_json)
 
 
 @app.command()
 def resume(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """Let a paused job go on, exactly where it rested."""
+    """Resume a paused job exactly where it stopped."""
     _do("resume", job, url, api_key, as_json)
 
 

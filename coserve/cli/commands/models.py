@@ -10,8 +10,8 @@ from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url
 def models(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
     """List what the server answers as: the base model, adapters that were loaded or learned here, their checkpoints.
 
-    Any of these ids is a `model` of a request (`coserve chat --adapter ID`), and a `model` that a job can go on
-    training (`coserve tune FILE --model ID`).
+    Any of these ids is a `model` of a request (`coserve chat --adapter ID`), and a `model` that a job can train
+    further (`coserve tune FILE --model ID`).
     """
     from coserve.client.http import Client
 

@@ -1,4 +1,4 @@
-"""`coserve tune`: a file becomes a model that answers, on a server that goes on serving meanwhile."""
+"""`coserve tune`: a file becomes a model that answers, on a server that keeps serving meanwhile."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def tune(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="What to start from: the base model, or an adapter to go on with. [the base]"
+            metavar="MODEL", help="What to start from: the base model, or an adapter to train further. [the base]"
         ),
     ] = None,
     suffix: Annotated[
@@ -52,7 +52,7 @@ def tune(
     schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="KIND", help="How the learning rate goes on: constant, linear or cosine (both down to 0)."
+            metavar="KIND", help="How the learning rate changes: constant, linear or cosine (both down to 0)."
         ),
     ] = None,
     warmup_steps: Annotated[
@@ -69,7 +69,7 @@ def tune(
         str | None, typer.Option(metavar="NAMES", help="Layers with an adapter, such as q_proj,v_proj; or all-linear.")
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Longer examples are cut to so many tokens.")
+        int | None, typer.Option(metavar="N", min=2, help="Longer examples are cut to this many tokens.")
     ] = None,
     checkpoint_every: Annotated[
         int | None,
@@ -126,7 +126,7 @@ def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
     try:
         progress = follow(client, job, screen)
     except KeyboardInterrupt:
-        screen.print(f"\nThe job goes on without being watched.\n{_afterwards(job['id'])}", soft_wrap=True)
+        screen.print(f"\nThe job keeps running on the server.\n{_afterwards(job['id'])}", soft_wrap=True)
         if as_json:
             print(json.dumps({"job": job["id"], "status": "left running"}))
         return

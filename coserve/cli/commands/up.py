@@ -26,7 +26,7 @@ def _up(**given: Any) -> None:
 
     Without MODEL it is the small built-in one, so that you can try everything at once. Point any OpenAI client at
     `http://127.0.0.1:8000/v1`. Jobs run in whatever time the objectives of requests leave over. Ctrl-C ends it in
-    good order: open answers are finished, jobs keep their last checkpoints and go on at the next start.
+    good order: open answers are finished, jobs keep their last checkpoints and resume at the next start.
     """
     try:
         config = ServerConfig(**given)
@@ -99,11 +99,11 @@ def start_line(ready: "Ready", model: str, url: str) -> str:
 def stop_line(num_open: int, drain_s: float) -> str:
     """What is waited for. Checkpoints are written in any case: a second Ctrl-C only ends the waiting for requests."""
     if not num_open or not drain_s:
-        return "coserve ends: running jobs are checkpointed, and go on at the next start"
+        return "coserve ends: running jobs are checkpointed, and resume at the next start"
     requests = "1 open request" if num_open == 1 else f"{num_open} open requests"
     return (
         f"coserve ends: it waits for {requests}, {_time(drain_s)} at most (a second Ctrl-C: no longer), "
-        "then running jobs are checkpointed, and go on at the next start"
+        "then running jobs are checkpointed, and resume at the next start"
     )
 
 
