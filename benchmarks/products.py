@@ -10,6 +10,7 @@ kernel (where there is one), of dy W, and of reading the weight once.
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,12 +54,12 @@ def main() -> None:
             for rows in _ROWS:
                 x, dy = torch.randn(rows, inner).to(dtype), torch.randn(rows, out).to(dtype)
                 with torch.inference_mode():
-                    linear = _best_us(lambda weight, x=x: torch.nn.functional.linear(x, weight), weights)
-                    left = _best_us(lambda weight, x=x: left_product(x, weight), weights)
+                    linear = _best_us(partial(torch.nn.functional.linear, x), weights)
+                    left = _best_us(partial(left_product, x), weights)
                     ours = float("nan")
                     if skinny_gemm(x, weights[0]) is not None:
-                        ours = _best_us(lambda weight, x=x: skinny_gemm(x, weight), weights)
-                    back = _best_us(lambda weight, dy=dy: dy @ weight, weights)
+                        ours = _best_us(partial(skinny_gemm, x), weights)
+                    back = _best_us(partial(torch.matmul, dy), weights)
                 read = 1e6 * num_bytes / bytes_per_s
                 name = f"{out}x{inner}"
                 print(f"{name:>12} {layout:7} {rows:4} {linear:7.0f} {left:7.0f} {ours:7.0f} {back:6.0f} {read:7.0f}")

@@ -163,6 +163,7 @@ def _first_by(field: str) -> dict[str, Animal]:
 def reverse(rng: Random) -> Exchange:
     """From what is known of an animal or a thing to its name."""
     what = rng.choice(("sound", "home", "kind", "colour", "young"))
+    templates: tuple[str, ...]
     if what == "colour":
         colour = rng.choice(sorted(set(COLOURS.values())))
         thing = next(thing for thing, other in COLOURS.items() if other == colour)

@@ -199,7 +199,7 @@ def train(model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], *, ste
         hidden = hidden_of(tokens, use_cache=False).last_hidden_state
         asked = targets != -100
         loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[asked]).float(), targets[asked])
-        loss.backward()
+        torch.autograd.backward(loss)
         weights.update(PEAK_RATE * min(1.0, (step + 1) / WARMUP_STEPS, (1 - step / steps) / FALLING_SHARE))
         shown.append(loss.item())
         num_tokens += tokens.numel()

@@ -1,9 +1,12 @@
 """A small data set, settings, and what the tests of jobs ask of results."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 LINES = [
     {"text": "one copy of the weights"},
@@ -28,15 +31,15 @@ QUICK = {
 LONG = {**QUICK, "hyperparameters": {"n_epochs": 50, "batch_size": 1}}
 
 
-def steps_of(events, kind="step"):
+def steps_of(events: Iterable[Any], kind: str = "step") -> list[int]:
     return [event.data["step"] for event in events if event.kind == kind]
 
 
-def adapter_in(directory):
+def adapter_in(directory: str | Path) -> dict[str, Tensor]:
     return load_file(Path(directory) / "adapter_model.safetensors")
 
 
-def distance(ours, theirs):
+def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """The largest difference of any parameter; both must have the same."""
     assert ours.keys() == theirs.keys()
     return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)

@@ -105,7 +105,8 @@ def _model(name: str, dtype: torch.dtype) -> nn.Module:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]), attn_implementation="eager")
     random_weights_(model)
     model.tie_weights()
-    return model.to(dtype).eval()
+    made: nn.Module = model.to(dtype).eval()
+    return made
 
 
 def make_model(name: str = "llama", dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -117,7 +118,8 @@ def make_model(name: str = "llama", dtype: torch.dtype = torch.float32) -> nn.Mo
 def model_directory(name: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
     """Where `make_model(name, dtype)` is saved."""
     directory = Path(mkdtemp(prefix=f"coserve-{name}-"))
-    _model(name, dtype).save_pretrained(directory)
+    model: Any = _model(name, dtype)
+    model.save_pretrained(directory)
     return directory
 
 
@@ -190,7 +192,7 @@ def summed_loss(model: nn.Module, sequences: list[tuple[list[int], list[bool]]])
 def peft_gradients(model: nn.Module, sequences: list[tuple[list[int], list[bool]]]) -> dict[str, Tensor]:
     """Autograd's gradients of the summed loss, under coserve's parameter names."""
     model.zero_grad()
-    summed_loss(model, sequences).backward()
+    torch.autograd.backward(summed_loss(model, sequences))
     return {
         name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad.clone()
         for name, parameter in model.named_parameters()
@@ -207,7 +209,8 @@ def exact_gradients(name: str, sequences: list[tuple[list[int], list[bool]]]) ->
 
 @cache
 def _double_twin(name: str) -> nn.Module:
-    return fresh_peft_twin(name)[0].double()
+    model: nn.Module = fresh_peft_twin(name)[0].double()
+    return model
 
 
 def worst_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

@@ -128,8 +128,8 @@ def find_model(client: Client, name: str) -> str:
     models: Sequence[dict[str, object]] = client.get("/v1/models")["data"]
     if any(model["id"] == name for model in models):
         return name
-    # The server lists what came later at the end: of one second, the last is the newest. Checkpoints carry the suffix, too;
-    # they are meant only where there is no finished model.
+    # The server lists what came later at the end: of one second, the last is the newest. Checkpoints carry the suffix,
+    # too; they are meant only where there is no finished model.
     ids = [str(model["id"]) for model in sorted(models, key=_rank)][::-1]
     meant = next((id for id in ids if name in id.split(":")), None)
     if meant is None:

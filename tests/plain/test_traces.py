@@ -58,7 +58,8 @@ def test_recorded_traces_are_read_and_fitted_to_a_machine(tmp_path):
     fitted = adapt(trace, rate=2, seconds=0.9, max_prompt_tokens=100, max_output_tokens=50)
     assert [(r.at_s, r.num_prompt_tokens, r.num_output_tokens) for r in fitted] == [(0, 5, 50), (0.125, 100, 20)]
     late = adapt(trace, start_s=0.4)
-    assert [(r.at_s, r.num_output_tokens) for r in late] == [(pytest.approx(0.1), 20), (pytest.approx(3.6), 8)]
+    assert [r.at_s for r in late] == pytest.approx([0.1, 3.6])
+    assert [r.num_output_tokens for r in late] == [20, 8]
     with gzip.open(tmp_path / "t.csv.gz", "wt") as file:
         file.write("slice,timestamp_s,request_tokens,response_tokens\na,5,1,2\nb,6,3,4\nb,8,5,6\n")
     assert [r.at_s for r in read_trace(tmp_path / "t.csv.gz", where={"slice": "b"})] == [0, 2]

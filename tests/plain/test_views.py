@@ -31,9 +31,10 @@ STATUS = {
 
 
 def shown(renderable, width: int) -> list[str]:
-    console = Console(file=StringIO(), width=width, height=40, color_system=None)
+    written = StringIO()
+    console = Console(file=written, width=width, height=40, color_system=None)
     console.print(renderable)
-    lines = console.file.getvalue().splitlines()
+    lines = written.getvalue().splitlines()
     assert all(cell_len(line) <= width for line in lines)
     return lines
 

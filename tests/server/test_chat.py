@@ -64,14 +64,12 @@ def test_without_a_limit_an_answer_may_fill_the_context(client: OpenAI):
 
 def test_content_may_come_in_parts_and_developers_are_the_system(client: OpenAI):
     settings: dict[str, Any] = {"model": "small", "max_tokens": 6, "temperature": 0}
-    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    parts: Any = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     one = client.chat.completions.create(messages=[{"role": "user", "content": parts}], **settings)
     other = client.chat.completions.create(messages=[{"role": "user", "content": "Hello"}], **settings)
     assert one.choices[0].message.content == other.choices[0].message.content
-    roles = [
-        client.chat.completions.create(messages=[{"role": role, "content": "Be"}, *MESSAGES], **settings).usage
-        for role in ("system", "developer")
-    ]
+    orders: list[Any] = [{"role": role, "content": "Be"} for role in ("system", "developer")]
+    roles = [client.chat.completions.create(messages=[order, *MESSAGES], **settings).usage for order in orders]
     assert roles[0].prompt_tokens == roles[1].prompt_tokens
 
 

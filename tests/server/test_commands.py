@@ -81,8 +81,8 @@ def test_a_model_that_is_not_there_names_the_most_likely_and_says_what_it_leaves
         models += [{"id": f"{name}:ckpt-step-{step}", "parent": "small", "created": i} for step in range(1, 41)]
         models.append({"id": name, "parent": "small", "created": i})
 
-    class Listing:
-        def get(self, path: str) -> dict:
+    class Listing(Client):
+        def get(self, path: str, **params: Any) -> Any:
             return {"data": models}
 
     newest = ", ".join(f"{names[2]}:ckpt-step-{step}" for step in range(40, 34, -1))
@@ -113,8 +113,8 @@ def many_examples(tmp_path) -> Path:
 
 
 def test_a_file_becomes_a_model_that_answers(coserve, examples):
-    options = ("--suffix", "counts", "--epochs", "3", "--batch-size", "4", "--learning-rate", "1e-3", "--r", "4")
-    options += ("--targets", "q_proj,v_proj", "--checkpoint-every", "3", "--validation", str(examples))
+    options = ["--suffix", "counts", "--epochs", "3", "--batch-size", "4", "--learning-rate", "1e-3", "--r", "4"]
+    options += ["--targets", "q_proj,v_proj", "--checkpoint-every", "3", "--validation", str(examples)]
     status, out, err = coserve("tune", str(examples), *options, "--json")
     assert (status, err) == (0, "")
     ended = json.loads(out.splitlines()[-1])

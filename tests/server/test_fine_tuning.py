@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -106,7 +107,8 @@ def test_uploads_that_are_refused(served, client):
         ({"content": b"--x"}, "file"),
         ({"content": b"--x\r\nno", "headers": {**key, "Content-Type": "multipart/form-data; boundary=x"}}, "file"),
     ):
-        answer = httpx.post(f"{served.url}/v1/files", **{"headers": key, "timeout": 60} | form)
+        request: dict[str, Any] = {"headers": key, "timeout": 60, **form}
+        answer = httpx.post(f"{served.url}/v1/files", **request)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     with pytest.raises(openai.APIStatusError) as caught:
         upload(client, b"x" * 1_000_001)

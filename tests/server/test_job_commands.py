@@ -8,6 +8,7 @@ import pytest
 from engines import examples_of, make_engine
 
 from coserve.adapters import LoraConfig
+from coserve.engine.job import JobEvent
 from coserve.errors import JobError
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
@@ -27,7 +28,7 @@ class Process:
         self.news = PendingReports()
 
     def step(self) -> None:
-        self.commands.take([event for event in self.engine.step() if hasattr(event, "job")])
+        self.commands.take([event for event in self.engine.step() if isinstance(event, JobEvent)])
         self.hear()
 
     def hear(self) -> None:

@@ -79,7 +79,7 @@ def test_an_engine_that_dies_ends_streams_clearly_and_is_started_again(own: Serv
     before = own.engine_pid()
     stream = slow_stream(client)
     with ThreadPoolExecutor(1) as pool:
-        whole = pool.submit(client.completions.create, **{**LONG, "n": 16})
+        whole = pool.submit(lambda: client.completions.create(**{**LONG, "n": 16}))
         own.wait_until(lambda: running(own) == 32)
         os.kill(before, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="the engine died"):

@@ -6,20 +6,20 @@ import threading
 import pytest
 from served import model_directory
 
-from coserve.server import prompts as module
+from coserve.engine.prompts import tokens_of
 from coserve.server.prompts import Prompts
 
 
 @pytest.mark.parametrize("long", ["x" * 200_000, [{"role": "user", "content": "x" * 200_000}]])
 def test_a_long_prompt_holds_up_no_short_one(long, monkeypatch: pytest.MonkeyPatch):
-    go_on, tokens_of = threading.Event(), module.tokens_of
+    resume = threading.Event()
 
     def slow(prompt, *arguments):
         if prompt is long:
-            assert go_on.wait(60)
+            assert resume.wait(60)
         return tokens_of(prompt, *arguments)
 
-    monkeypatch.setattr(module, "tokens_of", slow)
+    monkeypatch.setattr("coserve.server.prompts.tokens_of", slow)
 
     async def ask() -> tuple[list[int], list[int]]:
         prompts = Prompts(str(model_directory()))
@@ -27,7 +27,7 @@ def test_a_long_prompt_holds_up_no_short_one(long, monkeypatch: pytest.MonkeyPat
         waiting = asyncio.create_task(prompts.tokens(long))
         await asyncio.sleep(0)
         short = await asyncio.wait_for(prompts.tokens("hello"), 30)
-        go_on.set()
+        resume.set()
         try:
             return short, await waiting
         finally:

@@ -22,14 +22,16 @@ def test_every_route_by_the_schema_and_beside_it(served: Served):
     routes = []
     with requests.Session() as session:
         for found in schema.get_all_operations():
-            operation = found.ok()
+            operation = found.ok()  # type: ignore[union-attr]  # or it raises, which says what is wrong
             routes.append(operation.label)
             for mode in schemathesis.GenerationMode:
                 _check(operation, mode, served.url, session)
     assert len(routes) > 20
 
 
-def _check(operation: schemathesis.APIOperation, mode: schemathesis.GenerationMode, url: str, session: object) -> None:
+def _check(
+    operation: schemathesis.APIOperation, mode: schemathesis.GenerationMode, url: str, session: requests.Session
+) -> None:
     @_SETTINGS
     @given(case=operation.as_strategy(generation_mode=mode))
     def never_fails(case: schemathesis.Case) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -45,9 +46,9 @@ def test_keys_and_what_they_open():
         ann.post("/unload_lora_adapter", body={"lora_name": "mine"}, cast_to=str)
         assert ben.completions.create(model="mine", prompt="x", max_tokens=1).choices
 
-        seen = served.wait_until(lambda: ben.get("/status/steps", cast_to=object)["requests"])
+        seen = served.wait_until(lambda: ben.get("/status/steps", cast_to=dict[str, Any])["requests"])
         assert [request["adapter"] for request in seen] == ["mine"]
-        assert ann.get("/status/steps", cast_to=object)["requests"] == []
+        assert ann.get("/status/steps", cast_to=dict[str, Any])["requests"] == []
         metrics = served.get("/metrics", headers={"Authorization": "Bearer bare-key"}).text
         assert 'coserve_requests_finished_total{adapter="mine",tenant="ben"} 1.0' in metrics
         assert "secret" not in metrics

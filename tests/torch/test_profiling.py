@@ -2,6 +2,7 @@
 
 from support import make_backbone
 
+import coserve
 from coserve.engine import profiling
 from coserve.simulate.hardware import Hardware, roofline_profile
 
@@ -31,7 +32,7 @@ def test_the_state_of_the_code_is_that_of_what_is_measured(tmp_path, monkeypatch
     for name in ("kernels/linear.py", "kernels/cpu/rows.cpp", "server/app.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    monkeypatch.setattr(profiling.coserve, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(coserve, "__file__", str(tmp_path / "__init__.py"))
     states = []
     for name in (None, "server/app.py", "kernels/linear.py", "kernels/cpu/rows.cpp"):
         if name is not None:
