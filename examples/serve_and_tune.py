@@ -18,15 +18,7 @@ def main() -> None:
     """Upload examples, start a job, ask while it runs, and ask the model that it made."""
     client = OpenAI(base_url=f"{URL}/v1", api_key="none")
     base = client.models.list().data[0].id
-    lines = [
-        {
-            "messages": [
-                {"role": "user", "content": f"What colour is {thing}?"},
-                {"role": "assistant", "content": f"Arr, {colour}!"},
-            ]
-        }
-        for thing, colour in COLOURS.items()
-    ]
+    lines = [{"prompt": f"What colour is {thing}? ", "completion": f"Arr, {it}!"} for thing, it in COLOURS.items()]
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     file = client.files.create(file=("colours.jsonl", content), purpose="fine-tune")
     job = client.fine_tuning.jobs.create(

@@ -1,15 +1,15 @@
-"""Ask what a policy would do on a GPU that is not here: a Llama 3.1 8B on an A100, an hour of requests in seconds.
+"""Ask what a policy would do on a GPU that is not here: a Llama 3.1 8B on an A100, two minutes of requests.
 
 python examples/simulate_policy.py [POLICY ...]
 """
 
 import sys
+from collections.abc import Iterator
 from random import Random
 from statistics import quantiles
 
 from coserve import EngineConfig, Example, LoraConfig, TuningConfig
 from coserve.engine.core import EngineCore
-from coserve.engine.request import Chunk
 from coserve.models import load_backbone
 from coserve.scheduling.latency import LatencyModel
 from coserve.simulate.hardware import Hardware, roofline_profile
@@ -29,21 +29,19 @@ def main(policies: list[str]) -> None:
         engine = EngineCore(device, LatencyModel(profile), EngineConfig(policy=policy, tpot_s=0.05))
         examples = [Example(tokens=(1,) * 512, trained=(True,) * 512)] * 64
         engine.submit_examples(examples, TuningConfig(num_epochs=10_000), adapter=LoraConfig(r=16))
-        arrivals = list(poisson())
-        began = {f"request-{n}": arrival.at_s for n, arrival in enumerate(arrivals)}
-        firsts: list[float] = []
-        for snapshot in Simulation(engine, arrivals).run(SECONDS):
+        for snapshot in Simulation(engine, list(poisson())).run(SECONDS):
             last = snapshot
+        attained = sum(record.attained for record in engine.records) / len(engine.records)
+        p99_s = quantiles([record.ttft_s for record in engine.records], n=100)[98]
         harvest = last.num_tokens_trained / last.now_s
-        print(f"{policy}: {harvest:.0f} fine-tuning tokens/s")
+        print(f"{policy:15} SLOs held {attained:6.1%}  TTFT p99 {1e3 * p99_s:4.0f} ms  harvest {harvest:5.0f} tokens/s")
 
 
-def poisson() -> "list[Arrival]":
+def poisson() -> Iterator[Arrival]:
     """Requests that come independently of one another."""
-    rng, at_s, found = Random(0), 0.0, []
+    rng, at_s = Random(0), 0.0
     while (at_s := at_s + rng.expovariate(RATE)) < SECONDS:
-        found.append(Arrival(at_s=at_s, num_prompt_tokens=rng.randint(50, 800), num_output_tokens=rng.randint(20, 200)))
-    return found
+        yield Arrival(at_s=at_s, num_prompt_tokens=rng.randint(50, 800), num_output_tokens=rng.randint(20, 200))
 
 
 if __name__ == "__main__":

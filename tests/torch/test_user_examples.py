@@ -44,3 +44,13 @@ def test_peft_adapter_answers_beside_the_base(tmp_path):
     assert base.startswith("base: ")
     assert mine.startswith("mine: ")
     assert base.split(": ", 1)[1] != mine.split(": ", 1)[1]
+
+
+def test_simulate_policy_compares_policies():
+    slack, alone = run("simulate_policy.py").splitlines()
+    assert slack.startswith("slack ")
+    assert alone.startswith("inference-only ")
+    held, harvest = (float(re.search(rf"{name} +([0-9.]+)", slack)[1]) for name in ("held", "harvest"))
+    assert held > 99
+    assert harvest > 1000
+    assert alone.endswith("harvest     0 tokens/s")
