@@ -175,27 +175,32 @@ def _check(chunk: Chunk) -> None:
 
 @dataclass
 class Usage:
-    """Counts of an answer."""
+    """Counts of an answer. slo: what it was served by, if the SLO that it asked for is beyond the device."""
 
     num_prompt: int
     num_output: int = 0
     num_cached: int = 0
+    slo: Slo | None = None
 
     def count(self, chunks: list[Chunk]) -> None:
         """Some more tokens."""
         for chunk in chunks:
             self.num_output += len(chunk.tokens)
+            self.slo = self.slo or chunk.slo
             if chunk.finish_reason is not None and chunk.index == 0:
                 self.num_cached += chunk.num_cached_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """As OpenAI gives it."""
-        return {
+        """As OpenAI gives it; with `slo`, in milliseconds, where the request's own could not be held by this device."""
+        usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_output,
             "total_tokens": self.num_prompt + self.num_output,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
+        if self.slo is not None:
+            usage["slo"] = {"ttft_ms": 1e3 * self.slo.ttft_s, "tpot_ms": 1e3 * self.slo.tpot_s}
+        return usage
 
 
 def finite(logprob: float) -> float:

@@ -51,6 +51,9 @@ class Metrics:
         self._jobs = gauge("jobs", "Jobs that are not over.")
         self._pages = gauge("pages", "Pages of the pool, by owner.", ("owner",))
         self._preemptions = gauge("preemptions", "Requests whose pages were taken, since the engine started.")
+        self._slos_clamped = gauge(
+            "slos_clamped", "Requests whose SLO was beyond the device, and was relaxed, since the engine started."
+        )
         self._packs_dropped = gauge("packs_dropped", "Jobs' packs that made room, since the engine started.")
         self._margin = gauge("prediction_margin", "Factor that the scheduler leaves for errors of its predictions.")
         self._step = histogram("step_seconds", "Steps of the engine.")
@@ -126,6 +129,7 @@ class Metrics:
         self._waiting.set(stats.num_waiting)
         self._jobs.set(stats.num_jobs)
         self._preemptions.set(stats.num_preemptions)
+        self._slos_clamped.set(stats.num_slos_clamped)
         self._packs_dropped.set(stats.num_packs_dropped)
         self._margin.set(stats.margin)
         self._tuned.inc(max(0, stats.num_tokens_trained - self._num_tuned))

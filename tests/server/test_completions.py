@@ -163,6 +163,16 @@ def test_cached_tokens_are_counted(client: OpenAI):
     assert 0 < second.usage.prompt_tokens_details.cached_tokens < len(prompt)
 
 
+def test_an_slo_beyond_the_device_is_relaxed_and_the_answer_says_to_what(client: OpenAI):
+    settings = {"model": "small", "prompt": PROMPT, "max_tokens": 3}
+    absurd = client.completions.create(**settings, extra_body={"slo": {"ttft_ms": 1e-6, "tpot_ms": 1e-6}})
+    served_by = absurd.usage.to_dict()["slo"]
+    assert served_by["ttft_ms"] > 1e-6
+    assert served_by["tpot_ms"] > 1e-6
+    feasible = client.completions.create(**settings, extra_body={"slo": {"ttft_ms": 1e6, "tpot_ms": 1e6}})
+    assert "slo" not in feasible.usage.to_dict()
+
+
 def test_harmless_fields_are_taken_and_the_id_is_in_a_header(served: Served):
     body = {"model": "small", "prompt": "x", "max_tokens": 1, "user": "me", "metadata": {"a": "b"}, "best_of": 1}
     answer = served.post("/v1/completions", json=body)
