@@ -13,6 +13,7 @@ CoserveError
 ├── JobError            a fine-tuning job that cannot be run as it was asked, or that is not there
 ├── StoreError          the database of files and jobs cannot be used now
 ├── DeviceMemoryError   the device ran out of memory within a step
+├── DeviceGoneError     the device's process is not there any more
 ├── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
 └── ServerError         a server that cannot be reached, or that answered with an error
 
@@ -75,6 +76,10 @@ class StoreError(CoserveError):
 
 class DeviceMemoryError(CoserveError):
     """The device ran out of memory."""
+
+
+class DeviceGoneError(CoserveError):
+    """The device's process has ended; what was asked of it has not been done, or not to its end."""
 
 
 class EngineGoneError(CoserveError):

@@ -29,11 +29,15 @@ class Device(Protocol):
         ...
 
     def submit(self, batch: StepBatch) -> None:
-        """Begin a step. Returns at once where the device works by itself (a GPU, another process)."""
+        """Begin a step. Returns at once where the device works by itself (a GPU, another process); what goes wrong is
+        raised by `collect`.
+        """
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the step that was submitted."""
+        """Wait for the step that was submitted. Running out of memory is a result (`StepFailure`); other errors are
+        raised, and leave the step's packs and optimizer steps in an unknown state.
+        """
         ...
 
     def close(self) -> None:

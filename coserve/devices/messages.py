@@ -226,7 +226,7 @@ Reply = AdapterLoaded | TrainerOpened | None
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive rows of a request: the tokens from position `start` on.
+    """Consecutive rows of a request: the tokens from position `start` on; none where it only gets pages.
 
     new_pages: join the request's page table before anything runs, so also if the step fails. samples: whether a token
     is chosen after the last row; then place says how many were chosen before, and forbidden lists ids that must not

@@ -10,7 +10,7 @@ from coserve.scheduling.latency import Profile
 LoadProgress = Callable[[str, int, int], None]
 
 
-class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """A model on a device.
 
     model: a directory, a hub id, or a preset (see `coserve.models.source`). dtype: "float32", "bfloat16", "float16", or

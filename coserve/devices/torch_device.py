@@ -5,7 +5,6 @@ log-probabilities, loss sums, gradient norms) is read together at its end, and s
 events.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import isfinite
@@ -18,6 +17,7 @@ from torch import Tensor
 from coserve.adapters.base import Adapter
 from coserve.adapters.peft_directory import load_adapter, save_adapter
 from coserve.devices.base import Clock
+from coserve.devices.clock import WallClock
 from coserve.devices.counting import device_info
 from coserve.devices.messages import (
     AdapterLoaded,
@@ -57,13 +57,6 @@ from coserve.scheduling.latency import Profile
 from coserve.tuning.training_pass import TrainingPass
 
 
-class WallClock:
-    """Real time, from a moment that means nothing."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
-
 class TorchDevice:
     """See `coserve.devices.base.Device`."""
 
@@ -85,6 +78,7 @@ class TorchDevice:
         self._trainers: dict[str, TorchTrainer] = {}
         self._checkpoints: dict[str, TorchCheckpoint] = {}
         self._step: _Step | None = None
+        self._error: Exception | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             OpenRequest: lambda command: self._requests.open(command),
             CloseRequest: lambda command: self._requests.close(command.request),
@@ -113,11 +107,16 @@ class TorchDevice:
             self.execute(command)
         self._requests.extend_tables(batch.requests)
         self._step = _Step(self.backbone, self._requests, self._trainers, batch)
-        self._step.launch()
+        try:
+            self._step.launch()
+        except Exception as error:  # told with the result, as from a device that is elsewhere
+            self._error = error
 
     def collect(self) -> StepResult:
-        step, self._step = self._step, None
+        (step, self._step), (error, self._error) = (self._step, None), (self._error, None)
         assert step is not None, "no step was submitted"
+        if error is not None:
+            raise error
         return step.result()
 
     def close(self) -> None:
@@ -241,7 +240,7 @@ class _Step:
 
     def _forward(self) -> None:
         """All rows through the blocks; then tokens, prompts' scores, and what windows leave behind."""
-        requests, windows = self._batch.requests, self._batch.windows
+        requests, windows = [rows for rows in self._batch.requests if rows.tokens], self._batch.windows
         if not requests and not windows:
             return
         passes = [self._pass(window.job) for window in windows]

@@ -242,7 +242,7 @@ class ModelledDevice:
 
     def _forward_s(self, batch: StepBatch) -> float:
         load = ForwardLoad()
-        for rows in batch.requests:
+        for rows in [rows for rows in batch.requests if rows.tokens]:
             load.add_request(self._request_view(rows), len(rows.tokens))
         for window in batch.windows:
             self._truth.add_window(load, self._view(window.job), window.num_rows)

@@ -1,6 +1,12 @@
 """A device by its messages alone, against transformers and PEFT: in this process, and in another one."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +20,7 @@ from support import (
     exact_gradients,
     make_backbone,
     make_model,
+    model_directory,
     random_sequences,
     random_tokens,
     summed_loss,
@@ -44,9 +51,11 @@ from coserve.devices.messages import (
     WindowRows,
     WriteCheckpoint,
 )
+from coserve.devices.process_device import ProcessDevice
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.settings import DeviceSettings
 from coserve.devices.torch_device import TorchDevice
-from coserve.errors import AdapterError
+from coserve.errors import AdapterError, DeviceGoneError, UnknownModelError
 from coserve.kernels import cpu
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.simulate.hardware import Hardware, roofline_profile
@@ -70,11 +79,31 @@ def make_device() -> TorchDevice:
     )
 
 
-@pytest.fixture
-def device(request) -> Iterator[Device]:
-    device = make_device()
+def settings(**changed: object) -> DeviceSettings:
+    """Of the same device, for another process."""
+    backbone = make_backbone("llama")
+    return DeviceSettings(
+        model=str(model_directory("llama")),
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        memory_bytes=NUM_PAGES * kv_page_bytes(backbone, BLOCK),
+        block_tokens=BLOCK,
+        profile=roofline_profile(backbone, FAST),
+        **changed,
+    )
+
+
+@pytest.fixture(scope="module")
+def process_device() -> Iterator[Device]:
+    device = ProcessDevice(settings())
     yield device
     device.close()
+
+
+@pytest.fixture(params=["torch", "process"])
+def device(request) -> Device:
+    return request.getfixturevalue("process_device") if request.param == "process" else make_device()
 
 
 @pytest.fixture
@@ -119,7 +148,7 @@ def test_pages_can_be_shared_with_an_earlier_request(driver):
     driver.open("second", greedy(1), pages=pages[:2])
     rows = RequestRows("second", 2 * BLOCK, prompt(12)[2 * BLOCK :], driver.pages_for(4), samples=True)
     second = driver.step(requests=[rows])
-    assert second.tokens["second"] == first.tokens["first"]
+    assert second.tokens["second"].token == first.tokens["first"].token
 
 
 def test_prompts_are_scored_and_the_likeliest_reported(driver):
@@ -436,6 +465,80 @@ def test_a_step_asks_the_device_for_nothing_before_its_end(plain_kernels):
     result = driver.device.collect()
     assert result.tokens.keys() == {"greedy", "drawn", "cut"} and len(result.prompts["greedy"]) == 8
     assert result.packs.keys() == {"b"} and result.norms.keys() == {"u"}
+
+
+# -- in another process -----------------------------------------------------------------
+
+
+def test_both_devices_tell_the_same_of_themselves(process_device):
+    mine, its = make_device().info, process_device.info
+    assert msgspec.structs.replace(its, model=mine.model, threads=mine.threads) == mine
+
+
+def test_a_step_in_another_process_leaves_this_one_free(process_device, tmp_path):
+    """Between submit and collect this process does what it likes, such as writing a checkpoint."""
+    driver = Driver(process_device)
+    opened = driver.open_trainer("job", CONFIG, adapter=LORA)
+    driver.device.execute(TakeCheckpoint("job", "beside"))
+    driver.begin("job", opened, SEQUENCES)
+    driver.device.submit(StepBatch(step=99, windows=(WindowRows("job", NUM_ROWS),)))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(driver.device.execute, [WriteCheckpoint("beside", str(tmp_path))]))
+    assert driver.device.collect().step == 99
+    assert (tmp_path / "optimizer.safetensors").exists()
+    with pytest.raises(AdapterError, match="cannot write an adapter to /proc/nowhere"):
+        driver.device.execute(WriteCheckpoint("beside", "/proc/nowhere/at/all"))
+
+
+def test_a_bug_in_a_step_of_another_process_is_told_and_it_goes_on(process_device):
+    driver = Driver(process_device)
+    with pytest.raises(RuntimeError, match="KeyError: 'nobody'"):
+        driver.try_step(updates=[Update("nobody", 1, 1)])
+    assert tuple(driver.generate("r", prompt(9), greedy(3))) == expected_tokens(prompt(9), 3)
+
+
+def test_a_device_that_cannot_start_says_why():
+    with pytest.raises(UnknownModelError, match="'/nowhere' is not a directory"):
+        ProcessDevice(msgspec.structs.replace(settings(), model="/nowhere"))
+
+
+def test_a_process_that_dies_is_an_error_and_never_waited_for():
+    device = ProcessDevice(settings())
+    driver = Driver(device)
+    driver.open("r", greedy(1))
+    device.submit(StepBatch(step=0))
+    device.collect()
+    os.kill(device.pid, signal.SIGKILL)
+    for _ in range(2):
+        device.submit(StepBatch(step=1))
+        with pytest.raises(DeviceGoneError, match="has ended"):
+            device.collect()
+        with pytest.raises(DeviceGoneError, match="has ended"):
+            driver.open("s", greedy(1))
+    device.close()
+
+
+def test_the_process_ends_with_the_one_that_started_it():
+    """Even if that is killed, in the middle of a step."""
+    code = (
+        "import sys, time; from test_devices import ProcessDevice, StepBatch, settings\n"
+        "device = ProcessDevice(settings()); print(device.pid, flush=True); time.sleep(600)"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent), *sys.path])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+    for _ in range(200):
+        if not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes():
+            return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("the device outlived its parent by ten seconds")
 
 
 # -- the messages -----------------------------------------------------------------------

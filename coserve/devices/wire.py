@@ -1,0 +1,107 @@
+"""What a device's process and the engine's say to each other: msgpack frames, each after its length."""
+
+import socket
+import struct
+from contextlib import suppress
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from coserve import errors
+from coserve.devices.messages import Command, DeviceInfo, Reply, StepBatch, StepResult
+from coserve.devices.settings import DeviceSettings
+from coserve.errors import CoserveError
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Call(msgspec.Struct, tag=True, frozen=True):
+    """Do a command; answered by `Done` or `Raised` with the same number."""
+
+    call: int
+    command: Command
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """A command is done."""
+
+    call: int
+    reply: Reply
+
+
+class Raised(msgspec.Struct, tag=True, frozen=True):
+    """A command (None: the step, or the start) raised an error of a kind, the name of its class."""
+
+    call: int | None
+    kind: str
+    message: str
+
+    def error(self) -> Exception:
+        """The error: one of coserve's own or of the system's as it was, anything else as RuntimeError."""
+        own = getattr(errors, self.kind, None)
+        if isinstance(own, type) and issubclass(own, CoserveError):
+            return own(self.message)
+        return OSError(self.message) if self.kind == "OSError" else RuntimeError(f"{self.kind}: {self.message}")
+
+
+class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
+    """What the start is at."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Started(msgspec.Struct, tag=True, frozen=True):
+    """The device takes commands."""
+
+    info: DeviceInfo
+
+
+ToDevice = DeviceSettings | Call | StepBatch
+FromDevice = LoadingProgress | Started | Done | Raised | StepResult
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Connection:
+    """One end of a socket pair. `send` may be called from any thread, `receive` from one."""
+
+    def __init__(self, end: socket.socket, receives: Any) -> None:
+        """receives: the union of what the other end sends."""
+        self._end, self._sending = end, Lock()
+        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._file = end.makefile("rb")
+
+    def send(self, message: Any) -> None:
+        """OSError if the other end is gone."""
+        frame = _encode(message)
+        with self._sending:
+            self._end.sendall(_LENGTH.pack(len(frame)) + frame)
+
+    def receive(self) -> Any:
+        """The next message; EOFError if the other end is gone."""
+        try:
+            (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+            return self._decoder.decode(self._exactly(length))
+        except OSError as error:
+            raise EOFError from error
+
+    def close(self) -> None:
+        """The other end sees that nothing more comes."""
+        with suppress(OSError):  # it has gone already
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+
+    def _exactly(self, size: int) -> bytes:
+        found = self._file.read(size)
+        if len(found) < size:
+            raise EOFError
+        return found
+
+
+def raised(call: int | None, error: BaseException) -> Raised:
+    """An error as a message; kinds of OSError are one."""
+    kind = "OSError" if isinstance(error, OSError) else type(error).__name__
+    return Raised(call, kind, " ".join(str(error).split()) or kind)
