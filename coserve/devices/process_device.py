@@ -42,13 +42,14 @@ class ProcessDevice:
         self._calls: dict[int, Future[Reply]] = {}
         self._steps: SimpleQueue[StepResult | Exception] = SimpleQueue()
         self._numbers, self._lock, self._gone = count(), Lock(), False
+        self._receiver = Thread(target=self._receive, name="device replies", daemon=True)
         try:
             self._send(settings)
             self.info = self._wait_for_start(progress).info
         except BaseException:
             self.close()
             raise
-        Thread(target=self._receive, name="device replies", daemon=True).start()
+        self._receiver.start()
 
     @property
     def pid(self) -> int:
@@ -86,6 +87,8 @@ class ProcessDevice:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._receiver.is_alive():
+            self._receiver.join()
 
     def _send(self, message: object) -> None:
         try:
@@ -112,7 +115,7 @@ class ProcessDevice:
         try:
             while True:
                 self._take(self._connection.receive())
-        except (EOFError, ValueError):  # ValueError: it was closed here
+        except EOFError:
             with self._lock:
                 self._gone = True
                 calls, self._calls = self._calls, {}

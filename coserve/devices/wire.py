@@ -72,7 +72,6 @@ class Connection:
         """receives: the union of what the other end sends."""
         self._end, self._sending = end, Lock()
         self._decoder = msgspec.msgpack.Decoder(receives)
-        self._file = end.makefile("rb")
 
     def send(self, message: Any) -> None:
         """OSError if the other end is gone."""
@@ -94,10 +93,14 @@ class Connection:
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
 
-    def _exactly(self, size: int) -> bytes:
-        found = self._file.read(size)
-        if len(found) < size:
-            raise EOFError
+    def _exactly(self, size: int) -> bytearray:
+        found = bytearray(size)
+        room = memoryview(found)
+        while room:
+            number = self._end.recv_into(room)
+            if not number:
+                raise EOFError
+            room = room[number:]
         return found
 
 

@@ -17,11 +17,10 @@ from typing import Protocol
 from uuid import uuid4
 
 from coserve.devices.base import Device
-from coserve.devices.messages import Command, DropCheckpoint, WriteCheckpoint
+from coserve.devices.messages import OPTIMIZER_FILE, Command, DropCheckpoint, WriteCheckpoint
 from coserve.errors import JobError
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-_POSITION = "job.json"
+POSITION_FILE = "job.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class Checkpoint:
         try:
             part.mkdir(parents=True)
             self.state.write(part)
-            _write(part / _POSITION, json.dumps(asdict(self.position), indent=2) + "\n")
+            _write(part / POSITION_FILE, json.dumps(asdict(self.position), indent=2) + "\n")
             _sync(part)
             return _move(part, parent / f"step-{self.position.num_steps_done}")
         except OSError as error:
@@ -92,21 +91,21 @@ class Checkpoint:
 
 def read_position(directory: str | Path) -> JobPosition:
     """How far the job had come; JobError if this is no checkpoint of a job."""
-    path = Path(directory) / _POSITION
+    path = Path(directory) / POSITION_FILE
     try:
         return JobPosition(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
-        raise JobError(f"{directory} is no checkpoint of a job: it has no usable {_POSITION}") from None
+        raise JobError(f"{directory} is no checkpoint of a job: it has no usable {POSITION_FILE}") from None
 
 
 def can_resume(directory: str | Path) -> bool:
     """Whether there is all that it takes to go on, as there is not once a job is over."""
-    return (Path(directory) / _POSITION).is_file() and (Path(directory) / OPTIMIZER_FILE).is_file()
+    return (Path(directory) / POSITION_FILE).is_file() and (Path(directory) / OPTIMIZER_FILE).is_file()
 
 
 def keep_adapter_alone(directory: str | Path) -> None:
     """Remove what only the job itself would need to go on; no error if it is not there."""
-    for name in (_POSITION, OPTIMIZER_FILE):
+    for name in (POSITION_FILE, OPTIMIZER_FILE):
         (Path(directory) / name).unlink(missing_ok=True)
 
 

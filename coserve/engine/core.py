@@ -82,7 +82,7 @@ class EngineCore:
         self.num_slos_clamped = 0
         self.last_plan = Plan()
         self._step: tuple[Plan, StepBatch, float] | None = None  # under way, with the moment when it began
-        self._end_tokens = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
+        self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
         self._text_stream = text_stream
         self._max_step_rows = config.max_step_rows
         self._numbers = count()
@@ -182,7 +182,7 @@ class EngineCore:
                 slo=slo,
                 asked_slo=asked_slo,
                 arrival_s=now_s if arrival_s is None else arrival_s,
-                end_tokens=frozenset() if params.ignore_eos else self._end_tokens,
+                end_tokens=frozenset() if params.ignore_eos else self.end_tokens,
                 text=None if self._text_stream is None else self._text_stream(prompt, params),
                 tenant=tenant,
                 prefix_source=members[0] if members else None,

@@ -139,6 +139,12 @@ class ServerConfig:
     max_body_bytes: int = _option(
         32 * 10**6, "--max-body", "Of any other request.", parse=bytes_of, metavar="SIZE", shown="32MB"
     )
+    record: str | None = _option(
+        None,
+        "--record",
+        "Write all that the engine is asked and does to this file, for coserve replay.",
+        metavar="FILE",
+    )
     drain_s: float = _option(
         30.0,
         "--drain",

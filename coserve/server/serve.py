@@ -8,6 +8,7 @@ import asyncio
 import logging
 import signal
 import socket
+from pathlib import Path
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -91,6 +92,7 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
         dtype=config.dtype,
         device=config.device,
         threads=config.threads,
+        record=None if config.record is None else str(Path(config.record).absolute()),
         engine=config.engine,
     )
     context = ServerContext(

@@ -24,6 +24,7 @@ from coserve.devices.process_memory import bound_compiled_products, keep_freed_m
 from coserve.engine.core import Event
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
+from coserve.engine.recording import record
 from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
@@ -242,6 +243,8 @@ def start(settings: EngineSettings, socket: "zmq.Socket[bytes]") -> Engine | Non
         engine = Engine.load(
             settings.model, settings.engine, dtype=settings.dtype, device=settings.device, progress=progress
         )
+        if settings.record is not None:
+            engine = record(engine, settings.record)
     except (CoserveError, ValueError, MemoryError) as error:
         _log.debug("the engine cannot start", exc_info=True)
         socket.send(encode(StartFailed(" ".join(str(error).split()) or type(error).__name__)))

@@ -23,7 +23,7 @@ from coserve.scheduling.slo import Slo
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine's process is to be, as JSON. address: of the socket that the server has bound. threads: of the
-    CPU; None: as many as the model is worth.
+    CPU; None: as many as the model is worth. record: a file to write all that the engine does to.
     """
 
     address: str
@@ -31,6 +31,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     threads: int | None = None
+    record: str | None = None
     engine: EngineConfig
 
 

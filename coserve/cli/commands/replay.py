@@ -1,0 +1,87 @@
+"""`coserve replay`: what `coserve up --record` wrote, run again."""
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from coserve.devices.base import Device
+    from coserve.engine.recording import Header
+
+
+class On(StrEnum):
+    """Devices that a recording can be run on."""
+
+    torch = "torch"
+    process = "process"
+    modelled = "modelled"
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="A recording, of `coserve up --record FILE`.")],
+    device: Annotated[
+        On, typer.Option(help="torch; process: torch in another process; modelled: no model, the plans alone.")
+    ] = On.torch,
+) -> None:
+    """Run a recording again, and compare.
+
+    The engine decides anew from what it was asked, the recorded clock and the recorded results; the device does the
+    same work beside it. Plans must be equal anywhere; tokens and losses in float32 on the same kind of device.
+
+    The last line is JSON: steps, plans_equal, tokens_equal, max_loss_difference (null on a device that has no tokens
+    or losses of its own). The status is 1 if plans or tokens are not equal.
+    """
+    from coserve.engine.recording import read_recording
+    from coserve.engine.replay import replay as run
+
+    header, lines = read_recording(file)
+    opened = _open(header, device)
+    try:
+        report = run(header, lines, opened)
+    finally:
+        opened.close()
+    if report.diverged is not None:
+        print(f"after {report.steps} equal steps: {report.diverged}", file=sys.stderr)
+    has_numbers = device is not On.modelled
+    line = {
+        "steps": report.steps,
+        "plans_equal": report.plans_equal,
+        "tokens_equal": report.tokens_equal if has_numbers else None,
+        "max_loss_difference": report.max_loss_difference if has_numbers else None,
+    }
+    print(json.dumps(line))
+    if not report.plans_equal or line["tokens_equal"] is False:
+        raise typer.Exit(1)
+
+
+def _open(header: "Header", device: On) -> "Device":
+    """The recorded device, or its like."""
+    from coserve.devices.settings import DeviceSettings
+
+    info = header.info
+    if device is On.modelled:
+        from coserve.models.backbone import load_backbone
+        from coserve.simulate.modelled_device import ModelledDevice
+
+        backbone = load_backbone(info.model, dtype=info.dtype, device="meta")
+        return ModelledDevice(backbone, info.profile, num_pages=info.num_pages, block_tokens=info.block_tokens)
+    settings = DeviceSettings(
+        model=info.model,
+        dtype=info.dtype,
+        device=info.device,
+        threads=info.threads,
+        memory_bytes=info.num_pages * info.page_bytes,
+        block_tokens=info.block_tokens,
+        profile=info.profile,
+    )
+    if device is On.process:
+        from coserve.devices.process_device import ProcessDevice
+
+        return ProcessDevice(settings)
+    from coserve.devices.loading import open_device
+
+    return open_device(settings)

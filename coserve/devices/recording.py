@@ -1,0 +1,155 @@
+"""The stream between an engine and its device, written to a file: commands, replies, steps, results, clock readings.
+
+A recording is a sequence of frames, each a length and msgpack: first the header, then lines in the order in which
+things happened. The engine adds lines of its own, for what it was asked (`coserve.engine.recording`). What leaves no
+trace in the engine or on the device is left out: files being written, and copies for checkpoints being let go, which
+happens whenever Python collects them.
+"""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec.structs import replace
+
+from coserve.devices.base import Clock, Device
+from coserve.devices.messages import (
+    Command,
+    DropCheckpoint,
+    Reply,
+    SaveAdapter,
+    StepBatch,
+    StepResult,
+    WriteCheckpoint,
+)
+from coserve.devices.wire import Raised, raised
+
+_LENGTH = struct.Struct("<Q")
+_encode = msgspec.msgpack.Encoder().encode
+
+_TRACELESS = (DropCheckpoint, SaveAdapter, WriteCheckpoint)
+
+
+class ClockRead(msgspec.Struct, tag=True, frozen=True):
+    """The engine looked at the clock."""
+
+    now_s: float
+
+
+class Executed(msgspec.Struct, tag=True, frozen=True):
+    """A command was done, or raised an error."""
+
+    command: Command
+    reply: Reply = None
+    error: Raised | None = None
+
+
+class Submitted(msgspec.Struct, tag=True, frozen=True):
+    """A step began."""
+
+    batch: StepBatch
+
+
+class Collected(msgspec.Struct, tag=True, frozen=True):
+    """A step ended, with a result or an error."""
+
+    result: StepResult | None = None
+    error: Raised | None = None
+
+
+DeviceLine = ClockRead | Executed | Submitted | Collected
+
+
+class Recorder:
+    """Writes frames to a file that is not there yet; `write` may be called from any thread."""
+
+    def __init__(self, path: str | Path) -> None:
+        """OSError if the file is there already, or cannot be written."""
+        self._file: BinaryIO = Path(path).open("xb")  # noqa: SIM115
+        self._lock = Lock()
+
+    def write(self, line: Any) -> None:
+        frame = _encode(line)
+        with self._lock:
+            self._file.write(_LENGTH.pack(len(frame)) + frame)
+
+    def flush(self) -> None:
+        """So that it is there even if this process is killed."""
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_frames(path: str | Path) -> Iterator[bytes]:
+    """The frames of a file, up to the first that is not there as a whole: its process may have been killed."""
+    with Path(path).open("rb") as file:
+        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(head)
+            frame = file.read(length)
+            if len(frame) < length:
+                return
+            yield frame
+
+
+class RecordingDevice:
+    """A device, with all that crosses written down."""
+
+    def __init__(self, device: Device, recorder: Recorder) -> None:
+        self._device, self._recorder = device, recorder
+        self.info = device.info
+        self.clock: Clock = _RecordingClock(device.clock, recorder)
+
+    def execute(self, command: Command) -> Reply:
+        if isinstance(command, _TRACELESS):
+            return self._device.execute(command)
+        try:
+            reply = self._device.execute(command)
+        except Exception as error:
+            self._recorder.write(Executed(command, error=raised(None, error)))
+            raise
+        self._recorder.write(Executed(command, reply))
+        return reply
+
+    def submit(self, batch: StepBatch) -> None:
+        self._recorder.write(Submitted(with_trace(batch)))
+        self._device.submit(batch)
+
+    def collect(self) -> StepResult:
+        try:
+            result = self._device.collect()
+        except Exception as error:
+            self._recorder.write(Collected(error=raised(None, error)))
+            raise
+        finally:
+            self._recorder.flush()
+        self._recorder.write(Collected(result))
+        return result
+
+    def close(self) -> None:
+        self._recorder.close()
+        self._device.close()
+
+
+class _RecordingClock:
+    def __init__(self, clock: Clock, recorder: Recorder) -> None:
+        self._clock, self._recorder = clock, recorder
+
+    def now(self) -> float:
+        now_s = self._clock.now()
+        self._recorder.write(ClockRead(now_s))
+        return now_s
+
+
+def with_trace(batch: StepBatch) -> StepBatch:
+    """A step without the commands that are left out of recordings."""
+    kept = tuple(command for command in batch.commands if not isinstance(command, _TRACELESS))
+    return batch if len(kept) == len(batch.commands) else replace(batch, commands=kept)
+
+
+def leaves_a_trace(command: Command) -> bool:
+    """Whether recordings have it."""
+    return not isinstance(command, _TRACELESS)

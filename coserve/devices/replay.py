@@ -1,0 +1,173 @@
+"""A recorded stream as a device: it says what was said then, and has another device do the same work to compare.
+
+The engine that is on it must do what the recorded one did: the same commands, the same steps. Where it does not,
+`DivergedError` says what was expected.
+"""
+
+from collections.abc import Iterator
+from math import isnan
+from typing import Any
+
+from msgspec.structs import asdict, replace
+
+from coserve.devices.base import Clock, Device
+from coserve.devices.messages import (
+    Command,
+    DeviceInfo,
+    LoadAdapter,
+    OpenTrainer,
+    PackSums,
+    Reply,
+    StepBatch,
+    StepResult,
+)
+from coserve.devices.recording import ClockRead, Collected, Executed, Submitted, leaves_a_trace, with_trace
+
+
+class DivergedError(Exception):
+    """The engine did something else than in the recording. Not one of coserve's own errors: nothing may handle it."""
+
+
+class Lines:
+    """The lines of a recording, one after the other."""
+
+    def __init__(self, lines: Iterator[Any]) -> None:
+        self._lines = lines
+        self._ahead: list[Any] = []
+
+    def peek(self) -> Any:
+        """The next line, which stays the next; None at the end."""
+        if not self._ahead:
+            self._ahead.append(next(self._lines, None))
+        return self._ahead[0]
+
+    def take(self) -> Any:
+        """The next line; None at the end."""
+        line = self.peek()
+        self._ahead.clear()
+        return line
+
+
+class EndOfRecordingError(Exception):
+    """The recording ends in the middle of something: its process was killed."""
+
+
+class ReplayDevice:
+    """See the module. `num_steps`: that were the same. `tokens_equal`, `max_loss_difference` (of the mean loss of a
+    pack): of the other device's results beside the recorded ones.
+    """
+
+    def __init__(self, info: DeviceInfo, other: Device, lines: Lines) -> None:
+        """info: of the recorded device."""
+        self.info = info
+        self._other, self._lines = other, lines
+        self.clock: Clock = _ReplayClock(self)
+        self.num_steps = 0
+        self.tokens_equal = True
+        self.max_loss_difference = 0.0
+        self._runs: StepBatch | None = None
+
+    def execute(self, command: Command) -> Reply:
+        if not leaves_a_trace(command):
+            return None
+        line = self._next(Executed, command)
+        if _without_paths(line.command) != _without_paths(command):
+            raise DivergedError(f"{line.command} was recorded, not {command}")
+        if line.error is not None:
+            raise line.error.error()
+        reply = self._other.execute(command)
+        if reply != line.reply:
+            raise DivergedError(f"{command} was answered by {line.reply}, now by {reply}")
+        return reply
+
+    def submit(self, batch: StepBatch) -> None:
+        line = self._next(Submitted, batch)
+        if line.batch != with_trace(batch):
+            raise DivergedError(difference(line.batch, batch))
+        self.num_steps += 1
+        ending = self._lines.peek()
+        if not isinstance(ending, Collected):
+            raise EndOfRecordingError
+        self._runs = as_it_ran(batch, ending.result)
+        self._other.submit(self._runs)
+
+    def collect(self) -> StepResult:
+        line = self._next(Collected, "the end of a step")
+        assert self._runs is not None
+        own, self._runs = self._other.collect(), None
+        if line.error is not None:
+            raise line.error.error()
+        result: StepResult = line.result
+        if result.failure is None:
+            self._compare(result, own)
+        return result
+
+    def close(self) -> None:
+        self._other.close()
+
+    def next_reading(self) -> float:
+        """Of the recorded clock."""
+        return float(self._next(ClockRead, "a look at the clock").now_s)
+
+    def _next(self, kind: type, wanted: Any) -> Any:
+        line = self._lines.take()
+        if line is None:
+            raise EndOfRecordingError
+        if not isinstance(line, kind):
+            raise DivergedError(f"{line} was recorded, where there is now {wanted}")
+        return line
+
+    def _compare(self, recorded: StepResult, own: StepResult) -> None:
+        if recorded.packs.keys() != own.packs.keys():
+            raise DivergedError(f"packs {list(recorded.packs)} were done, now {list(own.packs)}")
+        for mine, theirs in ((recorded.tokens, own.tokens), (recorded.prompts, own.prompts)):
+            self.tokens_equal &= mine.keys() == theirs.keys()
+        self.tokens_equal &= all(one.token == own.tokens[request].token for request, one in recorded.tokens.items())
+        for job, sums in recorded.packs.items():
+            self.max_loss_difference = max(self.max_loss_difference, _loss_difference(sums, own.packs[job]))
+
+
+class _ReplayClock:
+    def __init__(self, device: ReplayDevice) -> None:
+        self._device = device
+
+    def now(self) -> float:
+        return self._device.next_reading()
+
+
+def as_it_ran(batch: StepBatch, result: StepResult | None) -> StepBatch:
+    """What ran of a step: of tasklets those that came before the time limit; of a step that failed, the optimizer steps
+    that had been made (and requests got their pages).
+    """
+    if result is not None and result.failure is None:
+        ran = [replace(part, num_tasklets=result.num_tasklets[part.job]) for part in batch.tasklets]
+        return replace(batch, tasklets=tuple(part for part in ran if part.num_tasklets), backward_limit_s=None)
+    made = {} if result is None else result.norms
+    return StepBatch(
+        step=batch.step,
+        commands=batch.commands,
+        updates=tuple(update for update in batch.updates if update.job in made),
+        requests=tuple(replace(rows, tokens=(), samples=False, targets=()) for rows in batch.requests),
+    )
+
+
+def difference(recorded: StepBatch, batch: StepBatch) -> str:
+    """The first field of a step that is another one."""
+    theirs, mine = asdict(recorded), asdict(with_trace(batch))
+    name = next(name for name in mine if mine[name] != theirs[name])
+    return f"step {recorded.step} had {name} {theirs[name]}, now {mine[name]}"
+
+
+def _loss_difference(recorded: PackSums, own: PackSums) -> float:
+    if not recorded.num_trained or (isnan(recorded.loss) and isnan(own.loss)):
+        return 0.0
+    return abs(recorded.loss - own.loss) / recorded.num_trained
+
+
+def _without_paths(command: Command) -> Command:
+    """Adapters and checkpoints come from other directories when a recording is replayed."""
+    if isinstance(command, LoadAdapter):
+        return replace(command, directory="")
+    if isinstance(command, OpenTrainer) and command.checkpoint is not None:
+        return replace(command, checkpoint="")
+    return command

@@ -1,0 +1,282 @@
+"""An engine that writes down all that makes it do what it does: what it is asked, the clock, the device.
+
+A recording holds the files of adapters and checkpoints that the engine was told to load; of the model only the name.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from coserve.devices.messages import OPTIMIZER_FILE, DeviceInfo
+from coserve.devices.recording import DeviceLine, Recorder, RecordingDevice, read_frames
+from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.checkpoint import POSITION_FILE, Checkpoint
+from coserve.engine.config import EngineConfig
+from coserve.engine.engine import Engine
+from coserve.engine.job_set import PeftFields
+from coserve.engine.versions import AdapterVersion
+from coserve.errors import DataError
+from coserve.scheduling.slo import Slo
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.examples import Example
+
+_FORMAT = 1
+# What a directory of an adapter or a checkpoint may hold.
+_FILES = ("adapter_config.json", "adapter_model.safetensors", OPTIMIZER_FILE, POSITION_FILE)
+
+Files = dict[str, bytes]
+
+
+class Header(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The first frame: the format, the device, and how the engine was set up."""
+
+    format: int
+    info: DeviceInfo
+    config: EngineConfig
+    end_tokens: tuple[int, ...]
+    has_tokenizer: bool
+
+
+# -- what an engine is asked: the arguments of its methods ---------------------------------
+
+
+class Step(msgspec.Struct, tag="step", frozen=True):
+    """`step`"""
+
+
+class AddTokens(msgspec.Struct, tag="add_tokens", frozen=True, kw_only=True):
+    """`add_tokens`"""
+
+    prompt: list[int]
+    params: SamplingParams
+    adapter: str | None
+    slo: Slo | None
+    request_id: str | None
+    arrival_s: float | None
+    tenant: str
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    """`cancel`"""
+
+    request: str
+
+
+class LoadFiles(msgspec.Struct, tag="load_adapter", frozen=True):
+    """`load_adapter`"""
+
+    name: str
+    files: Files
+
+
+class EnsureFiles(msgspec.Struct, tag="ensure_adapter", frozen=True):
+    """`ensure_adapter`; files: none if the adapter is there."""
+
+    name: str
+    files: Files
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
+    """`unload_adapter`"""
+
+    name: str
+
+
+class SubmitExamples(msgspec.Struct, tag="submit_examples", frozen=True, kw_only=True):
+    """`submit_examples`; checkpoint: its files."""
+
+    examples: list[Example]
+    config: TuningConfig
+    adapter: dict[str, Any] | str | None
+    name: str | None
+    validation: list[Example]
+    job_id: str | None
+    checkpoint: Files | None
+    tenant: str
+
+
+class OnJob(msgspec.Struct, tag="on_job", frozen=True):
+    """One of the methods that take a job's id alone."""
+
+    method: str
+    job: str
+
+
+Input = Step | AddTokens | Cancel | LoadFiles | EnsureFiles | UnloadAdapter | SubmitExamples | OnJob
+
+
+class RecordingEngine(Engine):
+    """An engine that does everything in view of a recorder."""
+
+    def __init__(self, plain: Engine, recorder: Recorder) -> None:
+        """Begin where an engine is that has not done anything yet; that one must not be used any more."""
+        self._recorder, self._depth = recorder, 0
+        recorder.write(
+            Header(
+                format=_FORMAT,
+                info=plain.device.info,
+                config=plain.config,
+                end_tokens=tuple(sorted(plain.end_tokens)),
+                has_tokenizer=plain.tokenizer is not None,
+            )
+        )
+        super().__init__(
+            RecordingDevice(plain.device, recorder),
+            plain.config,
+            tokenizer=plain.tokenizer,
+            end_tokens=tuple(sorted(plain.end_tokens)),
+            latency=plain.latency,
+        )
+
+    def begin_step(self) -> bool:
+        with self._asked(Step()):
+            return super().begin_step()
+
+    def add_tokens(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        adapter: str | None = None,
+        slo: Slo | None = None,
+        request_id: str | None = None,
+        arrival_s: float | None = None,
+        tenant: str = "",
+    ) -> str:
+        prompt = list(prompt)
+        named: dict[str, Any] = {
+            "adapter": adapter,
+            "slo": slo,
+            "request_id": request_id,
+            "arrival_s": arrival_s,
+            "tenant": tenant,
+        }
+        with self._asked(AddTokens(prompt=prompt, params=params, **named)):
+            return super().add_tokens(prompt, params, **named)
+
+    def cancel(self, request: str) -> bool:
+        with self._asked(Cancel(request)):
+            return super().cancel(request)
+
+    def load_adapter(self, name: str, directory: str) -> AdapterVersion:
+        with self._asked(LoadFiles(name, _read(directory))):
+            return super().load_adapter(name, directory)
+
+    def ensure_adapter(self, name: str, directory: str) -> None:
+        with self._asked(EnsureFiles(name, {} if name in self.versions else _read(directory))):
+            super().ensure_adapter(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        with self._asked(UnloadAdapter(name)):
+            super().unload_adapter(name)
+
+    def submit_examples(
+        self,
+        examples: Sequence[Example],
+        config: TuningConfig,
+        *,
+        adapter: PeftFields | Mapping[str, Any] | str | None = None,
+        name: str | None = None,
+        validation: Sequence[Example] = (),
+        job_id: str | None = None,
+        checkpoint: str | Path | None = None,
+        tenant: str = "",
+    ) -> str:
+        if adapter is not None and not isinstance(adapter, str | Mapping):
+            adapter = adapter.to_peft()
+        line = SubmitExamples(
+            examples=list(examples),
+            config=config,
+            adapter=dict(adapter) if isinstance(adapter, Mapping) else adapter,
+            name=name,
+            validation=list(validation),
+            job_id=job_id,
+            checkpoint=None if checkpoint is None else _read(checkpoint),
+            tenant=tenant,
+        )
+        with self._asked(line):
+            return super().submit_examples(
+                examples,
+                config,
+                adapter=adapter,
+                name=name,
+                validation=validation,
+                job_id=job_id,
+                checkpoint=checkpoint,
+                tenant=tenant,
+            )
+
+    def pause_job(self, job_id: str) -> None:
+        with self._asked(OnJob("pause_job", job_id)):
+            super().pause_job(job_id)
+
+    def resume_job(self, job_id: str) -> None:
+        with self._asked(OnJob("resume_job", job_id)):
+            super().resume_job(job_id)
+
+    def cancel_job(self, job_id: str) -> None:
+        with self._asked(OnJob("cancel_job", job_id)):
+            super().cancel_job(job_id)
+
+    def forget_job(self, job_id: str) -> None:
+        with self._asked(OnJob("forget_job", job_id)):
+            super().forget_job(job_id)
+
+    def checkpoint(self, job_id: str) -> Checkpoint:
+        with self._asked(OnJob("checkpoint", job_id)):
+            return super().checkpoint(job_id)
+
+    @contextmanager
+    def _asked(self, line: Input) -> Iterator[None]:
+        """Write what was asked; not what one method asks another."""
+        if not self._depth:
+            self._recorder.write(line)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._recorder.flush()
+
+
+def record(engine: Engine, path: str) -> RecordingEngine:
+    """Have an engine that has not done anything yet written down: to this file, or with a number after its name if it is
+    there already (an engine that was started again must not overwrite what its end looked like). DataError if it
+    cannot be written.
+    """
+    for number in count():
+        try:
+            return RecordingEngine(engine, Recorder(f"{path}.{number}" if number else path))
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error.strerror or error}") from None
+    raise AssertionError("numbers do not end")
+
+
+def read_recording(path: str | Path) -> tuple[Header, Iterator[DeviceLine | Input]]:
+    """Its header and its lines; DataError if the file is no recording."""
+    try:
+        frames = read_frames(path)
+        header = msgspec.msgpack.decode(next(frames, b""), type=Header)
+    except (OSError, msgspec.DecodeError) as error:
+        raise DataError(f"{path} is no recording of `coserve up --record`: {error}") from None
+    if header.format != _FORMAT:
+        raise DataError(f"{path} is a recording of format {header.format}; this version reads format {_FORMAT}")
+    return header, _lines(frames)
+
+
+def _lines(frames: Iterable[bytes]) -> Iterator[DeviceLine | Input]:
+    decode = msgspec.msgpack.Decoder(DeviceLine | Input).decode
+    return map(decode, frames)
+
+
+def _read(directory: str | Path) -> Files:
+    """The files of an adapter or a checkpoint, those that are there."""
+    paths = [Path(directory) / name for name in _FILES]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}

@@ -1,0 +1,231 @@
+"""A recording run again: on torch here and in another process the same tokens and losses, anywhere the same plans."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from engines import BLOCK, WatchedDevice, adapter_directory, examples_of, greedy, prompts_of
+from support import make_backbone
+from typer.testing import CliRunner
+
+from coserve.adapters.methods.lora import LoraConfig
+from coserve.cli.main import app
+from coserve.devices.clock import WallClock
+from coserve.devices.loading import torch_device
+from coserve.devices.messages import StepBatch, StepFailure
+from coserve.devices.recording import Collected, Executed, Submitted
+from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.config import EngineConfig
+from coserve.engine.engine import Engine
+from coserve.engine.recording import AddTokens, RecordingEngine, read_recording, record
+from coserve.engine.replay import replay
+from coserve.errors import AdapterError, DataError, RequestError
+from coserve.memory.paged_kv import kv_page_bytes
+from coserve.scheduling.latency import Profile
+from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.tuning.config import OptimizerConfig, TuningConfig
+
+NUM_PAGES = 90
+# About what the tiny model takes here, so that the policy has something to decide.
+HARDWARE = Hardware(name="here", flops_per_s=2e9, bytes_per_s=5e9, call_s=1e-5)
+LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
+TUNING = TuningConfig(
+    num_epochs=2,
+    batch_size=2,
+    max_pack_tokens=16,
+    evaluate_every_steps=2,
+    publish_every_steps=1,
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+)
+
+
+def profile() -> Profile:
+    return roofline_profile(make_backbone(), HARDWARE)
+
+
+def make_device():
+    backbone = make_backbone()
+    memory_bytes = NUM_PAGES * kv_page_bytes(backbone, BLOCK)
+    return torch_device(backbone, memory_bytes=memory_bytes, block_tokens=BLOCK, profile=profile())
+
+
+def out_of_memory_once(device: WatchedDevice) -> None:
+    """In the first step with an optimizer step, which had been made, and tokens of requests, which had not come."""
+
+    def fail(batch: StepBatch) -> StepFailure | None:
+        if batch.windows and batch.requests and len(device.batches) > 20 and not any(r.failure for r in device.results):
+            return StepFailure(message="out of memory")
+        return None
+
+    device.fail = fail
+
+
+def run_eventfully(engine: RecordingEngine, parent: Path) -> None:
+    """Requests of all kinds, adapters, jobs that publish, evaluate, pause, resume from a checkpoint, and too few
+    pages.
+    """
+    engine.load_adapter("served", adapter_directory(**LORA))
+    with pytest.raises(AdapterError):
+        engine.load_adapter("broken", "/nowhere")
+    for number, prompt in enumerate(prompts_of((30, 17, 25, 9, 41, 3))):
+        params = [
+            greedy(30, logprobs=1, prompt_logprobs=2),
+            SamplingParams(max_tokens=40, temperature=1.0, frequency_penalty=0.3, seed=number),
+            SamplingParams(max_tokens=25, top_p=0.8, min_tokens=20, n=2),
+        ][number % 3]
+        engine.add_tokens(prompt, params, adapter="served" if number % 2 else None, request_id=str(number))
+    with pytest.raises(RequestError):
+        engine.add_tokens([], greedy())
+    engine.submit_examples(
+        examples_of((9, 14, 5, 11)),
+        TUNING,
+        adapter=LoraConfig(r=3, target_modules="all-linear"),
+        validation=examples_of((6,), seed=9),
+        job_id="job",
+        name="mine",
+    )
+    for _ in range(25):
+        engine.step()
+    engine.cancel("3")
+    engine.pause_job("job")
+    for _ in range(5):
+        engine.step()
+    engine.resume_job("job")
+    while engine.has_work:
+        engine.step()
+        if engine.jobs["job"].num_steps_done == 1 and "again" not in engine.jobs:
+            directory = engine.checkpoint("job").write(parent)
+            engine.ensure_adapter("served", adapter_directory(**LORA))
+            engine.submit_examples(
+                examples_of((9, 14, 5, 11)),
+                TUNING,
+                validation=examples_of((6,), seed=9),
+                job_id="again",
+                checkpoint=directory,
+            )
+            engine.add_tokens(prompts_of((9,))[0], greedy(4), adapter="mine")
+    engine.unload_adapter("served")
+    engine.step()
+    engine.forget_job("job")
+    engine.step()
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory) -> Path:
+    parent = tmp_path_factory.mktemp("recorded")
+    watched = WatchedDevice(make_device(), WallClock())
+    out_of_memory_once(watched)
+    plain = Engine(watched, EngineConfig(block_tokens=BLOCK, tpot_s=0.05, ttft_s=0.5), end_tokens={7, 90})
+    engine = record(plain, str(parent / "file"))
+    run_eventfully(engine, parent / "checkpoints")
+    stats = engine.stats()
+    assert stats.num_preemptions and stats.num_packs_dropped
+    assert any(result.failure for result in watched.results)
+    assert {job.state for job in engine.jobs.values()} == {"succeeded"}
+    engine.device.close()
+    return parent / "file"
+
+
+def run_again(file: Path, *options: str) -> tuple[int, dict, str]:
+    result = CliRunner().invoke(app, ["replay", str(file), *options])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
+@pytest.mark.parametrize("device", ["torch", "process"])
+def test_on_torch_tokens_and_losses_are_the_same(recording, device):
+    status, report, _ = run_again(recording, "--device", device)
+    _, lines = read_recording(recording)
+    num_steps = sum(isinstance(line, Submitted) for line in lines)
+    assert report == {"steps": num_steps, "plans_equal": True, "tokens_equal": True, "max_loss_difference": 0.0}
+    assert num_steps > 50 and status == 0
+
+
+def test_on_a_modelled_device_plans_are_the_same(recording):
+    status, report, _ = run_again(recording, "--device", "modelled")
+    assert report.pop("steps") > 50 and status == 0
+    assert report == {"plans_equal": True, "tokens_equal": None, "max_loss_difference": None}
+
+
+def test_a_recording_needs_no_other_files(recording):
+    """Adapters and checkpoints are in it."""
+    _, lines = read_recording(recording)
+    named = [line.command for line in lines if isinstance(line, Executed)]
+    assert any(getattr(command, "checkpoint", None) for command in named)
+    assert any(getattr(command, "version", "").startswith("served") for command in named)
+    for path in (recording.parent / "checkpoints").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    assert run_again(recording)[0] == 0
+
+
+def changed(recording: Path, file: Path, change) -> Path:
+    """The recording with other lines."""
+    header, lines = read_recording(recording)
+    from coserve.devices.recording import Recorder
+
+    recorder = Recorder(file)
+    recorder.write(header)
+    for line in lines:
+        recorder.write(change(line))
+    recorder.close()
+    return file
+
+
+def test_another_plan_is_found_and_said(recording, tmp_path):
+    def change(line):
+        if isinstance(line, AddTokens) and line.request_id == "1":
+            return msgspec.structs.replace(line, prompt=[*line.prompt[:-1], (line.prompt[-1] + 1) % 97])
+        return line
+
+    status, report, error = run_again(changed(recording, tmp_path / "f", change), "--device", "modelled")
+    assert status == 1 and not report["plans_equal"] and report["steps"] < 20
+    assert "had requests" in error
+
+
+def test_other_tokens_and_losses_are_found(recording, tmp_path):
+    def change(line):
+        if isinstance(line, Collected) and line.result is not None and line.result.packs:
+            packs = {
+                job: msgspec.structs.replace(sums, loss=sums.loss + 0.25 * sums.num_trained)
+                for job, sums in line.result.packs.items()
+            }
+            return Collected(msgspec.structs.replace(line.result, packs=packs))
+        return line
+
+    status, report, _ = run_again(changed(recording, tmp_path / "f", change))
+    assert report["max_loss_difference"] == pytest.approx(0.25) and report["plans_equal"] and status == 0
+
+
+def test_the_end_of_a_killed_process_is_no_error(recording, tmp_path):
+    whole = recording.read_bytes()
+    for share in (0.3, 0.6):
+        (tmp_path / "cut").write_bytes(whole[: int(share * len(whole))])
+        status, report, _ = run_again(tmp_path / "cut", "--device", "modelled")
+        assert status == 0 and report["plans_equal"]
+
+
+def test_what_is_no_recording_or_of_another_device_is_refused(recording, tmp_path):
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(DataError, match="is no recording"):
+        read_recording(tmp_path / "text")
+    header, lines = read_recording(recording)
+    backbone = make_backbone()
+    small = torch_device(
+        backbone, memory_bytes=8 * kv_page_bytes(backbone, BLOCK), block_tokens=BLOCK, profile=profile()
+    )
+    with pytest.raises(DataError, match="num_pages 90; this one has 8"):
+        replay(header, lines, small)
+
+
+def test_a_recording_is_never_overwritten(tmp_path):
+    for name in ("file", "file.1"):
+        engine = record(Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file"))
+        engine.add_tokens([1, 2], greedy(1))
+        engine.step()
+        engine.device.close()
+        _, lines = read_recording(tmp_path / name)
+        assert len(list(lines)) > 4
+    with pytest.raises(DataError, match="cannot be written"):
+        record(Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "no" / "file"))
