@@ -245,9 +245,9 @@ class RecordingEngine(Engine):
 
 
 def record(engine: Engine, path: str) -> RecordingEngine:
-    """Have an engine that has not done anything yet written down: to this file, or with a number after its name if it is
-    there already (an engine that was started again must not overwrite what its end looked like). DataError if it
-    cannot be written.
+    """Have an engine that has not done anything yet written down, to this file; or with a number after its name if it
+    is there already, so that an engine that was started again does not overwrite what its end looked like. DataError if
+    it cannot be written.
     """
     for number in count():
         try:

@@ -48,7 +48,8 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
         device: with the model, the pages and the profile of the recorded one; it works along, and is compared.
 
     Raises:
-        DataError: the device is another one. ModelError: the model's tokenizer, which says where stop strings end a text, is not to be had.
+        DataError: the device is another one. ModelError: the model's tokenizer, which says where stop strings end a
+        text, is not to be had.
     """
     for name in ("dtype", "vocab_size", "num_layers", "num_pages", "page_bytes", "block_tokens"):
         if (recorded := getattr(header.info, name)) != (own := getattr(device.info, name)):

@@ -143,7 +143,7 @@ class ServerConfig:
         None,
         "--record",
         "Write all that the engine is asked and does to this file, for coserve replay.",
-        metavar="FILE",
+        shown="nothing",
     )
     drain_s: float = _option(
         30.0,

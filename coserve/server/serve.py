@@ -8,9 +8,9 @@ import asyncio
 import logging
 import signal
 import socket
-from pathlib import Path
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import uvicorn

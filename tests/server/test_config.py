@@ -20,7 +20,7 @@ def test_options_are_the_fields_of_the_configuration():
         *("--host", "--port", "--dtype", "--device", "--memory", "--slo-ttft", "--slo-tpot", "--policy"),
         "--threads",
         *("--max-requests", "--max-adapters", "--api-key", "--allow-adapter-paths", "--home", "--database"),
-        *("--max-upload", "--max-body", "--drain"),
+        *("--max-upload", "--max-body", "--record", "--drain"),
     ]
     assert all(mark.help for mark in marks)
 

@@ -26,7 +26,7 @@ from coserve.scheduling.latency import Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
-NUM_PAGES = 90
+NUM_PAGES = 50
 # About what the tiny model takes here, so that the policy has something to decide.
 HARDWARE = Hardware(name="here", flops_per_s=2e9, bytes_per_s=5e9, call_s=1e-5)
 LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
@@ -215,7 +215,7 @@ def test_what_is_no_recording_or_of_another_device_is_refused(recording, tmp_pat
     small = torch_device(
         backbone, memory_bytes=8 * kv_page_bytes(backbone, BLOCK), block_tokens=BLOCK, profile=profile()
     )
-    with pytest.raises(DataError, match="num_pages 90; this one has 8"):
+    with pytest.raises(DataError, match="num_pages 50; this one has 8"):
         replay(header, lines, small)
 
 
