@@ -1,4 +1,4 @@
-"""The engine in simulated time: what requests wait for, what jobs get, and that modelled pages are the real ones."""
+"""The engine in simulated time: what requests wait for, and what jobs get."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -7,28 +7,11 @@ from random import Random
 from statistics import mean, stdev
 
 import pytest
-from devices import Driver
-from support import make_backbone
 
 from coserve.adapters import LoraConfig
-from coserve.devices.base import Device
-from coserve.devices.loading import torch_device
-from coserve.devices.messages import (
-    DropPack,
-    LossRows,
-    StepFailure,
-    Tasklets,
-    TrainerOpened,
-    Update,
-    WindowRows,
-    group_bytes,
-)
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
 from coserve.engine.request import Chunk
-from coserve.memory.pack_pages import PackPages, take_runs
-from coserve.memory.paged_kv import kv_page_bytes
-from coserve.memory.pages import PagePool
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.latency import Profile
@@ -37,7 +20,6 @@ from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.simulation import Arrival, Simulation, Snapshot
 from coserve.tuning.config import TuningConfig
-from coserve.tuning.cursor import Cursor
 from coserve.tuning.examples import Example
 
 CPU = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
@@ -426,100 +408,3 @@ def test_requests_keep_their_objectives_while_packs_are_dropped():
     run(engine, poisson(0.4, 300, seed=4), 330.0)
     assert engine.stats().num_packs_dropped > 0
     assert quantile([record.ttft_s / record.slo.ttft_s for record in engine.records], 0.99) <= 1.0
-
-
-# -- a modelled device counts as a real one does ----------------------------------------------------
-
-TARGETS: list[str | list[str]] = ["all-linear", ["down_proj"], ["q_proj"]]
-SEQUENCES = [(tuple(range(n)), (False,) + (True,) * (n - 1)) for n in (9, 5, 13)]
-NUM_ROWS, NUM_TRAINED = 27, 24
-
-
-@pytest.fixture
-def both_devices() -> list[Device]:
-    backbone = make_backbone("llama")
-    profile = roofline_profile(backbone, CPU)
-    memory_bytes = 4000 * kv_page_bytes(backbone, 4)
-    return [
-        torch_device(backbone, memory_bytes=memory_bytes, block_tokens=4, profile=profile),
-        ModelledDevice(backbone, profile, num_pages=4000, block_tokens=4),
-    ]
-
-
-def train(driver: Driver, opened: TrainerOpened, *, evaluate: bool) -> list[object]:
-    """What a device tells of a pack, piece by piece; the gradients of a second one are in when it ends."""
-    driver.begin("job", opened, SEQUENCES, evaluate=evaluate)
-    results = [driver.step(windows=[WindowRows("job", rows)]) for rows in (10, 10, 7)]
-    while not results[-1].packs and len(results) < 3 + -(-NUM_TRAINED // 11):
-        results.append(driver.step(losses=[LossRows("job", 11)]))
-    while not results[-1].packs:
-        results.append(driver.step(tasklets=[Tasklets("job", 11, 2)]))
-    sums = results[-1].packs["job"]
-    return [*[(result.num_tasklets, result.packs.keys()) for result in results], sums.num_trained]
-
-
-@pytest.mark.parametrize("targets", TARGETS, ids=str)
-@pytest.mark.parametrize("evaluate", [False, True])
-def test_a_modelled_pack_costs_and_goes_through_what_a_real_one_does(both_devices, targets, evaluate):
-    fields = LoraConfig(r=4, target_modules=targets).to_peft()
-    drivers = [Driver(device) for device in both_devices]
-    real, modelled = (driver.open_trainer("job", TuningConfig(), adapter=fields) for driver in drivers)
-    assert modelled == real and len({*real.training}) > 1
-    told = [train(driver, real, evaluate=evaluate) for driver in drivers]
-    assert told[0] == told[1] and told[0][-1] == NUM_TRAINED
-    for driver in drivers:  # one that is dropped is begun again from its first row
-        driver.begin("job", real, SEQUENCES)
-        driver.step(windows=[WindowRows("job", 10)])
-        driver.step(commands=[DropPack("job"), driver.begin_command("job", real, SEQUENCES)])
-        driver.step(windows=[WindowRows("job", NUM_ROWS)])
-
-
-def test_a_real_pass_lets_a_group_go_when_the_engine_takes_its_pages_back(both_devices):
-    """What the core does with a pack's pages by its cursor is what the device does with the tensors in them."""
-    device = both_devices[0]
-    driver = Driver(device)
-    opened = driver.open_trainer("job", TuningConfig(), adapter=LoraConfig(r=4, target_modules=["q_proj"]).to_peft())
-    pool = PagePool(4000, device.info.page_bytes)
-    sizes = [-(-group_bytes(group, NUM_ROWS) // pool.page_bytes) for group in opened.training]
-    pages = PackPages(pool, take_runs(pool, sizes), opened.trained_parts)
-    cursor = Cursor(num_rows=NUM_ROWS, num_trained=NUM_TRAINED, num_parts=opened.trained_parts)
-    driver.begin("job", opened, SEQUENCES)
-    training = device._trainers["job"].training_pass
-
-    def held() -> int:
-        """Pages of the groups that the device still has."""
-        groups = [*training._saved.values()]
-        return sum(-(-sum(-(-t.nbytes // 64) * 64 for t in group.values()) // pool.page_bytes) for group in groups)
-
-    assert pages.num_pages - sizes[0] == held()
-    driver.step(windows=[WindowRows("job", NUM_ROWS)])
-    cursor.advance_forward(NUM_ROWS)
-    driver.step(losses=[LossRows("job", NUM_TRAINED)])
-    cursor.advance_loss(NUM_TRAINED)
-    seen = []
-    while not cursor.done:
-        pages.follow(cursor)
-        seen.append(pages.num_pages - sizes[0])
-        assert seen[-1] == held()
-        driver.step(tasklets=[Tasklets("job", NUM_ROWS, 1)])
-        cursor.advance_backward(NUM_ROWS)
-    pages.follow(cursor)
-    assert pages.num_pages == held() == 0 and len({*seen}) == len(seen) > 1
-
-
-def test_a_modelled_device_stops_at_the_time_limit_and_fails_when_told():
-    profile = make_profile()
-    driver = Driver(ModelledDevice(_backbone(), profile, num_pages=100_000))
-    opened = driver.open_trainer("job", TuningConfig(), adapter=ALL.to_peft())
-    driver.begin("job", opened, [((1,) * 256, (True,) * 256)])
-    driver.step(windows=[WindowRows("job", 256)])
-    driver.step(losses=[LossRows("job", 255)])
-    alone_s = driver.step(tasklets=[Tasklets("job", 256, 1)]).backward_s
-    assert driver.step(tasklets=[Tasklets("job", 256, 9)], backward_limit_s=0.0).num_tasklets == {"job": 1}
-    limited = driver.step(tasklets=[Tasklets("job", 256, 9)], backward_limit_s=2.5 * alone_s)
-    assert limited.num_tasklets == {"job": 3} and limited.backward_s == pytest.approx(3 * alone_s)
-    now_s = driver.device.clock.now()
-    driver.device.fail_next = StepFailure(message="full", broken_update="job")
-    failed = driver.try_step(updates=[Update("other", 1, 1), Update("job", 1, 1)])
-    assert failed.failure.broken_update == "job" and failed.norms.keys() == {"other"}
-    assert driver.device.clock.now() == now_s
