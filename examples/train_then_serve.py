@@ -24,8 +24,6 @@ def main(model: str = "tiny") -> None:
             "0",
             "--allow-adapter-paths",
             directory,
-            "--home",
-            f"{directory}/home",
         ]
         with subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True) as server:
             try:

@@ -258,7 +258,8 @@ def oracle(name: str, lora: tuple[Any, ...] = ()) -> Any:
     """The transformers or PEFT model."""
     if not lora:
         return make_model(name)
-    return peft_twin(name, **{k: list(v) if isinstance(v, tuple) else v for k, v in lora})[0].eval()
+    settings: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in lora}
+    return peft_twin(name, **settings)[0].eval()
 
 
 def adapter_directory(name: str = "llama", **lora: Any) -> str:

@@ -19,7 +19,7 @@ LINES = [
 ]
 DATA = "".join(json.dumps(line) + "\n" for line in LINES).encode()
 # Seven examples in batches of three: nine steps.
-QUICK = {
+QUICK: dict[str, Any] = {
     "hyperparameters": {"n_epochs": 3, "batch_size": 3},
     "extension": {
         "adapter": {"r": 3, "alpha": 6, "dropout": 0.1},
@@ -28,7 +28,7 @@ QUICK = {
     },
 }
 # Long enough to be met while it runs.
-LONG = {**QUICK, "hyperparameters": {"n_epochs": 50, "batch_size": 1}}
+LONG: dict[str, Any] = {**QUICK, "hyperparameters": {"n_epochs": 50, "batch_size": 1}}
 
 
 def steps_of(events: Iterable[Any], kind: str = "step") -> list[int]:

@@ -168,8 +168,8 @@ class World:
 
     def live(self, **settings: Any) -> EngineThread:
         """A fresh engine."""
-        self.link.engine = EngineThread(self.manager, **settings)
-        return self.link.engine
+        engine = self.link.engine = EngineThread(self.manager, **settings)
+        return engine
 
     def upload(self, content: bytes, tenant: str = TENANT, purpose: str = "fine-tune") -> str:
         from io import BytesIO
@@ -219,6 +219,9 @@ class World:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def until_step(self, id: str, step: int) -> None:
+        await self.until(lambda: self.job(id).num_steps_done >= step)
 
     async def until_over(self, id: str) -> JobRecord:
         await self.until(lambda: self.job(id).is_terminal)

@@ -1,7 +1,7 @@
 """The engine as a library: text in, text out, jobs from files; on torch, in this process."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -180,7 +180,7 @@ class Engine(EngineCore):
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """The chunks of one request as they come; closing the iterator early cancels it."""
         name = self.add(prompt, params, adapter=adapter)
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -37,10 +38,10 @@ def test_an_adapter_answers_as_peft_does(served: Served, client: OpenAI):
     assert tokens != expected(chat_tokens("Ahoy"), 10)[0]
     answer = load(served, "pirate")
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'pirate' added successfully.")
-    messages = [{"role": "user", "content": "Ahoy"}]
+    messages: Any = [{"role": "user", "content": "Ahoy"}]
     for stream in (False, True):
         if stream:
-            events = client.chat.completions.create(
+            events: Any = client.chat.completions.create(
                 model="pirate", messages=messages, max_tokens=10, temperature=0, logprobs=True, stream=True
             )
             content = [each for event in events for c in event.choices if c.logprobs for each in c.logprobs.content]
@@ -56,6 +57,8 @@ def test_an_adapter_answers_as_peft_does(served: Served, client: OpenAI):
 def test_the_list_of_models_shows_it(served: Served, client: OpenAI):
     peft_model()
     load(served, "pirate")
+    base: Any
+    adapter: Any
     base, adapter = client.models.list().data
     assert (base.id, base.parent, base.max_model_len) == ("small", None, 512)
     assert (adapter.id, adapter.parent) == ("pirate", "small")

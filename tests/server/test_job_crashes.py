@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from job_data import DATA, QUICK, adapter_in, distance, steps_of
@@ -13,7 +14,7 @@ from coserve.jobs.recording import job_event
 from coserve.jobs.records import EventRecord
 
 # Ten epochs of nine batches; a checkpoint now and then.
-CRASHED = {
+CRASHED: dict[str, Any] = {
     "hyperparameters": {"n_epochs": 10, "batch_size": 3},
     "extension": {**QUICK["extension"], "checkpoint_every_steps": 5, "evaluate_every_steps": 7},
     "seed": 11,
@@ -99,7 +100,7 @@ def test_servers_that_die(seed, undisturbed, tmp_path):
             if id is None:
                 id = (await w.create(DATA, **CRASHED, validation_file=w.upload(DATA))).id
             until_step = w.job(id).num_steps_done + rng.choice((0, 1, 3, 4))
-            await w.until(lambda w=w, id=id, step=until_step: w.job(id).num_steps_done >= step)
+            await w.until_step(id, until_step)
             if num_lives > 8:
                 await w.until_over(id)
             if w.job(id).is_terminal:

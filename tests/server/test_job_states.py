@@ -7,6 +7,7 @@ says may come late, and be lost with it.
 import asyncio
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -20,7 +21,10 @@ from coserve.jobs.messages import Checkpointed
 from coserve.jobs.recording import Report
 
 NUM_STEPS = 14  # two epochs of seven
-ASKED = {"hyperparameters": {"n_epochs": 2, "batch_size": 1}, "extension": {"checkpoint_every_steps": 4}}
+ASKED: dict[str, Any] = {
+    "hyperparameters": {"n_epochs": 2, "batch_size": 1},
+    "extension": {"checkpoint_every_steps": 4},
+}
 OVER = ("succeeded", "failed", "cancelled")
 
 

@@ -2,6 +2,7 @@
 
 import json
 from random import Random
+from typing import Any
 
 import pytest
 from engines import examples_of, make_engine, random_policy
@@ -26,7 +27,7 @@ def submit(engine, *, config=CONFIG, data=DATA, **settings):
 
 def run(engine, num_steps=10_000):
     """Up to so many engine steps; the job's events."""
-    events = []
+    events: list[Any] = []
     for _ in range(num_steps):
         if engine.jobs["job"].is_terminal:
             return events + engine.step()
@@ -71,7 +72,8 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("seed", range(8))
 def test_a_job_stopped_anywhere_and_gone_on_with_ends_the_same(seed, undisturbed, tmp_path):
     rng = Random(seed)
-    reported, checkpoint, num_lives, is_terminal = {}, None, 0, False
+    reported: dict[int, Any] = {}
+    checkpoint, num_lives, is_terminal = None, 0, False
     while not is_terminal:
         engine = make_engine()
         engine.policy = random_policy(rng.randrange(1000))

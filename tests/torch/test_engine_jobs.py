@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def peft_training(model, examples, config, validation=()):
     """The job by autograd and torch's AdamW. Returns the loss of each step, and of the validation set after each."""
     optimizer, trained = config.optimizer, [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(trained, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
-    losses, validated = [], []
+    losses: list[Any] = []
+    validated: list[Any] = []
     for epoch in range(config.num_epochs):
         order = epoch_order(len(examples), seed=config.seed, epoch=epoch, shuffle=config.shuffle)
         for start in range(0, len(order), config.batch_size):
@@ -105,7 +107,7 @@ def of_kind(events, kind, job=None):
 
 def run_jobs(engine, *, most_steps=20_000):
     """Step until every job is over, with every invariant checked; the events."""
-    events = []
+    events: list[Any] = []
     for _ in range(most_steps):
         if all(job.is_terminal for job in engine.jobs.values()):
             return events + engine.step()
@@ -175,7 +177,9 @@ def test_a_job_ends_the_same_under_any_plan_in_any_company(seed, undisturbed, tm
     mine = engine.submit(examples_of(LENGTHS), CONFIG, adapter=DROPOUT, name="mine")
     other = TuningConfig(num_epochs=2, batch_size=2, max_pack_tokens=12)
     engine.submit(examples_of((6, 10, 3), 9), other, adapter=LoraConfig(r=7), name="other")
-    events, asked, preempted = [], {}, 0
+    events: list[Any] = []
+    asked: dict[str, Any] = {}
+    preempted = 0
     while not engine.jobs[mine].is_terminal:
         if not engine.has_requests and engine.jobs[mine].has_pack and len(asked) < 90 and rng.random() < 0.3:
             for prompt in prompts_of(range(5, 47, 3), rng.randrange(2)):
@@ -510,10 +514,12 @@ def test_lines_that_cannot_be_used_are_named(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="cannot be read as text"):
         engine.submit(path, adapter=LORA)
+    lines: Any = [{"text": "fine"}, {"text": object()}]
     with pytest.raises(DataError, match="line 2: "):
-        engine.submit([{"text": "fine"}, {"text": object()}], adapter=LORA)
+        engine.submit(lines, adapter=LORA)
+    numbers: Any = [7]
     with pytest.raises(DataError, match=r"line 1: .*must be a JSON object"):
-        engine.submit([7], adapter=LORA)
+        engine.submit(numbers, adapter=LORA)
     with pytest.raises(DataError, match="has no tokenizer: examples must be token ids"):
         make_engine().submit([{"text": "fine"}], adapter=LORA)
     assert not engine.jobs

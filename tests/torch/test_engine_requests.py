@@ -1,6 +1,7 @@
 """Requests of an engine: tokens equal to transformers' and PEFT's in every company; nothing is left behind."""
 
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.peft_directory import save_adapter
 from coserve.devices.messages import StepFailure
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, BudgetError, RequestError
 from coserve.scheduling.slo import Slo
@@ -33,7 +35,7 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LENGTHS = (5, 1, 17, 9, 30, 4, 13)
 NUM_TOKENS = 9
-ADAPTERS = {
+ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 3},
     "down": {"r": 9, "target_modules": ["down_proj"], "seed": 1},
     "qv": {"r": 2, "target_modules": ["q_proj", "v_proj"], "seed": 2},
@@ -570,7 +572,11 @@ def test_a_prefix_that_one_adapter_has_computed_is_never_anothers():
     engine = make_engine()
     (prompt,) = prompts_of((5 * BLOCK,))
     answers = {}
-    for label, lora in ((None, {}), ("x", {"r": 3}), ("x", {"r": 4}), ("x", {"r": 4, "seed": 1})):
+    loras: tuple[tuple[str | None, dict[str, Any]], ...] = (
+        *((None, {}), ("x", {"r": 3})),
+        *(("x", {"r": 4}), ("x", {"r": 4, "seed": 1})),
+    )
+    for label, lora in loras:
         if label:
             engine.load_adapter(label, adapter_directory(**lora))
         for repeat in range(2):
@@ -597,7 +603,7 @@ def test_a_version_that_is_published_meanwhile_serves_requests_that_come_after_i
     while any(not job.is_terminal for job in engine.jobs.values()):
         for event in engine.step():
             events.append(event)
-            if getattr(event, "kind", None) == "version":
+            if isinstance(event, JobEvent) and event.kind == "version":
                 asked[engine.add(prompt, greedy(NUM_TOKENS), adapter="mine")] = event.version
     events += drain(engine)
     got = tokens_by_request(events)

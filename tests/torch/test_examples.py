@@ -196,7 +196,7 @@ def test_an_epoch_takes_every_example_once_in_an_order_of_its_own():
 def test_packs_hold_every_example_once_within_their_rows(lengths, max_rows):
     examples = [Example(tokens=tuple([i] * length), trained=tuple([True] * length)) for i, length in enumerate(lengths)]
     packs = [pack_of(members) for members in bins_of(examples, max_rows=max_rows)]
-    found = Counter()
+    found: Counter[int] = Counter()
     for pack in packs:
         assert pack.num_rows <= max_rows or len(pack.bounds) == 2
         found.update(pack.tokens.tolist())
