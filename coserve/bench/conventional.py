@@ -82,7 +82,7 @@ def _held(
 
 
 def _model(architecture: Architecture, kind: str | None, num_blocks: int, dtype: torch.dtype) -> Any:
-    """A frozen transformers model of so many blocks of one kind, without the norm behind them."""
+    """A frozen transformers model of this many blocks of one kind, without the norm after them."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -23,12 +23,12 @@ PhaseName = Literal["requests", "job", "both"]
 PHASES: tuple[PhaseName, ...] = ("requests", "job", "both")
 
 _POLL_S = 0.25
-# With both, the job may take so many times the phase's seconds before it is stopped.
+# With both, the job may take this many times the phase's seconds before it is stopped.
 _PATIENCE = 1.5
-# The share of its speed alone that a job is expected to have beside requests; at most so many epochs are allowed.
+# The share of its speed alone that a job is expected to have beside requests; at most this many epochs are allowed.
 _EXPECTED_SHARE = 0.65
 _MOST_EPOCHS = 50
-# Answers of a recorded trace are cut to so many times the mean.
+# Answers of a recorded trace are cut to this many times the mean.
 _LONGEST_ANSWER = 4
 # A guard for answers that never come.
 _GUARD_S = 120.0
@@ -116,7 +116,7 @@ def _openai_client(url: str) -> Any:
 
 
 class Demo:
-    """One run of it on a server that nobody else uses.
+    """One run of it on a server without other users.
 
     Args:
         lesson: lines to train on, and conversations to ask (`coserve.workloads.lessons.Lesson`).

@@ -262,7 +262,7 @@ def _owner_order(owner: str) -> tuple[bool, str]:
 
 
 def _binned(samples: Iterable[Sequence[Any]], width_s: float) -> list[tuple[int, list[Any]]]:
-    """Samples, which begin with their second, by bins of so many seconds from 0 on; empty ones between them, too."""
+    """Samples, which begin with their second, by bins of this many seconds from 0 on; empty ones between them, too."""
     bins: dict[int, list[Any]] = {}
     for sample in samples:
         bins.setdefault(max(0, int(sample[0] / width_s)), []).append(sample)

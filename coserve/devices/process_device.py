@@ -76,7 +76,7 @@ class ProcessDevice:
         result = self._steps.get()
         if isinstance(result, Exception):
             if isinstance(result, DeviceGoneError):
-                self._steps.put(result)  # for whoever asks again
+                self._steps.put(result)  # for the next call
             raise result
         return result
 

@@ -1,4 +1,4 @@
-"""How large a page pool a device can bear, when nobody says; and memory that is used again."""
+"""How large a page pool a device can bear, when no setting says so; and memory that is used again."""
 
 import ctypes
 import os

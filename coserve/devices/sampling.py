@@ -24,7 +24,7 @@ _NUM_CANDIDATES = 1024
 # score: what lies deeper has less of it than top_p can tell from 1.
 _NUM_BINS = 4096
 _DEPTH = 32.0
-# A CPU works on so few rows at a time that they stay in its caches; an accelerator on so many that it is busy.
+# A CPU works on few rows at a time, so that they stay in its caches; an accelerator on enough to be busy.
 _ROWS_AT_ONCE = {"cpu": 8}
 _ROWS_AT_ONCE_ELSEWHERE = 64
 

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen: settings alone, so that whoever has no tensors can check and send them."""
+"""How a request's tokens are chosen: settings alone, so that processes without tensors can check and send them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ class SamplingParams:
     token.
     seed: None draws one. logprobs: how many of the likeliest tokens to report beside the chosen one, None for no
     report. prompt_logprobs: the same for the prompt's tokens; then max_tokens may be 0.
-    stop, stop_token_ids: end the request. min_tokens: before so many, nothing ends it. ignore_eos: the end-of-text
-    token does not end it.
+    stop, stop_token_ids: end the request. min_tokens: nothing ends it before. ignore_eos: the end-of-text token does
+    not end it.
     """
 
     max_tokens: int = 16

@@ -239,7 +239,7 @@ class _Step:
             self._updating = None
 
     def _forward(self) -> None:
-        """All rows through the blocks; then tokens, prompts' scores, and what windows leave behind."""
+        """All rows through the blocks; then tokens, prompts' scores, and what windows leave."""
         requests, windows = [rows for rows in self._batch.requests if rows.tokens], self._batch.windows
         if not requests and not windows:
             return

@@ -27,7 +27,7 @@ POSITION_FILE = "job.json"
 class JobPosition:
     """How far a job had come, in whole optimizer steps.
 
-    evaluated: whether the validation set has been measured behind the last of them, where that was due. num_bad_steps:
+    evaluated: whether the validation set has been measured after the last of them, where that was due. num_bad_steps:
     steps in a row whose gradient was not finite. num_steps, num_examples, num_tokens: of the whole job and its data, so
     that another's is recognized.
     """
@@ -99,12 +99,12 @@ def read_position(directory: str | Path) -> JobPosition:
 
 
 def can_resume(directory: str | Path) -> bool:
-    """Whether there is all that it takes to go on, as there is not once a job is over."""
+    """Whether there is all that it takes to resume, as there is not once a job is over."""
     return (Path(directory) / POSITION_FILE).is_file() and (Path(directory) / OPTIMIZER_FILE).is_file()
 
 
 def keep_adapter_alone(directory: str | Path) -> None:
-    """Remove what only the job itself would need to go on; no error if it is not there."""
+    """Remove what only the job itself would need to resume; no error if it is not there."""
     for name in (POSITION_FILE, OPTIMIZER_FILE):
         (Path(directory) / name).unlink(missing_ok=True)
 

@@ -155,7 +155,7 @@ class Engine(EngineCore):
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> list[Completion]:
-        """Answer prompts, all at once; jobs go on meanwhile. Of each prompt, its `n` completions one after the other.
+        """Answer prompts, all at once; jobs run meanwhile. Of each prompt, its `n` completions one after the other.
 
         What else happens meanwhile comes out of the next `step`; so it is with `stream` and `tune`.
 
@@ -239,7 +239,7 @@ class Engine(EngineCore):
         name: str | None = None,
         validation: Data | None = None,
     ) -> list[JobEvent]:
-        """Run a job to its end; requests that are there go on meanwhile. Returns its events.
+        """Run a job to its end; other requests are served meanwhile. Returns its events.
 
         Raises:
             JobError: it failed; and as `submit`.

@@ -26,7 +26,7 @@ from coserve.tuning.order import PackMembers, TrainingOrder, packs_of
 JobState = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 EventKind = Literal["step", "evaluation", "version", "pack_dropped", "succeeded", "failed", "cancelled"]
 
-# A gradient that is not finite skips its optimizer step; so many in a row fail the job.
+# A gradient that is not finite skips its optimizer step; this many in a row fail the job.
 _MAX_BAD_STEPS = 5
 
 
@@ -110,7 +110,7 @@ class Job:
         return self.state == "running" and self._pack is None and not self._waiting and not self.evaluating
 
     def group_bytes(self, num_rows: int) -> list[int]:
-        """Bytes of each group of tensors of the next pack, if it has so many rows."""
+        """Bytes of each group of tensors of the next pack, if it has this many rows."""
         groups = self.costs.evaluation if self.evaluating else self.costs.training
         return [group_bytes(row_bytes, num_rows) for row_bytes in groups]
 

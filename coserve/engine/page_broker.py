@@ -23,7 +23,7 @@ class PageBroker:
         return self.cache.num_available
 
     def num_pages(self, num_bytes: int) -> int:
-        """Pages of a run of so many bytes."""
+        """Pages of a run of this many bytes."""
         return -(-num_bytes // self.pool.page_bytes)
 
     def take_pack(self, group_pages: Sequence[int], num_trained_parts: int) -> PackPages:
@@ -42,7 +42,7 @@ class PageBroker:
         assert owned.get(PACK_OWNER, 0) == sum(pack.num_pages for pack in packs)
 
     def _clear_run(self, num_pages: int) -> bool:
-        """Free a run of so many neighbours: of all that are free or could be, the one with fewest prefixes in it."""
+        """Free a run of this many neighbours: of all that are free or could be, the one with fewest prefixes in it."""
         evictable = self.cache.prefixes.evictable
         costs = [0 if free else 1 if page in evictable else None for page, free in enumerate(self.pool.free_flags())]
         sums = [0, *accumulate(cost or 0 for cost in costs)]

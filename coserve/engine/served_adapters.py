@@ -45,5 +45,5 @@ class ServedAdapters:
         self._on_disk.pop(name, None)
 
     def take_unread(self) -> list[DropVersion]:
-        """What the device is to let go of: versions that nobody reads or finds any more."""
+        """What the device is to let go of: versions that no request reads and no name finds any more."""
         return [DropVersion(key) for key in self.versions.take_gone()]

@@ -61,7 +61,7 @@ class TextStream:
         """The text that can be shown after the next token; not to be called after a stop string was hit.
 
         Never a part of a character, nor what could be the start of a stop string. may_stop: False lets stop strings
-        pass in the text that this token completes (and what was held back before); a later match lies wholly behind it.
+        pass in the text that this token completes (and what was held back before); a later match lies wholly after it.
         """
         return self._show(self._settle(token), may_stop)
 

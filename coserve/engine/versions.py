@@ -84,7 +84,7 @@ class AdapterVersions:
             self._forget(version)
 
     def take_gone(self) -> list[str]:
-        """Keys that nobody reads or finds any more, once each."""
+        """Keys that no request reads and no name finds any more, once each."""
         gone, self._gone = self._gone, []
         return gone
 

@@ -18,11 +18,11 @@ class KvCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that could be had now: free ones, and those of beginnings that nobody uses."""
+        """Pages that could be had now: free ones, and those of prefixes that no sequence uses."""
         return self.pool.num_free + self.prefixes.num_evictable
 
     def num_pages(self, num_tokens: int) -> int:
-        """Pages that so many tokens fill."""
+        """Pages that this many tokens fill."""
         return -(-num_tokens // self.block_tokens)
 
     def open(self, keys: Sequence[bytes], num_tokens: int) -> "PagedSequence":
@@ -36,7 +36,7 @@ class KvCache:
         return PagedSequence(self, pages, keys)
 
     def num_pages_to_open(self, keys: Sequence[bytes], num_tokens: int) -> tuple[int, int]:
-        """For a sequence of so many tokens: by how many the available pages would fall if it were opened and run, and
+        """For a sequence of this many tokens: by how many the available pages would fall if it were opened and run, and
         how many of its tokens are known.
         """
         pages = self.prefixes.find(keys, num_tokens)
@@ -55,18 +55,18 @@ class KvCache:
         return pages
 
     def evict(self, num_pages: int) -> int:
-        """Forget beginnings that nobody uses, so that so many pages become free; returns how many did."""
+        """Forget prefixes that no sequence uses until as many pages are free; returns how many became free."""
         pages = self.prefixes.evict(max(0, num_pages))
         self.pool.give_back(OWNER, pages)
         return len(pages)
 
     def evict_pages(self, pages: Sequence[int]) -> None:
-        """Forget what these pages hold, which nobody uses, so that they become free."""
+        """Forget what these pages hold, which no sequence uses, so that they become free."""
         self.prefixes.evict_pages(pages)
         self.pool.give_back(OWNER, pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """The inverse: pages that nobody else uses and no beginning keeps go back to the pool."""
+        """The inverse: pages that no other sequence uses and no prefix keeps go back to the pool."""
         self.pool.give_back(OWNER, self.prefixes.release(pages))
 
     def check_integrity(self) -> None:
@@ -85,16 +85,16 @@ class PagedSequence:
         self._num_known = len(pages)  # blocks that are in the index, or have been offered to it
 
     def num_pages_missing(self, num_tokens: int) -> int:
-        """Pages that it takes to run so many more tokens."""
+        """Pages that it takes to run this many more tokens."""
         return max(0, self.cache.num_pages(self.length + num_tokens) - len(self.pages))
 
     def reserve(self, num_tokens: int) -> None:
-        """Take the pages that so many more tokens need; BudgetError takes nothing."""
+        """Take the pages that this many more tokens need; BudgetError takes nothing."""
         if missing := self.num_pages_missing(num_tokens):
             self.pages += self.cache.take(missing)
 
     def commit(self, num_tokens: int, tokens: Sequence[int], version: str) -> None:
-        """The rows have run: so many more tokens are in the pages. `tokens`: all so far, to make full blocks known."""
+        """The rows of this many tokens have run. `tokens`: all so far, to make full blocks known."""
         self.length += num_tokens
         assert len(tokens) >= self.length
         num_blocks = self.length // self.cache.block_tokens

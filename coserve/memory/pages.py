@@ -49,7 +49,7 @@ class PagePool:
         return pages
 
     def take_run(self, owner: str, num_pages: int) -> range | None:
-        """The highest run of so many free neighbours, or None if there is none."""
+        """The highest run of this many free neighbours, or None if there is none."""
         start = self._free.rfind(_FREE * num_pages) if num_pages else 0
         if start < 0:
             return None

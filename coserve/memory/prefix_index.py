@@ -61,7 +61,7 @@ class PrefixIndex:
             self._unused.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> list[int]:
-        """Count one user less of each; returns the pages that nobody uses and no index entry keeps."""
+        """Count one user less of each; returns the pages that no sequence uses and no index entry keeps."""
         loose = []
         # The end of a sequence is of less use to others than its beginning: it goes first.
         for page in reversed(pages):

@@ -12,7 +12,7 @@ from coserve.tuning.programs import training_programs
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Bytes of an optimizer step per parameter: gradient, master and two moments in float32, read, and all but one written.
 _UPDATE_BYTES = 28
-# A backward pass moves about so many times the bytes of a forward pass over the same rows, beside the weights.
+# A backward pass moves about this many times the bytes of a forward pass over the same rows, beside the weights.
 _LOSS_BYTES_PER_LOGIT = 24
 
 

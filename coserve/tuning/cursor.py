@@ -45,7 +45,7 @@ class Cursor:
 
     def next_loss(self, max_rows: int) -> tuple[int, int]:
         """Of the trained rows, the first and last-plus-one of the next that go through the loss."""
-        assert self.forward_done, "the loss comes behind the forward pass"
+        assert self.forward_done, "the loss comes after the forward pass"
         start = self.num_loss_rows
         end = min(start + max_rows, self.num_trained)
         assert start < end, "the loss is done, or no rows were asked for"

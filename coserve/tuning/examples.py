@@ -162,7 +162,7 @@ class _Reader:
             ends.append((end, mark))
         added = encoded["special_tokens_mask"] if special else [0] * len(tokens)
         for (start, stop), around in zip(encoded["offset_mapping"], added, strict=True):
-            # A token of spaces that the tokenizer trims away has no width, and lies in the piece that goes on there.
+            # A token of spaces that the tokenizer trims away has no width, and lies in the piece that continues there.
             last = stop if stop > start else stop + 1
             trained.append(not around and next((mark for limit, mark in ends if last <= limit), ends[-1][1]))
         eos = self._tokenizer.eos_token_id

@@ -1,5 +1,5 @@
 """Which examples every optimizer step of a job takes: a pure function of the data, the configuration and the seed, so
-that a job can go on at any step, and uses each example once per epoch.
+that a job can resume at any step, and uses each example once per epoch.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class PackMembers:
 
 
 def packs_of(examples: Sequence[Example], *, max_rows: int, first_row: int = 0) -> list[PackMembers]:
-    """The packs of some examples, one behind the other."""
+    """The packs of some examples, one after the other."""
     packs = []
     for members in bins_of(examples, max_rows=max_rows):
         packs.append(PackMembers(examples=tuple(members), first_row=first_row))

@@ -96,7 +96,7 @@ def frontier_of_part(
 
 
 def with_loss(head: Graph) -> Graph:
-    """The head's graph with the next-token loss of each row behind its logits: outputs "loss" and "loss.correct"."""
+    """The head's graph with the next-token loss of each row after its logits: outputs "loss" and "loss.correct"."""
     b = GraphBuilder(*head.tensors, nodes=head.nodes)
     targets = b.constant("targets", dtype=torch.int64)
     loss = b.apply("cross_entropy", "loss", {"logits": head.outputs[0], "targets": targets})

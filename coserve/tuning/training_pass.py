@@ -83,7 +83,7 @@ class TrainingPass:
             self._workspace = self._memory.take(workspace_shapes(programs, backbone, pack.num_rows))
             for part in backbone.architecture.parts[:-1]:
                 self._saved[part] = self._memory.take(saved_shapes(programs, backbone, part, pack.num_rows))
-        except BaseException:  # whatever it was: nobody else could give the pages back
+        except BaseException:  # whatever it was: nothing else could give the pages back
             self.release()
             raise
 

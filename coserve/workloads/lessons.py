@@ -50,7 +50,7 @@ def pirate(*, seed: int = 0, num_train: int = 200, num_held_out: int = 50) -> Le
 
 
 def zub(*, seed: int = 0, num_words: int = 40) -> Lesson:
-    """New facts: words of Zub, a language that nobody speaks. Every word is asked for in five ways to train on, and in
+    """New facts: words of Zub, an invented language. Every word is asked for in five ways to train on, and in
     one more that is held out.
 
     Raises:

@@ -11,7 +11,7 @@ class Outcome:
     """How a request went, as its sender saw it. Seconds; moments are from the trace's start.
 
     ttft_s: from the moment at which the trace has it arrive, so that a late sender counts against the server, not for
-    it. tpot_s: mean over the tokens behind the first. gaps_s: between the pieces of the answer. error: one line, if it
+    it. tpot_s: mean over the tokens after the first. gaps_s: between the pieces of the answer. error: one line, if it
     failed.
     """
 

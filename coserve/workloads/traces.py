@@ -58,7 +58,7 @@ def bursty(
 
     Args:
         rate: mean requests per second, over quiet times and bursts.
-        burst_factor: so many times the quiet rate in a burst.
+        burst_factor: the rate in a burst, as a multiple of the quiet rate.
         quiet_s, burst_s: mean lengths of the two.
     """
     random = Random(seed)
@@ -134,7 +134,7 @@ def adapt(
     max_output_tokens: int | None = None,
 ) -> list[TracedRequest]:
     """A trace for a smaller machine: from start_s on, time runs so that the arrivals of the whole have this mean rate,
-    for so many seconds; lengths are cut.
+    for this many seconds; lengths are cut.
     """
     factor = 1.0
     if rate is not None and len(trace) > 1:

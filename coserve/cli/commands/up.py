@@ -81,7 +81,7 @@ class _Screen:
         try:
             print(stop_line(num_open, drain_s), flush=True)
         except OSError:
-            # Whoever read the start-up line may have gone since; the end is to be in good order for all that. What
+            # The reader of the start-up line may have gone since; the end is to be in good order for all that. What
             # could not be written would be tried again at exit, and be an error there.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
