@@ -30,7 +30,7 @@ from coserve.graph.bypass import AttachedGraph, Bypass, attach
 from coserve.graph.tensors import TensorSpec
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
-from coserve.models.batch import BoundBypass, Bypasses
+from coserve.models.bypasses import BoundBypass, Bypasses
 
 
 class AdapterConfig(ABC):
@@ -185,14 +185,16 @@ class Adapter:
     @cached_property
     def _bypasses(self) -> dict[bool, Bypasses]:
         return {
-            training: {
-                part: {
-                    site: BoundBypass(bypass=bypass, parameters=self.parameters(part))
-                    for site, bypass in attached.bypasses.items()
+            training: Bypasses(
+                {
+                    part: {
+                        site: BoundBypass(bypass=bypass, parameters=self.parameters(part))
+                        for site, bypass in attached.bypasses.items()
+                    }
+                    for part, attached in parts.items()
+                    if attached.bypasses
                 }
-                for part, attached in parts.items()
-                if attached.bypasses
-            }
+            )
             for training, parts in self._attached.items()
         }
 

@@ -11,6 +11,7 @@ import torch
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.methods import method, method_names
 from coserve.errors import AdapterError
+from coserve.kernels.weights import as_weight
 from coserve.models.backbone import Backbone
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -127,9 +128,11 @@ def _without_base_layers(
             kept[name] = tensor
             continue
         part, node = adapter.sites[module]
-        own = adapter.backbone.weights[part][f"{node}.weight"]
-        # Both may have been rounded on their way here: to bfloat16, at worst.
-        if tensor.shape != own.shape or not torch.allclose(tensor.to(own).float(), own.float(), rtol=2**-7, atol=1e-6):
+        weight = as_weight(adapter.backbone.weights[part][f"{node}.weight"])
+        own = weight.dense()
+        # Both may have been rounded on their way here: to bfloat16, at worst, or quantised.
+        atol = 1e-6 + weight.max_rounding
+        if tensor.shape != own.shape or not torch.allclose(tensor.to(own).float(), own.float(), rtol=2**-7, atol=atol):
             raise AdapterError(
                 f"{directory} comes with other weights for {module} than {adapter.backbone.name} has; "
                 "it was made for another model"

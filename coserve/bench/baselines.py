@@ -21,9 +21,9 @@ def transformers_model(backbone: Backbone) -> Any:
     model = AutoModelForCausalLM.from_config(architecture.config, dtype=backbone.dtype, attn_implementation="sdpa")
     model = model.to(backbone.device).eval()
     own = {
-        architecture.prefix(part) + name: tensor
+        architecture.prefix(part) + name: held if isinstance(held, Tensor) else held.dense()
         for part in architecture.parts
-        for name, tensor in backbone.weights[part].items()
+        for name, held in backbone.weights[part].items()
     }
     missing = set(model.load_state_dict(own, strict=False).missing_keys) - {"lm_head.weight"}
     if missing:

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 from coserve.devices.profiling import device_name
-from coserve.kernels.cpu import compiled_kernels
+from coserve.kernels import find_backend
+from coserve.kernels.plain import PlainBackend
 from coserve.models.backbone import Backbone
+from coserve.models.weights import weight_tensors
 
 # Read in one go to find the bandwidth; much larger than any cache.
 _BUFFER_BYTES = 512 << 20
@@ -31,7 +33,7 @@ def describe(device: torch.device, threads: int | None = None) -> str:
     """The device in words; threads: of a model that runs elsewhere than in this process."""
     if device.type == "cuda":
         return device_name(device)
-    plain = ", plain kernels" if compiled_kernels() is None else ""
+    plain = ", plain kernels" if type(find_backend(device)) is PlainBackend else ""
     return f"{device_name(device, threads)} of {os.cpu_count()}{plain}"
 
 
@@ -60,8 +62,8 @@ def weight_bytes(backbone: Backbone) -> int:
     """Bytes of weights that a forward pass reads: all but a table of embeddings that is not also the head."""
     weights = {
         tensor.data_ptr(): tensor.nbytes
-        for part, tensors in backbone.weights.items()
-        for tensor in tensors.values()
+        for part, held in backbone.weights.items()
+        for tensor in weight_tensors(held)
         if part != "embed"
     }
     return sum(weights.values())

@@ -8,6 +8,7 @@ from coserve.graph.operators.base import Load
 from coserve.memory.activations import Shapes
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone
+from coserve.models.weights import weight_tensors
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.latency import Profile
 from coserve.tuning.programs import TrainingPrograms
@@ -67,7 +68,7 @@ def trainer_opened(adapter: Adapter, programs: TrainingPrograms, evaluation: Tra
 
 def device_info(backbone: Backbone, *, num_pages: int, block_tokens: int, threads: int, profile: Profile) -> DeviceInfo:
     """What there is to know of a model on a device with a page pool."""
-    weights = {id(weight): weight for part in backbone.weights.values() for weight in part.values()}
+    weights = {id(tensor): tensor for held in backbone.weights.values() for tensor in weight_tensors(held)}
     return DeviceInfo(
         model=backbone.name,
         dtype=str(backbone.dtype).removeprefix("torch."),
@@ -76,7 +77,7 @@ def device_info(backbone: Backbone, *, num_pages: int, block_tokens: int, thread
         vocab_size=backbone.architecture.vocab_size,
         max_positions=backbone.architecture.max_positions,
         num_layers=backbone.architecture.num_layers,
-        weight_bytes=sum(weight.nbytes for weight in weights.values()),
+        weight_bytes=sum(tensor.nbytes for tensor in weights.values()),
         num_pages=num_pages,
         page_bytes=kv_page_bytes(backbone, block_tokens),
         block_tokens=block_tokens,

@@ -24,10 +24,10 @@ from coserve.devices.counting import job_counts, model_counts
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
 from coserve.home import home_directory
-from coserve.kernels.cpu import compiled_kernels
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
-from coserve.models.batch import Bypasses, Span, forward, logits
+from coserve.models.batch import Span, forward, logits
+from coserve.models.bypasses import Bypasses
 from coserve.scheduling.latency import Curve, Profile
 from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
@@ -93,7 +93,8 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
         "torch": torch.__version__,
         "coserve": VERSION,
         "code": _code(),
-        "kernels": "compiled" if backbone.device.type == "cpu" and compiled_kernels() is not None else "plain",
+        "kernels": backbone.backend.identity,
+        "weights": backbone.weight_format,
     }
 
 
@@ -216,7 +217,7 @@ class _Measurement:
         """Spans of `rows` rows each, after `past` tokens in the cache."""
         per_span = -(-(past + rows) // _BLOCK_TOKENS)
         tables = [list(range(index * per_span, (index + 1) * per_span)) for index in range(spans)]
-        tokens = torch.zeros(rows, dtype=torch.int64)
+        tokens = [0] * rows
 
         def run() -> None:
             forward(self.backbone, [self.pages.rows(table, past, tokens, bypasses) for table in tables])
@@ -259,7 +260,7 @@ class _Measurement:
             rows, self.backbone.architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device
         )
         chosen = [SamplingRow(params=SamplingParams(temperature=0.0), seed=0) for _ in range(rows)]
-        return self._fastest_s(lambda: sample(logits(self.backbone, hidden), chosen))
+        return self._fastest_s(lambda: sample(logits(self.backbone, hidden), chosen, self.backbone.backend))
 
     def _loss(self, rows: int) -> float:
         hidden = torch.zeros(
@@ -273,6 +274,7 @@ class _Measurement:
                 self.programs.loss,
                 hidden,
                 constants,
+                backend=self.backbone.backend,
                 weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
                 accumulators={},
                 max_rows=chunk_rows(self.backbone.architecture.vocab_size, self.backbone.dtype),

@@ -8,13 +8,15 @@ same tokens in any company. Log-probabilities are those of the model, before all
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import torch
 from torch import Tensor
 
 from coserve.devices.sampling_params import SamplingParams
-from coserve.kernels.argmax import argmax
+from coserve.kernels.base import Backend
+from coserve.kernels.plain import PlainBackend
 
 # Below this, scores divided by the temperature overflow, and the likeliest token is all but certain.
 _LEAST_TEMPERATURE = 1e-5
@@ -90,8 +92,9 @@ class Sampled:
     top_logprobs: Tensor
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-    """Choose a token for each row of logits [n, vocabulary]; `logits` stays as it is."""
+def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None = None) -> Sampled:
+    """Choose a token for each row of logits [n, vocabulary], which stay as they are. backend: default, the plain one."""
+    backend = backend or PlainBackend(logits.device)
     drawn, adjusted, plain = [], [], []
     for index, row in enumerate(rows):
         if row.params.temperature >= _LEAST_TEMPERATURE:
@@ -100,9 +103,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
             adjusted.append(index)
         else:
             plain.append(index)
-    tokens = argmax(logits) if plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    tokens = backend.argmax(logits) if plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     at_once = _ROWS_AT_ONCE.get(logits.device.type, _ROWS_AT_ONCE_ELSEWHERE)
-    for indices, choose in ((adjusted, _likeliest), (drawn, _draw)):
+    for indices, choose in ((adjusted, partial(_likeliest, backend)), (drawn, _draw)):
         for start in range(0, len(indices), at_once):
             few = indices[start : start + at_once]
             which = torch.tensor(few, device=logits.device)
@@ -126,10 +129,10 @@ def _report(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Samp
     )
 
 
-def _likeliest(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _likeliest(backend: Backend, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The token of the highest score of each row, after its adjustments; `scores` is used up."""
     _adjust_(scores, rows)
-    return argmax(scores)
+    return backend.argmax(scores)
 
 
 def _column(rows: Sequence[SamplingRow], name: str, device: torch.device) -> Tensor:

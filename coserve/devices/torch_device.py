@@ -281,5 +281,5 @@ class _Step:
 
 def _rows_of(spans: Sequence[Span], hidden: Tensor) -> list[Tensor]:
     """The rows [n, hidden_size] of each span of a batch."""
-    lengths = [span.tokens.shape[0] for span in spans]
+    lengths = [span.num_rows for span in spans]
     return [hidden[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]

@@ -13,7 +13,8 @@ from coserve.devices.readout import Readout
 from coserve.devices.sampling import SamplingRow, TokenCounts, sample
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
-from coserve.models.batch import Bypasses, Span, logits
+from coserve.models.batch import Span, logits
+from coserve.models.bypasses import Bypasses
 from coserve.tuning.objective import chunk_rows
 
 
@@ -57,9 +58,7 @@ class TorchRequests:
     def spans(self, requests: Sequence[RequestRows]) -> list[Span]:
         """The rows as spans of a forward batch."""
         return [
-            self._pages.rows(
-                self._handles[rows.request].pages, rows.start, torch.tensor(rows.tokens), self._bypasses(rows.request)
-            )
+            self._pages.rows(self._handles[rows.request].pages, rows.start, rows.tokens, self._bypasses(rows.request))
             for rows in requests
         ]
 
@@ -83,7 +82,8 @@ class TorchRequests:
         handles = [self._handles[rows.request] for _, rows in sampled]
         users = [(1, self._bypasses(rows.request)) for _, rows in sampled]
         scores = logits(self._backbone, hidden[[row for row, _ in sampled]], users)
-        chosen = sample(scores, [handle.sampling_row(rows) for handle, (_, rows) in zip(handles, sampled, strict=True)])
+        points = [handle.sampling_row(rows) for handle, (_, rows) in zip(handles, sampled, strict=True)]
+        chosen = sample(scores, points, self._backbone.backend)
         read = _Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
         numbers = [handle.params.logprobs or 0 for handle in handles]
 

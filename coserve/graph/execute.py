@@ -8,23 +8,22 @@ from typing import Any
 from torch import Tensor
 
 from coserve.graph.ir import Graph, Node
+from coserve.graph.operators.base import Context, Values
 from coserve.graph.program import Program
 
-Values = Mapping[str, Tensor]
 
-
-def run_node(node: Node, values: Values, weights: Values, context: Any) -> dict[str, Tensor]:
+def run_node(node: Node, values: Values, weights: Values, context: Context) -> dict[str, Tensor]:
     """Run one node on tensors by name; returns its outputs by name."""
     results = node.operator.forward(_inputs(node, values, weights), node.attribute, context)
     return {name: results[slot] for slot, name in node.outputs}
 
 
-def add_node(total: Tensor, node: Node, values: Values, weights: Values, context: Any) -> None:
+def add_node(total: Tensor, node: Node, values: Values, weights: Values, context: Context) -> None:
     """Run one node of one output, and add that to `total` in place."""
     node.operator.forward_onto(total, _inputs(node, values, weights), node.attribute, context)
 
 
-def _inputs(node: Node, values: Values, weights: Values) -> dict[str, Tensor]:
+def _inputs(node: Node, values: Values, weights: Values) -> dict[str, Any]:
     return {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
 
 
@@ -32,12 +31,12 @@ def run_graph(
     graph: Graph,
     values: MutableMapping[str, Tensor],
     weights: Values,
-    context: Any = None,
+    context: Context,
     after: Callable[[Node, MutableMapping[str, Tensor]], None] | None = None,
 ) -> None:
     """Run every node, in place on `values`, which holds the inputs and, at the end, the outputs.
 
-    weights: backbone weights (and parameters, where the graph has any) by name. after: called behind each node, to let
+    weights: backbone weights (and parameters, where the graph has any) by name. after: called after each node, to let
     bypasses add to its output and to save tensors, before anything is let go.
     """
     for run in graph.runs:
@@ -55,14 +54,14 @@ def run_graph(
 
 
 class BackwardRun:
-    """One program run backward over one window of rows; it can stop between any two instructions and go on later.
+    """One program run backward over one window of rows; it can stop between any two instructions and resume later.
 
     Args:
         values: by tensor name, the window's rows of the saved tensors and constants, and the whole weights and
         parameters.
         gradients: gradients of the graph's outputs, by name, for the window's rows.
         accumulators: for each weight or parameter asked for, the float32 tensor that its gradient is added to.
-        context: handed to the operators (attention).
+        context: handed to the operators.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class BackwardRun:
         program: Program,
         *,
         values: Values,
-        gradients: Values,
-        accumulators: Values,
-        context: Any = None,
+        gradients: Mapping[str, Tensor],
+        accumulators: Mapping[str, Tensor],
+        context: Context,
     ) -> None:
         self._program, self._context, self._accumulators = program, context, accumulators
         self._values: dict[str, Tensor] = {}

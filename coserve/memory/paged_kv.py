@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.attention import PagedSegment, Segment
-from coserve.kernels.attention import PageTable
+from coserve.kernels.attention import Segment
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.batch import Bypasses, Keep, Span
+from coserve.models.batch import BatchRows, Keep, Span
+from coserve.models.bypasses import Bypasses
 
 
 def kv_page_bytes(backbone: Backbone, block_tokens: int) -> int:
@@ -45,8 +45,8 @@ class PagedKv:
             .permute(1, 2, 0, 3, 4)
         )
 
-    def rows(self, pages: Sequence[int], start: int, tokens: Tensor, bypasses: Bypasses | None = None) -> Span:
-        """A span that runs tokens (int64 [n]) from position `start` on, with K and V in these pages of its sequence."""
+    def rows(self, pages: Sequence[int], start: int, tokens: Sequence[int], bypasses: Bypasses | None = None) -> Span:
+        """A span that runs tokens from position `start` on, with K and V in these pages of its sequence."""
         return _PagedRows(self, pages, start, tokens, bypasses)
 
     def run(self, first_page: int, num_pages: int) -> Tensor:
@@ -67,63 +67,50 @@ class _Rows:
 
 
 class _PagedRows(Span):
-    def __init__(
-        self, cache: PagedKv, pages: Sequence[int], start: int, tokens: Tensor, bypasses: Bypasses | None
-    ) -> None:
-        device, end = cache.backbone.device, start + tokens.shape[0]
-        self.tokens, self.bypasses = tokens.to(device), bypasses
-        self.positions = torch.arange(start, end, device=device)
-        self.cache, self.end = cache, end
-        self.pages = pages[: -(-end // cache.block_tokens)]
-        assert len(self.pages) * cache.block_tokens >= end, "the pages come before the rows"
-        self._table = torch.tensor(self.pages, device=device)
-        self.place = self._table[self.positions // cache.block_tokens], self.positions % cache.block_tokens
-        last, used = divmod(end - 1, cache.block_tokens)
-        if (
-            start <= last * cache.block_tokens
-        ):  # it begins its last page: what lies there after its tokens must be finite
-            cache.pages[:, :, self.pages[last], used + 1 :] = 0
+    """The next rows of one sequence."""
 
-    def keep(self, part: Part) -> Keep:
-        return _keep(self.cache, part, *self.place)
+    def __init__(
+        self, cache: PagedKv, pages: Sequence[int], start: int, tokens: Sequence[int], bypasses: Bypasses | None
+    ) -> None:
+        self.cache, self.tokens, self.bypasses = cache, tokens, bypasses
+        self.num_rows, self.start, self.end = len(tokens), start, start + len(tokens)
+        self.pages = pages[: -(-self.end // cache.block_tokens)]
+        assert len(self.pages) * cache.block_tokens >= self.end, "the pages come before the rows"
 
     @property
-    def kin(self) -> Hashable:
-        return self.cache if self.tokens.shape[0] == 1 else None
+    def group(self) -> Hashable:
+        return self.cache
 
-    def joined(self, others: Sequence["_PagedRows"]) -> Span:
-        return _LastRows(self.cache, [self, *others])
+    def gather(self, others: Sequence["_PagedRows"]) -> BatchRows:
+        return _CacheRows(self.cache, [self, *others])
 
-    def segments(self, layer: int) -> Sequence[Segment]:
-        keys, values = self.cache.pages[layer]
-        return [
-            Segment(
-                rows=slice(0, self.tokens.shape[0]),
-                keys=lambda: self._gather(keys),
-                values=lambda: self._gather(values),
-            )
-        ]
-
-    def _gather(self, pages: Tensor) -> Tensor:
-        """[num_pages, block_tokens, width] -> the sequence's rows [end, width]."""
-        return pages.index_select(0, self._table).flatten(0, 1)[: self.end]
+    def new_pages(self) -> Sequence[int]:
+        """Pages that these rows are the first to write to."""
+        return self.pages[-(-self.start // self.cache.block_tokens) :]
 
 
-class _LastRows(Span):
-    """The last rows of several sequences, such as the tokens that are decoded in a step."""
+class _CacheRows(BatchRows):
+    """The rows of all requests of a step, whose keys and values lie in the pages of one cache."""
 
     def __init__(self, cache: PagedKv, spans: Sequence[_PagedRows]) -> None:
-        self.tokens, self.positions = (torch.cat([getattr(s, name) for s in spans]) for name in ("tokens", "positions"))
-        self._cache, self._spans = cache, spans
-        self._place = [torch.cat(parts) for parts in zip(*(span.place for span in spans), strict=True)]
-        self._table = PageTable([s.pages for s in spans], [s.end for s in spans], cache.backbone.device)
+        device, block = cache.backbone.device, cache.block_tokens
+        self._cache, self.block_tokens = cache, block
+        tokens = [token for span in spans for token in span.tokens]
+        positions = [position for span in spans for position in range(span.start, span.end)]
+        pages = [span.pages[position // block] for span in spans for position in range(span.start, span.end)]
+        self.tokens, self.positions, self._pages = torch.tensor([tokens, positions, pages], device=device).unbind()
+        self._offsets = self.positions % block
+        self.segments = [Segment(num_rows=span.num_rows, num_keys=span.end, pages=span.pages) for span in spans]
+        # What lies in a page after its tokens must be finite: kernels may read it, and give it no weight.
+        if new := [page for span in spans for page in span.new_pages()]:
+            cache.pages[:, :, torch.tensor(new, device=device)] = 0
 
     def keep(self, part: Part) -> Keep:
-        return _keep(self._cache, part, *self._place)
+        return _keep(self._cache, part, self._pages, self._offsets)
 
-    def segments(self, layer: int) -> Sequence[PagedSegment]:
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self._cache.pages[layer]
-        return [PagedSegment(rows=slice(0, len(self._spans)), keys=keys, values=values, table=self._table)]
+        return keys, values
 
 
 def _keep(cache: PagedKv, part: Part, pages: Tensor, offsets: Tensor) -> Keep:

@@ -6,19 +6,27 @@ import torch
 from torch import Tensor
 
 from coserve.errors import ModelError
-from coserve.kernels.attention import AttentionKernel, attention_kernel
+from coserve.kernels import find_backend
+from coserve.kernels.base import Backend
 from coserve.models.base import Architecture
 from coserve.models.families import build_architecture
 from coserve.models.rope import RotaryTable
 from coserve.models.source import ModelSource, find_model
-from coserve.models.weights import Progress, Weights, absent_weights, load_weights, random_weights
+from coserve.models.weights import (
+    Progress,
+    Weights,
+    WeightStorage,
+    absent_weights,
+    load_weights,
+    random_weights,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """Read-only after birth; requests and jobs share it."""
+    """Read-only once it is loaded; requests and jobs share it."""
 
     name: str
     architecture: Architecture
@@ -26,7 +34,8 @@ class Backbone:
     rotary: RotaryTable | None
     dtype: torch.dtype
     device: torch.device
-    attention: AttentionKernel
+    backend: Backend = field(repr=False)
+    weight_format: str = "dense"
 
     def constants(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """What the graphs may read for these rows: tokens and positions int64 [n], cos and sin [n, head_dim]."""
@@ -36,14 +45,27 @@ class Backbone:
         return constants
 
 
-def load_backbone(model: str, *, dtype: str = "auto", device: str | torch.device = "cpu", seed: int = 0) -> Backbone:
+def load_backbone(
+    model: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    weights: str = "dense",
+    kernels: str | None = None,
+) -> Backbone:
     """Load a model by name (see `find_model`).
 
     Args:
         dtype: "float32", "bfloat16", "float16", or "auto" for the one in the model's configuration.
+        weights: how the weights of linear layers are stored: "dense" in the dtype, or "int8" (see `Int8Weight`).
+        kernels: the name of a backend (see `find_backend`); None for the best one.
         seed: of the random weights of a `dummy:` model.
     """
-    return build_backbone(find_model(model), dtype=dtype, device=find_device(device), seed=seed)
+    source = find_model(model)
+    return build_backbone(
+        source, dtype=dtype, device=find_device(device), seed=seed, weight_format=weights, kernels=kernels
+    )
 
 
 def find_device(name: str | torch.device) -> torch.device:
@@ -60,17 +82,25 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 def build_backbone(
-    source: ModelSource, *, dtype: str, device: torch.device, seed: int = 0, progress: Progress | None = None
+    source: ModelSource,
+    *,
+    dtype: str,
+    device: torch.device,
+    seed: int = 0,
+    progress: Progress | None = None,
+    weight_format: str = "dense",
+    kernels: str | None = None,
 ) -> Backbone:
     """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size."""
     architecture = build_architecture(source.config)
     compute_dtype, rotary = resolve_dtype(source, dtype), architecture.rotary_table()
+    storage = WeightStorage(dtype=compute_dtype, weight_format=weight_format, backend=find_backend(device, kernels))
     if device.type == "meta":
-        weights = absent_weights(architecture, dtype=compute_dtype)
+        weights = absent_weights(architecture, storage)
     elif source.directory is None:
-        weights = random_weights(architecture, dtype=compute_dtype, device=device, seed=seed)
+        weights = random_weights(architecture, storage, seed=seed)
     else:
-        weights = load_weights(architecture, source.directory, dtype=compute_dtype, device=device, progress=progress)
+        weights = load_weights(architecture, source.directory, storage, progress=progress)
     return Backbone(
         name=source.name,
         architecture=architecture,
@@ -78,7 +108,8 @@ def build_backbone(
         rotary=rotary.to(device) if rotary else None,
         dtype=compute_dtype,
         device=device,
-        attention=attention_kernel(device),
+        backend=storage.backend,
+        weight_format=weight_format,
     )
 
 

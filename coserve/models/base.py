@@ -103,6 +103,10 @@ class Architecture(ABC):
             if node.op == "linear"
         }
 
+    def is_tied_table(self, name: str) -> bool:
+        """Whether this weight is the table of embeddings, and the head too."""
+        return self.tied and name == f"{self.embedding_name}.weight"
+
     # -- shared by families ---------------------------------------------------
 
     def _attention(self, b: GraphBuilder, q: str, k: str, v: str, sliding_window: int | None = None) -> str:

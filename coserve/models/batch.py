@@ -1,37 +1,28 @@
 """The forward pass over a mixed batch: decode tokens, prefill chunks and fine-tuning windows as rows of one matrix.
 
-Every node of the backbone runs once on all rows. Only three things look at whom a row belongs to: attention
-(segments), adapters (their bypass runs on their rows, and adds to the site's output), and saving. Saving is one
-mechanism for all: a training window keeps its program's saved set, and a request keeps K and V, which is its KV cache.
+Every node of the backbone runs once on all rows. Only three things look at whom a row belongs to: attention, adapters
+(their bypasses run on their rows, and add to the site's output), and saving. Saving is one mechanism for all: a training
+window keeps its program's saved set, and a request keeps K and V, which is its KV cache. What these three need is
+prepared once per step, for all layers, and none of them loops over requests: the rows of all requests of a cache are one
+group (`BatchRows`), and those of all adapters of one structure run their bypasses together.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from coserve.graph.bypass import AttachedBypass
-from coserve.graph.execute import add_node, run_graph, run_node
+from coserve.graph.execute import run_graph, run_node
 from coserve.graph.ir import Node
-from coserve.graph.operators.attention import AttentionContext, PagedSegment, Segment
+from coserve.graph.operators.base import AttentionRows, Context
+from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundBypass:
-    """A bypass at a site, with its parameters (tensors in the compute dtype, by name)."""
-
-    bypass: AttachedBypass
-    parameters: Mapping[str, Tensor]
-
-
-# What an adapter adds to a model: for each part, its bypasses by site.
-Bypasses = Mapping[Part, Mapping[str, BoundBypass]]
+from coserve.models.bypasses import Bypasses, BypassGroup, bypass_groups
 
 
 class Destination(Protocol):
@@ -44,8 +35,7 @@ class Destination(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Where a span's rows of some tensors go: name -> a tensor [rows of the span, ...], or what else can be copied
-    into.
+    """Where some rows of some tensors go: name -> a tensor [n, ...], or what else can be copied into.
 
     packed_signs: the nodes that make those of them that exist only to be kept.
     """
@@ -54,50 +44,57 @@ class Keep:
     packed_signs: Mapping[str, Node] = field(default_factory=dict)
 
 
-class Span(ABC):
-    """Consecutive rows of a batch that belong to one request or one training window.
+class BatchRows(ABC):
+    """Neighbouring rows of a batch, of one span or of several, with what they need in every part of the model.
 
-    tokens (negative: virtual), positions: int64 [n]. bypasses: of the adapter that the rows use, or None.
+    tokens (negative: virtual), positions: int64 [n]. segments: whom they attend to, in stores of pages of
+    `block_tokens` keys.
     """
 
     tokens: Tensor
     positions: Tensor
-    bypasses: Bypasses | None = None
+    segments: Sequence[Segment]
+    block_tokens: int
 
     @abstractmethod
     def keep(self, part: Part) -> Keep:
         """What to save of this part. Must hold the tensors that the part's graph carries (K and V)."""
 
+    @abstractmethod
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where a block's keys and values lie, [num_pages, block_tokens, Hkv * D] each."""
+
     def constants(self, part: Part) -> Mapping[str, Tensor]:
         """What its bypasses read beside the constants of all rows, by name: [n, ...]."""
         return {}
 
-    @abstractmethod
-    def segments(self, layer: int) -> Sequence[Segment | PagedSegment]:
-        """Who attends to what in a block; rows count from the start of the span."""
+
+class Span(ABC):
+    """Consecutive rows of a batch that belong to one request or one training window.
+
+    bypasses: of the adapter that the rows use, or None.
+    """
+
+    num_rows: int
+    bypasses: Bypasses | None = None
 
     @property
-    def kin(self) -> Hashable:
-        """Neighbours of equal kin are kept, and attend, as one span (`joined`), whatever bypasses each takes; None:
-        alone.
-        """
+    def group(self) -> Hashable:
+        """Neighbours of an equal group are one `BatchRows`; None: alone."""
         return None
 
-    def joined(self, others: Sequence[Any]) -> "Span":
-        """One span, without bypasses, for this one's rows and those of its kin behind them."""
-        raise NotImplementedError
+    @abstractmethod
+    def gather(self, others: Sequence[Any]) -> BatchRows:
+        """The rows of this span and of others of its group after it."""
 
 
 def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     """Run the spans through the embedding and all blocks: [n, hidden_size] for the head, rows in the spans' order."""
     assert spans, "a batch has at least one span"
-    rows = _slices(spans)
-    kept = _joined(spans)
-    constants = backbone.constants(torch.cat([s.tokens for s in spans]), torch.cat([s.positions for s in spans]))
+    batch = _Batch(backbone, spans)
     x = None
     for part in backbone.architecture.parts[:-1]:
-        takers = [_Taker(span, own, part) for span, own in zip(spans, rows, strict=True) if span.bypasses]
-        x = _run_part(backbone, part, x, constants, takers, [_Keeper(span, own, part) for span, own in kept])
+        x = batch.run(part, x)
     assert x is not None
     return x
 
@@ -108,84 +105,96 @@ def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypass
     users: (number of rows, their adapter's bypasses or None), in the order of the rows; none: all rows use the bare
     model.
     """
-    spans = [_HeadRows(num_rows, bypasses) for num_rows, bypasses in users or [(hidden.shape[0], None)]]
-    rows = _slices(spans)
-    assert rows[-1].stop == hidden.shape[0], "the users' rows are all the rows"
-    takers = [_Taker(span, own, "head") for span, own in zip(spans, rows, strict=True) if span.bypasses]
-    return _run_part(backbone, "head", hidden, {}, takers, ())
-
-
-def _slices(spans: Sequence[Span]) -> list[slice]:
-    ends = list(accumulate(span.tokens.shape[0] for span in spans))
-    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-def _joined(spans: Sequence[Span]) -> list[tuple[Span, slice]]:
-    """The spans with their rows, neighbours of equal kin as one."""
-    result = []
-    pairs = zip(spans, _slices(spans), strict=True)
-    for _, members in groupby(pairs, key=lambda pair: id(pair[0]) if pair[0].kin is None else pair[0].kin):
-        (first, rows), *others = members
-        if first.kin is not None:
-            first = first.joined([span for span, _ in others])
-        result.append((first, slice(rows.start, others[-1][1].stop if others else rows.stop)))
-    return result
-
-
-def _run_part(
-    backbone: Backbone,
-    part: Part,
-    x: Tensor | None,
-    constants: Mapping[str, Tensor],
-    takers: Sequence["_Taker"],
-    keepers: Sequence["_Keeper"],
-) -> Tensor:
-    """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's output."""
-    graph = backbone.architecture.graphs[part]
-    segments = tuple(segment for keeper in keepers for segment in keeper.segments)
-    context = AttentionContext(kernel=backbone.attention, segments=segments)
-    after = _AfterNode(takers, keepers)
-    values: dict[str, Tensor] = dict(constants)
-    if x is not None:
-        values["x"] = x
-        after.save("x", x)
-    run_graph(graph, values, backbone.weights[part], context, after)
+    assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], "the users' rows are all the rows"
+    groups = bypass_groups([(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device)
+    context, values = Context(backend=backbone.backend), {"x": hidden}
+    graph = backbone.architecture.graphs["head"]
+    run_graph(graph, values, backbone.weights["head"], context, _AfterNode("head", (), groups, context))
     return values[graph.outputs[0]]
 
 
-class _Taker:
-    """A span's rows in one part, and which bypasses they take."""
-
-    def __init__(self, span: Span, rows: slice, part: Part) -> None:
-        assert span.bypasses is not None
-        self.rows, self.bypasses, self.constants = rows, span.bypasses.get(part, {}), span.constants(part)
-
-
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Keeper:
-    """A span's rows in one part, what is kept of them, and whom they attend to (rows from the start of the batch)."""
+    """A group's rows in a batch, and whom they attend to."""
 
-    def __init__(self, span: Span, rows: slice, part: Part) -> None:
-        self.rows, self.keep = rows, span.keep(part)
-        self.segments = [segment.moved(rows.start) for segment in span.segments(part)] if isinstance(part, int) else []
+    own: BatchRows
+    rows: slice
+    attention: AttentionBatch
+
+
+class _Batch:
+    """Spans as one batch, with all that does not depend on the part of the model."""
+
+    def __init__(self, backbone: Backbone, spans: Sequence[Span]) -> None:
+        self._backbone = backbone
+        self._keepers: list[_Keeper] = []
+        users: list[tuple[int, Bypasses | None, BatchRows | None]] = []
+        start = 0
+        for _, found in groupby(spans, key=lambda span: id(span) if span.group is None else span.group):
+            first, *others = found
+            own = first.gather(others)
+            rows = slice(start, start + own.tokens.shape[0])
+            attention = backbone.backend.prepare_attention(own.segments, block_tokens=own.block_tokens)
+            self._keepers.append(_Keeper(own=own, rows=rows, attention=attention))
+            users += [(span.num_rows, span.bypasses, own) for span in (first, *others)]
+            start = rows.stop
+        self._groups = bypass_groups(users, backbone.device)
+        tokens, positions = (_cat([getattr(k.own, name) for k in self._keepers]) for name in ("tokens", "positions"))
+        self._constants = backbone.constants(tokens, positions)
+
+    def run(self, part: Part, x: Tensor | None) -> Tensor:
+        """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's output."""
+        backbone, graph = self._backbone, self._backbone.architecture.graphs[part]
+        context = Context(backend=backbone.backend, attention=self._attention(part))
+        after = _AfterNode(part, self._keepers, self._groups, context)
+        values: dict[str, Tensor] = dict(self._constants)
+        if x is not None:
+            values["x"] = x
+            after.save("x", x)
+        run_graph(graph, values, backbone.weights[part], context, after)
+        return values[graph.outputs[0]]
+
+    def _attention(self, part: Part) -> tuple[AttentionRows, ...]:
+        if not isinstance(part, int):
+            return ()
+        stores = [keeper.own.stores(part) for keeper in self._keepers]
+        return tuple(
+            AttentionRows(rows=keeper.rows, batch=keeper.attention, keys=keys, values=values)
+            for keeper, (keys, values) in zip(self._keepers, stores, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Saved:
+    """What a group keeps of a part."""
+
+    own: BatchRows
+    rows: slice
+    keep: Keep
 
 
 class _AfterNode:
-    """What happens behind each node of a part: bypasses add to its output, then the spans save what they keep of it."""
+    """What happens after each node of a part: bypasses add to its output, then what is kept of it is saved."""
 
-    def __init__(self, takers: Sequence[_Taker], keepers: Sequence[_Keeper]) -> None:
-        self._bypassed = _neighbours(takers)
-        self._savers: dict[str, list[_Keeper]] = {}
-        self._signs: dict[str, list[tuple[_Keeper, str, Node]]] = {}
+    def __init__(self, part: Part, keepers: Sequence[_Keeper], groups: Sequence[BypassGroup], context: Context) -> None:
+        self._context = context
+        self._part = part
+        self._groups: dict[str, list[BypassGroup]] = {}
+        for group in groups:
+            for site in group.sites(part):
+                self._groups.setdefault(site, []).append(group)
+        self._savers: dict[str, list[_Saved]] = {}
+        self._signs: dict[str, list[tuple[_Saved, str, Node]]] = {}
         for keeper in keepers:
-            for name in keeper.keep.rows:
-                self._savers.setdefault(name, []).append(keeper)
-            for sign, node in keeper.keep.packed_signs.items():
-                self._signs.setdefault(node.inputs[0][1], []).append((keeper, sign, node))
+            saved = _Saved(own=keeper.own, rows=keeper.rows, keep=keeper.own.keep(part))
+            for name in saved.keep.rows:
+                self._savers.setdefault(name, []).append(saved)
+            for sign, node in saved.keep.packed_signs.items():
+                self._signs.setdefault(node.inputs[0][1], []).append((saved, sign, node))
 
     def __call__(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
-        for run in self._bypassed:
-            if (bound := run[0].bypasses.get(node.name)) is not None:
-                self._run_bypass(bound, run, node, values)
+        for group in self._groups.get(node.name, ()):
+            self._run_bypass(group, node, values)
         for _, name in node.outputs:
             if self._is_kept(name):
                 self.save(name, values[name])
@@ -193,73 +202,51 @@ class _AfterNode:
     def _is_kept(self, name: str) -> bool:
         return name in self._savers or name in self._signs
 
-    def save(self, name: str, value: Tensor, first_row: int = 0) -> None:
-        """Copy a tensor's rows to every span that keeps them; `value` begins at row `first_row` of the batch."""
-        last_row = first_row + value.shape[0]
-        for keeper in self._savers.get(name, ()):
-            if first_row <= keeper.rows.start < last_row:
-                keeper.keep.rows[name].copy_(value[keeper.rows.start - first_row : keeper.rows.stop - first_row])
-        for keeper, sign, node in self._signs.get(name, ()):
-            packed = run_node(
-                node, {name: value[keeper.rows.start - first_row : keeper.rows.stop - first_row]}, {}, None
-            )
-            keeper.keep.rows[sign].copy_(packed[sign])
+    def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
+        """Copy a tensor's rows to all who keep them; the rows of `value` are those of a group, or of the batch."""
+        for saved in self._savers.get(name, ()):
+            if (rows := _rows_in(saved, group)) is not None:
+                saved.keep.rows[name].copy_(value[rows])
+        for saved, sign, node in self._signs.get(name, ()):
+            if (rows := _rows_in(saved, group)) is not None:
+                packed = run_node(node, {name: value[rows]}, {}, self._context)
+                saved.keep.rows[sign].copy_(packed[sign])
 
-    def _run_bypass(
-        self, bound: BoundBypass, run: Sequence[_Taker], node: Node, values: MutableMapping[str, Tensor]
-    ) -> None:
-        """Run a bypass on the rows of neighbours that share it, save what they keep of its inside, add its result in
+    def _run_bypass(self, group: BypassGroup, node: Node, values: MutableMapping[str, Tensor]) -> None:
+        """Run the bypasses of a group's adapters on their rows, save what is kept of their inside, add their result in
         place.
         """
-        bypass, rows = bound.bypass, slice(run[0].rows.start, run[-1].rows.stop)
+        bypass, parameters = group.site(self._part, node.name)
         output = values[node.outputs[0][1]]
-        local: dict[str, Tensor] = {bypass.base: output[rows]}
-        self.save(bypass.base, output[rows], rows.start)
+        base = group.take(output)
+        local: dict[str, Tensor] = {bypass.base: base}
+        if self._is_kept(bypass.base):
+            self.save(bypass.base, base, group)
         # The last node's result goes right into the sum, unless somebody wants it for itself, or it reads the base.
         last = bypass.nodes[-1]
         is_sum = last.outputs[0][1] == bypass.result and not self._is_kept(bypass.result)
         is_sum &= bypass.base not in last.input.values()
         for inner in bypass.nodes:
             for name in inner.input.values():
-                if name in local or name in bound.parameters:
-                    continue
-                if name in values:
-                    local[name] = values[name][rows]
-                else:
-                    local[name] = torch.cat([taker.constants[name] for taker in run])
+                if name not in local and name not in parameters:
+                    local[name] = group.take(values[name]) if name in values else group.constant(self._part, name)
             if is_sum and inner is last:
-                add_node(output[rows], inner, local, bound.parameters, None)
+                inputs = {slot: parameters.get(name, local.get(name)) for slot, name in inner.inputs}
+                inner.operator.forward_onto(base, inputs, inner.attribute, self._context)
+                group.put(output, base)
                 return
-            made = run_node(inner, local, bound.parameters, None)
+            made = run_node(inner, local, parameters, self._context)
             local.update(made)
             for name, value in made.items():
-                self.save(name, value, rows.start)
-        output[rows] += local[bypass.result]
+                if self._is_kept(name):
+                    self.save(name, value, group)
+        group.add(output, local[bypass.result])
 
 
-def _neighbours(takers: Sequence[_Taker]) -> list[list[_Taker]]:
-    """Spans that take bypasses, those that stand side by side and take the same ones together."""
-    runs: list[list[_Taker]] = []
-    for taker in takers:
-        if not taker.bypasses:
-            continue
-        last = runs[-1][-1] if runs else None
-        if last is not None and last.bypasses is taker.bypasses and last.rows.stop == taker.rows.start:
-            runs[-1].append(taker)
-        else:
-            runs.append([taker])
-    return runs
+def _rows_in(saved: _Saved, group: BypassGroup | None) -> slice | None:
+    """Where rows that are kept stand among those of a group (None: nowhere) or of the batch."""
+    return saved.rows if group is None else group.rows_of(saved.own)
 
 
-class _HeadRows(Span):
-    """Rows that only pass the head: they attend to nothing and keep nothing."""
-
-    def __init__(self, num_rows: int, bypasses: Bypasses | None) -> None:
-        self.tokens = self.positions = torch.empty(num_rows, dtype=torch.int64)
-        self.bypasses = bypasses
-
-    def keep(self, part: Part) -> Keep:
-        return Keep()
-
-    def segments(self, layer: int) -> Sequence[Segment]:
-        return ()
+def _cat(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -1,15 +1,17 @@
 """A sequence with a KV cache of its own: contiguous, of fixed capacity."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coserve.errors import BudgetError
-from coserve.graph.operators.attention import Segment
+from coserve.kernels.attention import Segment
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.batch import Bypasses, Keep, Span
+from coserve.models.batch import BatchRows, Keep, Span
+from coserve.models.bypasses import Bypasses
 
 
 class CachedSequence:
@@ -24,7 +26,7 @@ class CachedSequence:
         for layer in range(backbone.architecture.num_layers):
             graph = backbone.architecture.graphs[layer]
             self.cache[layer] = {
-                name: torch.empty(capacity, *graph.spec[name].shape, dtype=backbone.dtype, device=backbone.device)
+                name: torch.zeros(capacity, *graph.spec[name].shape, dtype=backbone.dtype, device=backbone.device)
                 for name in graph.kv_tensors
             }
 
@@ -37,15 +39,20 @@ class CachedSequence:
         return _CachedRows(self, tokens.to(self._device), start, end)
 
 
-class _CachedRows(Span):
+class _CachedRows(Span, BatchRows):
     def __init__(self, sequence: CachedSequence, tokens: Tensor, start: int, end: int) -> None:
-        self.tokens, self.bypasses = tokens, sequence.bypasses
+        self.tokens, self.bypasses, self.num_rows = tokens, sequence.bypasses, end - start
         self.positions = torch.arange(start, end, device=tokens.device)
+        self.segments = [Segment(num_rows=end - start, num_keys=end)]
+        self.block_tokens = sequence.capacity
         self._cache, self._start, self._end = sequence.cache, start, end
+
+    def gather(self, others: Sequence[Any]) -> BatchRows:
+        return self
 
     def keep(self, part: Part) -> Keep:
         return Keep(rows={name: rows[self._start : self._end] for name, rows in self._cache.get(part, {}).items()})
 
-    def segments(self, layer: int) -> Sequence[Segment]:
-        keys, values = (rows[: self._end] for rows in self._cache[layer].values())
-        return [Segment(rows=slice(0, self._end - self._start), keys=lambda: keys, values=lambda: values)]
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = (rows[None] for rows in self._cache[layer].values())
+        return keys, values

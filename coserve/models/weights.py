@@ -5,7 +5,7 @@ One tensor is converted at a time, so nothing large ever exists twice.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coserve.errors import WeightsError
-from coserve.kernels.linear import join, stored
+from coserve.errors import ModelError, WeightsError
+from coserve.kernels.base import Backend
+from coserve.kernels.weights import WEIGHT_FORMATS, DenseWeight, Weight, join, make_weight
 from coserve.models.base import Architecture, Part
 
-Weights = dict[Part, dict[str, Tensor]]
+# What the nodes of a part read, by name: the weights of linear layers, and tensors (embeddings, norms, biases).
+Weights = dict[Part, dict[str, Tensor | Weight]]
 # Told how many tensors have been loaded, and of how many.
 Progress = Callable[[int, int], None]
 
@@ -29,13 +31,31 @@ _INDEX = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightStorage:
+    """How weights are held: the compute dtype, how those of linear layers are stored (`WEIGHT_FORMATS`; all others stay
+    in the dtype), and whose layout they have.
+    """
+
+    dtype: torch.dtype
+    weight_format: str
+    backend: Backend
+
+    def __post_init__(self) -> None:
+        if self.weight_format not in WEIGHT_FORMATS:
+            raise ModelError(f"weights {self.weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}")
+
+    def made(self, architecture: Architecture, name: str, tensor: Tensor) -> "Tensor | Weight":
+        """A tensor of the checkpoint as it is held. The table of embeddings that is also the head stays a tensor, in
+        the layout of a weight.
+        """
+        if name.removesuffix(".weight") in architecture.linear_sites and name.endswith(".weight"):
+            return make_weight(tensor, self.weight_format, self.backend)
+        return self.backend.layout(tensor) if architecture.is_tied_table(name) else tensor
+
+
 def load_weights(
-    architecture: Architecture,
-    directory: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None = None,
+    architecture: Architecture, directory: Path, storage: WeightStorage, *, progress: Progress | None = None
 ) -> Weights:
     """Read a checkpoint's weights; names, shapes and types are checked before the first tensor is read.
 
@@ -50,16 +70,20 @@ def load_weights(
                 raise WeightsError(f"{entry.name} is in both {found[entry.name].file} and {file}; keep one of them")
             found[entry.name] = entry
     _check(architecture, found, directory)
-    loaded = {}
+    loaded: dict[str, Tensor | Weight] = {}
+    device, dtype = storage.backend.device, storage.dtype
     for file, entries in groupby(found.values(), key=lambda entry: entry.file):
         with _open(file) as reader:
             for name in (entry.name for entry in entries if entry.name in architecture.weight_shapes):
-                loaded[name] = _stored(architecture, name, reader.get_tensor(name).to(device=device, dtype=dtype))
+                tensor = reader.get_tensor(name).to(device=device, dtype=dtype)
+                loaded[name] = storage.made(architecture, name, tensor)
                 if progress is not None:
                     progress(len(loaded), len(architecture.weight_shapes))
     if architecture.tied and _HEAD in found:
-        _check_tied_head(found[_HEAD].file, loaded[f"{architecture.embedding_name}.weight"])
-    return _joined(architecture, loaded)
+        table = loaded[f"{architecture.embedding_name}.weight"]
+        assert isinstance(table, Tensor)
+        _check_tied_head(found[_HEAD].file, table)
+    return _joined(architecture, loaded, storage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,52 +127,67 @@ def _check_tied_head(file: Path, embedding: Tensor) -> None:
         )
 
 
-def random_weights(architecture: Architecture, *, dtype: torch.dtype, device: torch.device, seed: int) -> Weights:
+def random_weights(architecture: Architecture, storage: WeightStorage, *, seed: int) -> Weights:
     """Weights drawn from N(0, 0.02²), norms at one, biases at zero: right in shape and speed, and nothing more."""
+    device = storage.backend.device
     generator = torch.Generator(device).manual_seed(seed)
-    weights = {}
+    weights: dict[str, Tensor | Weight] = {}
     for name, shape in architecture.weight_shapes.items():
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = torch.empty(shape, dtype=storage.dtype, device=device)
         if name.endswith(".bias"):
             tensor.zero_()
         elif len(shape) == 1:
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, 0.02, generator=generator)
-        weights[name] = _stored(architecture, name, tensor)
-    return _joined(architecture, weights)
+        weights[name] = storage.made(architecture, name, tensor)
+    return _joined(architecture, weights, storage)
 
 
-def _joined(architecture: Architecture, loaded: dict[str, Tensor]) -> Weights:
+def _joined(architecture: Architecture, loaded: dict[str, Tensor | Weight], storage: WeightStorage) -> Weights:
     """`by_part`, with weights that are multiplied with the same rows in one piece of memory; takes from `loaded`."""
-    weights = by_part(architecture, loaded)
+    weights = by_part(architecture, loaded, storage)
     loaded.clear()  # so that each goes as soon as its copy is there
     for part, graph in architecture.graphs.items():
+        own: dict[str, Any] = weights[part]
         for run in graph.runs:
-            for slot in ("weight", "bias"):
-                names = [node.input[slot] for node in run if slot in node.input]
-                if len(names) == len(run) > 1:
-                    weights[part] |= zip(names, join([weights[part][name] for name in names]), strict=True)
+            if len(run) > 1:
+                biases = [node.input.get("bias") for node in run]
+                joined = join(
+                    [own[node.input["weight"]] for node in run],
+                    [None if bias is None else own[bias] for bias in biases],
+                    storage.backend,
+                )
+                for node, bias, weight, joined_bias in zip(run, biases, *joined, strict=True):
+                    own[node.input["weight"]] = weight
+                    if bias is not None:
+                        own[bias] = joined_bias
     return weights
 
 
-def _stored(architecture: Architecture, name: str, tensor: Tensor) -> Tensor:
-    """A weight in its layout; a table of embeddings that is also the head has the head's."""
-    is_head = architecture.tied and name == f"{architecture.embedding_name}.weight"
-    is_linear = is_head or (name.endswith(".weight") and name.removesuffix(".weight") in architecture.linear_sites)
-    return stored(tensor) if is_linear else tensor
+def weight_tensors(weights: Mapping[str, Tensor | Weight]) -> list[Tensor]:
+    """What the weights of a part hold in memory."""
+    held = weights.values()
+    return [tensor for each in held for tensor in ((each,) if isinstance(each, Tensor) else each.tensors())]
 
 
-def absent_weights(architecture: Architecture, *, dtype: torch.dtype) -> Weights:
+def absent_weights(architecture: Architecture, storage: WeightStorage) -> Weights:
     """Weights of the right shapes on the meta device: nothing is read and nothing is held."""
-    shapes = architecture.weight_shapes
-    return by_part(architecture, {name: torch.empty(shapes[name], dtype=dtype, device="meta") for name in shapes})
+    loaded = {
+        name: storage.made(architecture, name, torch.empty(shape, dtype=storage.dtype, device="meta"))
+        for name, shape in architecture.weight_shapes.items()
+    }
+    return by_part(architecture, loaded, storage)
 
 
-def by_part(architecture: Architecture, weights: dict[str, Tensor]) -> Weights:
-    """Weights by full name -> by part and the name in its graph; a tied head shares the embedding's tensor."""
+def by_part(architecture: Architecture, weights: dict[str, Tensor | Weight], storage: WeightStorage) -> Weights:
+    """Weights by full name -> by part and the name in its graph; a tied dense head shares the embedding's tensor."""
     if architecture.tied:
-        weights = {**weights, _HEAD: weights[f"{architecture.embedding_name}.weight"]}
+        table = weights[f"{architecture.embedding_name}.weight"]
+        assert isinstance(table, Tensor)
+        is_dense = storage.weight_format == "dense"
+        head = DenseWeight(table) if is_dense else make_weight(table, storage.weight_format, storage.backend)
+        weights = {**weights, _HEAD: head}
     return {
         part: {
             tensor.name: weights[architecture.prefix(part) + tensor.name]

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from coserve.graph.execute import BackwardRun, run_graph
 from coserve.graph.ir import Node
+from coserve.graph.operators.base import Context, Values
 from coserve.graph.program import Program
+from coserve.kernels.base import Backend
 
 # Logits of a chunk, beside which the loss holds their gradient (and a GPU a float32 copy): some 270 rows of 151,936
 # tokens in bfloat16, since the products with the head's weight are half as slow again with 100.
@@ -25,7 +27,8 @@ def loss_and_gradient(
     hidden: Tensor,
     constants: Mapping[str, Tensor],
     *,
-    weights: Mapping[str, Tensor],
+    backend: Backend,
+    weights: Values,
     accumulators: Mapping[str, Tensor],
     max_rows: int,
 ) -> tuple[Tensor, Tensor]:
@@ -46,7 +49,9 @@ def loss_and_gradient(
     totals, gradients, num_chunks = hidden.new_zeros(2, dtype=torch.float64), [], ceil(hidden.shape[0] / max_rows)
     constant_chunks = [torch.tensor_split(tensor, num_chunks) for tensor in constants.values()]
     for x, *each in zip(torch.tensor_split(hidden, num_chunks), *constant_chunks, strict=True):
-        chunk_totals, gradient = _chunk(program, x, dict(zip(constants, each, strict=True)), weights, accumulators)
+        chunk_totals, gradient = _chunk(
+            program, x, dict(zip(constants, each, strict=True)), weights, accumulators, Context(backend=backend)
+        )
         totals += chunk_totals
         gradients.append(torch.zeros_like(x) if gradient is None else gradient)
     return totals, torch.cat(gradients)
@@ -56,8 +61,9 @@ def _chunk(
     program: Program,
     hidden: Tensor,
     constants: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
+    weights: Values,
     accumulators: Mapping[str, Tensor],
+    context: Context,
 ) -> tuple[Tensor, Tensor | None]:
     """Forward and backward of some rows; of all that it computes, only its totals [2] outlive the call."""
     values = {"x": hidden, **constants}
@@ -66,7 +72,7 @@ def _chunk(
     def keep(node: Node, current: Mapping[str, Tensor]) -> None:
         kept.update({name: current[name] for name in node.output.values() if name in program.retention.saved})
 
-    run_graph(program.graph, values, weights, after=keep)
+    run_graph(program.graph, values, weights, context, keep)
     totals = torch.stack([values[name].sum(dtype=torch.float64) for name in ("loss", "loss.correct")])
     if not program.asked:
         return totals, None
@@ -75,6 +81,7 @@ def _chunk(
         values={**weights, **constants, **kept},
         gradients={"loss": torch.ones_like(values["loss"])},
         accumulators=accumulators,
+        context=context,
     )
     run.advance()
     return totals, run.gradient("x") if "x" in program.asked else None

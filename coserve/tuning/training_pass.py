@@ -10,19 +10,20 @@ dropped at any time without a trace.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.graph.execute import BackwardRun
-from coserve.graph.operators.attention import AttentionContext, Segment
+from coserve.graph.operators.base import AttentionRows, Context
+from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_row_ids
 from coserve.memory.activations import ActivationMemory, DeviceMemory, Shapes
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.batch import Keep, Span, forward
+from coserve.models.batch import BatchRows, Keep, Span, forward
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
@@ -77,6 +78,7 @@ class TrainingPass:
             tensor.to(backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
         )
         self._trained = (pack.targets != UNTRAINED).nonzero()[:, 0].to(backbone.device)
+        self._attention_batches: dict[tuple[int, int], AttentionBatch] = {}
         self._tasklet: Tasklet | None = None
         self._released = False
         try:
@@ -134,6 +136,7 @@ class TrainingPass:
             self.programs.loss,
             self._workspace[_ROWS][rows],
             {"targets": self._targets[rows], **self._constants("head", rows)},
+            backend=self.backbone.backend,
             weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
             accumulators=self._accumulators("head"),
             max_rows=chunk_rows(self.backbone.architecture.vocab_size, self.backbone.dtype),
@@ -212,20 +215,42 @@ class TrainingPass:
         prefix = self.backbone.architecture.prefix(part)
         return {name: self.gradients[prefix + name] for name in self.adapter.parameters(part)}
 
-    def _segments(self, layer: int, start: int, end: int) -> Sequence[Segment]:
-        """Who attends to what among rows [start, end), with the accumulators if there are any."""
-        keys, values = (self._saved[layer][name] for name in self._kv_tensors(layer))
-        key_grads, value_grads = self._workspace.get(_KEY_GRADS), self._workspace.get(_VALUE_GRADS)
+    def _segments(self, start: int, end: int) -> list[Segment]:
+        """Who attends to what among rows [start, end); the keys are those of the whole pack."""
         return [
-            Segment(
-                rows=slice(first - start, last - start),
-                keys=partial(keys.__getitem__, slice(begin, last)),
-                values=partial(values.__getitem__, slice(begin, last)),
-                key_grads=None if key_grads is None else key_grads[begin:last],
-                value_grads=None if value_grads is None else value_grads[begin:last],
-            )
+            Segment(num_rows=last - first, num_keys=last - begin, first_key=begin)
             for begin, first, last in self.pack.sequences_within(start, end)
         ]
+
+    def _attention_batch(self, start: int, end: int) -> AttentionBatch:
+        """The same for the kernels; a window is that of many blocks in turn."""
+        if (start, end) not in self._attention_batches:
+            batch = self.backbone.backend.prepare_attention(self._segments(start, end), block_tokens=self.pack.num_rows)
+            self._attention_batches[start, end] = batch
+        return self._attention_batches[start, end]
+
+    def _stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pack in a block, as stores of one page."""
+        keys, values = (self._saved[layer][name][None] for name in self._kv_tensors(layer))
+        return keys, values
+
+    def _backward_context(self, layer: int, start: int, end: int) -> Context:
+        """For rows [start, end), with the accumulators of dK and dV."""
+        (keys, values), grads = self._stores(layer), [self._workspace[name] for name in (_KEY_GRADS, _VALUE_GRADS)]
+        rows = AttentionRows(
+            rows=slice(0, end - start),
+            batch=self._attention_batch(start, end),
+            keys=keys,
+            values=values,
+            key_grads=grads[0][None],
+            value_grads=grads[1][None],
+        )
+        return Context(
+            backend=self.backbone.backend,
+            attention=(rows,),
+            key_grads=grads[0][start:end],
+            value_grads=grads[1][start:end],
+        )
 
 
 class Tasklet:
@@ -239,14 +264,9 @@ class Tasklet:
         constants = backbone.constants(training._tokens[rows], training._positions[rows])
         constants |= training._constants(part, rows)
         saved: Mapping[str, Tensor] = {name: tensor[rows] for name, tensor in training._saved[part].items()}
-        context = AttentionContext(kernel=backbone.attention)
+        context = Context(backend=backbone.backend)
         if isinstance(part, int):
-            context = AttentionContext(
-                kernel=backbone.attention,
-                segments=tuple(training._segments(part, start, end)),
-                key_grads=training._workspace[_KEY_GRADS][rows],
-                value_grads=training._workspace[_VALUE_GRADS][rows],
-            )
+            context = training._backward_context(part, start, end)
         self._gives_input = "x" in program.asked
         self._run: BackwardRun | None = BackwardRun(
             program,
@@ -283,14 +303,18 @@ class Tasklet:
         return self.done
 
 
-class _Window(Span):
+class _Window(Span, BatchRows):
     """A forward window: saves its program's set, and attends within the pack's sequences."""
 
     def __init__(self, training: TrainingPass, start: int, end: int) -> None:
         rows = slice(start, end)
         self.tokens, self.positions = training._tokens[rows], training._positions[rows]
-        self.bypasses = training._bypasses
+        self.bypasses, self.num_rows = training._bypasses, end - start
+        self.segments, self.block_tokens = training._segments(start, end), training.pack.num_rows
         self._pass, self._rows = training, rows
+
+    def gather(self, others: Sequence[Any]) -> BatchRows:
+        return self
 
     def keep(self, part: Part) -> Keep:
         assert not self._pass._released, "the pass was released"
@@ -302,8 +326,8 @@ class _Window(Span):
     def constants(self, part: Part) -> Mapping[str, Tensor]:
         return self._pass._constants(part, self._rows)
 
-    def segments(self, layer: int) -> Sequence[Segment]:
-        return self._pass._segments(layer, self._rows.start, self._rows.stop)
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._pass._stores(layer)
 
 
 def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num_rows: int) -> Shapes:

@@ -1,5 +1,6 @@
 """The CPU's compiled kernels against their plain twins, and what happens where they cannot be compiled."""
 
+import ctypes
 import logging
 import os
 import subprocess
@@ -10,19 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coserve.kernels import amx, cpu, linear
-from coserve.kernels.attention import (
-    AmxAttention,
-    CompiledAttention,
-    CpuAttention,
-    PageTable,
-    PlainAttention,
-    attention_kernel,
-)
+from coserve.kernels import find_backend
+from coserve.kernels.attention import AttentionSpec, Segment
+from coserve.kernels.cpu import CpuBackend, library
+from coserve.kernels.cpu.amx import AmxProducts
+from coserve.kernels.cpu.attention import run_backward, run_forward
+from coserve.kernels.cpu.products import CpuProducts
+from coserve.kernels.plain import PlainBackend
 
-KERNELS = cpu.compiled_kernels()
+KERNELS = library.compiled_kernels()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="needs g++")
-needs_tiles = pytest.mark.skipif(KERNELS is None or not KERNELS.has_tiles, reason="needs g++ and AMX")
+needs_amx = pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs g++ and AMX")
+DEVICE = torch.device("cpu")
+PLAIN = PlainBackend(DEVICE)
+CPU = PLAIN if KERNELS is None else CpuBackend(DEVICE)
 
 
 @pytest.fixture
@@ -37,44 +39,52 @@ def attention(n, m, num_heads, num_key_heads, width, sliding_window):
     torch.manual_seed(0)
     q, grad = torch.randn(2, n, num_heads, width).bfloat16()
     k, v = torch.randn(2, m, num_key_heads, width).bfloat16()
-    settings = {"scale": width**-0.5, "sliding_window": sliding_window}
-    return grad, q, k, v, *CpuAttention().forward(q, k, v, **settings), settings
+    spec = AttentionSpec(scale=width**-0.5, sliding_window=sliding_window)
+    return grad, q, k, v, *run_forward(q, k, v, spec), spec
 
 
-def reverse(kernel, grad, q, k, v, out, lse, settings):
+def attend(backend, q, k, v, spec):
+    """One segment, whose keys stand one after another."""
+    batch = backend.prepare_attention([Segment(num_rows=len(q), num_keys=len(k))], block_tokens=len(k))
+    return backend.attention(q, k.flatten(1)[None], v.flatten(1)[None], batch, spec)
+
+
+def reverse(backend, grad, q, k, v, out, lse, spec):
     """Gradients of q, k and v; what was in the sums before stays in them."""
-    dk, dv = torch.full(k.shape, 2.0), torch.full(v.shape, -1.0)
-    dq = kernel.backward(grad, q, k, v, out, lse, **settings, key_grads=dk, value_grads=dv)
-    return dq.float(), dk.sub_(2.0), dv.add_(1.0)
+    dk, dv = (torch.full((1, len(k), k[0].numel()), value) for value in (2.0, -1.0))
+    batch = backend.prepare_attention([Segment(num_rows=len(q), num_keys=len(k))], block_tokens=len(k))
+    stores = k.flatten(1)[None], v.flatten(1)[None]
+    dq = backend.attention_gradient(grad, q, *stores, out, lse, batch, spec, key_grads=dk, value_grads=dv)
+    return dq.float(), dk.sub_(2.0).view(k.shape), dv.add_(1.0).view(v.shape)
 
 
 FEWER_THREADS = """
 import torch
-from coserve.kernels import cpu, amx
-from coserve.kernels.attention import AmxAttention, CpuAttention
+from test_cpu_kernels import CPU, KERNELS, PLAIN, attend, reverse
+from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.cpu.amx import AmxProducts
 
 torch.manual_seed(0)
 q, grad = torch.randn(2, 300, 6, 64).bfloat16()
 k, v = torch.randn(2, 300, 2, 64).bfloat16()
-settings = {"scale": 0.125, "sliding_window": None}
+spec = AttentionSpec(scale=0.125)
 results = []
-for kernel, num_threads in ((CpuAttention(), 1), (AmxAttention(cpu.compiled_kernels()), 4)):
+for backend, num_threads in ((PLAIN, 1), (CPU, 4)):
     torch.set_num_threads(num_threads)
-    out, lse = kernel.forward(q, k, v, **settings)
-    dk, dv = torch.zeros(2, *k.shape)
-    dq = kernel.backward(grad, q, k, v, out, lse, **settings, key_grads=dk, value_grads=dv)
-    results.append([x.float() for x in (out, lse, dq, dk, dv)])
+    out, lse = attend(backend, q, k, v, spec)
+    results.append([x.float() for x in (out, lse, *reverse(backend, grad, q, k, v, out, lse, spec))])
 for one, other in zip(*results):
     assert (one - other).norm() < 1e-2 * other.norm()
 weight = torch.randn(96, 64).bfloat16()
-ours = amx.skinny_gemm(q[:20, 0], weight)
+ours = AmxProducts(KERNELS).skinny_gemm(q[:20, 0], weight)
 assert (ours.float() - q[:20, 0].float() @ weight.float().T).abs().max() < 0.2
 """
 
 
-@needs_tiles
+@needs_amx
 def test_kernels_are_whole_with_fewer_threads_than_they_ask_for():
-    environment = {**os.environ, "OMP_THREAD_LIMIT": "1", "PYTHONPATH": str(Path(cpu.__file__).parents[3])}
+    places = [str(Path(library.__file__).parents[3]), str(Path(__file__).parent)]
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "1", "PYTHONPATH": os.pathsep.join(places)}
     subprocess.run([sys.executable, "-c", FEWER_THREADS], check=True, env=environment, timeout=120)
 
 
@@ -89,74 +99,97 @@ SHAPES = [
 ]
 
 
-@needs_tiles
+@needs_amx
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_forward_pass_of_attention(monkeypatch, with_threads, shape, num_threads):
-    monkeypatch.setattr("coserve.kernels.attention._MIN_AMX_ROWS", 1)
-    _, q, k, v, _, _, settings = attention(*shape)
+    monkeypatch.setattr("coserve.kernels.cpu.attention._MIN_AMX_ROWS", 1)
+    _, q, k, v, _, _, spec = attention(*shape)
     q, k = 3 * q, 3 * k  # some probabilities near 1, many near 0
-    exact, exact_lse = PlainAttention().forward(q.float(), k.float(), v.float(), **settings)
+    exact, exact_lse = attend(PLAIN, q.float(), k.float(), v.float(), spec)
     with_threads(num_threads)
-    out, lse = AmxAttention(KERNELS).forward(q, k, v, **settings)
+    out, lse = attend(CPU, q, k, v, spec)
     torch.testing.assert_close(lse, exact_lse, atol=1e-5, rtol=1e-5)
     # Probabilities are rounded to bfloat16 on the way, and the result is.
     assert (out.float() - exact).norm() < 4e-3 * exact.norm()
     torch.testing.assert_close(out.float(), exact, atol=0.01 * float(exact.abs().max()), rtol=0.02)
     with_threads(1)
-    assert torch.equal(AmxAttention(KERNELS).forward(q, k, v, **settings)[0], out)
+    assert torch.equal(attend(CPU, q, k, v, spec)[0], out)
 
 
-@needs_tiles
+@needs_amx
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_backward_pass_of_attention(with_threads, shape, num_threads):
-    *inputs, settings = attention(*shape)
-    plain = reverse(PlainAttention(), *(x.float() for x in inputs), settings)
+    *inputs, spec = attention(*shape)
+    plain = reverse(PLAIN, *(x.float() for x in inputs), spec)
     with_threads(num_threads)
-    ours = reverse(AmxAttention(KERNELS), *inputs, settings)
+    ours = reverse(CPU, *inputs, spec)
     for one, exact in zip(ours, plain, strict=True):
         assert one.shape == exact.shape
         # Probabilities and gradients of scores are rounded to bfloat16 on the way, 2e-3 of each.
         assert (one - exact).norm() < 4e-3 * exact.norm()
         torch.testing.assert_close(one, exact, atol=0.02 * float(exact.abs().max()), rtol=0.02)
-    again = reverse(AmxAttention(KERNELS), *inputs, settings)
+    again = reverse(CPU, *inputs, spec)
     assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
 
 
-@needs_tiles
+@needs_amx
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_none(wrong):
-    _, q, k, v, _, _, settings = attention(140, 140, 4, 2, 64, None)
+    _, q, k, v, _, _, spec = attention(140, 140, 4, 2, 64, None)
     k[5, 0, 3] = wrong
-    plain, ours = (kernel.forward(q, k, v, **settings)[0] for kernel in (PlainAttention(), AmxAttention(KERNELS)))
+    plain, ours = (attend(backend, q, k, v, spec)[0] for backend in (PLAIN, CPU))
     assert plain.isnan().any() and torch.equal(plain.isnan(), ours.isnan())
 
 
-@needs_tiles
+@needs_amx
 def test_nothing_is_reversed_where_there_is_nothing():
-    *inputs, settings = attention(20, 20, 4, 2, 64, None)
+    *inputs, spec = attention(20, 20, 4, 2, 64, None)
     empty = [x if x is inputs[2] or x is inputs[3] else x[:0] for x in inputs]
-    dq, dk, dv = reverse(AmxAttention(KERNELS), *empty, settings)
+    dq, dk, dv = reverse(CPU, *empty, spec)
     assert dq.shape == (0, 4, 64) and not dk.any() and not dv.any()
 
 
-@needs_tiles
+@needs_amx
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 32), (torch.bfloat16, 24)])
 def test_other_dtypes_and_widths_of_attention_take_the_other_way(dtype, width):
-    *inputs, settings = attention(9, 20, 4, 2, width, None)
-    inputs = [x.to(dtype) if x.dtype == torch.bfloat16 else x for x in inputs]
-    results = [reverse(kernel, *inputs, settings) for kernel in (CpuAttention(), AmxAttention(KERNELS))]
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    *inputs, spec = attention(9, 20, 4, 2, width, None)
+    grad, q, k, v, out, lse = (x.to(dtype) if x.dtype == torch.bfloat16 else x for x in inputs)
+    dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+    dq = run_backward(grad, q, k, v, out, lse, spec, key_grads=dk, value_grads=dv)
+    ours = reverse(CPU, grad, q, k, v, out, lse, spec)
+    for one, other in zip((dq.float(), dk, dv), ours, strict=True):
+        torch.testing.assert_close(one, other)
 
 
-@needs_tiles
+@needs_amx
+def test_segments_of_a_window_run_as_one_call():
+    torch.manual_seed(0)
+    sizes, spec = (20, 100, 33, 5), AttentionSpec(scale=0.125)
+    q, grad = torch.randn(2, sum(sizes), 4, 64).bfloat16()
+    k, v = torch.randn(2, sum(sizes), 2, 64).bfloat16()
+    segments = [Segment(num_rows=n, num_keys=n, first_key=sum(sizes[:index])) for index, n in enumerate(sizes)]
+    batch, stores = CPU.prepare_attention(segments, block_tokens=len(k)), (k.flatten(1)[None], v.flatten(1)[None])
+    out, lse = CPU.attention(q, *stores, batch, spec)
+    dk, dv = torch.zeros(2, 1, len(k), 128)
+    dq = CPU.attention_gradient(grad, q, *stores, out, lse, batch, spec, key_grads=dk, value_grads=dv)
+    for own in (slice(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))):
+        given = (q[own], k[own], v[own])
+        alone, norm = attend(CPU, *given, spec)
+        grads = reverse(CPU, grad[own], *given, alone, norm, spec)
+        whole = (out[own], lse[own], dq[own].float(), dk[0, own].view(grads[1].shape), dv[0, own].view(grads[2].shape))
+        for one, other in zip(whole, (alone, norm, *grads), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@needs_amx
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize(("inner", "outer"), [(32, 32), (96, 64), (576, 960), (1536, 544)])
 def test_products_of_few_rows(with_threads, inner, outer, num_threads):
     torch.manual_seed(0)
     with_threads(num_threads)
-    weight, bias = torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
+    amx, weight, bias = AmxProducts(KERNELS), torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
     wide = torch.randn(100, inner + 8).bfloat16()
     for n in (1, 2, 15, 16, 17, 32, 33, 49, 64, 100):
         x = wide[:n, 8:]  # rows of a wider tensor
@@ -168,7 +201,7 @@ def test_products_of_few_rows(with_threads, inner, outer, num_threads):
         assert torch.equal(amx.skinny_gemm(x[-1:], weight), whole[-1:]), "whatever other rows are there"
 
 
-@needs_tiles
+@needs_amx
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize(
     ("n", "width", "rank"), [(1, 96, 4), (37, 96, 16), (160, 896, 16), (33, 128, 40), (512, 96, 64)]
@@ -176,6 +209,7 @@ def test_products_of_few_rows(with_threads, inner, outer, num_threads):
 def test_products_with_a_matrix_of_low_rank(with_threads, n, width, rank, num_threads):
     torch.manual_seed(0)
     with_threads(num_threads)
+    amx = AmxProducts(KERNELS)
     x = torch.randn(n, width + 8).bfloat16()[:, :width]  # rows of a wider tensor
     narrow, a, b = (torch.randn(shape).bfloat16() for shape in ((n, rank), (rank, width), (width, rank)))
     for matrix, transposed in ((a, True), (b, False)):
@@ -193,25 +227,26 @@ def test_products_with_a_matrix_of_low_rank(with_threads, n, width, rank, num_th
         torch.testing.assert_close(grad, (exact.T if transposed else exact).float(), atol=1e-3, rtol=1e-4)
 
 
-@needs_tiles
-def test_products_that_the_kernels_are_not_for_go_the_other_way(monkeypatch):
-    monkeypatch.setattr(amx, "compiled_kernels", lambda: SimpleNamespace(has_tiles=True))  # has no functions
+@needs_kernels
+def test_products_that_the_amx_kernels_are_not_for_go_the_other_way():
+    products = CpuProducts(SimpleNamespace(has_amx=True))  # has no functions
+    amx = AmxProducts(SimpleNamespace())
     torch.manual_seed(0)
 
     def check(x, weight, grad):
-        exact = x.float() @ weight.float().T
+        exact, tolerance = x.float() @ weight.float().T, {"atol": 0.1, "rtol": 0.02}
         total, back = torch.randn(exact.shape).to(x.dtype), torch.randn(x.shape).to(x.dtype)
         expected = ((total.float() + exact), (back.float() + grad.float() @ weight.float()))
-        torch.testing.assert_close(linear.product(x, weight), exact.to(x.dtype))
+        torch.testing.assert_close(products.product(x, weight).float(), exact, **tolerance)
         torch.testing.assert_close(
-            linear.weight_gradient(grad, x).float(), grad.float().T @ x.float(), atol=0.1, rtol=0.02
+            products.low_rank_gradient(grad, x).float(), grad.float().T @ x.float(), atol=0.1, rtol=0.02
         )
-        linear.add_product(total, x, weight)
-        linear.add_input_gradient(back, grad, weight)
+        products.low_rank_product(x, weight, total)
+        products.low_rank_input_gradient(grad, weight, back)
         for one, other in zip((total, back), expected, strict=True):
-            torch.testing.assert_close(one, other.to(x.dtype))
+            torch.testing.assert_close(one.float(), other, **tolerance)
 
-    for n, inner, outer in ((4, 72, 96), (4, 96, 72), (0, 96, 96), (300, 96, 96), (9, 16, 16), (9, 100, 16)):
+    for n, inner, outer in ((4, 72, 96), (4, 96, 72), (300, 96, 96), (9, 16, 16), (9, 100, 16)):
         check(*(torch.randn(shape).bfloat16() for shape in ((n, inner), (outer, inner), (n, outer))))
     check(torch.randn(4, 96).bfloat16(), torch.randn(96, 96).bfloat16().T, torch.randn(4, 96).bfloat16())
     check(torch.randn(4, 96), torch.randn(96, 96), torch.randn(4, 96))
@@ -243,6 +278,12 @@ def paged(lengths, num_heads, num_key_heads, width, block_tokens, dtype):
     return torch.randn(len(lengths), num_heads, width).to(dtype), keys, values, pages
 
 
+def attend_paged(backend, q, keys, values, pages, lengths, spec):
+    segments = [Segment(num_rows=1, num_keys=n, pages=own) for own, n in zip(pages, lengths, strict=True)]
+    batch = backend.prepare_attention(segments, block_tokens=keys.shape[1])
+    return backend.attention(q, keys, values, batch, spec)
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
@@ -261,22 +302,21 @@ def paged(lengths, num_heads, num_key_heads, width, block_tokens, dtype):
 def test_attention_reads_keys_in_their_pages(with_threads, shape, sliding_window, num_threads, dtype):
     lengths, num_heads, num_key_heads, width, _ = shape
     q, keys, values, pages = paged(*shape, dtype)
-    settings = {"scale": 1.5 * width**-0.5, "sliding_window": sliding_window}
+    spec = AttentionSpec(scale=1.5 * width**-0.5, sliding_window=sliding_window)
     with_threads(num_threads)
-    kernel = CompiledAttention(KERNELS)
-    out, lse = kernel.forward_paged(q, keys, values, PageTable(pages, lengths, q.device), **settings)
+    out, lse = attend_paged(CPU, q, keys, values, pages, lengths, spec)
     assert out.shape == q.shape and out.dtype == dtype and lse.dtype == torch.float32
     for i, (row, length) in enumerate(zip(pages, lengths, strict=True)):
         own = [x[row].flatten(0, 1)[:length].view(length, num_key_heads, width).double() for x in (keys, values)]
         k, v = (x[-(sliding_window or length) :].repeat_interleave(num_heads // num_key_heads, 1) for x in own)
-        scores = torch.einsum("hd,khd->hk", q[i].double(), k) * settings["scale"]
+        scores = torch.einsum("hd,khd->hk", q[i].double(), k) * spec.scale
         exact = torch.einsum("hk,khd->hd", scores.softmax(-1), v)
         tolerance = 3e-6 if dtype == torch.float32 else 4e-3  # bfloat16: of rounding what comes out
         torch.testing.assert_close(out[i].double(), exact, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(lse[i].double(), scores.logsumexp(-1), atol=3e-6, rtol=3e-6)
         # Neither the company nor the number of threads changes a bit of it.
         with_threads(1)
-        alone = kernel.forward_paged(q[i : i + 1], keys, values, PageTable([row], [length], q.device), **settings)
+        alone = attend_paged(CPU, q[i : i + 1], keys, values, [row], [length], spec)
         with_threads(num_threads)
         assert torch.equal(alone[0][0], out[i]) and torch.equal(alone[1][0], lse[i])
 
@@ -285,24 +325,20 @@ def test_attention_reads_keys_in_their_pages(with_threads, shape, sliding_window
 def test_what_is_not_finite_among_the_keys_stays_so():
     q, keys, values, pages = paged((50,), 2, 1, 16, 16, torch.float32)
     keys[pages[0][1], 3] = float("nan")
-    table = PageTable(pages, (50,), q.device)
-    out, lse = CompiledAttention(KERNELS).forward_paged(q, keys, values, table, scale=1.0, sliding_window=None)
+    out, lse = attend_paged(CPU, q, keys, values, pages, (50,), AttentionSpec(scale=1.0))
     assert out.isnan().all() and lse.isnan().all()
 
 
 @needs_kernels
 @pytest.mark.parametrize("case", ["float16", "width", "strides"])
-def test_other_pages_are_gathered(case):
+def test_other_pages_take_the_plain_way(case):
     dtype = torch.float16 if case == "float16" else torch.bfloat16
     lengths = (20, 7)
     q, keys, values, pages = paged(lengths, 4, 2, 24 if case == "width" else 32, 16, dtype)
     keys, values = keys.nan_to_num(), values.nan_to_num()
     if case == "strides":
         keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
-    table, settings = PageTable(pages, lengths, q.device), {"scale": 0.2, "sliding_window": None}
-    results = [
-        x.forward_paged(q, keys, values, table, **settings) for x in (CpuAttention(), CompiledAttention(KERNELS))
-    ]
+    results = [attend_paged(x, q, keys, values, pages, lengths, AttentionSpec(scale=0.2)) for x in (PLAIN, CPU)]
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
@@ -311,18 +347,18 @@ def afresh(monkeypatch, tmp_path):
     """As in a process that has not asked for kernels yet, at a home of its own."""
     monkeypatch.delenv("COSERVE_KERNELS", raising=False)
     monkeypatch.setenv("COSERVE_HOME", str(tmp_path))
-    cpu.compiled_kernels.cache_clear()
+    library.compiled_kernels.cache_clear()
     yield monkeypatch
-    cpu.compiled_kernels.cache_clear()
+    library.compiled_kernels.cache_clear()
 
 
 @needs_kernels
 def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
-    assert cpu.compiled_kernels() is not None
+    assert library.compiled_kernels() is not None
     [made] = (tmp_path / "kernels").iterdir()
-    cpu.compiled_kernels.cache_clear()
-    afresh.setattr(cpu.subprocess, "run", None)  # cannot be called
-    assert cpu.compiled_kernels() is not None
+    library.compiled_kernels.cache_clear()
+    afresh.setattr(library.subprocess, "run", None)  # cannot be called
+    assert library.compiled_kernels() is not None
     assert list((tmp_path / "kernels").iterdir()) == [made]
 
 
@@ -331,44 +367,60 @@ def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
     "damage", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda data: b""]
 )
 def test_a_damaged_library_is_compiled_again(afresh, tmp_path, damage):
-    assert cpu.compiled_kernels() is not None
+    assert library.compiled_kernels() is not None
     [made] = (tmp_path / "kernels").iterdir()
     whole = made.read_bytes()
     made.unlink()  # it is in use here
     made.write_bytes(damage(whole))
-    cpu.compiled_kernels.cache_clear()
-    assert cpu.compiled_kernels() is not None
+    library.compiled_kernels.cache_clear()
+    assert library.compiled_kernels() is not None
     assert made.read_bytes() == whole
 
 
 @needs_kernels
 def test_kernels_are_those_of_this_processor_and_source(afresh):
-    openmp = cpu._openmp()
-    before = cpu._identity(openmp)
-    assert cpu._identity(openmp) == before
-    afresh.setattr(cpu, "_FLAGS", (*cpu._FLAGS, "-g"))
-    assert cpu._identity(openmp) != before
+    openmp = library._openmp()
+    before = library._identity(openmp)
+    assert library._identity(openmp) == before
+    afresh.setattr(library, "_FLAGS", (*library._FLAGS, "-g"))
+    assert library._identity(openmp) != before
 
 
 def test_the_environment_may_ask_for_the_plain_kernels(afresh, tmp_path):
     afresh.setenv("COSERVE_KERNELS", "plain")
-    assert cpu.compiled_kernels() is None
+    assert type(find_backend(DEVICE)) is PlainBackend
     assert not list(tmp_path.iterdir())
-    assert type(attention_kernel(torch.device("cpu"))) is CpuAttention
 
 
 @pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "a home that is a file"])
 def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, tmp_path, fault):
-    if cpu._openmp() is None:
+    if library._openmp() is None:
         pytest.skip("PyTorch has no OpenMP of GNU's")
     if fault == "no compiler":
         afresh.setenv("PATH", str(tmp_path))
     elif fault == "a compiler that fails":
-        afresh.setattr(cpu, "_FLAGS", ("-no-such-flag",))
+        afresh.setattr(library, "_FLAGS", ("-no-such-flag",))
     else:
         afresh.setenv("COSERVE_HOME", __file__)
     with caplog.at_level(logging.WARNING):
-        assert cpu.compiled_kernels() is None and cpu.compiled_kernels() is None
+        assert library.compiled_kernels() is None and library.compiled_kernels() is None
     [record] = caplog.records
     assert "the slower plain ones run" in record.message and "\n" not in record.message
-    assert type(attention_kernel(torch.device("cpu"))) is CpuAttention
+    assert type(find_backend(DEVICE)) is PlainBackend
+
+
+def test_the_header_states_the_arguments_of_every_kernel():
+    """The compiler holds the definitions against it; the library has whatever this processor can run."""
+    found = library.signatures()
+    assert len(found) == 18 and all(found.values())
+    sources = "".join(path.read_text() for path in Path(library.__file__).parent.glob("*.cpp"))
+    for name in found:
+        assert f'extern "C" void {name}(' in sources or f"PAGED_ATTENTION({name}" in sources
+
+
+@needs_kernels
+def test_a_kernel_refuses_other_arguments_than_its_header_states():
+    with pytest.raises(TypeError, match="at least"):
+        KERNELS.argmax(None, 0)
+    with pytest.raises(ctypes.ArgumentError):
+        KERNELS.argmax(None, 0.5, None, 0, 0, 0, 1)

@@ -7,6 +7,7 @@ from support import CONFIGS, FAMILIES, make_backbone, make_model, model_director
 from coserve.errors import BudgetError
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.models.families import families
+from coserve.models.weights import weight_tensors
 
 RAGGED = (20, 3, 1, 11)
 
@@ -97,8 +98,8 @@ def test_a_weight_matrix_is_multiplied_once_for_all_rows_of_a_batch(monkeypatch)
     run_ragged(backbone, [random_tokens(n, n) for n in RAGGED])
     matrices = [
         tensor
-        for part, tensors in backbone.weights.items()
-        for name, tensor in tensors.items()
+        for part, held in backbone.weights.items()
+        for tensor in weight_tensors(held)
         if tensor.ndim == 2 and part != "embed"
     ]
     multiplied = [place for weight, _ in seen for place in places(weight)]
@@ -125,7 +126,7 @@ def test_equal_blocks_share_one_graph():
 
 def test_a_tied_head_is_the_embedding_itself():
     weights = make_backbone("llama-biases-tied").weights
-    assert weights["head"]["lm_head.weight"] is weights["embed"]["model.embed_tokens.weight"]
+    assert weights["head"]["lm_head.weight"].dense() is weights["embed"]["model.embed_tokens.weight"]
 
 
 def test_a_sequence_longer_than_its_cache_is_refused():

@@ -12,12 +12,16 @@ from coserve.graph.compress import compress
 from coserve.graph.differentiate import differentiate, prune
 from coserve.graph.execute import BackwardRun, run_graph
 from coserve.graph.ir import Graph, GraphBuilder, Node
-from coserve.graph.operators.base import Load
+from coserve.graph.operators.base import Context, Load
 from coserve.graph.operators.elementwise import Add
 from coserve.graph.program import compile_program
 from coserve.graph.rematerialize import frontier, rematerialize, save_all
+from coserve.kernels.plain import PlainBackend
 
 BF16 = {"compute_dtype": torch.bfloat16, "mean_context_len": 0.0}
+
+
+CONTEXT = Context(backend=PlainBackend(torch.device("cpu")))
 
 
 def mlp(activation: str = "silu") -> Graph:
@@ -67,7 +71,7 @@ def test_a_forward_run_lets_go_of_what_nobody_reads_again():
     values = {"x": torch.randn(3, 8)}
     weights = {"up.weight": torch.randn(16, 8), "down.weight": torch.randn(8, 16)}
     seen: list[set[str]] = []
-    run_graph(mlp(), values, weights, after=lambda node, current: seen.append(set(current)))
+    run_graph(mlp(), values, weights, CONTEXT, lambda node, current: seen.append(set(current)))
     assert seen == [{"x", "up"}, {"x", "up", "act"}, {"x", "act", "down"}, {"x", "down", "sum"}]
     assert values.keys() == {"sum"}
 
@@ -240,9 +244,11 @@ def test_a_run_can_stop_between_any_two_instructions(stops, activation):
     def keep(node: Node, current) -> None:
         kept.update({name: current[name] for name in program.saved if name in current})
 
-    run_graph(program.graph, values, weights, after=keep)
+    run_graph(program.graph, values, weights, CONTEXT, keep)
     accumulators = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    run = BackwardRun(program, values=kept | weights, gradients={"sum": grad}, accumulators=accumulators)
+    run = BackwardRun(
+        program, values=kept | weights, gradients={"sum": grad}, accumulators=accumulators, context=CONTEXT
+    )
     steps = 0
     while not run.advance(stops):
         steps += 1

@@ -1,84 +1,253 @@
+"""Kernels of every backend that runs here against plain PyTorch; dropout masks and packed signs."""
+
 import pytest
 import torch
 from torch import nn
 
-from coserve.kernels import linear
-from coserve.kernels.attention import CpuAttention, PageTable, PlainAttention, attention_kernel
+from coserve.errors import ModelError
+from coserve.kernels import backend_names, find_backend
+from coserve.kernels.attention import AttentionSpec, Segment
+from coserve.kernels.base import AdapterRows, Grouped
 from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
+from coserve.kernels.cpu import products
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
+from coserve.kernels.plain import PlainBackend
+from coserve.kernels.weights import DenseWeight, Int8Weight, join
+
+DEVICE = torch.device("cpu")
+PLAIN = PlainBackend(DEVICE)
+BACKENDS = [PLAIN] + [find_backend(DEVICE)] * (type(find_backend(DEVICE)) is not PlainBackend)
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.identity)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def reverse(kernel, grad, q, k, v, out, lse, settings):
-    """Gradients of q, k and v."""
-    dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
-    dq = kernel.backward(grad, q, k, v, out, lse, **settings, key_grads=dk, value_grads=dv)
-    return dq, dk, dv
+def reference(q, k, v, spec):
+    """Attention of one segment and its gradients by autograd, float32."""
+    q, k, v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    n, m, groups = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))
+    scores = q.transpose(0, 1) @ keys.mT * spec.scale
+    distance = torch.arange(m - n, m)[:, None] - torch.arange(m)
+    hidden = (distance < 0) | (distance >= (spec.sliding_window or m))
+    scores = scores.masked_fill(hidden, float("-inf"))
+    out = (scores.softmax(-1) @ values).transpose(0, 1)
+    return out, scores.logsumexp(-1).T, lambda grad: torch.autograd.grad(out, (q, k, v), grad.float())
 
 
-@pytest.mark.parametrize(("n", "m"), [(7, 7), (1, 9), (3, 9), (8, 40)])
-@pytest.mark.parametrize("sliding_window", [None, 1, 4, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cpu_kernel_and_its_plain_twin_agree_on_the_same_inputs(n, m, sliding_window, dtype):
+@each_backend
+@each_dtype
+@pytest.mark.parametrize("sliding_window", [None, 1, 40])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(7, 7)],
+        [(3, 9), (1, 70), (90, 90)],
+        [(200, 300), (5, 5), (2, 130), (1, 1)],
+        [(1, 1), (1, 64), (1, 65), (1, 300)],
+    ],
+)
+def test_attention_of_packed_segments_and_its_gradients(backend, dtype, sliding_window, lengths):
+    """Segments (rows, keys) whose keys stand one after another."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(n, 6, 16), torch.randn(m, 2, 16), torch.randn(m, 2, 16)
-    grad = torch.randn(n, 6, 16)
-    q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
-    settings = {"scale": 0.3, "sliding_window": sliding_window}
-    results = []
-    for kernel in (PlainAttention(), CpuAttention()):
-        out, lse = kernel.forward(q, k, v, **settings)
-        assert lse.shape == (n, 6)
-        assert lse.dtype == torch.float32
-        results.append((out, lse, *reverse(kernel, grad, q, k, v, out, lse, settings)))
-    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
-    for plain, fast in zip(*results, strict=True):
-        torch.testing.assert_close(fast, plain, atol=tolerance, rtol=tolerance)
+    spec = AttentionSpec(scale=0.3, sliding_window=sliding_window)
+    n, m = (sum(sizes) for sizes in zip(*lengths, strict=True))
+    q, grad, k, v = (torch.randn(rows, heads, 16).to(dtype) for rows, heads in ((n, 6), (n, 6), (m, 2), (m, 2)))
+    starts = [sum(keys for _, keys in lengths[:index]) for index in range(len(lengths))]
+    segments = [
+        Segment(num_rows=rows, num_keys=keys, first_key=start)
+        for (rows, keys), start in zip(lengths, starts, strict=True)
+    ]
+    batch = backend.prepare_attention(segments, block_tokens=m)
+    assert batch.num_rows == n
+    stores = k.flatten(1)[None], v.flatten(1)[None]
+    out, lse = backend.attention(q, *stores, batch, spec)
+    assert out.shape == q.shape and out.dtype == dtype and lse.dtype == torch.float32
+    sums = [torch.full((1, m, 32), 2.0) for _ in range(2)]  # what was in them before stays
+    dq = backend.attention_gradient(grad, q, *stores, out, lse, batch, spec, key_grads=sums[0], value_grads=sums[1])
+    dk, dv = (total.sub_(2).view(m, 2, 16) for total in sums)
+    tolerance = 2e-5 if dtype == torch.float32 else 5e-2
+    row = 0
+    for (rows, keys), start in zip(lengths, starts, strict=True):
+        own, seen = slice(row, row + rows), slice(start, start + keys)
+        expected, norm, reverse = reference(q[own], k[seen], v[seen], spec)
+        theirs = (expected, norm, *reverse(grad[own]))
+        ours = (out[own], lse[own], dq[own], dk[seen], dv[seen])
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.float(), other.detach(), atol=tolerance, rtol=tolerance)
+        row += rows
 
 
-@pytest.mark.parametrize("kernel", [PlainAttention(), CpuAttention()])
-@pytest.mark.parametrize(("n", "m"), [(11, 20), (20, 20)])
-@pytest.mark.parametrize("sliding_window", [None, 6])
-def test_kernels_work_in_tiles_with_the_same_result(monkeypatch, kernel, n, m, sliding_window):
+@each_backend
+@each_dtype
+@pytest.mark.parametrize("sliding_window", [None, 5])
+def test_attention_of_rows_whose_keys_lie_in_pages(backend, dtype, sliding_window):
     torch.manual_seed(0)
-    q, k, v, grad = torch.randn(n, 4, 8), torch.randn(m, 2, 8), torch.randn(m, 2, 8), torch.randn(n, 4, 8)
-    settings = {"scale": 0.3, "sliding_window": sliding_window}
+    pages, lengths, block, heads, width = ((3, 1, 6), (5,), (0, 2)), (11, 2, 8), 4, 2, 16
+    num_rows = (1, 2, 1)
+    q = torch.randn(sum(num_rows), 6, width).to(dtype)
+    k, v = (torch.randn(7, block, heads * width).to(dtype) for _ in range(2))
+    spec = AttentionSpec(scale=0.3, sliding_window=sliding_window)
+    segments = [
+        Segment(num_rows=rows, num_keys=length, pages=own)
+        for own, length, rows in zip(pages, lengths, num_rows, strict=True)
+    ]
+    out, lse = backend.attention(q, k, v, backend.prepare_attention(segments, block_tokens=block), spec)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    row = 0
+    for own, length, rows in zip(pages, lengths, num_rows, strict=True):
+        keys, values = (x[list(own)].flatten(0, 1)[:length].view(length, heads, width) for x in (k, v))
+        expected, norm, _ = reference(q[row : row + rows], keys, values, spec)
+        torch.testing.assert_close(out[row : row + rows].float(), expected.detach(), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse[row : row + rows], norm.detach(), atol=tolerance, rtol=tolerance)
+        row += rows
+
+
+@each_backend
+def test_a_rows_attention_does_not_depend_on_its_company_in_float32(backend):
+    torch.manual_seed(0)
+    lengths, block = (300, 1, 17, 128, 700), 16
+    numbers = iter(torch.randperm(100).tolist())
+    pages = [[next(numbers) for _ in range(-(-length // block))] for length in lengths]
+    q, (k, v) = torch.randn(5, 6, 16), torch.randn(2, 100, block, 32)
+    spec = AttentionSpec(scale=0.3)
+    segments = [Segment(num_rows=1, num_keys=n, pages=own) for n, own in zip(lengths, pages, strict=True)]
+    out, lse = backend.attention(q, k, v, backend.prepare_attention(segments, block_tokens=block), spec)
+    for index, segment in enumerate(segments):
+        own = slice(index, index + 1)
+        alone = backend.attention(q[own], k, v, backend.prepare_attention([segment], block_tokens=block), spec)
+        assert torch.equal(alone[0], out[own])
+        torch.testing.assert_close(alone[1], lse[own], atol=1e-6, rtol=1e-6)
+
+
+def test_tiles_of_bounded_memory_give_the_same_result(monkeypatch):
+    torch.manual_seed(0)
+    q, grad, (k, v) = torch.randn(200, 4, 8), torch.randn(200, 4, 8), torch.randn(2, 1, 300, 16)
+    segments = [Segment(num_rows=150, num_keys=250), Segment(num_rows=50, num_keys=50, first_key=250)]
 
     def run():
-        out, lse = kernel.forward(q, k, v, **settings)
-        return out, lse, *reverse(kernel, grad, q, k, v, out, lse, settings)
+        batch, spec = PLAIN.prepare_attention(segments, block_tokens=300), AttentionSpec(scale=0.3, sliding_window=90)
+        out, lse = PLAIN.attention(q, k, v, batch, spec)
+        dk, dv = torch.zeros(2, 1, 300, 16)
+        dq = PLAIN.attention_gradient(grad, q, k, v, out, lse, batch, spec, key_grads=dk, value_grads=dv)
+        return out, lse, dq, dk, dv
 
     whole = run()
-    monkeypatch.setattr("coserve.kernels.attention._MAX_TILE_ELEMENTS", 50)
+    monkeypatch.setattr("coserve.kernels.plain.attention._MAX_TILE_ELEMENTS", 1)
     for one, tiled in zip(whole, run(), strict=True):
         torch.testing.assert_close(tiled, one)
 
 
-def test_a_sliding_window_makes_no_mask_of_all_keys():
-    q, k = torch.randn(3000, 1, 8), torch.randn(3000, 1, 8)
-    tiles = list(CpuAttention()._tiles(q, k, 500))
-    assert [rows.start for rows, _ in tiles[1:]] == [rows.stop for rows, _ in tiles[:-1]]
-    assert max((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in tiles) < 3000 * 3000
-    assert list(CpuAttention()._tiles(q[:1], k, 500)) == [(slice(0, 1), slice(2500, 3000))]
-
-
 def test_the_plain_kernel_against_torch():
     torch.manual_seed(0)
-    q, k, v = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(9, heads, 8) for heads in (4, 2, 2))
     heads = (x.transpose(0, 1)[None] for x in (q, k, v))
     expected = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-    grad = torch.randn_like(expected)
-    theirs = torch.autograd.grad(expected, (q, k, v), grad)
-    q, k, v = (x.detach() for x in (q, k, v))
-    out, lse = PlainAttention().forward(q, k, v, scale=8**-0.5, sliding_window=None)
-    torch.testing.assert_close(out, expected.detach())
-    ours = reverse(PlainAttention(), grad, q, k, v, out, lse, {"scale": 8**-0.5, "sliding_window": None})
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    batch = PLAIN.prepare_attention([Segment(num_rows=9, num_keys=9)], block_tokens=9)
+    out, _ = PLAIN.attention(q, k.flatten(1)[None], v.flatten(1)[None], batch, AttentionSpec(scale=8**-0.5))
+    torch.testing.assert_close(out, expected)
 
 
-def test_the_kernel_is_chosen_by_device():
-    assert isinstance(attention_kernel(torch.device("cpu")), CpuAttention)
-    assert isinstance(attention_kernel(torch.device("meta")), PlainAttention)
+def test_the_backend_is_chosen_by_device_or_by_name(monkeypatch):
+    monkeypatch.delenv("COSERVE_KERNELS", raising=False)
+    assert {"cpu", "plain"} <= set(backend_names())
+    assert type(find_backend(torch.device("meta"))) is PlainBackend
+    assert type(find_backend(DEVICE, "plain")) is PlainBackend
+    monkeypatch.setenv("COSERVE_KERNELS", "plain")
+    assert type(find_backend(DEVICE)) is PlainBackend
+    with pytest.raises(ModelError, match="no kernels 'none'; known: cpu, plain"):
+        find_backend(DEVICE, "none")
+    with pytest.raises(ModelError, match="the kernels 'cpu' cannot run on meta"):
+        find_backend(torch.device("meta"), "cpu")
+
+
+@each_backend
+@each_dtype
+def test_factors_of_many_adapters_multiply_their_own_rows(backend, dtype):
+    torch.manual_seed(0)
+    sizes = (1, 9, 16, 2)
+    factors = [torch.randn(4, 24).to(dtype) for _ in sizes]
+    grouped = Grouped(tensors=tuple(factors), rows=AdapterRows(sizes, DEVICE))
+    x, onto = torch.randn(28, 24).to(dtype), torch.randn(28, 4).to(dtype)
+    expected = torch.cat([rows @ f.T for rows, f in zip(x.split(sizes), factors, strict=True)])
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+    torch.testing.assert_close(backend.low_rank_product(x, grouped), expected, **tolerance)
+    total = onto.clone()
+    assert backend.low_rank_product(x, grouped, total) is total
+    torch.testing.assert_close(total, onto + expected, **tolerance)
+
+
+@each_backend
+@each_dtype
+@pytest.mark.parametrize("biased", [(), (0, 1, 2), (1,)])
+@pytest.mark.parametrize("kind", [DenseWeight, Int8Weight.quantised])
+def test_joined_weights_are_multiplied_as_one_and_others_one_by_one(backend, dtype, biased, kind, monkeypatch):
+    torch.manual_seed(0)
+    given = [kind(torch.randn(out, 24, dtype=dtype)) for out in (30, 6, 90)]
+    given_biases = [torch.randn(out, dtype=dtype) if i in biased else None for i, out in enumerate((30, 6, 90))]
+    x = torch.randn(40, 24, dtype=dtype)
+    wanted = [weight.product(backend, x, bias) for weight, bias in zip(given, given_biases, strict=True)]
+    weights, biases = join(given, given_biases, backend)
+    names, calls = ("product", "int8_product"), []
+    for name in names:
+        run = getattr(backend, name)
+        monkeypatch.setattr(backend, name, lambda *args, run=run: calls.append(args) or run(*args))
+    for order, num_calls in ((1, 3 if biased == (1,) else 1), (-1, 3)):
+        calls.clear()
+        found = weights[::order][0].products(backend, x, weights[::order], biases[::order])
+        assert len(calls) == num_calls
+        for y, theirs in zip(found, wanted[::order], strict=True):
+            torch.testing.assert_close(y, theirs, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_weights_are_the_nearest_of_a_scale_per_output_channel(dtype):
+    torch.manual_seed(0)
+    weight = (torch.randn(50, 70) * torch.logspace(-4, 2, 50)[:, None]).to(dtype)
+    weight[7] = 0
+    found = Int8Weight.quantised(weight)
+    values, scales = found.tensors()
+    assert values.dtype == torch.int8 and scales.dtype == torch.float32 and found.shape == (50, 70)
+    assert int(values.abs().max()) == 127 and found.dense().dtype == dtype and not found.dense()[7].any()
+    error = (values.float() * scales[:, None] - weight.float()).abs()
+    assert (error <= scales[:, None] * 0.5001).all()
+    assert float(error.max()) <= found.max_rounding * 1.001
+
+
+@each_backend
+@each_dtype
+@pytest.mark.parametrize(("inner", "outer"), [(24, 90), (37, 41), (576, 960)])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 13, 33, 100])
+def test_products_with_int8_weights_are_those_with_the_dequantised(backend, dtype, inner, outer, n):
+    torch.manual_seed(0)
+    weight, bias = Int8Weight.quantised(torch.randn(outer, inner, dtype=dtype)), torch.randn(outer, dtype=dtype)
+    values, scales = weight.tensors()
+    exact = values.double() * scales[:, None].double()
+    wide = torch.randn(n, inner + 8).to(dtype)
+    x, grad, onto = wide[:, 8:], torch.randn(n, outer).to(dtype), torch.randn(n, inner).to(dtype)
+    cases = (
+        (weight.product(backend, x), x.double() @ exact.T),
+        (weight.product(backend, x, bias), x.double() @ exact.T + bias.double()),
+        (weight.input_gradient(backend, grad), grad.double() @ exact),
+        (weight.input_gradient(backend, grad, onto.clone()), onto.double() + grad.double() @ exact),
+    )
+    step = 1e-5 if dtype == torch.float32 else 2**-7
+    for found, expected in cases:
+        assert found.dtype == dtype
+        assert (found.double() - expected).abs().max() <= step * expected.abs().max()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_a_rows_int8_product_does_not_depend_on_its_company_or_threads(num_threads):
+    backend = BACKENDS[-1]
+    torch.manual_seed(0)
+    weight, x = Int8Weight.quantised(torch.randn(70, 45)), torch.randn(13, 45)
+    whole = [weight.product(backend, x[:n])[:1] for n in (1, 2, 3, 4, 8, 13)] if backend is not PLAIN else []
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert all(torch.equal(one, weight.product(backend, x[:1])) for one in whole)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 9, 64])
@@ -135,69 +304,24 @@ def test_row_keys_do_not_repeat():
 def test_products_with_the_weight_on_the_left_are_the_plain_ones(rows, dtype):
     x, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((rows, 24), (90, 24), (90,)))
     for left, plain in (
-        (linear.left_product(x, weight), torch.nn.functional.linear(x, weight)),
-        (linear.left_product(x, weight, bias), torch.nn.functional.linear(x, weight, bias)),
+        (products.left_product(x, weight), torch.nn.functional.linear(x, weight)),
+        (products.left_product(x, weight, bias), torch.nn.functional.linear(x, weight, bias)),
     ):
         assert left.shape == plain.shape
         assert left.is_contiguous()
         torch.testing.assert_close(left, plain, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("biased", [(), (0, 1, 2), (1,)])
-def test_joined_weights_are_multiplied_as_one_and_others_one_by_one(dtype, biased, monkeypatch):
-    weights = linear.join([torch.randn(out, 24, dtype=dtype) for out in (30, 6, 90)])
-    biases = linear.join([torch.randn(out, dtype=dtype) for out in (30, 6, 90)])
-    biases = [bias if index in biased else None for index, bias in enumerate(biases)]
-    x = torch.randn(40, 24, dtype=dtype)
-    wanted = [linear.product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    apart = [weight.clone() for weight in weights]
-    calls, product = [], linear.product
-    monkeypatch.setattr(linear, "product", lambda *given: calls.append(given) or product(*given))
-    for given, order, num_calls in (
-        (weights, 1, 3 if biased == (1,) else 1),
-        (apart, 1, 3),
-        (weights[::-1], -1, 3),
-    ):
-        calls.clear()
-        found = linear.products(x, given, biases[::order])
-        assert len(calls) == num_calls
-        for y, theirs in zip(found, wanted[::order], strict=True):
-            torch.testing.assert_close(y, theirs, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}))
-
-
 @pytest.mark.parametrize("rows", [1, 16, 47, 48, 130])
 @pytest.mark.parametrize("tile", [1 << 21, 40 * 24])
 def test_wide_products_of_bfloat16_are_the_plain_ones(rows, tile, monkeypatch):
-    monkeypatch.setattr(linear, "_TILE_ELEMENTS", tile)
-    monkeypatch.setattr(linear, "_is_emulated", lambda x: False)
+    monkeypatch.setattr(products, "_TILE_ELEMENTS", tile)
     x, weight, bias, grad = (torch.randn(*shape).bfloat16() for shape in ((rows, 24), (90, 24), (90,), (rows, 90)))
     for wide, plain in (
-        (linear.wide_product(x, weight), linear.product(x, weight)),
-        (linear.wide_product(x, weight, bias), linear.product(x, weight, bias)),
-        (linear.wide_input_gradient(grad, weight), linear.input_gradient(grad, weight)),
-        (linear.wide_weight_gradient(grad, x), linear.weight_gradient(grad, x)),
+        (products.wide_product(x, weight), PLAIN.product(x, weight)),
+        (products.wide_product(x, weight, bias), PLAIN.product(x, weight, bias)),
+        (products.wide_input_gradient(grad, weight), PLAIN.input_gradient(grad, weight)),
+        (products.wide_weight_gradient(grad, x), PLAIN.weight_gradient(grad, x)),
     ):
         assert wide.shape == plain.shape
         torch.testing.assert_close(wide.float(), plain.float(), rtol=2e-2, atol=5e-2)
-
-
-@pytest.mark.parametrize("sliding_window", [None, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_whose_keys_lie_in_pages(sliding_window, dtype):
-    torch.manual_seed(0)
-    # Rows of few pages and of several are gathered apart.
-    pages, lengths, block, heads, width = ((3, 1, 6), (5,), (0, 2)), (11, 2, 8), 4, 2, 16
-    q = torch.randn(3, 6, width).to(dtype)
-    k, v = (torch.randn(7, block, heads * width).to(dtype) for _ in range(2))
-    settings = {"scale": 0.3, "sliding_window": sliding_window}
-    table = PageTable(pages, lengths, q.device)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for kernel in (PlainAttention(), CpuAttention(), attention_kernel(q.device)):
-        out, lse = kernel.forward_paged(q, k, v, table, **settings)
-        assert out.shape == q.shape and out.dtype == dtype and lse.dtype == torch.float32
-        for i, (numbers, length) in enumerate(zip(pages, lengths, strict=True)):
-            keys, values = (x[list(numbers)].flatten(0, 1)[:length].view(length, heads, width) for x in (k, v))
-            row, norm = PlainAttention().forward(q[i : i + 1], keys, values, **settings)
-            torch.testing.assert_close(out[i : i + 1], row, atol=tolerance, rtol=tolerance)
-            torch.testing.assert_close(lse[i : i + 1], norm, atol=tolerance, rtol=tolerance)

@@ -32,7 +32,7 @@ def make_cache(num_pages: int = 40, family: str = "llama", dtype: str = "float32
 def extend(sequence, tokens: torch.Tensor):
     """A span of a sequence's next tokens, in pages that it takes for them."""
     sequence.reserve(len(tokens))
-    return sequence.rows(tokens)
+    return sequence.rows(tokens.tolist())
 
 
 def run(cache: KvCache, sequence, tokens: torch.Tensor, known: list[int] | None = None) -> torch.Tensor:

@@ -16,9 +16,9 @@ from coserve.graph import operators
 from coserve.graph.bypass import Bypass
 from coserve.graph.execute import BackwardRun, run_graph
 from coserve.graph.ir import GraphBuilder
-from coserve.graph.operators.attention import AttentionContext, Segment
-from coserve.graph.operators.base import RowWise
+from coserve.graph.operators.base import AttentionRows, Context, RowWise
 from coserve.graph.program import compile_program
+from coserve.kernels.attention import Segment
 from coserve.models import CachedSequence, forward, logits
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 
@@ -296,10 +296,16 @@ def test_full_weights_of_a_block_equal_autograd(name):
     constants = backbone.constants(torch.zeros(9, dtype=torch.int64), positions)
     keys, values = (torch.empty(9, graph.spec[t].shape[0]) for t in graph.kv_tensors)
     grads = torch.zeros_like(keys), torch.zeros_like(values)
-    segment = Segment(
-        rows=slice(0, 9), keys=lambda: keys, values=lambda: values, key_grads=grads[0], value_grads=grads[1]
+    segments = [Segment(num_rows=9, num_keys=9)]
+    rows = AttentionRows(
+        rows=slice(0, 9),
+        batch=backbone.backend.prepare_attention(segments, block_tokens=9),
+        keys=keys[None],
+        values=values[None],
+        key_grads=grads[0][None],
+        value_grads=grads[1][None],
     )
-    context = AttentionContext(kernel=backbone.attention, segments=(segment,), key_grads=grads[0], value_grads=grads[1])
+    context = Context(backend=backbone.backend, attention=(rows,), key_grads=grads[0], value_grads=grads[1])
     kept = {"x": x}
 
     def keep(node, current):
@@ -309,7 +315,7 @@ def test_full_weights_of_a_block_equal_autograd(name):
                 tensor.copy_(current[kv_tensors])
 
     run_graph(program.graph, {"x": x, **constants}, backbone.weights[1], context, keep)
-    accumulators = {weight: torch.zeros_like(backbone.weights[1][weight]) for weight in asked}
+    accumulators = {weight: torch.zeros(graph.spec[weight].shape) for weight in asked}
     run = BackwardRun(
         program,
         values={**constants, **backbone.weights[1], **kept},

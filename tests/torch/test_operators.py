@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from coserve.errors import GraphError
 from coserve.graph.operators import operator, operators
-from coserve.graph.operators.attention import Segment
-from coserve.graph.operators.base import Load
-from coserve.kernels.attention import PlainAttention
+from coserve.graph.operators.base import AttentionRows, Context, Load
+from coserve.kernels.attention import Segment
 from coserve.kernels.bits import pack_signs
 from coserve.kernels.dropout import dropout_mask, dropout_row_ids
+from coserve.kernels.plain import PlainBackend
+
+CONTEXT = Context(backend=PlainBackend(torch.device("cpu")))
 
 
 def rnd(*shape: int) -> Tensor:
@@ -24,7 +26,7 @@ def check(
     name: str,
     reference: Any,
     inputs: dict[str, Tensor],
-    context: Any = None,
+    context: Any = CONTEXT,
     tolerance: float = 1e-5,
     **attributes: Any,
 ) -> None:
@@ -43,7 +45,7 @@ def check(
     theirs = torch.autograd.grad(expected, [leaves[slot] for slot in wanted], grad) if wanted else ()
     at_hand = inputs | outputs
     for subset in [[slot] for slot in wanted] + [wanted]:
-        if context is not None:
+        if hasattr(context, "reset"):
             context.reset()
         values = {slot: at_hand[slot] for slot in rule.reads(subset, at_hand)}
         ours = rule.vjp(subset, values, {rule.outputs[0]: grad}, attributes, context)
@@ -84,6 +86,10 @@ def test_linear():
 
 def test_linear_without_bias():
     check("linear", lambda x, weight: nn.functional.linear(x, weight), {"x": rnd(5, 6), "weight": rnd(4, 6)})
+
+
+def test_low_rank():
+    check("low_rank", lambda x, weight: x @ weight.T, {"x": rnd(5, 6), "weight": rnd(2, 6)})
 
 
 def test_embedding():
@@ -130,8 +136,8 @@ def test_relu():
 def test_relu_from_packed_signs():
     x, dy = rnd(5, 13), rnd(5, 13)
     y = torch.relu(x)
-    whole = operator("relu").vjp(["x"], {"y": y}, {"y": dy}, {}, None)
-    packed = operator("relu").vjp(["x"], {"y": pack_signs(y)}, {"y": dy}, {}, None)
+    whole = operator("relu").vjp(["x"], {"y": y}, {"y": dy}, {}, CONTEXT)
+    packed = operator("relu").vjp(["x"], {"y": pack_signs(y)}, {"y": dy}, {}, CONTEXT)
     assert torch.equal(whole["x"], packed["x"])
 
 
@@ -155,9 +161,9 @@ def test_scale():
     check("scale", lambda x: x * 0.25, {"x": rnd(5, 8)}, factor=0.25)
 
 
-def test_dropout_linear():
+def test_dropout_low_rank():
     inputs = {"x": rnd(5, 8), "weight": rnd(4, 8), "dropout_row_ids": dropout_row_ids(3, torch.arange(5))}
-    check("dropout_linear", _dropped, inputs, p=0.4, salt=7)
+    check("dropout_low_rank", _dropped, inputs, p=0.4, salt=7)
 
 
 def test_cross_entropy():
@@ -173,11 +179,11 @@ def test_cross_entropy_is_computed_in_float32():
     logits, targets = rnd(6, 400).bfloat16() * 3, torch.arange(6)
     rule, grad = operator("cross_entropy"), torch.ones(6)
     both = [{"logits": logits, "targets": targets}, {"logits": logits.float(), "targets": targets}]
-    half, whole = (rule.forward(values, {}, None) for values in both)
+    half, whole = (rule.forward(values, {}, CONTEXT) for values in both)
     for name in ("loss", "correct", "log_sum"):
         assert torch.equal(half[name], whole[name])
     one, other = (
-        rule.vjp(["logits"], {**values, "log_sum": whole["log_sum"]}, {"loss": grad}, {}, None)["logits"]
+        rule.vjp(["logits"], {**values, "log_sum": whole["log_sum"]}, {"loss": grad}, {}, CONTEXT)["logits"]
         for values in both
     )
     assert torch.equal(one, other.bfloat16())
@@ -197,45 +203,62 @@ def test_embedding_looks_up_virtual_tokens_alone():
 
 def test_sign_bits_has_a_forward_and_no_gradient():
     x = rnd(5, 13)
-    assert torch.equal(operator("sign_bits").forward({"x": x}, {}, None)["y"], pack_signs(x))
+    assert torch.equal(operator("sign_bits").forward({"x": x}, {}, CONTEXT)["y"], pack_signs(x))
     with pytest.raises(GraphError, match="no gradient with respect to x"):
         operator("sign_bits").reads(["x"], {"x"})
 
 
 class _OneSequence:
-    """An attention context over one sequence, built from q, k and v as they are."""
+    """A context of one sequence, built from k and v as they are."""
+
+    backend = CONTEXT.backend
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.kernel, self._k, self._v = PlainAttention(), k, v
+        self._k, self._v = k, v
         self.reset()
 
     def reset(self) -> None:
         self.key_grads, self.value_grads = torch.zeros_like(self._k), torch.zeros_like(self._v)
         n = self._k.shape[0]
-        self.segments = (
-            Segment(
-                rows=slice(0, n),
-                keys=lambda: self._k,
-                values=lambda: self._v,
-                key_grads=self.key_grads,
-                value_grads=self.value_grads,
-            ),
+        rows = AttentionRows(
+            rows=slice(0, n),
+            batch=self.backend.prepare_attention([Segment(num_rows=n, num_keys=n)], block_tokens=n),
+            keys=self._k[None],
+            values=self._v[None],
+            key_grads=self.key_grads[None],
+            value_grads=self.value_grads[None],
         )
+        self.attention = (rows,)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 3])
-def test_attention(sliding_window):
-    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[0]
-        distance = torch.arange(n)[:, None] - torch.arange(n)[None]
-        seen = (distance >= 0) & (distance < (sliding_window or n))
-        heads = (x.view(n, -1, 4).transpose(0, 1)[None] for x in (q, k, v))
-        y = nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=0.3, enable_gqa=True)
-        return y[0].transpose(0, 1).flatten(1)
+def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **settings: Any) -> Tensor:
+    """Attention of one sequence by its definition, head by head."""
+    n, num_heads = q.shape[0], settings["num_heads"]
+    queries, keys, values = (x.view(n, -1, 4).transpose(0, 1) for x in (q, k, v))
+    keys, values = (x.repeat_interleave(num_heads // x.shape[0], 0) for x in (keys, values))
+    distance = torch.arange(n)[:, None] - torch.arange(n)[None]
+    scores = queries @ keys.mT * settings["scale"]
+    if cap := settings.get("soft_cap"):
+        scores = cap * torch.tanh(scores / cap)
+    if slopes := settings.get("alibi_slopes"):
+        scores = scores - torch.tensor(slopes)[:, None, None] * distance
+    seen = (distance >= 0) & (distance < (settings["sliding_window"] or n))
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, n, 1)), -1)
+    return (scores.softmax(-1)[..., :n] @ values).transpose(0, 1).flatten(1)
 
-    q, k, v = rnd(7, 16), rnd(7, 8), rnd(7, 8)
-    settings = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.3, "sliding_window": sliding_window}
-    check("attention", reference, {"q": q, "k": k, "v": v}, _OneSequence(k, v), **settings)
+
+@pytest.mark.parametrize("extra", [{}, {"soft_cap": 0.7}, {"alibi_slopes": (0.5, 0.25, 0.1, 0.05)}, {"sinks": True}])
+@pytest.mark.parametrize("sliding_window", [None, 3, 90])
+@pytest.mark.parametrize("n", [7, 150])
+def test_attention(n, sliding_window, extra):
+    q, k, v = rnd(n, 16), rnd(n, 8), rnd(n, 8)
+    settings = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.3, "sliding_window": sliding_window, **extra}
+    inputs = {"q": q, "k": k, "v": v}
+    if settings.pop("sinks", None):
+        inputs["sinks"] = rnd(4)
+    check("attention", lambda **given: _attention(**given, **settings), inputs, _OneSequence(k, v), **settings)
 
 
 def test_every_operator_of_the_table_has_a_test_here():

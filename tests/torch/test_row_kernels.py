@@ -4,12 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.kernels import argmax, cpu, cross_entropy, rms_norm, rope, silu_mul
+from coserve.kernels.cpu import CpuBackend
+from coserve.kernels.cpu.rows import fit
+from coserve.kernels.plain import PlainBackend
 
-MODULES = (argmax, cross_entropy, rms_norm, rope, silu_mul)
+DEVICE = torch.device("cpu")
+PLAIN = PlainBackend(DEVICE)
+CPU = CpuBackend(DEVICE) if CpuBackend.is_available(DEVICE) else PLAIN
 EPS = 1e-6
 
-pytestmark = pytest.mark.skipif(cpu.compiled_kernels() is None, reason="needs g++")
+pytestmark = pytest.mark.skipif(CPU is PLAIN, reason="needs g++")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 # The last has rows for several threads.
 row_counts = pytest.mark.parametrize(("n", "num_threads"), [(1, 1), (3, 2), (83, 1), (83, 2), (83, 5)])
@@ -20,14 +24,6 @@ def num_threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def plain(monkeypatch, function, *arguments, **options):
-    """What the plain twin gives."""
-    with monkeypatch.context() as patch:
-        for module in MODULES:
-            patch.setattr(module, "kernels_for_rows", lambda *tensors: None)
-        return function(*arguments, **options)
 
 
 def columns(n: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -59,7 +55,7 @@ def check_rows(function, matrices: list[Tensor], others: list[Tensor]) -> None:
 @dtypes
 @row_counts
 @pytest.mark.parametrize(("width", "features"), [(576, 576), (1, 1), (37, 37), (600, 100), (48, 3)])
-def test_rms_norm(monkeypatch, dtype, n, num_threads, width, features):
+def test_rms_norm(dtype, n, num_threads, width, features):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
     grad, x, weight = columns(n, width, dtype), columns(n, width, dtype) * 3, torch.randn(features).to(dtype)
@@ -67,51 +63,51 @@ def test_rms_norm(monkeypatch, dtype, n, num_threads, width, features):
     grouped = exact_x.view(n, -1, features)
     exact = torch.nn.functional.rms_norm(grouped, (features,), weight.double(), EPS).flatten(1)
     [exact_grad] = torch.autograd.grad(exact, exact_x, grad.double())
-    y = rms_norm.rms_norm(x, weight, EPS)
-    check_close(y, plain(monkeypatch, rms_norm.rms_norm, x, weight, EPS), exact.detach())
-    x_grad, again = rms_norm.rms_norm_gradient(grad, x, weight, EPS, with_y=True)
-    twin, _ = plain(monkeypatch, rms_norm.rms_norm_gradient, grad, x, weight, EPS)
+    y = CPU.rms_norm(x, weight, EPS)
+    check_close(y, PLAIN.rms_norm(x, weight, EPS), exact.detach())
+    x_grad, again = CPU.rms_norm_gradient(grad, x, weight, EPS, with_y=True)
+    twin, _ = PLAIN.rms_norm_gradient(grad, x, weight, EPS)
     if width > 1:  # else the gradient is what rounding leaves
         check_close(x_grad, twin, exact_grad)
     assert torch.equal(again, y)
-    x_grad_only, none = rms_norm.rms_norm_gradient(grad, x, weight, EPS)
+    x_grad_only, none = CPU.rms_norm_gradient(grad, x, weight, EPS)
     assert torch.equal(x_grad_only, x_grad) and none is None
-    check_rows(lambda *inputs: rms_norm.rms_norm_gradient(*inputs, EPS, with_y=True), [grad, x], [weight])
+    check_rows(lambda *inputs: CPU.rms_norm_gradient(*inputs, EPS, with_y=True), [grad, x], [weight])
 
 
 @dtypes
 @row_counts
 @pytest.mark.parametrize("width", [1536, 1, 37, 400])
-def test_silu_mul(monkeypatch, dtype, n, num_threads, width):
+def test_silu_mul(dtype, n, num_threads, width):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
     grad, gate, up = columns(n, width, dtype), columns(n, width, dtype) * 4, columns(n, width, dtype)
     exact_gate, exact_up = gate.double().requires_grad_(), up.double().requires_grad_()
     exact = torch.nn.functional.silu(exact_gate) * exact_up
     exact_grads = torch.autograd.grad(exact, (exact_gate, exact_up), grad.double())
-    y = silu_mul.silu_mul(gate, up)
-    check_close(y, plain(monkeypatch, silu_mul.silu_mul, gate, up), exact.detach())
-    ours = silu_mul.silu_mul_gradients(grad, gate, up, with_y=True)
-    twins = plain(monkeypatch, silu_mul.silu_mul_gradients, grad, gate, up, with_y=True)
+    y = CPU.silu_mul(gate, up)
+    check_close(y, PLAIN.silu_mul(gate, up), exact.detach())
+    ours = CPU.silu_mul_gradients(grad, gate, up, with_y=True)
+    twins = PLAIN.silu_mul_gradients(grad, gate, up, with_y=True)
     for one, twin, wide in zip(ours, twins, (*exact_grads, exact.detach()), strict=True):
         check_close(one, twin, wide)
     assert torch.equal(ours.y, y)
-    without = silu_mul.silu_mul_gradients(grad, gate, up)
+    without = CPU.silu_mul_gradients(grad, gate, up)
     assert torch.equal(without.gate, ours.gate) and torch.equal(without.up, ours.up) and without.y is None
-    check_rows(lambda *inputs: silu_mul.silu_mul_gradients(*inputs, with_y=True), [grad, gate, up], [])
+    check_rows(lambda *inputs: CPU.silu_mul_gradients(*inputs, with_y=True), [grad, gate, up], [])
 
 
 @dtypes
-def test_silu_mul_of_what_is_not_small(monkeypatch, dtype):
+def test_silu_mul_of_what_is_not_small(dtype):
     ends = [1e-30, 1.0, 15.0, 87.0, 88.5, 89.0, 104.0, 1e4, 3e38, float("inf")]
     gate = torch.tensor([[*ends, *(-end for end in ends), float("nan"), 0.0]]).to(dtype)
     for factor in (1.0, 1e-3, float("inf"), float("nan")):
         up, grad = torch.full_like(gate, factor), torch.full_like(gate, 2.0)
-        y, twin = silu_mul.silu_mul(gate, up), plain(monkeypatch, silu_mul.silu_mul, gate, up)
+        y, twin = CPU.silu_mul(gate, up), PLAIN.silu_mul(gate, up)
         settings = {"rtol": 3 * torch.finfo(dtype).eps, "atol": 3e-36, "equal_nan": True}
         torch.testing.assert_close(y, twin, **settings)
-        ours = silu_mul.silu_mul_gradients(grad, gate, up, with_y=True)
-        twins = plain(monkeypatch, silu_mul.silu_mul_gradients, grad, gate, up, with_y=True)
+        ours = CPU.silu_mul_gradients(grad, gate, up, with_y=True)
+        twins = PLAIN.silu_mul_gradients(grad, gate, up, with_y=True)
         for one, twin in zip(ours, twins, strict=True):
             torch.testing.assert_close(one, twin, **settings)
 
@@ -119,22 +115,22 @@ def test_silu_mul_of_what_is_not_small(monkeypatch, dtype):
 @dtypes
 @row_counts
 @pytest.mark.parametrize(("num_heads", "head_width"), [(9, 64), (3, 6), (1, 2), (2, 80)])
-def test_rope_gives_the_plain_results_to_the_last_bit(monkeypatch, dtype, n, num_threads, num_heads, head_width):
+def test_rope_gives_the_plain_results_to_the_last_bit(dtype, n, num_threads, num_heads, head_width):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
     x = columns(n, num_heads * head_width, dtype)
     angles = 9 * torch.randn(n, head_width)  # halves that differ, too
     for cos, sin in ((angles.cos().to(dtype), angles.sin().to(dtype)), columns(2 * n, head_width, dtype).split(n)):
-        for function in (rope.rope, rope.rope_gradient):
+        for function, twin in ((CPU.rope, PLAIN.rope), (CPU.rope_gradient, PLAIN.rope_gradient)):
             ours = function(x, cos, sin)
             assert ours.is_contiguous()
-            assert torch.equal(ours, plain(monkeypatch, function, x, cos, sin))
+            assert torch.equal(ours, twin(x, cos, sin))
 
 
 @dtypes
 @pytest.mark.parametrize(("n", "num_threads"), [(1, 1), (2, 2), (13, 1), (13, 2), (13, 5)])
 @pytest.mark.parametrize("vocabulary", [49152, 1, 45, 5003])
-def test_cross_entropy(monkeypatch, dtype, n, num_threads, vocabulary):
+def test_cross_entropy(dtype, n, num_threads, vocabulary):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
     logits, targets = columns(n, vocabulary, dtype) * 4, torch.randint(vocabulary, (n,))
@@ -143,22 +139,22 @@ def test_cross_entropy(monkeypatch, dtype, n, num_threads, vocabulary):
     exact_logits = logits.double().requires_grad_()
     exact = torch.nn.functional.cross_entropy(exact_logits, targets, reduction="none")
     [exact_grad] = torch.autograd.grad(exact, exact_logits, loss_grad.double())
-    loss, correct, log_sum = cross_entropy.cross_entropy(logits, targets)
-    _, twin_correct, twin_log_sum = plain(monkeypatch, cross_entropy.cross_entropy, logits, targets)
+    loss, correct, log_sum = CPU.cross_entropy(logits, targets)
+    _, twin_correct, twin_log_sum = PLAIN.cross_entropy(logits, targets)
     torch.testing.assert_close(loss, exact.detach().float(), rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(log_sum, twin_log_sum, rtol=1e-6, atol=1e-6)
     assert torch.equal(correct, twin_correct) and correct[0]
     arguments = (logits, targets, log_sum, loss_grad)
-    grad = cross_entropy.cross_entropy_gradient(*arguments)
+    grad = CPU.cross_entropy_gradient(*arguments)
     if vocabulary > 1:
-        check_close(grad, plain(monkeypatch, cross_entropy.cross_entropy_gradient, *arguments), exact_grad)
-    check_rows(cross_entropy.cross_entropy, [logits, targets], [])
-    check_rows(lambda *inputs: [cross_entropy.cross_entropy_gradient(*inputs)], list(arguments), [])
+        check_close(grad, PLAIN.cross_entropy_gradient(*arguments), exact_grad)
+    check_rows(CPU.cross_entropy, [logits, targets], [])
+    check_rows(lambda *inputs: [CPU.cross_entropy_gradient(*inputs)], list(arguments), [])
 
 
 @dtypes
 @pytest.mark.parametrize("place", [0, 40, 99])
-def test_cross_entropy_of_logits_that_are_not_finite(monkeypatch, dtype, place):
+def test_cross_entropy_of_logits_that_are_not_finite(dtype, place):
     torch.manual_seed(0)
     logits = torch.randn(8, 100).to(dtype)
     targets = torch.tensor([place, 3, place, 3, place, 3, 3, 3])
@@ -166,13 +162,13 @@ def test_cross_entropy_of_logits_that_are_not_finite(monkeypatch, dtype, place):
     logits[6] = float("-inf")
     logits[7] = float("-inf")
     logits[7, place] = 1.0
-    ours = cross_entropy.cross_entropy(logits, targets)
-    twins = plain(monkeypatch, cross_entropy.cross_entropy, logits, targets)
+    ours = CPU.cross_entropy(logits, targets)
+    twins = PLAIN.cross_entropy(logits, targets)
     for one, twin in zip(ours, twins, strict=True):
         torch.testing.assert_close(one, twin, equal_nan=True)
     arguments = (logits, targets, twins[2], torch.ones(8))
-    grad = cross_entropy.cross_entropy_gradient(*arguments)
-    twin = plain(monkeypatch, cross_entropy.cross_entropy_gradient, *arguments)
+    grad = CPU.cross_entropy_gradient(*arguments)
+    twin = PLAIN.cross_entropy_gradient(*arguments)
     torch.testing.assert_close(grad, twin, equal_nan=True)
 
 
@@ -184,26 +180,26 @@ def test_argmax_is_the_first_of_the_largest(dtype, n, num_threads, vocabulary):
     torch.set_num_threads(num_threads)
     logits = columns(n, vocabulary, dtype)
     exact = logits.double().numpy()
-    assert argmax.argmax(logits).tolist() == exact.argmax(-1).tolist()
+    assert CPU.argmax(logits).tolist() == exact.argmax(-1).tolist()
     for place in {0, vocabulary // 3, vocabulary - 1}:
         for value in (9.0, float("inf"), float("nan")):
             one = logits.clone()
             one[:, place] = value
-            assert argmax.argmax(one).tolist() == [place] * n
+            assert CPU.argmax(one).tolist() == [place] * n
             one[:, place // 2] = value
-            assert argmax.argmax(one).tolist() == [place // 2] * n
+            assert CPU.argmax(one).tolist() == [place // 2] * n
     for value in (float("-inf"), float("nan"), -0.0, -3.0):
-        assert argmax.argmax(torch.full((n, vocabulary), value, dtype=dtype)).tolist() == [0] * n
+        assert CPU.argmax(torch.full((n, vocabulary), value, dtype=dtype)).tolist() == [0] * n
 
 
 @dtypes
-def test_argmax_of_what_compares_in_other_ways_than_its_bits(monkeypatch, dtype):
+def test_argmax_of_what_compares_in_other_ways_than_its_bits(dtype):
     infinity, nan = float("inf"), float("nan")
     logits = torch.tensor([[-1.0, -0.0, 0.0], [-1.0, 0.0, -0.0], [-2.0, -1.0, -3.0], [infinity, 1.0, nan]])
     logits = torch.cat([logits, torch.tensor([[1.0, -nan, infinity], [-infinity, -3e38, -infinity]])]).to(dtype)
     for rows in (logits, torch.cat([logits.new_full((6, 4000), -infinity), logits], -1)):
-        assert argmax.argmax(rows).tolist() == plain(monkeypatch, argmax.argmax, rows).tolist()
-    assert argmax.argmax(logits).tolist() == [1, 1, 1, 2, 1, 1]
+        assert CPU.argmax(rows).tolist() == PLAIN.argmax(rows).tolist()
+    assert CPU.argmax(logits).tolist() == [1, 1, 1, 2, 1, 1]
 
 
 @dtypes
@@ -214,9 +210,9 @@ def test_gated_units_and_gradients_of_logits_are_exact_to_the_rounding(dtype):
     wide = gate.double()
     step = torch.finfo(dtype).eps
     exact = wide * wide.sigmoid()
-    torch.testing.assert_close(silu_mul.silu_mul(gate, up).double(), exact, rtol=0.51 * step + 5e-7, atol=0)
+    torch.testing.assert_close(CPU.silu_mul(gate, up).double(), exact, rtol=0.51 * step + 5e-7, atol=0)
     logits = gate.minimum(torch.zeros(1, dtype=dtype))
-    grad = cross_entropy.cross_entropy_gradient(logits, torch.tensor([4002]), torch.zeros(1), torch.ones(1))
+    grad = CPU.cross_entropy_gradient(logits, torch.tensor([4002]), torch.zeros(1), torch.ones(1))
     exact = logits.double().exp()
     torch.testing.assert_close(grad[:, :-1].double(), exact[:, :-1], rtol=0.51 * step + 5e-7, atol=0)
 
@@ -225,29 +221,29 @@ def test_gated_units_and_gradients_of_logits_are_exact_to_the_rounding(dtype):
 def test_a_target_outside_the_vocabulary_is_an_error(target):
     logits, targets, each = torch.randn(2, 10), torch.tensor([1, target]), torch.ones(2)
     with pytest.raises(IndexError, match="from 0 to 9"):
-        cross_entropy.cross_entropy(logits, targets)
+        CPU.cross_entropy(logits, targets)
     with pytest.raises(IndexError, match="from 0 to 9"):
-        cross_entropy.cross_entropy_gradient(logits, targets, each, each)
+        CPU.cross_entropy_gradient(logits, targets, each, each)
 
 
 def test_no_rows_are_no_rows():
     x, weight, angles, no_targets = torch.ones(0, 8), torch.ones(8), torch.ones(0, 4), torch.ones(0, dtype=torch.int64)
     results = (
-        rms_norm.rms_norm(x, weight, EPS),
-        silu_mul.silu_mul(x, x),
-        rope.rope(x, angles, angles),
-        cross_entropy.cross_entropy_gradient(x, no_targets, *torch.ones(2, 0)),
+        CPU.rms_norm(x, weight, EPS),
+        CPU.silu_mul(x, x),
+        CPU.rope(x, angles, angles),
+        CPU.cross_entropy_gradient(x, no_targets, *torch.ones(2, 0)),
     )
     assert all(result.shape == (0, 8) for result in results)
-    assert argmax.argmax(x).shape == (0,)
+    assert CPU.argmax(x).shape == (0,)
     with pytest.raises(IndexError):
-        argmax.argmax(torch.ones(2, 0))
-    assert all(result.shape == (0,) for result in cross_entropy.cross_entropy(x, no_targets))
+        CPU.argmax(torch.ones(2, 0))
+    assert all(result.shape == (0,) for result in CPU.cross_entropy(x, no_targets))
 
 
 def test_other_dtypes_and_layouts_take_the_plain_way():
     x, weight = torch.randn(4, 8), torch.randn(8)
-    assert cpu.kernels_for_rows(x, weight) is not None
+    assert fit(x, weight)
     for tensors in (
         (x.double(), weight.double()),
         (x.bfloat16(), weight),
@@ -257,10 +253,10 @@ def test_other_dtypes_and_layouts_take_the_plain_way():
         (x[:, ::2], weight[:4]),
         (x[:, :1].expand(4, 8), weight),
     ):
-        assert cpu.kernels_for_rows(*tensors) is None
-        result = rms_norm.rms_norm(*tensors, EPS)
+        assert not fit(*tensors)
+        result = CPU.rms_norm(*tensors, EPS)
         assert result.shape == tensors[0].shape
         if not result.is_meta:
-            assert argmax.argmax(tensors[0]).tolist() == tensors[0].double().argmax(-1).tolist()
-    y = silu_mul.silu_mul(x.T.contiguous().T, x)
+            assert CPU.argmax(tensors[0]).tolist() == tensors[0].double().argmax(-1).tolist()
+    y = CPU.silu_mul(x.T.contiguous().T, x)
     torch.testing.assert_close(y, torch.nn.functional.silu(x) * x)

@@ -224,7 +224,7 @@ def test_dropout_equals_peft_under_the_same_masks(monkeypatch):
 
 def test_the_sites_of_a_block_drop_independently():
     adapter = make_adapter(make_backbone("llama"), dropout=0.4)
-    nodes = [node for node in adapter.attached(0).graph.nodes if node.op == "dropout_linear"]
+    nodes = [node for node in adapter.attached(0).graph.nodes if node.op == "dropout_low_rank"]
     assert len({node.attribute["salt"] for node in nodes}) == len(nodes) == 7
 
 
@@ -345,7 +345,13 @@ def test_the_loss_is_taken_in_chunks(monkeypatch):
         grads = {name: torch.zeros(tensor.shape) for name, tensor in adapter.parameters("head").items()}
         weights = {**backbone.weights["head"], **adapter.parameters("head")}
         sums, gradient = loss_and_gradient(
-            programs.loss, hidden, {"targets": targets}, weights=weights, accumulators=grads, max_rows=max_rows
+            programs.loss,
+            hidden,
+            {"targets": targets},
+            backend=backbone.backend,
+            weights=weights,
+            accumulators=grads,
+            max_rows=max_rows,
         )
         assert max(heads) <= max_rows and sum(heads) == 2 * 40, "the head, and its LoRA"
         results.append((sums, gradient, grads))

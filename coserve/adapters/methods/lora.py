@@ -116,13 +116,12 @@ class LoraConfig(AdapterConfig):
         if training and self.dropout:
             into["dropout_row_ids"] = b.constant("dropout_row_ids", dtype=torch.int64)
             salt = crc32(module.rsplit(".", 1)[-1].encode())
-            x = b.apply("dropout_linear", "lora_A", into, p=self.dropout, salt=salt)
+            x = b.apply("dropout_low_rank", "lora_A", into, p=self.dropout, salt=salt)
         else:
-            x = b.apply("linear", "lora_A", into)
+            x = b.apply("low_rank", "lora_A", into)
         x = b.apply("scale", "scaled", {"x": x}, factor=self.scaling(module))
-        return Bypass(
-            graph=b.build(b.apply("linear", "lora_B", {"x": x, "weight": b.parameter("lora_B.weight", outputs, rank)}))
-        )
+        y = b.apply("low_rank", "lora_B", {"x": x, "weight": b.parameter("lora_B.weight", outputs, rank)})
+        return Bypass(graph=b.build(y))
 
     def initial(self, parameter: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """A is uniform within 1 / sqrt(inputs) (PEFT's Kaiming initialisation with a = sqrt 5), B is zero: the bypass

@@ -137,10 +137,11 @@ def _point(choice: "Retention") -> dict[str, Any]:
 
 def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[str, int]:
     from coserve.memory.activations import group_bytes
+    from coserve.models.weights import weight_tensors
     from coserve.tuning.training_pass import workspace_shapes
 
     backbone = adapter.backbone
-    weights = {id(tensor): tensor for tensors in backbone.weights.values() for tensor in tensors.values()}
+    weights = {id(t): t for held in backbone.weights.values() for t in weight_tensors(held)}
     masters = 4 * adapter.num_parameters
     copies = 0 if backbone.dtype.itemsize == 4 else backbone.dtype.itemsize * adapter.num_parameters
     per_token = programs.saved_bytes_per_token(backbone.dtype)

@@ -10,7 +10,8 @@ _TABLE: dict[str, Operator] = {
     entry.name: entry
     for entry in (
         linear.Linear(),
-        linear.DropoutLinear(),
+        linear.LowRank(),
+        linear.DropoutLowRank(),
         linear.Embedding(),
         norms.RmsNorm(),
         norms.LayerNorm(),

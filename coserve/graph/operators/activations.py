@@ -1,14 +1,12 @@
 """Activation functions, and the signs of a tensor as bits."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, RowWise, Shape, Shapes, Values
-from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
-from coserve.kernels.silu_mul import silu_mul, silu_mul_gradients
+from coserve.graph.operators.base import Attributes, Context, RowWise, Shape, Shapes, Values
+from coserve.kernels.bits import packed_width
 
 
 class Silu(RowWise):
@@ -20,11 +18,11 @@ class Silu(RowWise):
     restores = ("y",)
     flops_per_element = 4
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": torch.nn.functional.silu(values["x"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         result = {"x": torch.ops.aten.silu_backward(gradients["y"], values["x"])}
         return result | self.forward(values, attributes, context) if "y" in wanted else result
@@ -39,11 +37,11 @@ class Gelu(RowWise):
     restores = ("y",)
     flops_per_element = 8
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": torch.nn.functional.gelu(values["x"], approximate=attributes["approximate"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         grad = torch.ops.aten.gelu_backward(gradients["y"], values["x"], approximate=attributes["approximate"])
         result = {"x": grad}
@@ -58,14 +56,14 @@ class Relu(RowWise):
     needs = {"x": ("y",)}
     sign_suffices = ("y",)
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": torch.relu(values["x"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         y, dy = values["y"], gradients["y"]
-        positive = unpack_signs(y, dy.shape[1]) if y.dtype == torch.uint8 else y > 0
+        positive = context.backend.unpack_signs(y, dy.shape[1]) if y.dtype == torch.uint8 else y > 0
         return {"x": dy * positive}
 
 
@@ -82,17 +80,17 @@ class SiluMul(RowWise):
     restores = ("y",)
     flops_per_element = 5
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        return {"y": silu_mul(values["gate"], values["up"])}
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": context.backend.silu_mul(values["gate"], values["up"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         dy, gate = gradients["y"], values["gate"]
         if "gate" in wanted:
-            found = silu_mul_gradients(dy, gate, values["up"], with_y="y" in wanted)
+            found = context.backend.silu_mul_gradients(dy, gate, values["up"], with_y="y" in wanted)
             return {slot: gradient for slot, gradient in found._asdict().items() if slot in wanted}
-        result = {"up": silu_mul(gate, dy)} if "up" in wanted else {}
+        result = {"up": context.backend.silu_mul(gate, dy)} if "up" in wanted else {}
         return result | self.forward(values, attributes, context) if "y" in wanted else result
 
 
@@ -106,10 +104,10 @@ class SignBits(RowWise):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((packed_width(shapes["x"][0]),), torch.uint8)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        return {"y": pack_signs(values["x"])}
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": context.backend.pack_signs(values["x"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         raise AssertionError("sign_bits has no gradient")

@@ -11,11 +11,45 @@ from torch import Tensor
 
 from coserve.errors import GraphError
 from coserve.graph.tensors import TensorSpec
+from coserve.kernels.attention import AttentionBatch
+from coserve.kernels.base import Backend
 
-Values = Mapping[str, Tensor]
+# Tensors by name; a backbone's linear weights are `kernels.weights.Weight`, parameters of several adapters `Grouped`.
+Values = Mapping[str, Any]
 Attributes = Mapping[str, Any]
 Shape = tuple[int, ...]
 Shapes = dict[str, tuple[Shape, torch.dtype | None]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionRows:
+    """Some rows of a batch, whom they attend to, and where their keys and values lie (those of the rows themselves must
+    be there before attention runs): stores [num_pages, block_tokens, Hkv * D].
+
+    key_grads, value_grads: float32, of the stores' shapes, added to in the backward pass.
+    """
+
+    rows: slice
+    batch: AttentionBatch
+    keys: Tensor
+    values: Tensor
+    key_grads: Tensor | None = None
+    value_grads: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Context:
+    """What operators need beside their tensors: the kernels, and what attention looks at beyond its rows.
+
+    attention: for all rows, in their order. key_grads, value_grads: the accumulators' rows of the window that runs
+    backward, float32 [n, Hkv * D]. Windows run from the last to the first, so once a window's own attention has been
+    reversed, they are complete (FlexLLM section 6.1, figure 8).
+    """
+
+    backend: Backend
+    attention: tuple[AttentionRows, ...] = ()
+    key_grads: Tensor | None = None
+    value_grads: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +99,9 @@ class Operator(ABC):
     # Row inputs whose gradient can be added to what other readers of the same tensor gave (`vjp_onto`) as it is made;
     # `vjp` gives a new tensor for them.
     sums: ClassVar[frozenset[str]] = frozenset()
-    # Slots for which the VJP accepts packed signs (kernels.bits) in place of the values.
+    # Slots in which forward accepts the parameters of several adapters (kernels.base.Grouped), each for its own rows.
+    grouped: ClassVar[frozenset[str]] = frozenset()
+    # Slots for which the VJP accepts packed signs (`Backend.pack_signs`) in place of the values.
     sign_suffices: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
@@ -73,24 +109,24 @@ class Operator(ABC):
         """Output slot -> (shape per row, dtype or None for the compute dtype), from the input shapes."""
 
     @abstractmethod
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]: ...
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]: ...
 
-    def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Any) -> list[dict[str, Tensor]]:
+    def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Context) -> list[dict[str, Tensor]]:
         """`forward` of several neighbours that share their slot `shared`."""
         return [self.forward(values, attributes, context) for values, attributes in runs]
 
-    def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Any) -> None:
+    def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Context) -> None:
         """Add the result of `forward`, whose one output has `total`'s shape, to it in place; no input is `total`."""
         (result,) = self.forward(values, attributes, context).values()
         total += result
 
     @abstractmethod
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]: ...
 
     def vjp_onto(
-        self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> None:
         """Add the gradient of one of the slots in `sums` to `total` in place."""
         total += self.vjp((slot,), values, gradients, attributes, context)[slot]

@@ -1,11 +1,10 @@
 """Sums and products."""
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, RowWise, Values
+from coserve.graph.operators.base import Attributes, Context, RowWise, Values
 
 
 class Add(RowWise):
@@ -15,13 +14,14 @@ class Add(RowWise):
     inputs = ("a", "b")
     needs = {"a": (), "b": ()}
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": values["a"] + values["b"]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
-        return dict.fromkeys(wanted, gradients["y"])
+        dy: Tensor = gradients["y"]
+        return dict.fromkeys(wanted, dy)
 
 
 class Mul(RowWise):
@@ -32,11 +32,11 @@ class Mul(RowWise):
     needs = {"x": ("factor",), "factor": ("x",)}
     restores = ("y",)
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": values["x"] * values["factor"]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
@@ -56,10 +56,10 @@ class Scale(RowWise):
     inputs = ("x",)
     needs = {"x": ()}
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": values["x"] * attributes["factor"]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         return {"x": gradients["y"] * attributes["factor"]}

@@ -2,15 +2,14 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, Load, Operator, Shape, Shapes, Values
+from coserve.graph.operators.base import Attributes, Context, Load, Operator, Shape, Shapes, Values
 from coserve.graph.tensors import TensorSpec
-from coserve.kernels.dropout import dropout_mask
-from coserve.kernels.linear import add_input_gradient, add_product, input_gradient, product, products, weight_gradient
+from coserve.kernels.weights import as_weight
 
 
 class _Product(Operator):
@@ -33,7 +32,7 @@ class _Product(Operator):
 
 
 class Linear(_Product):
-    """y = x W^T + b; x [n, in], weight [out, in], bias [out]."""
+    """y = x W^T + b; x [n, in], weight [out, in] (a `Weight` of the backbone, or a tensor), bias [out]."""
 
     name = "linear"
     inputs = ("x", "weight", "bias")
@@ -42,66 +41,95 @@ class Linear(_Product):
     shared: ClassVar[str | None] = "x"
     sums: ClassVar[frozenset[str]] = frozenset({"x"})
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        return {"y": product(values["x"], values["weight"], values.get("bias"))}
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": as_weight(values["weight"]).product(context.backend, values["x"], values.get("bias"))}
 
-    def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Any) -> None:
-        if "bias" in values:
-            super().forward_onto(total, values, attributes, context)
-        else:
-            add_product(total, values["x"], values["weight"])
-
-    def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Any) -> list[dict[str, Tensor]]:
-        weights, biases = [values["weight"] for values, _ in runs], [values.get("bias") for values, _ in runs]
-        return [{"y": y} for y in products(runs[0][0]["x"], weights, biases)]
+    def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Context) -> list[dict[str, Tensor]]:
+        weights, biases = [as_weight(v["weight"]) for v, _ in runs], [v.get("bias") for v, _ in runs]
+        return [{"y": y} for y in weights[0].products(context.backend, runs[0][0]["x"], weights, biases)]
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
-            result["x"] = input_gradient(dy, values["weight"])
+            result["x"] = as_weight(values["weight"]).input_gradient(context.backend, dy)
         if "weight" in wanted:
-            result["weight"] = weight_gradient(dy, values["x"])
+            result["weight"] = context.backend.weight_gradient(dy, values["x"])
         if "bias" in wanted:
             result["bias"] = dy.float().sum(0)
         return result
 
     def vjp_onto(
-        self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> None:
-        add_input_gradient(total, gradients["y"], values["weight"])
+        as_weight(values["weight"]).input_gradient(context.backend, gradients["y"], total)
 
 
-class DropoutLinear(_Product):
-    """y = dropout(x) W^T; x [n, in], dropout_row_ids int64 [n], weight [out, in].
+class LowRank(_Product):
+    """y = x F^T with a factor F [out, in] of low rank, a parameter of an adapter: one of out and in is the rank."""
+
+    name = "low_rank"
+    inputs = ("x", "weight")
+    needs = {"x": ("weight",), "weight": ("x",)}
+    sums: ClassVar[frozenset[str]] = frozenset({"x"})
+    grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": context.backend.low_rank_product(values["x"], values["weight"])}
+
+    def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Context) -> None:
+        context.backend.low_rank_product(values["x"], values["weight"], total)
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        dy, result = gradients["y"], {}
+        if "x" in wanted:
+            result["x"] = context.backend.low_rank_input_gradient(dy, values["weight"])
+        if "weight" in wanted:
+            result["weight"] = context.backend.low_rank_gradient(dy, values["x"])
+        return result
+
+    def vjp_onto(
+        self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> None:
+        context.backend.low_rank_input_gradient(gradients["y"], values["weight"], total)
+
+
+class DropoutLowRank(_Product):
+    """y = dropout(x) F^T; x [n, in], dropout_row_ids int64 [n], weight [out, in] as in `low_rank`.
 
     Attributes: p, salt (see `kernels.dropout`).
 
     One operator and not two, so that the dropped copy of x is never saved: forward and VJP make its mask again.
     """
 
-    name = "dropout_linear"
+    name = "dropout_low_rank"
     inputs = ("x", "weight", "dropout_row_ids")
     needs = {"x": ("weight", "dropout_row_ids"), "weight": ("x", "dropout_row_ids"), "dropout_row_ids": None}
+    grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
 
-    def _drop(self, x: Tensor, values: Values, attributes: Attributes) -> Tensor:
-        mask = dropout_mask(values["dropout_row_ids"], x.shape[1], p=attributes["p"], salt=attributes["salt"])
-        scale: float = 1 / (1 - attributes["p"])
+    def _drop(self, x: Tensor, values: Values, attributes: Attributes, context: Context) -> Tensor:
+        row_ids, p = values["dropout_row_ids"], attributes["p"]
+        mask = context.backend.dropout_mask(row_ids, x.shape[1], p=p, salt=attributes["salt"])
+        scale: float = 1 / (1 - p)
         return x * mask * scale
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        x = self._drop(values["x"], values, attributes)
-        return {"y": product(x, values["weight"])}
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        x = self._drop(values["x"], values, attributes, context)
+        return {"y": context.backend.low_rank_product(x, values["weight"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
-            result["x"] = self._drop(input_gradient(dy, values["weight"]), values, attributes)
+            x_grad = context.backend.low_rank_input_gradient(dy, values["weight"])
+            result["x"] = self._drop(x_grad, values, attributes, context)
         if "weight" in wanted:
-            result["weight"] = weight_gradient(dy, self._drop(values["x"], values, attributes))
+            dropped = self._drop(values["x"], values, attributes, context)
+            result["weight"] = context.backend.low_rank_gradient(dy, dropped)
         return result
 
 
@@ -124,13 +152,13 @@ class Embedding(Operator):
         ids = -1 - values["ids"] if attributes.get("virtual") else values["ids"]
         return ids.clamp(min=0) + attributes["offset"], ids < 0
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         entries, absent = self._entries(values, attributes)
         rows = torch.nn.functional.embedding(entries.masked_fill(absent, 0), values["weight"])
         return {"y": rows.masked_fill_(absent[:, None], 0)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         entries, absent = self._entries(values, attributes)
         gradient = torch.zeros(values["weight"].shape, dtype=torch.float32, device=entries.device)

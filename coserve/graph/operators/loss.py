@@ -2,14 +2,12 @@
 
 from collections.abc import Collection, Mapping
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, Operator, Shape, Shapes, Values
+from coserve.graph.operators.base import Attributes, Context, Operator, Shape, Shapes, Values
 from coserve.graph.tensors import TensorSpec
-from coserve.kernels.cross_entropy import cross_entropy, cross_entropy_gradient
 
 
 class CrossEntropy(Operator):
@@ -27,14 +25,16 @@ class CrossEntropy(Operator):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"loss": ((), torch.float32), "correct": ((), torch.bool), "log_sum": ((), torch.float32)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        loss, correct, log_sum = cross_entropy(values["logits"], values["targets"])
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        loss, correct, log_sum = context.backend.cross_entropy(values["logits"], values["targets"])
         return {"loss": loss, "correct": correct, "log_sum": log_sum}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
-        gradient = cross_entropy_gradient(values["logits"], values["targets"], values["log_sum"], gradients["loss"])
+        gradient = context.backend.cross_entropy_gradient(
+            values["logits"], values["targets"], values["log_sum"], gradients["loss"]
+        )
         return {"logits": gradient}
 
     def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:

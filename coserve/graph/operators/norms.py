@@ -5,13 +5,11 @@ Statistics and gradients are computed in float32 and rounded to the input's dtyp
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, RowWise, Values
-from coserve.kernels.rms_norm import rms_norm, rms_norm_gradient, rms_norm_weight_gradient
+from coserve.graph.operators.base import Attributes, Context, RowWise, Values
 
 
 class RmsNorm(RowWise):
@@ -23,17 +21,17 @@ class RmsNorm(RowWise):
     restores = ("y",)
     flops_per_element = 4
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        return {"y": rms_norm(values["x"], values["weight"], attributes["eps"])}
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": context.backend.rms_norm(values["x"], values["weight"], attributes["eps"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         x, weight, eps, result = values["x"], values["weight"], attributes["eps"], {}
         if "weight" in wanted:
-            result["weight"] = rms_norm_weight_gradient(gradients["y"], x, weight, eps)
+            result["weight"] = context.backend.rms_norm_weight_gradient(gradients["y"], x, weight, eps)
         if "x" in wanted:
-            result["x"], y = rms_norm_gradient(gradients["y"], x, weight, eps, with_y="y" in wanted)
+            result["x"], y = context.backend.rms_norm_gradient(gradients["y"], x, weight, eps, with_y="y" in wanted)
             return result if y is None else result | {"y": y}
         return result | self.forward(values, attributes, context) if "y" in wanted else result
 
@@ -47,12 +45,12 @@ class LayerNorm(RowWise):
     restores = ("y",)
     flops_per_element = 6
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         x, weight, bias = values["x"], values["weight"], values["bias"]
         return {"y": torch.nn.functional.layer_norm(x, weight.shape, weight, bias, attributes["eps"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         result = {}
         dy = gradients["y"].float()

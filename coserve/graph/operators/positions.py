@@ -1,12 +1,10 @@
 """Rotary position embedding."""
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, RowWise, Values
-from coserve.kernels.rope import rope, rope_gradient
+from coserve.graph.operators.base import Attributes, Context, RowWise, Values
 
 
 class Rope(RowWise):
@@ -17,10 +15,10 @@ class Rope(RowWise):
     needs = {"x": ("cos", "sin"), "cos": None, "sin": None}
     flops_per_element = 3
 
-    def forward(self, values: Values, attributes: Attributes, context: Any) -> dict[str, Tensor]:
-        return {"y": rope(values["x"], values["cos"], values["sin"])}
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": context.backend.rope(values["x"], values["cos"], values["sin"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Any
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
-        return {"x": rope_gradient(gradients["y"], values["cos"], values["sin"])}
+        return {"x": context.backend.rope_gradient(gradients["y"], values["cos"], values["sin"])}

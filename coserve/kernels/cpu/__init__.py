@@ -1,163 +1,143 @@
-"""Fused kernels for CPUs, in C++: compiled for this machine when they are first wanted, and kept on disk.
+"""The backend for CPUs: compiled kernels (`*.cpp`) for what PyTorch runs in many passes or rearranges first, PyTorch's
+own products for the rest, and the plain way for what neither is for (other dtypes and layouts, unusual attention).
 
-PyTorch runs a small operation of many passes as that many operations; here they are one, on the threads that PyTorch
-has. Each kernel has a plain twin in PyTorch, which runs where these cannot: without g++, on other systems, or when the
-environment says `COSERVE_KERNELS=plain`. Both give the same results, to rounding.
-
-Callers (`coserve/kernels/*.py`) ask `compiled_kernels()`, and see to it that tensors are as a kernel wants them:
-contiguous unless it says otherwise.
+It is available where g++ compiles the kernels (`library.py`); elsewhere `plain/` runs, and one warning says why.
 """
 
-import ctypes
-import hashlib
-import logging
-import os
-import platform
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from coserve.home import home_directory
-
-_log = logging.getLogger(__name__)
-
-_SOURCES = Path(__file__).parent
-# Sums may be made in any order, and nobody reads error numbers; infinities and NaN stay what they are.
-_FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
-)
-_COMPILE_S = 120.0
-# Arguments of each function: t a tensor's address, i an int64, d a double.
-_SIGNATURES = {
-    "attention_backward": "ttttttttt iiiiii d i",
-    "attention_forward": "ttttt iiiiii d i",
-    "product": "tittt iii i",
-    "to_low_rank": "titit iii i",
-    "from_low_rank": "titi ti iii i",
-    "low_rank_gradient": "tititi iii i",
-    "paged_attention_bfloat16": "tttttttt iiiiiii d i",
-    "paged_attention_float32": "tttttttt iiiiiii d i",
-    "rms_norm": "titt iii d ii",
-    "rms_norm_gradient": "titittt iii d ii",
-    "silu_mul": "titit ii ii",
-    "silu_mul_gradient": "tititittt ii ii",
-    "rope": "tititit iiii ii",
-    "cross_entropy": "titttt ii ii",
-    "cross_entropy_gradient": "titttt ii ii",
-    "argmax": "tit ii ii",
-}
+from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
+from coserve.kernels.base import Factor, Grouped, SiluMulGradients
+from coserve.kernels.cpu import rows
+from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
+from coserve.kernels.cpu.library import compiled_kernels
+from coserve.kernels.cpu.products import CpuProducts, layout
+from coserve.kernels.plain import PlainBackend
+from coserve.kernels.plain.attention import Part
 
 
-class Library:
-    """The compiled functions, by name; and what this CPU can do."""
+class CpuBackend(PlainBackend):
+    """See `Backend` for what each method does."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError if it cannot be loaded."""
-        found = ctypes.CDLL(str(path))
-        kinds = {"t": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(found, name)
-            function.argtypes, function.restype = [kinds[kind] for kind in arguments if kind != " "], None
-            setattr(self, name, function)
-        # Instructions for products of tiles of bfloat16 (AMX), which a process must ask the system for.
-        self.has_tiles = bool(found.request_tiles())
+    priority = 10
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"there is no kernel {name}")
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        kernels = compiled_kernels()
+        assert kernels is not None, "asked for where it is available"
+        self._kernels = kernels
+        self._products = CpuProducts(kernels)
+        self._attention = CpuAttention(kernels)
+
+    @classmethod
+    def is_available(cls, device: torch.device) -> bool:
+        return device.type == "cpu" and compiled_kernels() is not None
+
+    def layout(self, weight: Tensor) -> Tensor:
+        return layout(weight)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._products.product(x, weight, bias)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
+        return self._products.input_gradient(grad, weight, onto)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return self._products.weight_gradient(grad, x)
+
+    def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._products.int8_product(x, values, scales, bias)
+
+    def int8_input_gradient(self, grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None = None) -> Tensor:
+        return self._products.int8_input_gradient(grad, values, scales, onto)
+
+    def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
+        if not isinstance(factor, Grouped):
+            return self._products.low_rank_product(x, factor, onto)
+        # No adapter's factor is copied: on a CPU that would take as long as the product.
+        y = x.new_empty(x.shape[0], factor.tensors[0].shape[0]) if onto is None else onto
+        for own, matrix in zip(factor.rows.slices, factor.tensors, strict=True):
+            if onto is None:
+                y[own] = self._products.low_rank_product(x[own], matrix)
+            else:
+                self._products.low_rank_product(x[own], matrix, y[own])
+        return y
+
+    def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
+        return self._products.low_rank_input_gradient(grad, factor, onto)
+
+    def low_rank_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return self._products.low_rank_gradient(grad, x)
+
+    def prepare_attention(self, segments: Sequence[Segment], *, block_tokens: int) -> AttentionBatch:
+        return CpuAttentionBatch(segments, block_tokens, self.device)
+
+    def _attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, part: Part, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(part, CpuPart)
+        found = self._attention.forward(q, keys, values, part, spec)
+        return super()._attend(q, keys, values, part, spec) if found is None else found
+
+    def _reverse(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        part: Part,
+        spec: AttentionSpec,
+        key_grads: Tensor,
+        value_grads: Tensor,
+    ) -> Tensor:
+        assert isinstance(part, CpuPart)
+        reverse = self._attention.backward if spec.is_basic else super()._reverse
+        return reverse(grad, q, out, lse, keys, values, part, spec, key_grads, value_grads)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        fits = rows.fit(x, weight)
+        return rows.rms_norm(self._kernels, x, weight, eps) if fits else super().rms_norm(x, weight, eps)
+
+    def rms_norm_gradient(
+        self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, with_y: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        if not rows.fit(grad, x, weight):
+            return super().rms_norm_gradient(grad, x, weight, eps, with_y=with_y)
+        return rows.rms_norm_gradient(self._kernels, grad, x, weight, eps, with_y=with_y)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return rows.silu_mul(self._kernels, gate, up) if rows.fit(gate, up) else super().silu_mul(gate, up)
+
+    def silu_mul_gradients(self, grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False) -> SiluMulGradients:
+        if not rows.fit(grad, gate, up):
+            return super().silu_mul_gradients(grad, gate, up, with_y=with_y)
+        return rows.silu_mul_gradients(self._kernels, grad, gate, up, with_y=with_y)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        fits = rows.fit(x, cos, sin)
+        return rows.rope(self._kernels, x, cos, sin, reverse=False) if fits else super().rope(x, cos, sin)
+
+    def rope_gradient(self, grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        fits = rows.fit(grad, cos, sin)
+        return rows.rope(self._kernels, grad, cos, sin, reverse=True) if fits else super().rope_gradient(grad, cos, sin)
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        fits = rows.fit(logits)
+        return rows.cross_entropy(self._kernels, logits, targets) if fits else super().cross_entropy(logits, targets)
+
+    def cross_entropy_gradient(self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor) -> Tensor:
+        if not rows.fit(logits):
+            return super().cross_entropy_gradient(logits, targets, log_sum, loss_grad)
+        return rows.cross_entropy_gradient(self._kernels, logits, targets, log_sum, loss_grad)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        fits = rows.fit(logits) and logits.shape[1]  # an empty vocabulary is PyTorch's error
+        return rows.argmax(self._kernels, logits) if fits else super().argmax(logits)
 
 
-@cache
-def compiled_kernels() -> Library | None:
-    """The kernels of this machine, compiled when this is first called; None where the plain twins must run."""
-    if os.environ.get("COSERVE_KERNELS") == "plain" or not sys.platform.startswith("linux"):
-        return None
-    openmp = _openmp()
-    if openmp is None:
-        _log.info("PyTorch has no OpenMP of GNU's here: the plain kernels run")
-        return None
-    try:
-        directory, identity = _directory(), _identity(openmp)
-        return Library(_kept(directory, identity) or _compile(directory, identity, openmp))
-    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        lines = [line for line in said if "error" in line] or said or [repr(error)]
-        _log.warning("the CPU kernels could not be compiled, so the slower plain ones run: %s", lines[0])
-        return None
-
-
-_ROW_DTYPES = frozenset({torch.float32, torch.bfloat16})
-
-
-def kernels_for_rows(first: Tensor, *others: Tensor) -> Library | None:
-    """The kernels, if they can work on these matrices (and vectors): float32 or bfloat16, all of one dtype, and no gaps
-    within a row, however far apart rows lie.
-    """
-    dtype = first.dtype
-    if dtype not in _ROW_DTYPES or not first.is_cpu or first.stride(-1) != 1:
-        return None
-    for tensor in others:
-        if tensor.dtype != dtype or not tensor.is_cpu or tensor.stride(-1) != 1:
-            return None
-    return compiled_kernels()
-
-
-def _directory() -> Path:
-    return home_directory() / "kernels"
-
-
-def _openmp() -> Path | None:
-    """PyTorch's own OpenMP library: with another one, threads of both would wait for each other's cores."""
-    package = Path(torch.__file__).parent
-    found = [*package.glob("lib/libgomp*.so*"), *package.parent.glob("torch.libs/libgomp*.so*")]
-    return found[0] if found else None
-
-
-def _identity(openmp: Path) -> str:
-    """What the compiled kernels depend on."""
-    digest = hashlib.sha256()
-    for path in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
-        digest.update(path.read_bytes())
-    processor = ""
-    with suppress(OSError):  # a home may be shared by machines
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    digest.update(repr((_FLAGS, str(openmp), processor, platform.libc_ver())).encode())
-    return digest.hexdigest()[:24]
-
-
-def _kept(directory: Path, identity: str) -> Path | None:
-    """What was compiled before. Its name ends with a digest of it, since a damaged library would kill the process."""
-    whole = (path for path in directory.glob(f"{identity}-*.so") if path.stem == f"{identity}-{_digest(path)}")
-    return next(whole, None)
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
-
-
-def _compile(directory: Path, identity: str, openmp: Path) -> Path:
-    _log.info("compiling the CPU kernels, once")
-    directory.mkdir(parents=True, exist_ok=True)
-
-    def run(*arguments: str | Path) -> None:
-        command = ["g++", *_FLAGS, *map(str, arguments)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
-
-    with tempfile.TemporaryDirectory(dir=directory) as place, ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = {source: Path(place) / f"{source.stem}.o" for source in sorted(_SOURCES.glob("*.cpp"))}
-        for compiled in [pool.submit(run, "-c", source, "-o", made) for source, made in objects.items()]:
-            compiled.result()
-        made = Path(place) / "kernels.so"
-        # Of two OpenMP libraries only the one named here.
-        run("-shared", "-Wl,--as-needed", *objects.values(), openmp, "-o", made)
-        # At once: another process may be doing the same.
-        return made.replace(directory / f"{identity}-{_digest(made)}.so")
+BACKEND = CpuBackend

@@ -1,10 +1,10 @@
 // Products of tiles on AMX, and what they need: the tile registers, right factors in their order, transposition.
 #pragma once
 
-#include "common.h"
+#include "kernels.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-#define HAS_TILES
+#define HAS_AMX
 
 #include <immintrin.h>
 

@@ -5,7 +5,7 @@
 
 #include "attention_tiles.h"
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -171,21 +171,7 @@ class Worker {
     bf16 *weights_, *score_grads_, *score_grad_pairs_;
 };
 
-}  // namespace
-
-// Ask the system for the tile registers (Linux: arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA); whether it gives them.
-extern "C" int request_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-
-// grad, q, out and q_grad [n, heads, width], k and v [m, key heads, width], lse [n, heads]; k_grad and v_grad
-// [m, key heads, width] are added to. width: a multiple of 32. window: 0, or how many keys a query sees.
-//
-// The sums are made in an order that depends on the number of threads, and on nothing else.
-extern "C" void attention_backward(const bf16* grad, const bf16* q, const bf16* k, const bf16* v, const bf16* out,
-                                   const float* lse, bf16* q_grad, float* k_grad, float* v_grad, i64 num_rows,
-                                   i64 num_keys, i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale,
-                                   i64 num_threads) {
-    const Problem problem{{num_rows, num_keys, num_heads, num_key_heads, width, window},
-                          grad, q, k, v, out, lse, q_grad, k_grad, v_grad, float(scale)};
+void reverse(const Problem& problem, i64 num_threads) {
     const std::vector<i64> starts = problem.shares(num_threads);
     const int threads = int(starts.size()) - 1;
     // A key head's sums belong to the thread that begins it; what the next ones add to it waits until that is done.
@@ -205,10 +191,30 @@ extern "C" void attention_backward(const bf16* grad, const bf16* q, const bf16* 
         if (!sums.empty()) problem.add_key_grads(head, sums.data(), sums.data() + sums.size() / 2);
 }
 
+}  // namespace
+
+// Linux: arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA.
+extern "C" int request_amx() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+// grad, q, out and q_grad [n, heads, width], k and v [m, key heads, width], lse [n, heads]; k_grad and v_grad
+// [m, key heads, width] are added to. segments: of each its first row, number of rows, first key, number of keys. width: a
+// multiple of 32. window: 0, or how many keys a query sees.
+//
+// The sums are made in an order that depends on the number of threads, and on nothing else.
+extern "C" void attention_backward(const bf16* grad, const bf16* q, const bf16* k, const bf16* v, const bf16* out,
+                                   const float* lse, bf16* q_grad, float* k_grad, float* v_grad, const i64* segments,
+                                   i64 num_segments, i64 num_heads, i64 num_key_heads, i64 width, i64 window,
+                                   double scale, i64 num_threads) {
+    for (const i64* s = segments; s < segments + 4 * num_segments; s += 4) {
+        const i64 row = s[0] * num_heads * width, key = s[2] * num_key_heads * width;
+        reverse(Problem{{s[1], s[3], num_heads, num_key_heads, width, window}, grad + row, q + row, k + key, v + key,
+                        out + row, lse + s[0] * num_heads, q_grad + row, k_grad + key, v_grad + key, float(scale)},
+                num_threads);
+    }
+}
+
 #else
 
-extern "C" int request_tiles() { return 0; }
-
-extern "C" void attention_backward() {}
+extern "C" int request_amx() { return 0; }
 
 #endif

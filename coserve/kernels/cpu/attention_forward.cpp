@@ -5,7 +5,7 @@
 
 #include "attention_tiles.h"
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 
 #include <cmath>
 #include <limits>
@@ -132,14 +132,7 @@ class Worker {
     bf16* weight_pairs_;
 };
 
-}  // namespace
-
-// q and out [n, heads, width], k and v [m, key heads, width], lse [n, heads]. width: a multiple of 32. window: 0, or how
-// many keys a query sees. A query's result is the same whatever its thread.
-extern "C" void attention_forward(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse, i64 num_rows,
-                                  i64 num_keys, i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale,
-                                  i64 num_threads) {
-    const Problem problem{{num_rows, num_keys, num_heads, num_key_heads, width, window}, q, k, v, out, lse, float(scale)};
+void attend(const Problem& problem, i64 num_threads) {
     const std::vector<i64> starts = problem.shares(num_threads);
     const int threads = int(starts.size()) - 1;
 #pragma omp parallel num_threads(threads)
@@ -151,8 +144,19 @@ extern "C" void attention_forward(const bf16* q, const bf16* k, const bf16* v, b
     }
 }
 
-#else
+}  // namespace
 
-extern "C" void attention_forward() {}
+// q and out [n, heads, width], k and v [m, key heads, width], lse [n, heads]. segments: of each its first row, number of
+// rows, first key, number of keys. width: a multiple of 32. window: 0, or how many keys a query sees. A query's result is
+// the same whatever its thread.
+extern "C" void attention_forward(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse,
+                                  const i64* segments, i64 num_segments, i64 num_heads, i64 num_key_heads, i64 width,
+                                  i64 window, double scale, i64 num_threads) {
+    const i64 row = num_heads * width, key = num_key_heads * width;
+    for (const i64* s = segments; s < segments + 4 * num_segments; s += 4)
+        attend(Problem{{s[1], s[3], num_heads, num_key_heads, width, window}, q + s[0] * row, k + s[2] * key,
+                       v + s[2] * key, out + s[0] * row, lse + s[0] * num_heads, float(scale)},
+               num_threads);
+}
 
 #endif

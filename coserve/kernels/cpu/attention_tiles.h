@@ -7,7 +7,7 @@
 
 #include "amx.h"
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 
 #include <vector>
 

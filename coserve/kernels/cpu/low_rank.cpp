@@ -6,7 +6,7 @@
 
 #include "amx.h"
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 
 namespace {
 
@@ -179,11 +179,5 @@ extern "C" void low_rank_gradient(const bf16* x, i64 x_step, const bf16* y, i64 
         }
     }
 }
-
-#else
-
-extern "C" void to_low_rank() {}
-extern "C" void from_low_rank() {}
-extern "C" void low_rank_gradient() {}
 
 #endif

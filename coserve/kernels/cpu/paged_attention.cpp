@@ -4,7 +4,7 @@
 // A row's keys are cut into chunks, a unit of work each, and the chunks' results merged in their order: what comes out
 // depends neither on the other rows nor on who computed what.
 
-#include "common.h"
+#include "kernels.h"
 
 #include <cmath>
 #if defined(__AVX512F__)

@@ -3,7 +3,7 @@
 
 #include "amx.h"
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 
 namespace {
 
@@ -107,9 +107,5 @@ extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf1
         }
     }
 }
-
-#else
-
-extern "C" void product() {}
 
 #endif

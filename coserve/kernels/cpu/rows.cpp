@@ -10,7 +10,7 @@
 #pragma GCC target("prefer-vector-width=512")
 #endif
 
-#include "common.h"
+#include "kernels.h"
 
 #include <cmath>
 #if defined(__AVX512BF16__)

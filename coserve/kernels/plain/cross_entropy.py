@@ -1,16 +1,14 @@
 """The next-token loss of rows of logits and its gradient, in float32 whatever the logits' dtype.
 
 The vocabulary is wide: a float32 copy of all logits, and every pass over it, would be the better part of the time. On a
-CPU a compiled kernel makes none; the plain twin takes a few rows at a time through all of it, while they are in the
-caches (a third of the time for 256 rows of 151,936 logits), and on a GPU all rows at once.
+CPU a few rows at a time go through all of it, while they are in the caches (a third of the time for 256 rows of 151,936
+logits), and on a GPU all rows at once.
 """
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-
-from coserve.kernels.cpu import kernels_for_rows
 
 # Float32 logits that the caches hold.
 _CACHED_ELEMENTS = 1 << 19
@@ -29,13 +27,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
     """
     loss, log_sum = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
     correct = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
-    if (kernels := kernels_for_rows(logits)) is not None:
-        targets = _checked(targets, logits)
-        kernels.cross_entropy(
-            *(logits.data_ptr(), logits.stride(0), targets.data_ptr(), loss.data_ptr(), correct.data_ptr()),
-            *(log_sum.data_ptr(), *logits.shape, logits.dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-        return loss, correct, log_sum
     for rows, wide in _pieces(logits):
         most = wide.amax(-1)
         target = wide.gather(1, targets[rows, None])[:, 0]
@@ -51,28 +42,11 @@ def cross_entropy_gradient(logits: Tensor, targets: Tensor, log_sum: Tensor, los
     log_sum: from `cross_entropy`. loss_grad: gradient of each row's loss, float32 [n].
     """
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    if (kernels := kernels_for_rows(logits)) is not None:
-        targets, log_sum, loss_grad = _checked(targets, logits), log_sum.contiguous(), loss_grad.contiguous()
-        kernels.cross_entropy_gradient(
-            *(logits.data_ptr(), logits.stride(0), targets.data_ptr(), log_sum.data_ptr(), loss_grad.data_ptr()),
-            *(grad.data_ptr(), *logits.shape, logits.dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-        return grad
     for rows, wide in _pieces(logits):
         wide.sub_(log_sum[rows, None]).exp_()
         wide.scatter_add_(1, targets[rows, None], wide.new_full((), -1.0).expand(wide.shape[0], 1))
         grad[rows] = wide.mul_(loss_grad[rows, None])
     return grad
-
-
-def _checked(targets: Tensor, logits: Tensor) -> Tensor:
-    """Targets whose logits a kernel may touch, contiguous. IndexError for one that is not in the vocabulary."""
-    assert targets.dtype == torch.int64 and targets.shape == logits.shape[:1]
-    if targets.shape[0]:
-        least, most = torch.aminmax(targets)
-        if least < 0 or most >= logits.shape[1]:
-            raise IndexError(f"targets must be from 0 to {logits.shape[1] - 1}")
-    return targets.contiguous()
 
 
 def _pieces(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -1,0 +1,209 @@
+"""What a backend is: everything that may have a fast version on some device, behind one interface.
+
+A backend is a folder (or a module) of `coserve/kernels/` that names its class as `BACKEND`. It is chosen once, when a
+model is loaded (`find_backend`), and whoever runs the model calls it and never asks which it is. `plain/` has all of it
+in PyTorch for any device; another backend is best a subclass of `PlainBackend` that replaces what it does better.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
+
+
+class SiluMulGradients(NamedTuple):
+    """Gradients of both factors [n, width]; y again, if it was asked for."""
+
+    gate: Tensor
+    up: Tensor
+    y: Tensor | None
+
+
+class AdapterRows:
+    """How many rows each of several adapters has, in their order: made once per step, for all products with them."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes, self.device = tuple(sizes), device
+        self.num_rows = sum(self.sizes)
+
+    @cached_property
+    def slices(self) -> tuple[slice, ...]:
+        """The rows of each."""
+        ends = list(accumulate(self.sizes))
+        return tuple(slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grouped:
+    """The same parameter of several adapters, all of one shape, for rows that stand adapter by adapter."""
+
+    tensors: tuple[Tensor, ...]
+    rows: AdapterRows
+
+
+# A factor of an adapter's product: of the one adapter of all rows, or of several.
+Factor = Tensor | Grouped
+
+
+class Backend(ABC):
+    """Tensors are on the backend's device. Rows are [n, width], and may be a slice of wider rows' columns; sums are
+    float32, and results are rounded once to the dtype of the rows.
+    """
+
+    # Of those that are available on a device, the one of the highest priority is chosen.
+    priority: ClassVar[int] = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @classmethod
+    @abstractmethod
+    def is_available(cls, device: torch.device) -> bool:
+        """Whether it can run on a device."""
+
+    @property
+    def identity(self) -> str:
+        """What its speed depends on beside the device, in a few words."""
+        return type(self).__name__
+
+    # -- products with the weights of the backbone ------------------------------------
+
+    @abstractmethod
+    def layout(self, weight: Tensor) -> Tensor:
+        """A dense weight [out, in], lying in memory as products read it best."""
+
+    @abstractmethod
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
+
+    @abstractmethod
+    def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
+        """dx = dy W; grad [n, out], weight [out, in] -> [n, in], added to `onto` in place if that is given."""
+
+    @abstractmethod
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs nothing."""
+
+    @abstractmethod
+    def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`product` with a weight of int8 values [out, in] and float32 scales [out]."""
+
+    @abstractmethod
+    def int8_input_gradient(self, grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None = None) -> Tensor:
+        """`input_gradient` with such a weight."""
+
+    # -- products with the adapters of the rows ------------------------------------------
+
+    @abstractmethod
+    def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
+        """x F^T, with F [out, in] of low rank (one of both is the rank), added to `onto` in place if that is given."""
+
+    @abstractmethod
+    def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
+        """dx = dy F, added to `onto` in place if that is given."""
+
+    @abstractmethod
+    def low_rank_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """dF = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs nothing."""
+
+    @abstractmethod
+    def dropout_mask(self, row_ids: Tensor, width: int, *, p: float, salt: int) -> Tensor:
+        """Which features stay, bool [n, width]; see `kernels.dropout.dropout_mask`, whose bits it must give."""
+
+    # -- attention -----------------------------------------------------------------------
+
+    @abstractmethod
+    def prepare_attention(self, segments: Sequence[Segment], *, block_tokens: int) -> AttentionBatch:
+        """What the layers of a step share: segments whose keys lie in stores of pages of this many keys."""
+
+    @abstractmethod
+    def attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Attend. q [n, Hq, D], keys and values [num_pages, block_tokens, Hkv * D] -> output [n, Hq, D] in q's dtype,
+        log-sum-exp float32 [n, Hq].
+        """
+
+    @abstractmethod
+    def attention_gradient(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        *,
+        key_grads: Tensor,
+        value_grads: Tensor,
+    ) -> Tensor:
+        """Reverse. grad and out [n, Hq, D], lse [n, Hq]; keys and values in a store of one page -> gradient of q.
+
+        The gradients of keys and values are added to key_grads and value_grads, float32 of the store's shape,
+        contiguous.
+        """
+
+    # -- pieces that work row by row -------------------------------------------------------
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """weight * x / rms(x); x [n, width], weight [features], of which width is a multiple (arXiv 1910.07467)."""
+
+    @abstractmethod
+    def rms_norm_gradient(
+        self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, with_y: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradient of x from that of y, both [n, width]; and y, if it is asked for."""
+
+    @abstractmethod
+    def rms_norm_weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Gradient of the weight, float32."""
+
+    @abstractmethod
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, the gated unit of Llama's MLP (arXiv 2002.05202)."""
+
+    @abstractmethod
+    def silu_mul_gradients(self, grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False) -> SiluMulGradients:
+        """From the gradient of y [n, width]."""
+
+    @abstractmethod
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate each head of x by its row's angles, in the half-split layout; x [n, heads * D], cos and sin [n, D]
+        (arXiv 2104.09864).
+        """
+
+    @abstractmethod
+    def rope_gradient(self, grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Gradient of x from that of the rotated, both [n, heads * D]."""
+
+    @abstractmethod
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of each row, whether no other token is likelier than its target, and the logarithm of the sum of its
+        logits' exponentials: logits [n, vocabulary], targets int64 [n] -> float32 [n], bool [n], float32 [n].
+        """
+
+    @abstractmethod
+    def cross_entropy_gradient(self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor) -> Tensor:
+        """Gradient of the logits [n, vocabulary]; log_sum from `cross_entropy`, loss_grad float32 [n]."""
+
+    @abstractmethod
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The place of the largest of each row, int64 [n]: the first of equal ones, or the first NaN."""
+
+    @abstractmethod
+    def pack_signs(self, x: Tensor) -> Tensor:
+        """x [n, width] -> uint8 [n, ceil(width / 8)]; a bit is set where x > 0."""
+
+    @abstractmethod
+    def unpack_signs(self, bits: Tensor, width: int) -> Tensor:
+        """The inverse: uint8 [n, ceil(width / 8)] -> bool [n, width]."""

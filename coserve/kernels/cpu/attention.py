@@ -1,0 +1,333 @@
+"""Attention on CPUs: rows whose keys lie in pages read them there (`paged_attention.cpp`); runs of rows have kernels on
+AMX (`attention_forward.cpp`, `attention_backward.cpp`), and PyTorch's operations elsewhere.
+
+All follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one log-sum-exp per
+query and head, and the backward pass rebuilds the probabilities from them. A run is cut into tiles of query rows, each
+with the keys that it can see, so that scores or masks of n x m elements never exist.
+"""
+
+from array import array
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.cpu.library import Library
+from coserve.kernels.cpu.products import has_native_bf16, rounded_factors
+from coserve.kernels.plain.attention import Part, PlainAttentionBatch
+
+# Most elements of a tile's mask.
+_MAX_TILE_ELEMENTS = 1 << 22
+# Rows below which a tile is not worth cutting, forward and backward.
+_MIN_TILE_ROWS, _MIN_BACKWARD_ROWS = 64, 128
+# Rows below which arranging the keys for AMX takes longer than it saves.
+_MIN_AMX_ROWS = 16
+# Bytes that a thread holds for each element of a head's keys, and the most that all threads may hold.
+_AMX_BYTES, _MOST_AMX_BYTES = 22, 1 << 30
+# Elements of a tile's scores that a CPU core's cache holds.
+_CACHED_TILE_ELEMENTS = 1 << 18
+# Rows and keys of a segment: (first row, number of rows, first key, number of keys).
+_Run = tuple[int, int, int, int]
+
+
+class CpuPart(Part):
+    """Segments with the tables that the kernels read."""
+
+    @cached_property
+    def paged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of single rows: all pages one after another, where each row's begin there, and the numbers of keys; int64."""
+        starts = list(accumulate((len(segment.pages) for segment in self.segments), initial=0))[:-1]
+        lengths = [segment.num_keys for segment in self.segments]
+        return self.pages, torch.tensor(starts), torch.tensor(lengths)
+
+    @cached_property
+    def pages(self) -> Tensor:
+        """The pages of all segments one after another, int64."""
+        return torch.frombuffer(array("q", chain.from_iterable(s.pages for s in self.segments)), dtype=torch.int64)
+
+    @cached_property
+    def begins_in_page(self) -> bool:
+        """Whether every segment's keys begin with a page."""
+        return all(segment.first_key == 0 for segment in self.segments)
+
+    def runs(self, *, gathered: bool) -> list[_Run]:
+        """The segments, as they lie among keys that were gathered (`pages` one after another) or stand in one page."""
+        runs, row, page = [], 0, 0
+        for segment in self.segments:
+            first_key = segment.first_key + (page * self.block_tokens if gathered else 0)
+            runs.append((row, segment.num_rows, first_key, segment.num_keys))
+            row, page = row + segment.num_rows, page + len(segment.pages)
+        return runs
+
+
+class CpuAttentionBatch(PlainAttentionBatch):
+    """See `PlainAttentionBatch`."""
+
+    part_type = CpuPart
+
+
+class CpuAttention:
+    """Both passes, for the parts of a batch."""
+
+    def __init__(self, kernels: Library) -> None:
+        self._kernels = kernels
+        self._paged = {torch.bfloat16: kernels.paged_attention_bfloat16, torch.float32: kernels.paged_attention_float32}
+
+    def forward(
+        self, q: Tensor, keys: Tensor, values: Tensor, part: CpuPart, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Backend.attention`; None where the plain way is the one."""
+        if not spec.is_basic:
+            return None
+        if part.is_single:
+            return self._forward_paged(q, keys, values, part, spec)
+        runs = part.runs(gathered=keys.shape[0] > 1)
+        k, v = (_by_head(x[part.pages] if x.shape[0] > 1 else x, q.shape[2]) for x in (keys, values))
+        if not self._fits_amx(q, runs):
+            parts = [run_forward(q[row : row + n], k[key : key + m], v[key : key + m], spec) for row, n, key, m in runs]
+            out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
+            return out, lse
+        out, lse = self._forward_amx(q, k, v, [run for run in runs if run[1] >= _MIN_AMX_ROWS], spec)
+        for row, n, key, m in runs:
+            if n < _MIN_AMX_ROWS:
+                own = slice(row, row + n)
+                out[own], lse[own] = run_forward(q[own], k[key : key + m], v[key : key + m], spec)
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        part: Part,
+        spec: AttentionSpec,
+        key_grads: Tensor,
+        value_grads: Tensor,
+    ) -> Tensor:
+        """See `Backend.attention_gradient`."""
+        assert isinstance(part, CpuPart)
+        runs = part.runs(gathered=False)
+        k, v, dk, dv = (_by_head(x, q.shape[2]) for x in (keys, values, key_grads, value_grads))
+        if self._fits_amx(q, runs):
+            return self._backward_amx(grad, q, k, v, out, lse, runs, spec, dk, dv)
+        dq = torch.empty_like(q)
+        for row, n, key, m in runs:
+            rows, seen = slice(row, row + n), slice(key, key + m)
+            dq[rows] = run_backward(
+                *(grad[rows], q[rows], k[seen], v[seen], out[rows], lse[rows], spec),
+                key_grads=dk[seen],
+                value_grads=dv[seen],
+            )
+        return dq
+
+    def _forward_paged(
+        self, q: Tensor, keys: Tensor, values: Tensor, part: CpuPart, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor] | None:
+        """Rows that each are the last of a sequence; a row's result is the same in any company."""
+        (n, num_heads, width), (_, block_tokens, row_width) = q.shape, keys.shape
+        page_step, *within = keys.stride()
+        kernel = self._paged.get(q.dtype)
+        if kernel is None or width % 16 or within != [row_width, 1] or values.stride() != keys.stride():
+            return None
+        if not part.begins_in_page:
+            return None
+        q = q.contiguous()
+        out, lse = torch.empty_like(q), torch.empty(n, num_heads)
+        pages, starts, lengths = part.paged
+        kernel(
+            *(q.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(pages.data_ptr(), starts.data_ptr(), lengths.data_ptr(), out.data_ptr(), lse.data_ptr()),
+            *(n, num_heads, row_width // width, width, block_tokens, page_step),
+            *(spec.sliding_window or 0, spec.scale, torch.get_num_threads()),
+        )
+        return out, lse
+
+    def _forward_amx(
+        self, q: Tensor, k: Tensor, v: Tensor, runs: list[_Run], spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        tensors = [x.contiguous() for x in (q, k, v)]
+        out, lse = torch.empty_like(tensors[0]), torch.empty(q.shape[:2])
+        segments = array("q", chain.from_iterable(runs))
+        self._kernels.attention_forward(
+            *(x.data_ptr() for x in (*tensors, out, lse)),
+            *(segments.buffer_info()[0], len(runs), q.shape[1], k.shape[1], q.shape[2], spec.sliding_window or 0),
+            *(spec.scale, torch.get_num_threads()),
+        )
+        return out, lse
+
+    def _backward_amx(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        runs: list[_Run],
+        spec: AttentionSpec,
+        key_grads: Tensor,
+        value_grads: Tensor,
+    ) -> Tensor:
+        assert key_grads.is_contiguous() and value_grads.is_contiguous()
+        tensors = [x.contiguous() for x in (grad, q, k, v, out, lse)]
+        q_grad = torch.empty_like(tensors[1])
+        segments = array("q", chain.from_iterable(runs))
+        self._kernels.attention_backward(
+            *(x.data_ptr() for x in (*tensors, q_grad, key_grads, value_grads)),
+            *(segments.buffer_info()[0], len(runs), q.shape[1], k.shape[1], q.shape[2], spec.sliding_window or 0),
+            *(spec.scale, torch.get_num_threads()),
+        )
+        return q_grad
+
+    def _fits_amx(self, q: Tensor, runs: list[_Run]) -> bool:
+        """Whether the kernels are for such queries, and each thread has room for a head's keys and their gradients."""
+        if not self._kernels.has_amx or q.dtype != torch.bfloat16 or q.shape[2] % 32:
+            return False
+        most_keys = max(run[3] for run in runs)
+        return most_keys * q.shape[2] * _AMX_BYTES * torch.get_num_threads() <= _MOST_AMX_BYTES
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """One run by PyTorch's tiled kernel: q [n, Hq, D], k and v [m, Hkv, D] -> [n, Hq, D], float32 [n, Hq].
+
+    Its causal flag means "query i sees keys j <= i", which is right only for n = m; other tiles pass an additive mask.
+    """
+    window = spec.sliding_window
+    parts = [
+        _tile_forward(q[rows], k[keys], v[keys], spec)
+        for rows, keys in _tiles(q.shape[0], k.shape[0], window, _forward_rows(q.shape[0], k.shape[0], window))
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def run_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    *,
+    key_grads: Tensor,
+    value_grads: Tensor,
+) -> Tensor:
+    """Reverse one run: batched float32 products on tiles that stay in the caches, since PyTorch's own takes as long or
+    several times as long. In bfloat16, the products of probabilities and of gradients of scores take both rounded to
+    it, as FlashAttention does (arXiv 2205.14135), where the CPU has instructions for that.
+    """
+    (n, num_heads, width), scale, window = q.shape, spec.scale, spec.sliding_window
+    groups = num_heads // k.shape[1]
+    delta = torch.matmul(grad.float()[:, :, None], out.float()[..., None])[..., 0]
+    # By key head, the query heads of a row side by side: what a tile reads is then a run of each.
+    queries, out_grad, less_lse, less_delta = (
+        _heads_first(x.view(n, k.shape[1], groups, -1)).flatten(1, 2)
+        for x in (q, grad, lse.neg()[..., None], delta.neg_()[..., None])
+    )
+    keys, values = _heads_first(k), _heads_first(v)
+    dq = torch.empty_like(queries)
+    with rounded_factors() if has_native_bf16(q) else nullcontext():
+        for rows, seen in _tiles(n, k.shape[0], window, _backward_rows(num_heads, k.shape[0], window)):
+            own = slice(groups * rows.start, groups * rows.stop)
+            num_rows, num_keys = rows.stop - rows.start, seen.stop - seen.start
+            probabilities = torch.baddbmm(less_lse[:, own], queries[:, own], keys[:, seen].mT, alpha=scale)
+            # Hidden are keys among the last `num_rows`, unless a sliding window hides early ones too.
+            slides = window is not None and num_keys > window
+            masked = num_keys if slides else num_rows
+            hidden = _tile_mask(num_rows, masked, window if slides else None)
+            by_row = probabilities.view(k.shape[1], num_rows, groups, num_keys)
+            by_row[..., num_keys - masked :].masked_fill_(hidden, float("-inf"))
+            probabilities.exp_()
+            score_grad = torch.baddbmm(less_delta[:, own], out_grad[:, own], values[:, seen].mT).mul_(probabilities)
+            dq[:, own] = torch.bmm(score_grad, keys[:, seen])
+            key_grads[seen].transpose(0, 1).add_(torch.bmm(score_grad.mT, queries[:, own]), alpha=scale)
+            value_grads[seen].transpose(0, 1).add_(torch.bmm(probabilities.mT, out_grad[:, own]))
+    return dq.mul_(scale).view(-1, n, groups, width).transpose(0, 1).reshape(q.shape).to(q.dtype)
+
+
+def _tile_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    n, m, scale, window = q.shape[0], k.shape[0], spec.scale, spec.sliding_window
+    if n == 1:  # the query heads of a key head stand as its rows; the tile has only keys that the row sees
+        q, k, v = q.view(1, k.shape[1], -1, q.shape[2]), k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+        return out.reshape(1, -1, q.shape[3]), lse.reshape(1, -1)
+    slides = window is not None and m > window
+    mask = None
+    if slides or n < m:
+        mask = _additive_mask(n, m, window if slides else None, q.dtype)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), 0.0, mask is None and n == m, attn_mask=mask, scale=scale
+    )
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _tiles(n: int, m: int, window: int | None, size: int) -> Iterator[tuple[slice, slice]]:
+    """Query rows, `size` at a time, and the keys that they see. A tile is a run of its own: its queries are the last of
+    its keys.
+    """
+    if window is not None:  # a tile of more rows than the window would mostly score hidden keys
+        size = min(size, max(window, _MIN_TILE_ROWS))
+    for start in range(0, n, size):
+        end = min(start + size, n)
+        first_key = 0 if window is None else max(0, m - n + start - window + 1)
+        yield slice(start, end), slice(first_key, m - n + end)
+
+
+def _forward_rows(n: int, m: int, window: int | None) -> int:
+    """How many query rows to do at once."""
+    needs_no_mask = n == m and (window is None or m <= window)
+    return n if needs_no_mask else max(1, _MAX_TILE_ELEMENTS // _span(m, window))
+
+
+def _backward_rows(num_heads: int, m: int, window: int | None) -> int:
+    """The same for the backward pass."""
+    return max(_MIN_BACKWARD_ROWS, _CACHED_TILE_ELEMENTS // (num_heads * _span(m, window)))
+
+
+def _span(m: int, window: int | None) -> int:
+    """About how many keys a tile sees."""
+    return m if window is None else min(m, 2 * window)
+
+
+def _hidden_keys(n: int, m: int, window: int | None) -> Tensor:
+    """Which keys a query must not see: bool [n, m]."""
+    query, key = torch.arange(m - n, m)[:, None], torch.arange(m)[None, :]
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return hidden
+
+
+def _by_head(store: Tensor, width: int) -> Tensor:
+    """[pages, entries, heads * D] -> [pages * entries, heads, D]."""
+    return store.reshape(store.shape[0] * store.shape[1], -1, width)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[n, heads, ...] -> a new float32 tensor [heads, n, ...]."""
+    made = torch.empty(x.shape[1], x.shape[0], *x.shape[2:], dtype=torch.float32, device=x.device)
+    return made.copy_(x.transpose(0, 1))
+
+
+@lru_cache(maxsize=16)
+def _tile_mask(n: int, m: int, window: int | None) -> Tensor:
+    """Which of the keys a tile's queries must not see: bool [n, 1, m]."""
+    return _hidden_keys(n, m, window)[:, None]
+
+
+@lru_cache(maxsize=16)
+def _additive_mask(n: int, m: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees a key and -inf elsewhere, [1, 1, n, m]; the layers of a step, and often its sequences,
+    share it.
+    """
+    hidden = _hidden_keys(n, m, window)
+    return torch.zeros(n, m, dtype=dtype).masked_fill_(hidden, float("-inf"))[None, None]

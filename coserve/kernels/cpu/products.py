@@ -1,0 +1,243 @@
+"""Products of rows with a weight: y = x W^T, and the two products of its gradient.
+
+Which way is fastest depends on the processor, the dtype and the number of rows; `benchmarks/products.py` measures it.
+
+- A CPU with instructions for bfloat16 (AMX, AVX-512): a weight as the left factor streams through once as it lies,
+  while a weight as the right factor is rearranged first; with few rows that is a third of the time. With AMX our own
+  kernels (`amx.py`) take half to three quarters of what PyTorch's then takes.
+- A CPU that has no such instruction emulates them at a quarter of its float32 speed; there the wide functions convert a
+  tile of the weight at a time, and multiply in float32.
+- int8 weights: with few rows a kernel of our own reads them once as they lie (`int8.cpp`); with many, a tile at a time
+  becomes a dense weight.
+- Otherwise the choice is PyTorch's.
+
+In every case the sums are float32, and a product is rounded once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.cpu.amx import AmxProducts
+from coserve.kernels.cpu.library import Library
+from coserve.kernels.plain import products as plain
+
+# Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
+_TILE_ELEMENTS = 1 << 21
+# From how many rows on a conversion pays.
+_MIN_WIDE_ROWS = 16
+# Held while factors are rounded.
+_ROUNDING = Lock()
+# Below how many rows float32 products are faster with the weight as the left factor.
+_FEW_ROWS = 48
+# The same for products by instructions for bfloat16.
+_FEW_BFLOAT16_ROWS = 24
+# Up to how many rows our own kernel multiplies int8 weights: with instructions for bfloat16, and without.
+_MOST_INT8_ROWS_NATIVE, _MOST_INT8_ROWS = 8, 32
+
+
+class CpuProducts:
+    """The products of a CPU backend: by AMX where there is one, by PyTorch elsewhere."""
+
+    def __init__(self, kernels: Library) -> None:
+        self._kernels = kernels
+        self._amx = AmxProducts(kernels) if kernels.has_amx else None
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
+        if is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
+            return wide_product(x, weight, bias)
+        if has_native_bf16(x):
+            if self._amx is not None and (y := self._amx.skinny_gemm(x, weight, bias)) is not None:
+                return y
+            if 0 < x.shape[0] < _FEW_BFLOAT16_ROWS:
+                return left_product(x, weight, bias)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
+        """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless bfloat16 is emulated."""
+        if is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
+            return _added(wide_input_gradient(grad, weight), onto)
+        return grad @ weight if onto is None else onto.addmm_(grad, weight)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs nothing."""
+        if is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
+            return wide_weight_gradient(grad, x)
+        return grad.T @ x
+
+    # -- int8 weights -------------------------------------------------------------------
+
+    def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Backend.int8_product`."""
+        is_native = has_native_bf16(x)
+        if 0 < x.shape[0] <= (_MOST_INT8_ROWS_NATIVE if is_native else _MOST_INT8_ROWS) and _is_for_int8(x, bias):
+            return self._int8_skinny_gemm(x, values, scales, bias)
+        if not is_native:
+            return plain.int8_product(x, values, scales, bias)
+        y = torch.empty(x.shape[0], values.shape[0], dtype=x.dtype)
+        for tile, weight in self._bfloat16_tiles(values, scales):
+            y[:, tile] = self.product(x, weight, None if bias is None else bias[tile])
+        return y
+
+    def int8_input_gradient(self, grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None = None) -> Tensor:
+        """See `Backend.int8_input_gradient`."""
+        if not has_native_bf16(grad):
+            return plain.int8_input_gradient(grad, values, scales, onto)
+        total = torch.zeros(grad.shape[0], values.shape[1], dtype=torch.float32)
+        for tile, weight in self._bfloat16_tiles(values, scales):
+            total += grad[:, tile] @ weight
+        return _added(total.to(grad.dtype), onto)
+
+    def _int8_skinny_gemm(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        (n, inner), outer = x.shape, values.shape[0]
+        assert values.shape == (outer, inner) and values.is_contiguous() and scales.is_contiguous()
+        y = torch.empty(n, outer, dtype=x.dtype)
+        self._kernels.int8_product(
+            *(x.data_ptr(), x.stride(0), values.data_ptr(), scales.data_ptr()),
+            *(None if bias is None else bias.data_ptr(), y.data_ptr()),
+            *(n, inner, outer, x.dtype == torch.bfloat16, torch.get_num_threads()),
+        )
+        return y
+
+    def _bfloat16_tiles(self, values: Tensor, scales: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Runs of an int8 weight's rows as bfloat16 weights, each valid until the next."""
+        tiles = _tiles(values)
+        made = torch.empty(tiles[0].stop, values.shape[1], dtype=torch.bfloat16)
+        for tile in tiles:
+            weight = made[: tile.stop - tile.start]
+            self._kernels.int8_to_bfloat16(
+                *(values[tile].data_ptr(), scales[tile].data_ptr(), weight.data_ptr()),
+                *(*weight.shape, torch.get_num_threads()),
+            )
+            yield tile, weight
+
+    # -- factors of low rank --------------------------------------------------------------
+
+    def low_rank_product(self, x: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
+        """x F^T; F [out, in], one of both the rank. Added to `onto`: rounded once, unless bfloat16 is emulated."""
+        if has_native_bf16(x) and self._amx is not None:
+            if onto is None and (y := self._amx.to_low_rank(x, factor, transposed=True)) is not None:
+                return y
+            if onto is not None and self._amx.add_from_low_rank(onto, x, factor, transposed=True):
+                return onto
+        if onto is None or (is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS):
+            return _added(self.product(x, factor), onto)
+        return onto.addmm_(x, factor.T)
+
+    def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
+        """dx = dy F."""
+        if has_native_bf16(grad) and self._amx is not None:
+            if onto is None and (found := self._amx.to_low_rank(grad, factor, transposed=False)) is not None:
+                return found
+            if onto is not None and self._amx.add_from_low_rank(onto, grad, factor, transposed=False):
+                return onto
+        return self.input_gradient(grad, factor, onto)
+
+    def low_rank_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """dF = dy^T x."""
+        if has_native_bf16(grad) and self._amx is not None:
+            if (found := self._amx.low_rank_gradient(grad, x, transposed=False)) is not None:
+                return found
+            if (found := self._amx.low_rank_gradient(x, grad, transposed=True)) is not None:
+                return found
+        return self.weight_gradient(grad, x)
+
+
+def layout(weight: Tensor) -> Tensor:
+    """A weight [out, in] laid out as products read it: by its columns, but for native bfloat16.
+
+    PyTorch's float32 products of 8 rows then take two thirds of the time; with many rows it is the same.
+    """
+    return weight.contiguous() if has_native_bf16(weight) else weight.T.contiguous().T
+
+
+def left_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product` with the weight as the left factor, for few rows, at least one."""
+    if x.shape[0] == 1:
+        y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+        return y[None]
+    y = torch.mm(weight, x.T) if bias is None else torch.addmm(bias[:, None], weight, x.T)
+    return torch.stack(y.unbind(1))  # half of what a transposed copy takes
+
+
+def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product` in float32 arithmetic, rounded to x's dtype."""
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    rows = x.float()
+    for tile in _tiles(weight):
+        if x.shape[0] < _FEW_ROWS:
+            y = torch.mm(weight[tile].float(), rows.T).T
+        else:
+            y = torch.mm(rows, weight[tile].float().T)
+        out[:, tile] = y if bias is None else y.add_(bias[tile])
+    return out
+
+
+def wide_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """`input_gradient` in float32 arithmetic, rounded to grad's dtype."""
+    tiles = _tiles(weight)
+    total = torch.mm(grad[:, tiles[0]].float(), weight[tiles[0]].float())
+    for tile in tiles[1:]:
+        total.addmm_(grad[:, tile].float(), weight[tile].float())
+    return total.to(grad.dtype)
+
+
+def wide_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """`weight_gradient` in float32."""
+    return torch.mm(grad.float().T, x.float())
+
+
+def _tiles(weight: Tensor) -> list[slice]:
+    """Runs of a weight's rows."""
+    num_rows, size = weight.shape[0], max(1, _TILE_ELEMENTS // weight.shape[1])
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+def _added(found: Tensor, onto: Tensor | None) -> Tensor:
+    return found if onto is None else onto.add_(found)
+
+
+def _is_for_int8(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether our kernel is for such rows: float32 or bfloat16, without gaps within a row."""
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.stride(1) != 1:
+        return False
+    return bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
+
+
+@contextmanager
+def rounded_factors() -> Iterator[None]:
+    """Products of float32 tensors within round both factors to bfloat16, and nothing else: sums and results stay
+    float32. Of factors that were bfloat16 before, they are exact. For CPUs with instructions for that.
+
+    The setting is the process's: no other thread may be within at the same time, and what float32 products others do
+    meanwhile are rounded, too.
+    """
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    with _ROUNDING:
+        before = settings.fp32_precision
+        settings.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = before
+
+
+def has_native_bf16(x: Tensor) -> bool:
+    """Whether it is bfloat16 on a CPU that has instructions for its products."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _multiplies_bfloat16()
+
+
+def is_emulated(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _multiplies_bfloat16()
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has an instruction for sums of products of bfloat16."""
+    found = torch.cpu.get_capabilities()
+    return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -1,0 +1,131 @@
+"""Pieces that work row by row, by the kernels of `rows.cpp`: float32 or bfloat16, no gaps within a row, however far apart
+rows lie. Each function gives the same as its plain twin, to rounding.
+"""
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.base import SiluMulGradients
+from coserve.kernels.cpu.library import Library
+
+_DTYPES = frozenset({torch.float32, torch.bfloat16})
+
+
+def fit(first: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels can work on these matrices (and vectors), all of one dtype."""
+    dtype = first.dtype
+    if dtype not in _DTYPES or not first.is_cpu or first.stride(-1) != 1:
+        return False
+    return all(tensor.dtype == dtype and tensor.is_cpu and tensor.stride(-1) == 1 for tensor in others)
+
+
+def rms_norm(kernels: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Backend.rms_norm`."""
+    n, width = x.shape
+    assert width % weight.shape[0] == 0
+    y = torch.empty(n, width, dtype=x.dtype)
+    kernels.rms_norm(
+        *(x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), n, width, weight.shape[0], eps),
+        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return y
+
+
+def rms_norm_gradient(
+    kernels: Library, grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, with_y: bool
+) -> tuple[Tensor, Tensor | None]:
+    """See `Backend.rms_norm_gradient`."""
+    n, width = x.shape
+    assert grad.shape == x.shape and width % weight.shape[0] == 0
+    x_grad = torch.empty(n, width, dtype=x.dtype)
+    y = torch.empty_like(x_grad) if with_y else None
+    kernels.rms_norm_gradient(
+        *(grad.data_ptr(), grad.stride(0), x.data_ptr(), x.stride(0), weight.data_ptr()),
+        *(x_grad.data_ptr(), None if y is None else y.data_ptr(), n, width, weight.shape[0], eps),
+        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return x_grad, y
+
+
+def silu_mul(kernels: Library, gate: Tensor, up: Tensor) -> Tensor:
+    """See `Backend.silu_mul`."""
+    n, width = gate.shape
+    assert up.shape == gate.shape
+    y = torch.empty(n, width, dtype=gate.dtype)
+    kernels.silu_mul(
+        *(gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), y.data_ptr(), n, width),
+        *(gate.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return y
+
+
+def silu_mul_gradients(kernels: Library, grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool) -> SiluMulGradients:
+    """See `Backend.silu_mul_gradients`."""
+    n, width = gate.shape
+    assert grad.shape == up.shape == gate.shape
+    gate_grad, up_grad = (torch.empty(n, width, dtype=gate.dtype) for _ in range(2))
+    y = torch.empty_like(gate_grad) if with_y else None
+    kernels.silu_mul_gradient(
+        *(grad.data_ptr(), grad.stride(0), gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0)),
+        *(gate_grad.data_ptr(), up_grad.data_ptr(), None if y is None else y.data_ptr(), n, width),
+        *(gate.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return SiluMulGradients(gate_grad, up_grad, y)
+
+
+def rope(kernels: Library, x: Tensor, cos: Tensor, sin: Tensor, *, reverse: bool) -> Tensor:
+    """See `Backend.rope`; reverse: `Backend.rope_gradient`."""
+    n, width = x.shape
+    assert cos.shape == sin.shape == (n, cos.shape[1]) and width % cos.shape[1] == 0
+    y = torch.empty(n, width, dtype=x.dtype)
+    kernels.rope(
+        *(x.data_ptr(), x.stride(0), cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0), y.data_ptr()),
+        *(n, width, cos.shape[1], reverse, x.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return y
+
+
+def cross_entropy(kernels: Library, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Backend.cross_entropy`; IndexError for a target that is not in the vocabulary."""
+    targets = _checked(targets, logits)
+    loss, log_sum = (torch.empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
+    correct = torch.empty(logits.shape[0], dtype=torch.bool)
+    kernels.cross_entropy(
+        *(logits.data_ptr(), logits.stride(0), targets.data_ptr(), loss.data_ptr(), correct.data_ptr()),
+        *(log_sum.data_ptr(), *logits.shape, logits.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return loss, correct, log_sum
+
+
+def cross_entropy_gradient(
+    kernels: Library, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor
+) -> Tensor:
+    """See `Backend.cross_entropy_gradient`; IndexError for a target that is not in the vocabulary."""
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    targets, log_sum, loss_grad = _checked(targets, logits), log_sum.contiguous(), loss_grad.contiguous()
+    kernels.cross_entropy_gradient(
+        *(logits.data_ptr(), logits.stride(0), targets.data_ptr(), log_sum.data_ptr(), loss_grad.data_ptr()),
+        *(grad.data_ptr(), *logits.shape, logits.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return grad
+
+
+def argmax(kernels: Library, logits: Tensor) -> Tensor:
+    """See `Backend.argmax`: PyTorch's is slower than reading the logits by far."""
+    n, vocabulary = logits.shape
+    places = torch.empty(n, dtype=torch.int64)
+    kernels.argmax(
+        *(logits.data_ptr(), logits.stride(0), places.data_ptr(), n, vocabulary),
+        *(logits.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return places
+
+
+def _checked(targets: Tensor, logits: Tensor) -> Tensor:
+    """Targets whose logits a kernel may touch, contiguous. IndexError for one that is not in the vocabulary."""
+    assert targets.dtype == torch.int64 and targets.shape == logits.shape[:1]
+    if targets.shape[0]:
+        least, most = torch.aminmax(targets)
+        if least < 0 or most >= logits.shape[1]:
+            raise IndexError(f"targets must be from 0 to {logits.shape[1] - 1}")
+    return targets.contiguous()

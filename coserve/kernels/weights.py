@@ -1,0 +1,218 @@
+"""Weights of linear layers: dense, several in one piece, quantised. Who reads one never asks which it is.
+
+A weight is [out, in] and multiplies rows [n, in]. It knows how it is stored; how fast that is multiplied is the
+backend's business, so each class asks the backend for the products of its own storage. Another kind of storage is one
+class more.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coserve.errors import ModelError
+
+if TYPE_CHECKING:
+    from coserve.kernels.base import Backend
+
+# What `--weights` may ask for: how the weights of linear layers are stored.
+WEIGHT_FORMATS = ("dense", "int8")
+
+
+class Weight(ABC):
+    """A matrix [out, in] of a linear layer."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds; their bytes are what a product reads."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The matrix itself [out, in], in the compute dtype (of a quantised weight: dequantised)."""
+
+    @abstractmethod
+    def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + b; x [n, in], bias [out] -> [n, out]."""
+
+    @abstractmethod
+    def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
+        """dx = dy W; grad [n, out] -> [n, in], added to `onto` in place if that is given."""
+
+    @abstractmethod
+    def joined(self, others: Sequence["Weight"], backend: "Backend") -> tuple["Weight", list["Weight"]]:
+        """With others of its class as one weight, row after row; and views of that, one for each."""
+
+    @property
+    def max_rounding(self) -> float:
+        """How far an element may be from the one that was loaded, beside the rounding to the compute dtype."""
+        return 0.0
+
+    def products(
+        self, backend: "Backend", x: Tensor, weights: Sequence["Weight"], biases: Sequence[Tensor | None]
+    ) -> Sequence[Tensor]:
+        """`product` of the same rows with several weights, of which this is the first."""
+        return [weight.product(backend, x, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+class DenseWeight(Weight):
+    """A float tensor as it is; `Backend.layout` says how it should lie."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.tensor.shape
+        return rows, columns
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def dense(self) -> Tensor:
+        return self.tensor
+
+    def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return backend.product(x, self.tensor, bias)
+
+    def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
+        return backend.input_gradient(grad, self.tensor, onto)
+
+    def joined(self, others: Sequence[Weight], backend: "Backend") -> tuple[Weight, list[Weight]]:
+        tensors = [self.tensor, *(other.tensors()[0] for other in others)]
+        whole = backend.layout(torch.cat(tensors))
+        parts = torch.split(whole, [tensor.shape[0] for tensor in tensors])
+        return DenseWeight(whole), [DenseWeight(part) for part in parts]
+
+
+class Int8Weight(Weight):
+    """Whole numbers from -127 to 127 and one scale per output channel: W[i, j] = values[i, j] * scales[i].
+
+    Weight-only: rows stay in the compute dtype, and sums are float32.
+    """
+
+    def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        """values int8 [out, in], scales float32 [out]; dtype: the compute dtype."""
+        self.values, self.scales, self._dtype = values, scales, dtype
+
+    @classmethod
+    def quantised(cls, weight: Tensor) -> "Int8Weight":
+        """The nearest of a float weight [out, in]: symmetric, a channel's largest magnitude becomes 127."""
+        wide = weight.float()
+        scales = wide.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny).div_(127)
+        values = (wide / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        return cls(values.contiguous(), scales, weight.dtype)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values.shape
+        return rows, columns
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.values, self.scales
+
+    def dense(self) -> Tensor:
+        return (self.values.float() * self.scales[:, None]).to(self._dtype)
+
+    @property
+    def max_rounding(self) -> float:
+        return float(self.scales.max()) / 2
+
+    def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return backend.int8_product(x, self.values, self.scales, bias)
+
+    def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
+        return backend.int8_input_gradient(grad, self.values, self.scales, onto)
+
+    def joined(self, others: Sequence[Weight], backend: "Backend") -> tuple[Weight, list[Weight]]:
+        values, scales = (torch.cat(parts) for parts in zip(*(w.tensors() for w in (self, *others)), strict=True))
+        sizes = [weight.shape[0] for weight in (self, *others)]
+        parts = zip(torch.split(values, sizes), torch.split(scales, sizes), strict=True)
+        return Int8Weight(values, scales, self._dtype), [Int8Weight(*part, self._dtype) for part in parts]
+
+
+class JoinedWeight(Weight):
+    """One site's part of the weights of several sites that read the same rows, which lie in one piece: asked for all of
+    them, it multiplies once.
+    """
+
+    def __init__(self, own: Weight, piece: "_Piece") -> None:
+        self._own, self._piece = own, piece
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._own.shape
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._own.tensors()
+
+    def dense(self) -> Tensor:
+        return self._own.dense()
+
+    @property
+    def max_rounding(self) -> float:
+        return self._own.max_rounding
+
+    def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._own.product(backend, x, bias)
+
+    def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
+        return self._own.input_gradient(backend, grad, onto)
+
+    def joined(self, others: Sequence[Weight], backend: "Backend") -> tuple[Weight, list[Weight]]:
+        raise AssertionError("a weight is joined once")
+
+    def products(
+        self, backend: "Backend", x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]
+    ) -> Sequence[Tensor]:
+        piece = self._piece
+        if len(weights) != len(piece.members) or any(map(_is_other, weights, piece.members)):
+            return super().products(backend, x, weights, biases)
+        if any(map(_is_other, biases, piece.biases)):
+            return super().products(backend, x, weights, biases)
+        return torch.split(piece.whole.product(backend, x, piece.bias), piece.sizes, -1)
+
+
+class _Piece:
+    """What the members of a `JoinedWeight` share."""
+
+    def __init__(self, whole: Weight, parts: Sequence[Weight], bias: Tensor | None, sizes: list[int]) -> None:
+        self.whole, self.bias, self.sizes = whole, bias, sizes
+        self.members: list[Weight] = [JoinedWeight(part, self) for part in parts]
+        self.biases: list[Tensor | None] = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
+
+
+def join(
+    weights: Sequence[Weight], biases: Sequence[Tensor | None], backend: "Backend"
+) -> tuple[list[Weight], list[Tensor | None]]:
+    """The same weights and biases [out] in one piece each; as they are where only some have a bias."""
+    given = [bias for bias in biases if bias is not None]
+    if len(given) not in (0, len(weights)):
+        return list(weights), list(biases)
+    whole, parts = weights[0].joined(weights[1:], backend)
+    piece = _Piece(whole, parts, torch.cat(given) if given else None, [weight.shape[0] for weight in weights])
+    return piece.members, piece.biases
+
+
+def make_weight(tensor: Tensor, weight_format: str, backend: "Backend") -> Weight:
+    """A float weight [out, in] stored as one of `WEIGHT_FORMATS`; ModelError for another format."""
+    if weight_format == "int8":
+        return Int8Weight.quantised(tensor)
+    if weight_format != "dense":
+        raise ModelError(f"weights {weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}")
+    return DenseWeight(backend.layout(tensor))
+
+
+def as_weight(value: Tensor | Weight) -> Weight:
+    """A weight as it is, or a plain tensor (a parameter) as one."""
+    return value if isinstance(value, Weight) else DenseWeight(value)
+
+
+def _is_other(one: object, other: object) -> bool:
+    return one is not other

@@ -1,0 +1,147 @@
+"""The adapters of a batch's rows: which bypasses run together, on which rows.
+
+Adapters of one structure (the same sites, operators and ranks) are one group: their bypasses run as one, with the
+parameters of each for its own rows (`kernels.base.Grouped`). So what a step runs grows with the number of structures,
+not of requests.
+"""
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coserve.graph.bypass import AttachedBypass
+from coserve.kernels.base import AdapterRows, Grouped
+from coserve.models.base import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundBypass:
+    """A bypass at a site, with its parameters (tensors in the compute dtype, by name)."""
+
+    bypass: AttachedBypass
+    parameters: Mapping[str, Tensor]
+
+
+class Bypasses:
+    """What an adapter adds to a model: for each part, its bypasses by site. Immutable but for the parameters' values."""
+
+    def __init__(self, parts: Mapping[Part, Mapping[str, BoundBypass]]) -> None:
+        self._parts = parts
+
+    def of(self, part: Part) -> Mapping[str, BoundBypass]:
+        """The bypasses of a part, by site."""
+        return self._parts.get(part, {})
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._parts)
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """Equal for adapters whose bypasses can run as one; its own where an operator cannot take several parameters."""
+        bypasses = [(part, site, b) for part, sites in self._parts.items() for site, b in sites.items()]
+        if not all(_can_be_grouped(bound) for _, _, bound in bypasses):
+            return object()
+        return _interned(tuple((part, site, bound.bypass) for part, site, bound in bypasses))
+
+
+def _can_be_grouped(bound: BoundBypass) -> bool:
+    return all(
+        slot in node.operator.grouped
+        for node in bound.bypass.nodes
+        for slot, name in node.inputs
+        if name in bound.parameters
+    )
+
+
+@lru_cache(maxsize=256)
+def _interned(structure: Hashable) -> object:
+    """One object for equal structures, which are long to compare; a step compares them often."""
+    return object()
+
+
+class BypassGroup:
+    """Rows of a batch whose adapters are of one structure, adapter by adapter."""
+
+    def __init__(self, members: Sequence["_Member"], device: torch.device) -> None:
+        """members: of at least one span, in the order of the batch."""
+        adapters = list(dict.fromkeys(member.bypasses for member in members))
+        self._members = sorted(members, key=lambda member: adapters.index(member.bypasses))
+        self._adapters = adapters
+        sizes = dict.fromkeys(adapters, 0)
+        for member in members:
+            sizes[member.bypasses] += len(member.rows)
+        self._sizes = AdapterRows(list(sizes.values()), device)
+        rows = [row for member in self._members for row in member.rows]
+        whole = range(rows[0], rows[0] + len(rows))
+        is_slice = all(map(int.__eq__, rows, whole))
+        self._rows = slice(whole.start, whole.stop) if is_slice else torch.tensor(rows, device=device)
+        self._places: dict[int, slice] = {}
+        start = 0
+        for member in self._members:
+            if member.own is not None:
+                self._places[id(member.own)] = slice(start, start + len(member.rows))
+            start += len(member.rows)
+
+    def sites(self, part: Part) -> Collection[str]:
+        """Where its bypasses sit in a part."""
+        return self._adapters[0].of(part)
+
+    def site(self, part: Part, site: str) -> tuple[AttachedBypass, Mapping[str, Any]]:
+        """The bypass there, and its parameters by name: tensors, or `Grouped` of several adapters."""
+        first, *others = (adapter.of(part)[site] for adapter in self._adapters)
+        if not others:
+            return first.bypass, first.parameters
+        names = {name for node in first.bypass.nodes for name in node.input.values() if name in first.parameters}
+        bound = (first, *others)
+        return first.bypass, {
+            name: Grouped(tensors=tuple(each.parameters[name] for each in bound), rows=self._sizes) for name in names
+        }
+
+    def take(self, x: Tensor) -> Tensor:
+        """Its rows of a tensor of the batch: a view, if they are neighbours."""
+        return x[self._rows]
+
+    def put(self, x: Tensor, y: Tensor) -> None:
+        """The inverse of `take`: bring its rows of a tensor of the batch up to what was taken."""
+        if not isinstance(self._rows, slice):
+            x.index_copy_(0, self._rows, y)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add to its rows of a tensor of the batch."""
+        if isinstance(self._rows, slice):
+            x[self._rows] += y
+        else:
+            x.index_add_(0, self._rows, y)
+
+    def constant(self, part: Part, name: str) -> Tensor:
+        """A constant that its spans bring along."""
+        return torch.cat([member.own.constants(part)[name] for member in self._members if member.own is not None])
+
+    def rows_of(self, own: Any) -> slice | None:
+        """Where the rows of a span that is a group of its own stand among this group's."""
+        return self._places.get(id(own))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Member:
+    """A span's rows in the batch, its adapter, and the `BatchRows` that it is part of."""
+
+    rows: range
+    bypasses: Bypasses
+    own: Any
+
+
+def bypass_groups(users: Sequence[tuple[int, Bypasses | None, Any]], device: torch.device) -> list[BypassGroup]:
+    """Groups of the rows that have an adapter. users: (number of rows, bypasses, the `BatchRows` of the span)."""
+    found: dict[Hashable, list[_Member]] = {}
+    start = 0
+    for num_rows, bypasses, own in users:
+        if bypasses is not None:
+            member = _Member(rows=range(start, start + num_rows), bypasses=bypasses, own=own)
+            found.setdefault(bypasses.structure, []).append(member)
+        start += num_rows
+    return [BypassGroup(members, device) for members in found.values()]
