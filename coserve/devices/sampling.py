@@ -93,7 +93,7 @@ class Sampled:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None = None) -> Sampled:
-    """Choose a token for each row of logits [n, vocabulary], which stay as they are. backend: default, the plain one."""
+    """Choose a token for each row of logits [n, vocabulary], which stay as they are. backend: by default the plain."""
     backend = backend or PlainBackend(logits.device)
     drawn, adjusted, plain = [], [], []
     for index, row in enumerate(rows):

@@ -1,8 +1,8 @@
 """What crosses to a backend for attention: which rows see which keys, and how scores are made.
 
-Shapes: n query rows, m keys, Hq query heads, Hkv key heads (Hq is a multiple of Hkv), D width of a head. Keys and values
-lie in a store of pages, [num_pages, block_tokens, Hkv * D]; a contiguous tensor of m keys is a store of one page,
-[1, m, Hkv * D].
+Shapes: n query rows, m keys, Hq query heads, Hkv key heads (Hq is a multiple of Hkv), D width of a head. Keys and
+values lie in a store of pages, [num_pages, block_tokens, Hkv * D]; a contiguous tensor of m keys is a store of one
+page, [1, m, Hkv * D].
 """
 
 from abc import ABC, abstractmethod

@@ -1,10 +1,10 @@
 """The forward pass over a mixed batch: decode tokens, prefill chunks and fine-tuning windows as rows of one matrix.
 
 Every node of the backbone runs once on all rows. Only three things look at whom a row belongs to: attention, adapters
-(their bypasses run on their rows, and add to the site's output), and saving. Saving is one mechanism for all: a training
-window keeps its program's saved set, and a request keeps K and V, which is its KV cache. What these three need is
-prepared once per step, for all layers, and none of them loops over requests: the rows of all requests of a cache are one
-group (`BatchRows`), and those of all adapters of one structure run their bypasses together.
+(their bypasses run on their rows, and add to the site's output), and saving. Saving is one mechanism for all: a
+training window keeps its program's saved set, and a request keeps K and V, which is its KV cache. What these three need
+is prepared once per step, for all layers, and none of them loops over requests: the rows of all requests of a cache are
+one group (`BatchRows`), and those of all adapters of one structure run their bypasses together.
 """
 
 from abc import ABC, abstractmethod

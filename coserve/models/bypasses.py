@@ -27,7 +27,7 @@ class BoundBypass:
 
 
 class Bypasses:
-    """What an adapter adds to a model: for each part, its bypasses by site. Immutable but for the parameters' values."""
+    """What an adapter adds to a model: for each part, its bypasses by site. Only the parameters' values change."""
 
     def __init__(self, parts: Mapping[Part, Mapping[str, BoundBypass]]) -> None:
         self._parts = parts
@@ -41,7 +41,7 @@ class Bypasses:
 
     @cached_property
     def structure(self) -> Hashable:
-        """Equal for adapters whose bypasses can run as one; its own where an operator cannot take several parameters."""
+        """Equal for adapters whose bypasses can run as one; unique where an operator takes the parameters of one."""
         bypasses = [(part, site, b) for part, sites in self._parts.items() for site, b in sites.items()]
         if not all(_can_be_grouped(bound) for _, _, bound in bypasses):
             return object()

@@ -29,12 +29,12 @@ def test_a_profile_is_measured_once_for_each_model_and_state_of_the_code(tmp_pat
 
 
 def test_the_state_of_the_code_is_that_of_what_is_measured(tmp_path, monkeypatch):
-    for name in ("kernels/linear.py", "kernels/cpu/rows.cpp", "server/app.py"):
+    for name in ("kernels/weights.py", "kernels/cpu/rows.cpp", "server/app.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
     monkeypatch.setattr(coserve, "__file__", str(tmp_path / "__init__.py"))
     states = []
-    for name in (None, "server/app.py", "kernels/linear.py", "kernels/cpu/rows.cpp"):
+    for name in (None, "server/app.py", "kernels/weights.py", "kernels/cpu/rows.cpp"):
         if name is not None:
             (tmp_path / name).write_text("2")
         profiling._code.cache_clear()

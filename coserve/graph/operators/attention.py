@@ -15,9 +15,9 @@ class Attention(Operator):
     """y = softmax(q k^T * scale, masked) v; q [n, Hq * D], k and v [n, Hkv * D] plus the earlier rows that the
     context holds.
 
-    Attributes: num_heads (Hq), num_key_value_heads (Hkv), scale, sliding_window (number of keys, or None), and, if there
-    are any, soft_cap and alibi_slopes; sinks [Hq] is an input (see `AttentionSpec`). Outputs: y [n, Hq * D], lse float32
-    [n, Hq].
+    Attributes: num_heads (Hq), num_key_value_heads (Hkv), scale, sliding_window (number of keys, or None), and, where
+    there are any, soft_cap and alibi_slopes; sinks [Hq] is an input (see `AttentionSpec`). Outputs: y [n, Hq * D], lse
+    float32 [n, Hq].
     """
 
     name = "attention"

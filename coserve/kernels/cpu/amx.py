@@ -2,8 +2,8 @@
 once.
 
 Two cases, in which a library's product takes several times what reading the tensors once would take: few rows with a
-large weight (skinny GEMM), and a factor of low rank, such as a LoRA's (A [rank, width], B [width, rank]) with any number
-of rows.
+large weight (skinny GEMM), and a factor of low rank, such as a LoRA's (A [rank, width], B [width, rank]) with any
+number of rows.
 
 Each function gives None, or False, when it is not for these tensors.
 """
@@ -58,7 +58,9 @@ class AmxProducts:
         return y
 
     def add_from_low_rank(self, total: Tensor, x: Tensor, matrix: Tensor, *, transposed: bool) -> bool:
-        """total += x M: total [n, width], x [n, rank], M [rank, width], given as its transpose or not; whether it did."""
+        """total += x M: total [n, width], x [n, rank], M [rank, width], given as its transpose or not; whether it
+        did.
+        """
         n, width = total.shape
         rank = x.shape[1]
         shape = (width, rank) if transposed else (rank, width)
@@ -73,7 +75,9 @@ class AmxProducts:
         return True
 
     def low_rank_gradient(self, narrow: Tensor, wide: Tensor, *, transposed: bool) -> Tensor | None:
-        """narrow^T wide, or its transpose: narrow [n, rank], wide [n, width] -> float32 [rank, width] or [width, rank]."""
+        """narrow^T wide, or its transpose: narrow [n, rank], wide [n, width] -> float32 [rank, width] or
+        [width, rank].
+        """
         (n, rank), width = narrow.shape, wide.shape[1]
         if wide.shape[0] != n or not _is_low(rank, width) or not _are_for_amx(narrow, wide):
             return None

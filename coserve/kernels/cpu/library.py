@@ -1,7 +1,7 @@
 """The C++ kernels as functions: compiled for this machine when they are first wanted, and kept on disk.
 
-`kernels.h` declares every kernel, once: the compiler holds the definitions against it, and the arguments that Python may
-give are read from it when the library is loaded.
+`kernels.h` declares every kernel, once: the compiler holds the definitions against it, and the arguments that Python
+may give are read from it when the library is loaded.
 """
 
 import ctypes

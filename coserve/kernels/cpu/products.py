@@ -233,6 +233,7 @@ def has_native_bf16(x: Tensor) -> bool:
 
 
 def is_emulated(x: Tensor) -> bool:
+    """Whether it is bfloat16 on a CPU that has no instructions for its products."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _multiplies_bfloat16()
 
 

@@ -1,5 +1,5 @@
-"""Pieces that work row by row, by the kernels of `rows.cpp`: float32 or bfloat16, no gaps within a row, however far apart
-rows lie. Each function gives the same as its plain twin, to rounding.
+"""Pieces that work row by row, by the kernels of `rows.cpp`: float32 or bfloat16, no gaps within a row, however far
+apart rows lie. Each function gives the same as its plain twin, to rounding.
 """
 
 import torch

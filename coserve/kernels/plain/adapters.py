@@ -1,8 +1,8 @@
 """Products of rows with the factors of many adapters at once (grouped GEMM).
 
-Each adapter's rows are cut into blocks of a fixed size, the last one filled up; a block and its adapter's factor are one
-member of a batched product. So the number of operations does not depend on how many adapters there are, and a row's
-sums not on the company.
+Each adapter's rows are cut into blocks of a fixed size, the last one filled up; a block and its adapter's factor are
+one member of a batched product. So the number of operations does not depend on how many adapters there are, and a row's
+sums do not depend on its company.
 """
 
 from functools import lru_cache

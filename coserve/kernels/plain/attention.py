@@ -1,9 +1,9 @@
 """Attention of any number of segments as one run of batched products, forward and backward.
 
 Query rows are cut into blocks, keys into blocks, and a *unit* is a block of queries with a block of keys that some of
-them see. All units have one shape, so they are one batched product, whichever segments they belong to; what the units of
-a query block give is merged as in FlashAttention-2 (arXiv 2307.08691, section 3.1), and the backward pass rebuilds the
-probabilities from the log-sum-exp (section 3.2). A row's sums depend on its own keys alone.
+them see. All units have one shape, so they are one batched product, whichever segments they belong to; what the units
+of a query block give is merged as in FlashAttention-2 (arXiv 2307.08691, section 3.1), and the backward pass rebuilds
+the probabilities from the log-sum-exp (section 3.2). A row's sums depend on its own keys alone.
 
 Units run in tiles of bounded memory. Arithmetic is float32.
 """
