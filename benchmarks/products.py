@@ -2,29 +2,32 @@
 
     python benchmarks/products.py [--dtype bfloat16]
 
-What `coserve/kernels/linear.py` and `tiles.py` choose is read off this table. Every product has its own weight, so
-that none is in the caches. Columns: microseconds of x W^T by PyTorch's choice, with the weight on the left, and by our
-kernel (where there is one), of dy W, and of reading the weight once.
+What `coserve/kernels/cpu/products.py` and `amx.py` choose is read off this table. Every product has its own weight, so
+that none is in the caches. Columns: microseconds of x W^T by PyTorch's choice, with the weight on the left, by our AMX
+kernel (where there is one), by our kernel for the weight in int8, of dy W, and of reading the weight once.
 """
 
 import argparse
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coserve.bench.machine import describe, read_bytes_per_s
-from coserve.kernels.amx import skinny_gemm
-from coserve.kernels.linear import left_product
+from coserve.kernels import find_backend
+from coserve.kernels.cpu.amx import AmxProducts
+from coserve.kernels.cpu.library import compiled_kernels
+from coserve.kernels.cpu.products import left_product
+from coserve.kernels.weights import Int8Weight
 
 _SHAPES = ((4864, 896), (896, 4864), (1536, 576), (576, 1536), (960, 576), (49152, 576))
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 _WEIGHT_BYTES = 256 << 20
 
 
-def _best_us(run: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+def _best_us(run: Callable[[Any], object], weights: Sequence[Tensor | Int8Weight]) -> float:
     times = []
     for _ in range(4):
         start = time.perf_counter()
@@ -40,12 +43,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     dtype = getattr(torch, parser.parse_args().dtype)
     device = torch.device("cpu")
+    kernels, backend = compiled_kernels(), find_backend(device)
+    amx = AmxProducts(kernels) if kernels is not None and kernels.has_amx else None
     bytes_per_s = read_bytes_per_s(device)
     print(f"{describe(device)}, {dtype}, reads {bytes_per_s / 1e9:.0f} GB/s")
-    print(f"{'weight':>12} layout  rows  linear    left    ours   dy W    read")
+    print(f"{'weight':>12} layout  rows  linear    left    ours    int8   dy W    read")
     for out, inner in _SHAPES:
         num_bytes = out * inner * dtype.itemsize
         rows_major = [torch.randn(out, inner).to(dtype) for _ in range(max(1, min(40, _WEIGHT_BYTES // num_bytes)))]
+        quantised = [Int8Weight.quantised(weight) for weight in rows_major]
         for layout in ("rows", "columns"):
             # One library crashes on products by columns of so tall a weight.
             if layout == "columns" and out > 10_000:
@@ -54,15 +60,17 @@ def main() -> None:
             for rows in _ROWS:
                 x, dy = torch.randn(rows, inner).to(dtype), torch.randn(rows, out).to(dtype)
                 with torch.inference_mode():
-                    linear = _best_us(partial(torch.nn.functional.linear, x), weights)
-                    left = _best_us(partial(left_product, x), weights)
+                    linear = _best_us(lambda weight, x=x: torch.nn.functional.linear(x, weight), weights)
+                    left = _best_us(lambda weight, x=x: left_product(x, weight), weights)
                     ours = float("nan")
-                    if skinny_gemm(x, weights[0]) is not None:
-                        ours = _best_us(partial(skinny_gemm, x), weights)
-                    back = _best_us(partial(torch.matmul, dy), weights)
+                    if amx is not None and amx.skinny_gemm(x, weights[0]) is not None:
+                        ours = _best_us(lambda weight, x=x: amx.skinny_gemm(x, weight), weights)
+                    int8 = _best_us(lambda weight, x=x: weight.product(backend, x), quantised)
+                    back = _best_us(lambda weight, dy=dy: dy @ weight, weights)
                 read = 1e6 * num_bytes / bytes_per_s
                 name = f"{out}x{inner}"
-                print(f"{name:>12} {layout:7} {rows:4} {linear:7.0f} {left:7.0f} {ours:7.0f} {back:6.0f} {read:7.0f}")
+                times = f"{linear:7.0f} {left:7.0f} {ours:7.0f} {int8:7.0f} {back:6.0f} {read:7.0f}"
+                print(f"{name:>12} {layout:7} {rows:4} {times}")
 
 
 if __name__ == "__main__":

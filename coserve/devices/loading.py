@@ -30,6 +30,7 @@ def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) 
         dtype=settings.dtype,
         device=find_device(settings.device),
         seed=settings.seed,
+        weight_format=settings.weights,
         progress=_stage(progress, "loading weights"),
     )
     return torch_device(

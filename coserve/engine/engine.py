@@ -116,6 +116,7 @@ class Engine(EngineCore):
         config: EngineConfig | None = None,
         *,
         dtype: str = "auto",
+        weights: str = "dense",
         device: str = "auto",
         seed: int = 0,
         progress: LoadProgress | None = None,
@@ -124,6 +125,7 @@ class Engine(EngineCore):
 
         Args:
             dtype: "float32", "bfloat16", "float16", or "auto" for the model's own.
+            weights: how those of linear layers are stored: "dense" in the dtype, or quantised to "int8".
             device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one.
             progress: told what is being done, how much of it is done, and how much there is.
         """
@@ -132,7 +134,9 @@ class Engine(EngineCore):
         source = find_model(model)
         place = find_device(device)
         weights_progress = _stage(progress, "loading weights")
-        backbone = build_backbone(source, dtype=dtype, device=place, seed=seed, progress=weights_progress)
+        backbone = build_backbone(
+            source, dtype=dtype, weight_format=weights, device=place, seed=seed, progress=weights_progress
+        )
         tokenizer = load_tokenizer(source)
         ends = _end_tokens(source, tokenizer)
         return cls.from_backbone(backbone, config, tokenizer=tokenizer, end_tokens=ends, progress=progress)

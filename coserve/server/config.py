@@ -73,6 +73,9 @@ class ServerConfig:
     host: str = _option("127.0.0.1", "--host", "Address to listen at; 0.0.0.0 for every network (think of --api-key).")
     port: int = _option(8000, "--port", "Port to listen at; 0 for any that is free.")
     dtype: str = _option("auto", "--dtype", "float32, bfloat16, float16, or auto: the model's own.")
+    weights: str = _option(
+        "dense", "--weights", "How weights of linear layers are stored: dense, or int8 (half the bytes of bfloat16)."
+    )
     device: str = _option("auto", "--device", "Such as cpu or cuda:0; auto takes a GPU if there is one.")
     memory_bytes: int | None = _option(
         None,

@@ -90,6 +90,7 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
         address="",
         model=config.model,
         dtype=config.dtype,
+        weights=config.weights,
         device=config.device,
         threads=config.threads,
         record=None if config.record is None else str(Path(config.record).absolute()),

@@ -241,7 +241,12 @@ def start(settings: EngineSettings, socket: "zmq.Socket[bytes]") -> Engine | Non
     try:
         torch.set_num_threads(settings.threads or worthwhile_threads(settings.model))
         engine = Engine.load(
-            settings.model, settings.engine, dtype=settings.dtype, device=settings.device, progress=progress
+            settings.model,
+            settings.engine,
+            dtype=settings.dtype,
+            weights=settings.weights,
+            device=settings.device,
+            progress=progress,
         )
         if settings.record is not None:
             engine = record(engine, settings.record)

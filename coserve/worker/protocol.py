@@ -29,6 +29,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     model: str
     dtype: str
+    weights: str = "dense"
     device: str
     threads: int | None = None
     record: str | None = None

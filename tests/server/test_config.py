@@ -17,7 +17,7 @@ def test_options_are_the_fields_of_the_configuration():
     marks = [parameter.annotation.__metadata__[0] for parameter in parameters.values()]
     assert [(mark.default, *(mark.param_decls or ()))[-1] for mark in marks] == [
         ...,  # the model
-        *("--host", "--port", "--dtype", "--device", "--memory", "--slo-ttft", "--slo-tpot", "--policy"),
+        *("--host", "--port", "--dtype", "--weights", "--device", "--memory", "--slo-ttft", "--slo-tpot", "--policy"),
         "--threads",
         *("--max-requests", "--max-adapters", "--api-key", "--allow-adapter-paths", "--home", "--database"),
         *("--max-upload", "--max-body", "--record", "--drain"),

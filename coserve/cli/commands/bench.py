@@ -18,6 +18,7 @@ def bench(
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, or best: what this machine has instructions for.")
     ] = "best",
+    weights: Annotated[str, typer.Option(help="How weights of linear layers are stored: dense or int8.")] = "dense",
     device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; auto takes a GPU if there is one.")] = "auto",
     runs: Annotated[int, typer.Option(min=1, help="Turns that each side takes; numbers are medians over them.")] = 5,
     streams: Annotated[int, typer.Option(min=1, help="coserve: requests that decode at once.")] = 4,
@@ -43,7 +44,7 @@ def bench(
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     dtype = best_dtype(place) if dtype == "best" else dtype
     keep_freed_memory()  # as the server's engine does; for both sides
-    backbone = load_backbone(model, dtype=dtype, device=place)
+    backbone = load_backbone(model, dtype=dtype, device=place, weights=weights)
     if experiment == "decode":
         found = decode.run(backbone, runs=runs)
     elif experiment == "train":
@@ -54,6 +55,7 @@ def bench(
         "experiment": experiment,
         "model": model,
         "dtype": dtype,
+        "weights": weights,
         "runs": runs,
         "machine": describe(place),
         "date": datetime.now(UTC).date().isoformat(),
@@ -69,7 +71,7 @@ def _show(result: dict[str, Any]) -> None:
 
     from coserve.cli.tables import console
 
-    title = f"{result['experiment']}: {result['model']}, {result['dtype']}, {result['machine']}"
+    title = f"{result['experiment']}: {result['model']}, {result['dtype']}, {result['weights']} weights, {result['machine']}"
     show = {"decode": _decode_table, "train": _train_table, "coserve": _coserve_table}[result["experiment"]]
     console().print(show(Table(title=title, title_justify="left"), result))
 
