@@ -14,9 +14,10 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """A model on a device.
 
     model: a directory, a hub id, or a preset (see `coserve.models.source`). dtype: "float32", "bfloat16", "float16", or
-    "auto" for the model's own. weights: how those of linear layers are stored: "dense" or "int8". device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one. seed: of random
-    weights. threads: of the CPU; None: those that PyTorch has. memory_bytes: of the page pool; None: a share of what is
-    free. block_tokens: tokens of a page. profile: None: from disk, or measured at the start.
+    "auto" for the model's own. weights: how those of linear layers are stored: "dense" or "int8". device: such as "cpu"
+    or "cuda:0"; "auto" takes a GPU if there is one. seed: of random weights. threads: of the CPU; None: those that
+    PyTorch has. memory_bytes: of the page pool; None: a share of what is free. block_tokens: tokens of a page.
+    profile: None: from disk, or measured at the start.
     """
 
     model: str

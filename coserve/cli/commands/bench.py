@@ -71,7 +71,8 @@ def _show(result: dict[str, Any]) -> None:
 
     from coserve.cli.tables import console
 
-    title = f"{result['experiment']}: {result['model']}, {result['dtype']}, {result['weights']} weights, {result['machine']}"
+    names = ("model", "dtype", "weights", "machine")
+    title = f"{result['experiment']}: {', '.join(result[name] for name in names)}"
     show = {"decode": _decode_table, "train": _train_table, "coserve": _coserve_table}[result["experiment"]]
     console().print(show(Table(title=title, title_justify="left"), result))
 

@@ -1,5 +1,5 @@
-// Causal attention, backward, on AMX: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on tiles that with
-// all that belongs to them stay in a core's cache.
+// Causal attention, backward, on AMX: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on tiles that
+// with all that belongs to them stay in a core's cache.
 //
 // S^T = K Q^T and dP^T = V dO^T give P^T and dS^T; then dV += P^T dO, dK += dS^T Q, and dQ^T += K^T dS^T.
 
@@ -197,8 +197,8 @@ void reverse(const Problem& problem, i64 num_threads) {
 extern "C" int request_amx() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
 // grad, q, out and q_grad [n, heads, width], k and v [m, key heads, width], lse [n, heads]; k_grad and v_grad
-// [m, key heads, width] are added to. segments: of each its first row, number of rows, first key, number of keys. width: a
-// multiple of 32. window: 0, or how many keys a query sees.
+// [m, key heads, width] are added to. segments: of each its first row, number of rows, first key, number of keys.
+// width: a multiple of 32. window: 0, or how many keys a query sees.
 //
 // The sums are made in an order that depends on the number of threads, and on nothing else.
 extern "C" void attention_backward(const bf16* grad, const bf16* q, const bf16* k, const bf16* v, const bf16* out,
@@ -207,8 +207,17 @@ extern "C" void attention_backward(const bf16* grad, const bf16* q, const bf16* 
                                    double scale, i64 num_threads) {
     for (const i64* s = segments; s < segments + 4 * num_segments; s += 4) {
         const i64 row = s[0] * num_heads * width, key = s[2] * num_key_heads * width;
-        reverse(Problem{{s[1], s[3], num_heads, num_key_heads, width, window}, grad + row, q + row, k + key, v + key,
-                        out + row, lse + s[0] * num_heads, q_grad + row, k_grad + key, v_grad + key, float(scale)},
+        reverse(Problem{{s[1], s[3], num_heads, num_key_heads, width, window},
+                        grad + row,
+                        q + row,
+                        k + key,
+                        v + key,
+                        out + row,
+                        lse + s[0] * num_heads,
+                        q_grad + row,
+                        k_grad + key,
+                        v_grad + key,
+                        float(scale)},
                 num_threads);
     }
 }

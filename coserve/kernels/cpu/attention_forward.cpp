@@ -85,7 +85,8 @@ class Worker {
     // much what was summed before shrinks.
     template <bool MASKED>
     void weigh(int num_keys, int num_queries, i64 key, i64 position) {
-        const __m512 to_log2 = _mm512_set1_ps(p_.scale * LOG2_E), none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        const __m512 to_log2 = _mm512_set1_ps(p_.scale * LOG2_E),
+                     none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
         for (int i = 0; i < num_queries; i += 16) {
             const __m512 before = _mm512_load_ps(most_ + i);
             // Several at once, since one waits for the last.
@@ -115,7 +116,8 @@ class Worker {
             const __m512 shrinks = exp2(_mm512_sub_ps(before, most));
             _mm512_store_ps(shrinks_ + i, shrinks);
             _mm512_store_ps(most_ + i, most);
-            _mm512_store_ps(norm_ + i, _mm512_fmadd_ps(_mm512_load_ps(norm_ + i), shrinks, _mm512_add_ps(sums[0], sums[1])));
+            _mm512_store_ps(norm_ + i,
+                            _mm512_fmadd_ps(_mm512_load_ps(norm_ + i), shrinks, _mm512_add_ps(sums[0], sums[1])));
         }
     }
 
@@ -146,16 +148,21 @@ void attend(const Problem& problem, i64 num_threads) {
 
 }  // namespace
 
-// q and out [n, heads, width], k and v [m, key heads, width], lse [n, heads]. segments: of each its first row, number of
-// rows, first key, number of keys. width: a multiple of 32. window: 0, or how many keys a query sees. A query's result is
-// the same whatever its thread.
+// q and out [n, heads, width], k and v [m, key heads, width], lse [n, heads]. segments: of each its first row, number
+// of rows, first key, number of keys. width: a multiple of 32. window: 0, or how many keys a query sees. A query's
+// result is the same whatever its thread.
 extern "C" void attention_forward(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse,
                                   const i64* segments, i64 num_segments, i64 num_heads, i64 num_key_heads, i64 width,
                                   i64 window, double scale, i64 num_threads) {
     const i64 row = num_heads * width, key = num_key_heads * width;
     for (const i64* s = segments; s < segments + 4 * num_segments; s += 4)
-        attend(Problem{{s[1], s[3], num_heads, num_key_heads, width, window}, q + s[0] * row, k + s[2] * key,
-                       v + s[2] * key, out + s[0] * row, lse + s[0] * num_heads, float(scale)},
+        attend(Problem{{s[1], s[3], num_heads, num_key_heads, width, window},
+                       q + s[0] * row,
+                       k + s[2] * key,
+                       v + s[2] * key,
+                       out + s[0] * row,
+                       lse + s[0] * num_heads,
+                       float(scale)},
                num_threads);
 }
 

@@ -105,8 +105,8 @@ thread_local Scratch shared_scratch;
 const i64 STRIP = 16;
 
 template <typename T>
-void product_of(const T* x, i64 x_step, const int8_t* weight, const float* scales, const T* bias, T* y, i64 n, i64 inner,
-                i64 outer, i64 num_threads) {
+void product_of(const T* x, i64 x_step, const int8_t* weight, const float* scales, const T* bias, T* y, i64 n,
+                i64 inner, i64 outer, i64 num_threads) {
     float* wide = reinterpret_cast<float*>(shared_scratch.take(n * inner * sizeof(float)));
     for (i64 row = 0; row < n; row++)
         for (i64 k = 0; k < inner; k++) wide[row * inner + k] = widen(x[row * x_step + k]);

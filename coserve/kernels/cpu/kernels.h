@@ -1,5 +1,5 @@
-// Every kernel that Python may call. This is the one place where their arguments are stated: the definitions are compiled
-// against it, and `library.py` reads it when it loads them. An argument is an address, an i64 or a double.
+// Every kernel that Python may call. This is the one place where their arguments are stated: the definitions are
+// compiled against it, and `library.py` reads it when it loads them. An argument is an address, an i64 or a double.
 #pragma once
 
 #include "common.h"
@@ -13,9 +13,10 @@ int request_amx();
 void attention_forward(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse, const i64* segments,
                        i64 num_segments, i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale,
                        i64 num_threads);
-void attention_backward(const bf16* grad, const bf16* q, const bf16* k, const bf16* v, const bf16* out, const float* lse,
-                        bf16* q_grad, float* k_grad, float* v_grad, const i64* segments, i64 num_segments, i64 num_heads,
-                        i64 num_key_heads, i64 width, i64 window, double scale, i64 num_threads);
+void attention_backward(const bf16* grad, const bf16* q, const bf16* k, const bf16* v, const bf16* out,
+                        const float* lse, bf16* q_grad, float* k_grad, float* v_grad, const i64* segments,
+                        i64 num_segments, i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale,
+                        i64 num_threads);
 
 // paged_attention.cpp
 void paged_attention_bfloat16(const bf16* q, const bf16* keys, const bf16* values, const i64* pages,
@@ -32,15 +33,15 @@ void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf
              i64 num_threads);
 
 // int8.cpp
-void int8_product(const void* x, i64 x_step, const int8_t* weight, const float* scales, const void* bias, void* y, i64 n,
-                  i64 inner, i64 outer, i64 is_bfloat16, i64 num_threads);
+void int8_product(const void* x, i64 x_step, const int8_t* weight, const float* scales, const void* bias, void* y,
+                  i64 n, i64 inner, i64 outer, i64 is_bfloat16, i64 num_threads);
 void int8_to_bfloat16(const int8_t* values, const float* scales, bf16* out, i64 rows, i64 columns, i64 num_threads);
 
 // low_rank.cpp (AMX)
 void to_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 n, i64 width, i64 rank,
                  i64 num_threads);
-void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 y_step, i64 n, i64 width,
-                   i64 rank, i64 num_threads);
+void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 y_step, i64 n,
+                   i64 width, i64 rank, i64 num_threads);
 void low_rank_gradient(const bf16* x, i64 x_step, const bf16* y, i64 y_step, float* grad, i64 is_transposed, i64 n,
                        i64 width, i64 rank, i64 num_threads);
 
@@ -54,8 +55,8 @@ void silu_mul(const void* gate, i64 gate_step, const void* up, i64 up_step, void
 void silu_mul_gradient(const void* grad, i64 grad_step, const void* gate, i64 gate_step, const void* up, i64 up_step,
                        void* gate_grad, void* up_grad, void* y, i64 num_rows, i64 width, i64 is_bfloat16,
                        i64 num_threads);
-void rope(const void* x, i64 x_step, const void* cos, i64 cos_step, const void* sin, i64 sin_step, void* y, i64 num_rows,
-          i64 width, i64 head_width, i64 reverse, i64 is_bfloat16, i64 num_threads);
+void rope(const void* x, i64 x_step, const void* cos, i64 cos_step, const void* sin, i64 sin_step, void* y,
+          i64 num_rows, i64 width, i64 head_width, i64 reverse, i64 is_bfloat16, i64 num_threads);
 void cross_entropy(const void* logits, i64 step, const i64* targets, float* loss, bool* correct, float* log_sum,
                    i64 num_rows, i64 vocabulary, i64 is_bfloat16, i64 num_threads);
 void cross_entropy_gradient(const void* logits, i64 step, const i64* targets, const float* log_sum,

@@ -1,5 +1,5 @@
-// Products with a matrix of low rank (at most 64) in bfloat16 on AMX: what a LoRA adds to a site (arXiv 2106.09685), and
-// the gradients of that. Each is one pass over its wide tensor.
+// Products with a matrix of low rank (at most 64) in bfloat16 on AMX: what a LoRA adds to a site (arXiv 2106.09685),
+// and the gradients of that. Each is one pass over its wide tensor.
 //
 // The wide tensor is [n, width], width a multiple of 32; the narrow one [n, rank]. The matrix is given as it is stored:
 // [rank, width] (LoRA's A), or [width, rank] (LoRA's B).
@@ -68,8 +68,8 @@ extern "C" void to_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 i
                         _mm512_storeu_si512(out + row * padded,
                                             row_pair(matrix + (k + row) * rank + i, rank, 2, rank - i));
             }
-        float* sums = reinterpret_cast<float*>(
-            own_scratch.take(16 * padded * sizeof(float) + 16 * width * sizeof(bf16)));
+        float* sums =
+            reinterpret_cast<float*>(own_scratch.take(16 * padded * sizeof(float) + 16 * width * sizeof(bf16)));
         bf16* last = reinterpret_cast<bf16*>(sums + 16 * padded);
         Tiles registers;
 #pragma omp barrier

@@ -22,9 +22,9 @@ const int LANES = 8;
 #else
 const int LANES = 4;
 #endif
-const int CHUNK = 128;  // keys; a multiple of LANES
+const int CHUNK = 128;     // keys; a multiple of LANES
 const int MOST_HEADS = 8;  // query heads at once
-const int AHEAD = 24;  // by how many keys they are asked for before they are read
+const int AHEAD = 24;      // by how many keys they are asked for before they are read
 const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 // Bytes of keys and values that are read sooner than another thread is woken.
 const i64 BYTES_PER_THREAD = 64 << 10;
@@ -180,14 +180,29 @@ class Worker {
             for (int g = 0; g < group_; g += MOST_HEADS) {
                 const i64 column = head * width_, first = head * group_ + g;
                 switch (group_ - g) {
-                    case 1: work(column, first, std::integral_constant<int, 1>()); break;
-                    case 2: work(column, first, std::integral_constant<int, 2>()); break;
-                    case 3: work(column, first, std::integral_constant<int, 3>()); break;
-                    case 4: work(column, first, std::integral_constant<int, 4>()); break;
-                    case 5: work(column, first, std::integral_constant<int, 5>()); break;
-                    case 6: work(column, first, std::integral_constant<int, 6>()); break;
-                    case 7: work(column, first, std::integral_constant<int, 7>()); break;
-                    default: work(column, first, std::integral_constant<int, MOST_HEADS>());
+                    case 1:
+                        work(column, first, std::integral_constant<int, 1>());
+                        break;
+                    case 2:
+                        work(column, first, std::integral_constant<int, 2>());
+                        break;
+                    case 3:
+                        work(column, first, std::integral_constant<int, 3>());
+                        break;
+                    case 4:
+                        work(column, first, std::integral_constant<int, 4>());
+                        break;
+                    case 5:
+                        work(column, first, std::integral_constant<int, 5>());
+                        break;
+                    case 6:
+                        work(column, first, std::integral_constant<int, 6>());
+                        break;
+                    case 7:
+                        work(column, first, std::integral_constant<int, 7>());
+                        break;
+                    default:
+                        work(column, first, std::integral_constant<int, MOST_HEADS>());
                 }
             }
     }
@@ -349,13 +364,13 @@ void attend(const Problem<T>& p, i64 num_threads) {
 // q and out [rows, heads, width], lse [rows, heads]; keys and values: pages of [block tokens, key heads * width], the
 // next one page_step elements further. A row's pages are numbered in `pages`, from first_page[row] on; it has
 // lengths[row] > 0 keys and sees those, or with a window of some the last ones. width: a multiple of 16.
-#define PAGED_ATTENTION(NAME, T)                                                                                      \
-    extern "C" void NAME(const T* q, const T* keys, const T* values, const i64* pages, const i64* first_page,         \
-                         const i64* lengths, T* out, float* lse, i64 num_rows, i64 num_heads, i64 num_key_heads,      \
-                         i64 width, i64 block_tokens, i64 page_step, i64 window, double scale, i64 num_threads) {     \
-        attend(Problem<T>{q, keys, values, pages, first_page, lengths, out, lse, num_rows, num_heads, num_key_heads,  \
-                          width, block_tokens, page_step, window, float(scale)},                                      \
-               num_threads);                                                                                          \
+#define PAGED_ATTENTION(NAME, T)                                                                                       \
+    extern "C" void NAME(const T* q, const T* keys, const T* values, const i64* pages, const i64* first_page,          \
+                         const i64* lengths, T* out, float* lse, i64 num_rows, i64 num_heads, i64 num_key_heads,       \
+                         i64 width, i64 block_tokens, i64 page_step, i64 window, double scale, i64 num_threads) {      \
+        attend(Problem<T>{q, keys, values, pages, first_page, lengths, out, lse, num_rows, num_heads, num_key_heads,   \
+                          width, block_tokens, page_step, window, float(scale)},                                       \
+               num_threads);                                                                                           \
     }
 
 PAGED_ATTENTION(paged_attention_bfloat16, bf16)

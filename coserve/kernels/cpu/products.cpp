@@ -1,5 +1,5 @@
-// y = x W^T of few rows in bfloat16 on AMX, with sums in float32 that are rounded once. PyTorch's product rearranges the
-// weight first; here it is the left factor as it lies, y^T = W x^T, so that the time is that of reading it once.
+// y = x W^T of few rows in bfloat16 on AMX, with sums in float32 that are rounded once. PyTorch's product rearranges
+// the weight first; here it is the left factor as it lies, y^T = W x^T, so that the time is that of reading it once.
 
 #include "amx.h"
 
@@ -44,16 +44,16 @@ class Panel {
     bf16* data_;
 };
 
-// How far apart the weight's rows that are multiplied at once lie, in rows. The processor fetches ahead along a row of a
-// page, and along one row of each page only: neighbours in one page would hold each other up.
+// How far apart the weight's rows that are multiplied at once lie, in rows. The processor fetches ahead along a row of
+// a page, and along one row of each page only: neighbours in one page would hold each other up.
 i64 spacing(i64 inner) {
     const i64 row_bytes = inner * sizeof(bf16), page_bytes = 4096;
     i64 rows = std::max<i64>(1, (2 * page_bytes + row_bytes - 1) / row_bytes);
     return rows > 1 && rows * row_bytes % page_bytes == 0 ? rows + 1 : rows;
 }
 
-// Sums [32 * spacing, up to 16] -> rounded, with the bias, as elements of up to 16 rows of y. The sums of neighbours in y
-// stand in strips one after another.
+// Sums [32 * spacing, up to 16] -> rounded, with the bias, as elements of up to 16 rows of y. The sums of neighbours in
+// y stand in strips one after another.
 void finish(const float* sums, i64 step, i64 spacing, i64 strip_step, const bf16* bias, i64 n, bf16* y, i64 y_step) {
     i64 strip = 0, row = 0;
     for (i64 column = 0; column < STRIP * spacing; column += 32) {

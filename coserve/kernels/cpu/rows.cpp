@@ -249,8 +249,8 @@ void rms_norm_gradient_of(const T* grad, i64 grad_step, const T* x, i64 x_step, 
             const T *in = x + row * x_step + start, *out_grad = grad + row * grad_step + start;
             const float squares = sum_of<T>(features, [=](auto i) { return at(in, i) * at(in, i); });
             const float scale = rms_scale(squares, features, eps);
-            const float along = sum_of<T>(
-                features, [=](auto i) { return at(out_grad, i) * at(weight, i) * (at(in, i) * scale); });
+            const float along =
+                sum_of<T>(features, [=](auto i) { return at(out_grad, i) * at(weight, i) * (at(in, i) * scale); });
             const float mean = along / float(features);
             T* in_grad = x_grad + row * width + start;
             for_places<T>(features, [=](auto i) {
@@ -355,15 +355,15 @@ void argmax_of(const T* x, i64 step, i64* places, i64 num_rows, i64 width, i64 n
 }  // namespace
 
 // Run it with `T` as bfloat16 or float32.
-#define FOR_DTYPE(is_bfloat16, ...)      \
-    do {                                 \
-        if (is_bfloat16) {               \
-            using T = bf16;              \
-            __VA_ARGS__;                 \
-        } else {                         \
-            using T = float;             \
-            __VA_ARGS__;                 \
-        }                                \
+#define FOR_DTYPE(is_bfloat16, ...)                                                                                    \
+    do {                                                                                                               \
+        if (is_bfloat16) {                                                                                             \
+            using T = bf16;                                                                                            \
+            __VA_ARGS__;                                                                                               \
+        } else {                                                                                                       \
+            using T = float;                                                                                           \
+            __VA_ARGS__;                                                                                               \
+        }                                                                                                              \
     } while (0)
 
 template <typename T>
@@ -387,9 +387,8 @@ extern "C" void rms_norm(const void* x, i64 x_step, const void* weight, void* y,
 extern "C" void rms_norm_gradient(const void* grad, i64 grad_step, const void* x, i64 x_step, const void* weight,
                                   void* x_grad, void* y, i64 num_rows, i64 width, i64 features, double eps,
                                   i64 is_bfloat16, i64 num_threads) {
-    FOR_DTYPE(is_bfloat16, rms_norm_gradient_of(in<T>(grad), grad_step, in<T>(x), x_step, in<T>(weight),
-                                                out<T>(x_grad), out<T>(y), num_rows, width, features, float(eps),
-                                                num_threads));
+    FOR_DTYPE(is_bfloat16, rms_norm_gradient_of(in<T>(grad), grad_step, in<T>(x), x_step, in<T>(weight), out<T>(x_grad),
+                                                out<T>(y), num_rows, width, features, float(eps), num_threads));
 }
 
 // gate, up [n, width] -> y [n, width].
