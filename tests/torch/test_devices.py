@@ -423,8 +423,8 @@ class Waits(TorchDispatchMode):
 
 
 def test_a_step_asks_the_device_for_nothing_before_its_end():
-    """What is computed on the device is read in `collect`; `submit` could run far ahead of a GPU. On the plain kernels, as
-    on a GPU: those for CPUs check what they are given.
+    """What is computed on the device is read in `collect`; `submit` could run far ahead of a GPU. On the plain kernels,
+    as on a GPU: those for CPUs check what they are given.
     """
     driver = Driver(make_device(load_backbone(str(model_directory("llama")), dtype="float32", kernels="plain")))
     jobs = {name: driver.open_trainer(name, CONFIG, adapter=LORA) for name in ("u", "b", "l", "w")}
