@@ -15,7 +15,8 @@ class Device(Protocol):
     """A model on a device. Commands and steps are done in the order in which they come.
 
     At most one step is under way: `collect` comes after every `submit`, and commands with a reply only between the two
-    calls of different steps (but for `WriteCheckpoint`, which may come at any time, from any thread).
+    calls of different steps (but for `LoadAdapter` and
+    `WriteCheckpoint`, which may come at any time, from any thread).
     """
 
     @property

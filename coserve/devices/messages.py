@@ -78,7 +78,8 @@ class CloseRequest(msgspec.Struct, tag=True, frozen=True):
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
     """Put an adapter in PEFT's format on the device, to be served as `version`. Reply: `AdapterLoaded`.
 
-    AdapterError for its files; DeviceMemoryError.
+    May come from any thread, and is done beside steps; none of them names the version yet. AdapterError for its files;
+    DeviceMemoryError.
     """
 
     version: str

@@ -7,6 +7,7 @@ and results of the device give the same steps.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -23,7 +24,7 @@ from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import EngineStats, RequestRecord, record_of
 from coserve.engine.request import Chunk, Request
 from coserve.engine.request_queue import RequestQueue
-from coserve.engine.served_adapters import ServedAdapters
+from coserve.engine.served_adapters import AdapterLoad, ServedAdapters
 from coserve.engine.step_batch import build_batch, observe, runnable
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion, AdapterVersions
@@ -202,6 +203,19 @@ class EngineCore:
         self._drop_unread_versions()
         return bool(members)
 
+    def stop(self, request: str, index: int, num_tokens: int) -> bool:
+        """End one sequence of a request whose first `num_tokens` tokens turned out to be all that is wanted of it; its
+        last chunk, without tokens, comes with the next step. Returns whether it was there.
+        """
+        for member in self.requests.members(request):
+            if member.index == index:
+                self._outbox.append(member.end("stop"))
+                self.records.append(replace(record_of(member), num_output_tokens=num_tokens))
+                self._leave(member)
+                self._drop_unread_versions()
+                return True
+        return False
+
     def _check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
         info = self.device.info
         if not prompt:
@@ -241,6 +255,24 @@ class EngineCore:
         if name not in self.versions:
             self.load_adapter(name, directory)
         self.adapters.keep_from_disk(name)
+        self._drop_unread_versions()
+
+    def begin_load(self, name: str, directory: str) -> AdapterLoad | None:
+        """The two halves of `ensure_adapter`, for callers that must not wait for a disk: whose `read` any thread may
+        call, beside steps, before `finish_load`. None if there is nothing to load.
+
+        Raises:
+            AdapterError: it cannot have this name.
+        """
+        if name in self.versions:
+            return None
+        self._check_name(name)
+        return self.adapters.begin_load(name, directory)
+
+    def finish_load(self, load: AdapterLoad) -> None:
+        """Serve what was read."""
+        self.adapters.finish_load(load)
+        self.adapters.keep_from_disk(load.name)
         self._drop_unread_versions()
 
     def unload_adapter(self, name: str) -> None:

@@ -119,6 +119,7 @@ class Engine(EngineCore):
         weights: str = "dense",
         device: str = "auto",
         seed: int = 0,
+        with_text: bool = True,
         progress: LoadProgress | None = None,
     ) -> Self:
         """Load a model: a directory, a hub id, or a `dummy:` preset with random weights (from `seed`).
@@ -127,6 +128,7 @@ class Engine(EngineCore):
             dtype: "float32", "bfloat16", "float16", or "auto" for the model's own.
             weights: how those of linear layers are stored: "dense" in the dtype, or quantised to "int8".
             device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one.
+            with_text: whether chunks have text; without, there are token ids alone, in and out, and no stop strings.
             progress: told what is being done, how much of it is done, and how much there is.
         """
         from coserve.models.backbone import build_backbone, find_device
@@ -139,7 +141,9 @@ class Engine(EngineCore):
         )
         tokenizer = load_tokenizer(source)
         ends = _end_tokens(source, tokenizer)
-        return cls.from_backbone(backbone, config, tokenizer=tokenizer, end_tokens=ends, progress=progress)
+        return cls.from_backbone(
+            backbone, config, tokenizer=tokenizer if with_text else None, end_tokens=ends, progress=progress
+        )
 
     # -- requests -------------------------------------------------------------------
 

@@ -1,10 +1,27 @@
 """Adapters that requests can name: on the device by version, and which of them can be had again from disk."""
 
 from collections import OrderedDict
+from typing import Self
 
 from coserve.devices.base import Device
 from coserve.devices.messages import AdapterLoaded, DropVersion, LoadAdapter, PublishVersion
 from coserve.engine.versions import AdapterVersion, AdapterVersions
+
+
+class AdapterLoad:
+    """An adapter on its way from disk to the device. num_bypasses: once it has been read."""
+
+    def __init__(self, device: Device, name: str, key: str, directory: str) -> None:
+        self.name, self.key = name, key
+        self.num_bypasses = 0
+        self._device, self._directory = device, directory
+
+    def read(self) -> Self:
+        """Read it onto the device, beside steps; AdapterError for its files."""
+        loaded = self._device.execute(LoadAdapter(self.key, self._directory))
+        assert isinstance(loaded, AdapterLoaded)
+        self.num_bypasses = loaded.num_bypasses
+        return self
 
 
 class ServedAdapters:
@@ -18,10 +35,17 @@ class ServedAdapters:
 
     def load(self, name: str, directory: str) -> AdapterVersion:
         """Serve an adapter in PEFT's format as `name`; AdapterError for its files."""
-        key = self.versions.new_key(name, 0)
-        loaded = self._device.execute(LoadAdapter(key, directory))
-        assert isinstance(loaded, AdapterLoaded)
-        return self.versions.publish(name, 0, key, num_bypasses=loaded.num_bypasses)
+        load = self.begin_load(name, directory)
+        load.read()
+        return self.finish_load(load)
+
+    def begin_load(self, name: str, directory: str) -> "AdapterLoad":
+        """The same in three steps, of which the middle one (`AdapterLoad.read`) may be done by any thread."""
+        return AdapterLoad(self._device, name, self.versions.new_key(name, 0), directory)
+
+    def finish_load(self, load: "AdapterLoad") -> AdapterVersion:
+        """Serve what was read."""
+        return self.versions.publish(load.name, 0, load.key, num_bypasses=load.num_bypasses)
 
     def publish(self, job: str, name: str, step: int, *, num_bypasses: int, transient: bool) -> AdapterVersion:
         """Serve a job's adapter as it is now; DeviceMemoryError if there is no room for the copy."""

@@ -15,7 +15,8 @@ class JobStart:
     validation: files that `coserve.jobs.examples` wrote. adapter: a fresh one, by its configuration in PEFT's format;
     or start: one to train further. checkpoint: a directory that a `Checkpointed` named; then neither is used.
     checkpoints: the directory in which the engine writes `step-<n>`: every `checkpoint_every_steps` optimizer steps (0:
-    not while it runs), at a pause, at a cancellation, and at the end. paused: it waits to be resumed.
+    not while it runs), at a pause, at a cancellation, and at the end. paused: it waits to be resumed. tenant: whose it
+    is.
     """
 
     id: str
@@ -29,6 +30,7 @@ class JobStart:
     checkpoints: str
     checkpoint_every_steps: int = 0
     paused: bool = False
+    tenant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,7 @@ class Transitions:
             checkpoint=checkpoint,
             checkpoints=str(self._folders.checkpoints(job.id)),
             checkpoint_every_steps=settings.checkpoint_every_steps,
+            tenant=job.tenant,
         )
 
     # -- from the beginning ---------------------------------------------------------

@@ -19,8 +19,9 @@ from coserve.server.metrics import Metrics
 from coserve.server.prompts import Prompts
 from coserve.server.status import StatusBoard
 from coserve.version import VERSION
-from coserve.worker.link import EngineLink, RequestStream
+from coserve.worker.link import EngineLink
 from coserve.worker.protocol import AddRequest, Ready
+from coserve.worker.streams import RequestStream
 
 
 @dataclass(kw_only=True)
@@ -86,7 +87,7 @@ class ServerContext:
 
     def open(self, requests: list[AddRequest], *, tenant: str, adapter: str | None, slo: Slo) -> RequestStream:
         """Send requests of one tenant to the engine; to be closed in any case. adapter: as the tenant calls it."""
-        stream = self.link.open(requests)
+        stream = self.link.open(requests, self.prompts.text_tokenizer)
         for request in requests:
             entry = Entry(
                 tenant=tenant,

@@ -52,7 +52,13 @@ class Generation:
         names = [self.id] if len(self.prompts) == 1 else [f"{self.id}-{i}" for i in range(len(self.prompts))]
         return [
             AddRequest(
-                id=name, prompt=list(prompt), params=self.params, arrival_s=self.arrival_s, slo=self.slo, adapter=ref
+                id=name,
+                prompt=list(prompt),
+                params=self.params,
+                arrival_s=self.arrival_s,
+                slo=self.slo,
+                adapter=ref,
+                tenant=self.tenant,
             )
             for name, prompt in zip(names, self.prompts, strict=True)
         ]

@@ -27,6 +27,7 @@ class Prompts:
         self._thread, self._slow_thread = ThreadPoolExecutor(1, "tokenizer"), ThreadPoolExecutor(1, "long prompts")
         self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self.text_tokenizer: PreTrainedTokenizerBase | None = None  # for the event loop alone
         self._pieces: dict[int, TokenPiece] = {}
 
     async def load(self) -> None:
@@ -36,6 +37,7 @@ class Prompts:
     def _load(self) -> None:
         source = find_model(self._model, with_weights=False)
         self._tokenizer = load_tokenizer(source)
+        self.text_tokenizer = copy.deepcopy(self._tokenizer)
         self._source = source
 
     def close(self) -> None:

@@ -1,29 +1,37 @@
 """What the engine's process does about adapters and jobs: it starts and ends them, and writes their checkpoints.
 
 Checkpoints are copied between two steps, and written by a thread, in order. What follows from one (the reply to a
-pause, the event that a job has succeeded) is told when it is on disk, and not before.
+pause, the event that a job has succeeded) is told when it is on disk, and not before. A job that makes checkpoints
+faster than the disk takes them is held back, alone: no step ever waits for a disk.
 """
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.peft_directory import adapter_config
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
-from coserve.errors import CoserveError
+from coserve.engine.served_adapters import AdapterLoad
+from coserve.errors import AdapterError, CoserveError
 from coserve.jobs.examples import read_examples_file
 from coserve.jobs.messages import Checkpointed, JobStart
 from coserve.jobs.records import AdapterRef
+from coserve.tuning.examples import Example
 from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 
 _log = logging.getLogger(__name__)
 
-# Copies of jobs' tensors that may wait for the disk.
-_MOST_WAITING = 8
+# Copies of a job's tensors that may wait for the disk.
+_MOST_COPIES = 2
+_READ_BYTES = 1 << 20
 
 
 @dataclass(kw_only=True)
@@ -61,14 +69,27 @@ class JobCommands:
         self._engine = engine
         self._starts: dict[str, JobStart] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoints")
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: dict[str, deque[_Waiting]] = {}  # by job
         self._last: dict[str, _Waiting] = {}  # checkpoint of each job
+        self._held: set[str] = set()  # jobs that wait for the disk
 
     # -- adapters -------------------------------------------------------------------
 
-    def ensure_adapter(self, adapter: AdapterRef) -> None:
-        """Have it on the device."""
-        if adapter.directory is not None:
+    def adapter_reading(self, adapter: AdapterRef) -> Callable[[], AdapterLoad] | None:
+        """What a thread is to do before `finish_adapter`; None if the device has the adapter."""
+        if adapter.directory is None:
+            return None
+        try:
+            load = self._engine.begin_load(adapter.name, adapter.directory)
+        except AdapterError as error:
+            return partial(_raise, error)
+        return None if load is None else load.read
+
+    def finish_adapter(self, adapter: AdapterRef, load: AdapterLoad | None) -> None:
+        """Have it on the device, now that it was read; it was used now."""
+        if load is not None:
+            self._engine.finish_load(load)
+        elif adapter.directory is not None:
             self._engine.ensure_adapter(adapter.name, adapter.directory)
 
     def unload_adapter(self, name: str) -> None:
@@ -78,16 +99,30 @@ class JobCommands:
 
     # -- commands -------------------------------------------------------------------
 
-    def handle(self, command: "StartJob | PauseJob | ResumeJob | CancelJob") -> None:
-        """Do it; `take_pending` brings the reply. CoserveError if it is refused."""
+    def read_files(self, job: JobStart) -> "JobFiles":
+        """What the files of a job hold; from any thread. DataError."""
+        if job.checkpoint is not None:
+            _read_ahead(Path(job.checkpoint))
+        return JobFiles(
+            examples=read_examples_file(job.examples),
+            validation=[] if job.validation is None else read_examples_file(job.validation),
+        )
+
+    def handle(
+        self, command: StartJob | PauseJob | ResumeJob | CancelJob, read: "Callable[[], JobFiles] | None" = None
+    ) -> None:
+        """Do it; `take_pending` brings the reply. CoserveError if it is refused. read: gives the files of a job that
+        starts, if they have been read.
+        """
         if isinstance(command, StartJob):
-            self._start(command.job)
-            self._tell(Reply(command.call))
+            self._start(command.job, read() if read is not None else self.read_files(command.job))
+            self._tell(command.job.id, Reply(command.call))
         elif isinstance(command, ResumeJob):
             self._engine.resume_job(command.id)
-            self._tell(Reply(command.call))
+            self._tell(command.id, Reply(command.call))
         elif isinstance(command, PauseJob):
             self._engine.pause_job(command.id)
+            self._held.discard(command.id)
             self._checkpoint(command.id, listed=False, call=command.call)
         else:
             # Before the end, which the optimizer's state does not outlive.
@@ -95,24 +130,25 @@ class JobCommands:
                 self._checkpoint(command.id, listed=False)
             self._engine.cancel_job(command.id)
             self._forget(command.id, keep_versions=False)
-            self._tell(Reply(command.call))
+            self._tell(command.id, Reply(command.call))
 
-    def _start(self, job: JobStart) -> None:
-        if job.start is not None and job.checkpoint is None:
-            self.ensure_adapter(job.start)
+    def _start(self, job: JobStart, files: "JobFiles") -> None:
+        if job.start is not None and job.checkpoint is None and job.start.directory is not None:
+            self._engine.ensure_adapter(job.start.name, job.start.directory)
         adapter: AdapterConfig | str | None = None
         if job.adapter is not None:
             adapter = adapter_config(job.adapter)
         elif job.start is not None:
             adapter = job.start.name
         self._engine.submit_examples(
-            read_examples_file(job.examples),
+            files.examples,
             job.config,
             adapter=adapter,
             name=job.name,
-            validation=() if job.validation is None else read_examples_file(job.validation),
+            validation=files.validation,
             job_id=job.id,
             checkpoint=job.checkpoint,
+            tenant=job.tenant,
         )
         self._starts[job.id] = job
         if job.paused:
@@ -122,8 +158,8 @@ class JobCommands:
         """Of every job that is not over; the reply comes after the last."""
         for job in self._starts:
             self._checkpoint(job, listed=False)
-        self._tell(Reply(call))
-        wait([each.written for each in self._waiting if each.written is not None])
+        wait([each.written for lane in self._waiting.values() for each in lane if each.written is not None])
+        self._tell("", Reply(call))
 
     # -- what comes of steps ----------------------------------------------------------------
 
@@ -132,8 +168,7 @@ class JobCommands:
         for event in events:
             job = self._starts.get(event.job)
             if event.kind == "succeeded" and job is not None:
-                self._checkpoint(event.job, listed=True, event=event)
-                self._waiting[-1].name = job.name
+                self._checkpoint(event.job, listed=True, event=event).name = job.name
                 self._forget(event.job, keep_versions=True)
                 continue
             self._tell_event(event)
@@ -148,14 +183,20 @@ class JobCommands:
     def take_pending(self) -> PendingReports:
         """What may be told now."""
         pending = PendingReports()
-        while self.has_pending:
-            self._finish(self._waiting.popleft(), pending)
+        for job, lane in list(self._waiting.items()):
+            while lane and _is_ready(lane[0]):
+                self._finish(lane.popleft(), pending)
+            if not lane:
+                del self._waiting[job]
+        for job in [job for job in self._held if self._num_copies(job) < _MOST_COPIES]:
+            self._held.discard(job)
+            self._engine.resume_job(job)
         return pending
 
     @property
     def has_pending(self) -> bool:
         """Whether something may be told now."""
-        return bool(self._waiting) and (self._waiting[0].written is None or self._waiting[0].written.done())
+        return any(_is_ready(lane[0]) for lane in self._waiting.values())
 
     @property
     def is_waiting(self) -> bool:
@@ -190,14 +231,19 @@ class JobCommands:
                 Reply(done.call) if error is None else Reply(done.call, str(error), type(error).__name__)
             )
 
-    def _tell(self, reply: Reply) -> None:
-        """After all that waits."""
-        self._waiting.append(_Waiting(job="", step=0, listed=False, call=reply.call))
+    def _tell(self, job: str, reply: Reply) -> None:
+        """After all that waits of this job."""
+        self._append(_Waiting(job=job, step=0, listed=False, call=reply.call))
 
     def _tell_event(self, event: JobEvent) -> None:
-        self._waiting.append(_Waiting(job=event.job, step=event.step, listed=False, event=event))
+        self._append(_Waiting(job=event.job, step=event.step, listed=False, event=event))
 
-    def _checkpoint(self, job: str, *, listed: bool, event: JobEvent | None = None, call: int | None = None) -> None:
+    def _append(self, waiting: _Waiting) -> None:
+        self._waiting.setdefault(waiting.job, deque()).append(waiting)
+
+    def _checkpoint(
+        self, job: str, *, listed: bool, event: JobEvent | None = None, call: int | None = None
+    ) -> _Waiting:
         """Copy a job as it is now, and have it written, unless that step is on disk (or on its way) already."""
         step, last = self._engine.job(job).num_steps_done, self._last.get(job)
         waiting = _Waiting(job=job, step=step, listed=listed, event=event, call=call)
@@ -206,7 +252,16 @@ class JobCommands:
         else:
             waiting.written = self._write(job)
             self._last[job] = waiting
-        self._waiting.append(waiting)
+        self._append(waiting)
+        if self._num_copies(job) >= _MOST_COPIES and self._engine.job(job).state == "running":
+            self._held.add(job)
+            self._engine.pause_job(job)
+        return waiting
+
+    def _num_copies(self, job: str) -> int:
+        """Copies of a job's tensors that are not on disk yet."""
+        lane = self._waiting.get(job, ())
+        return len({id(each.written) for each in lane if each.written is not None and not each.written.done()})
 
     def _write(self, job: str) -> "Future[Path]":
         try:
@@ -215,8 +270,6 @@ class JobCommands:
             failed: Future[Path] = Future()
             failed.set_exception(error)
             return failed
-        under_way = [each.written for each in self._waiting if each.written is not None and not each.written.done()]
-        wait(under_way[: max(0, len(under_way) - _MOST_WAITING)])
         return self._writer.submit(checkpoint.write, self._starts[job].checkpoints)
 
     def _forget(self, job: str, *, keep_versions: bool) -> None:
@@ -226,6 +279,33 @@ class JobCommands:
         if started is not None and not keep_versions:
             self.unload_adapter(started.name)
         self._last.pop(job, None)
+        self._held.discard(job)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFiles:
+    """The examples of a job."""
+
+    examples: list[Example]
+    validation: list[Example]
+
+
+def _is_ready(waiting: _Waiting) -> bool:
+    """Whether it may be told."""
+    return waiting.written is None or waiting.written.done()
+
+
+def _read_ahead(directory: Path) -> None:
+    """Have a directory's files in memory, so that the device need not wait for the disk; errors are for it to find."""
+    with suppress(OSError):
+        for path in directory.iterdir():
+            with path.open("rb") as file:
+                while file.read(_READ_BYTES):
+                    pass
+
+
+def _raise(error: CoserveError) -> NoReturn:
+    raise error
 
 
 def _failed(waiting: _Waiting) -> bool:

@@ -2,7 +2,8 @@
 
 One engine at a time, each with a socket of its own in a private directory. What was asked of an engine that dies ends
 with `EngineGoneError`: no request and no call waits for an answer that cannot come. Each open request has a queue of
-its own, so that a client that reads slowly holds up no other.
+its own, so that a client that reads slowly holds up no other. Text is made here, of the tokens that the engine reports:
+its steps wait for no tokenizer.
 """
 
 import asyncio
@@ -13,10 +14,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
@@ -47,6 +48,10 @@ from coserve.worker.protocol import (
     decode_report,
     encode,
 )
+from coserve.worker.streams import RequestStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -69,45 +74,6 @@ class EngineListener(Protocol):
         """What came of steps."""
 
 
-class RequestStream:
-    """The chunks of requests that belong together, as they come."""
-
-    def __init__(self, requests: list[AddRequest]) -> None:
-        self.requests = requests
-        self._waiting: list[Chunk] = []
-        self._changed = asyncio.Event()
-        self._num_open = {request.id: request.params.n for request in requests}
-        self._error: CoserveError | None = None
-
-    def put(self, chunk: Chunk) -> bool:
-        """The next chunk; whether its request is over with it."""
-        self._waiting.append(chunk)
-        self._changed.set()
-        if chunk.finish_reason is None:
-            return False
-        self._num_open[chunk.request] -= 1
-        return self._num_open[chunk.request] == 0
-
-    def fail(self, error: CoserveError) -> None:
-        """No more chunks will come."""
-        self._error = error
-        self._changed.set()
-
-    async def batches(self) -> AsyncIterator[list[Chunk]]:
-        """All chunks that are there, again and again to the end; CoserveError if there is no good end."""
-        while True:
-            await self._changed.wait()
-            # More may come while one batch is being sent: the end is only where none is left.
-            while self._waiting:
-                batch, self._waiting = self._waiting, []
-                yield batch
-            if self._error is not None:
-                raise self._error
-            if not any(self._num_open.values()):
-                return
-            self._changed.clear()
-
-
 class EngineLink:
     """The engine, whichever process it is in just now. Implements `coserve.jobs.messages.JobEngine`."""
 
@@ -126,6 +92,7 @@ class EngineLink:
         self._process: asyncio.subprocess.Process | None = None
         self._ready: Ready | None = None
         self._streams: dict[str, RequestStream] = {}
+        self._stopped: set[tuple[str, int]] = set()  # sequences whose end the engine has not reported yet
         self._calls: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count()
         self._failed: ModelError | None = None
@@ -266,6 +233,7 @@ class EngineLink:
         if self._closing:
             error = EngineGoneError("the server is shutting down")
         streams, self._streams = self._streams, {}
+        self._stopped.clear()
         calls, self._calls = self._calls, {}
         for stream in streams.values():
             stream.fail(error)
@@ -296,15 +264,31 @@ class EngineLink:
             self._on_progress(report)
 
     def _reported(self, report: StepReport) -> None:
-        # Listeners first: they know the requests' streams by then.
+        read = [chunk for each in report.chunks if (chunk := self._read(each)) is not None]
+        report = msgspec.structs.replace(report, chunks=read)
+        # Listeners first: they are to know of a request's end before its client does.
         for listener in self._listeners:
             listener.engine_reported(report)
         for chunk in report.chunks:
             stream = self._streams.get(chunk.request)
-            if stream is None:
-                continue
-            if stream.put(chunk):
+            if stream is not None and stream.put(chunk):
                 del self._streams[chunk.request]
+
+    def _read(self, chunk: Chunk) -> Chunk | None:
+        """A chunk with its text; None for what the engine ran after a stop string."""
+        sequence = chunk.request, chunk.index
+        if sequence in self._stopped:
+            if chunk.finish_reason is not None:
+                self._stopped.discard(sequence)
+            return None
+        stream = self._streams.get(chunk.request)
+        if stream is None:
+            return chunk
+        found, stop = stream.read(chunk)
+        if stop is not None:
+            self._stopped.add(sequence)
+            self._send(stop)
+        return found
 
     def _reply(self, reply: Reply) -> None:
         call = self._calls.pop(reply.call, None)
@@ -317,11 +301,15 @@ class EngineLink:
 
     # -- requests -------------------------------------------------------------------
 
-    def open(self, requests: list[AddRequest]) -> RequestStream:
-        """Send requests to the engine; to be closed in any case."""
+    def open(self, requests: list[AddRequest], tokenizer: "PreTrainedTokenizerBase | None" = None) -> RequestStream:
+        """Send requests to the engine; to be closed in any case. tokenizer: for their text; only this thread uses it.
+
+        Raises:
+            EngineGoneError: there is no engine now. RequestError: stop strings without a tokenizer.
+        """
         self.require_ready()
-        stream = RequestStream(requests)
-        for request in requests:
+        stream = RequestStream(requests, tokenizer)
+        for request in stream.for_engine():
             self._streams[request.id] = stream
             self._send(request)
         return stream

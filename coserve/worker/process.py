@@ -28,21 +28,16 @@ from coserve.engine.recording import record
 from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
+from coserve.worker.commands import Commands
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.protocol import (
-    AddRequest,
-    CancelRequest,
     EngineSettings,
-    LoadAdapter,
     Ready,
-    Refused,
-    Reply,
     Shutdown,
     StartFailed,
     StartProgress,
     StepRecord,
     StepReport,
-    UnloadAdapter,
     decode_command,
     encode,
 )
@@ -55,8 +50,8 @@ _BATCH_S = 0.2
 _COMMANDS_S = 5e-3
 # When there is work, but the policy plans nothing.
 _NO_PLAN_WAIT_MS = 10
-# When there is none, but a checkpoint is being written.
-_WRITER_WAIT_MS = 10
+# When there is none, but files are being read or written.
+_FILES_WAIT_MS = 10
 # Reports that may wait for a server that is busy, before the engine does.
 _MOST_WAITING_REPORTS = 10_000
 _LINGER_MS = 2000
@@ -69,10 +64,10 @@ class EngineProcess:
     def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
         self._engine, self._socket = engine, socket
         self._jobs = JobCommands(engine)
+        self._commands = Commands(engine, self._jobs, self._send)
         self._steps: list[StepRecord] = []
-        self._fullest: dict[str, int] | None = (
-            None  # pages by owner after the step that left fewest free, since the report
-        )
+        # Pages by owner after the step that left fewest free, since the last report.
+        self._fullest: dict[str, int] | None = None
         self._reported_s = 0.0
         self._unreported = True
         self._running = True
@@ -84,6 +79,7 @@ class EngineProcess:
             if self._running and self._engine.has_work:
                 self._step()
         self._report_batch()
+        self._commands.close()
         self._jobs.close()
 
     # -- commands -------------------------------------------------------------------
@@ -93,7 +89,7 @@ class EngineProcess:
         wait_ms: int | None = 0
         if not self._engine.has_work:
             self._report_batch()
-            wait_ms = _WRITER_WAIT_MS if self._jobs.is_waiting else None
+            wait_ms = _FILES_WAIT_MS if self._jobs.is_waiting or self._commands.is_waiting else None
         elif self._engine.last_plan.runs_nothing and not self._engine.has_requests:
             wait_ms = _NO_PLAN_WAIT_MS
         until_s: float | None = None
@@ -102,52 +98,17 @@ class EngineProcess:
             wait_ms, until_s = 0, until_s or time.monotonic() + _COMMANDS_S
             if time.monotonic() > until_s:
                 break
+        self._commands.poll()
         if self._jobs.has_pending:
             self._report([], whole=True)
 
     def _take(self, command: Any) -> None:
         self._unreported = True
-        if isinstance(command, AddRequest):
-            self._add(command)
-        elif isinstance(command, CancelRequest):
-            self._engine.cancel(command.id)
+        if isinstance(command, Shutdown):
+            self._jobs.checkpoint_all(command.call)
+            self._running = False
         else:
-            self._answer(command)
-
-    def _add(self, command: AddRequest) -> None:
-        adapter = command.adapter
-        try:
-            if adapter is not None:
-                self._jobs.ensure_adapter(adapter)
-            self._engine.add_tokens(
-                command.prompt,
-                command.params,
-                adapter=adapter.name if adapter is not None else None,
-                slo=command.slo,
-                request_id=command.id,
-                arrival_s=command.arrival_s,
-            )
-        except CoserveError as error:
-            self._send(Refused(command.id, str(error), type(error).__name__))
-
-    def _answer(self, command: Any) -> None:
-        """A command with a reply."""
-        error: CoserveError | None = None
-        try:
-            if isinstance(command, LoadAdapter):
-                self._jobs.ensure_adapter(command.adapter)
-            elif isinstance(command, UnloadAdapter):
-                self._jobs.unload_adapter(command.name)
-            elif isinstance(command, Shutdown):
-                self._jobs.checkpoint_all(command.call)
-                self._running = False
-                return
-            else:
-                self._jobs.handle(command)
-                return
-        except CoserveError as raised:
-            error = raised
-        self._send(Reply(command.call) if error is None else Reply(command.call, str(error), type(error).__name__))
+            self._commands.take(command)
 
     # -- steps ----------------------------------------------------------------------
 
@@ -246,6 +207,7 @@ def start(settings: EngineSettings, socket: "zmq.Socket[bytes]") -> Engine | Non
             dtype=settings.dtype,
             weights=settings.weights,
             device=settings.device,
+            with_text=False,
             progress=progress,
         )
         if settings.record is not None:

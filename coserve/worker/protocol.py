@@ -40,7 +40,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Answered by chunks, the last of each sequence with a finish_reason; or by `Refused`, if it cannot be served."""
+    """Answered by chunks, the last of each sequence with a finish_reason; or by `Refused`, if it cannot be served.
+
+    Chunks have tokens and no text, and params no stop strings: text is made where the tokens come out.
+    """
 
     id: str
     prompt: list[int]
@@ -48,12 +51,23 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     arrival_s: float
     slo: Slo | None = None
     adapter: AdapterRef | None = None
+    tenant: str = ""
 
 
 class CancelRequest(msgspec.Struct, tag=True, frozen=True):
     """End a request; its last chunks say "cancelled"."""
 
     id: str
+
+
+class StopSequence(msgspec.Struct, tag=True, frozen=True):
+    """A sequence ended with its first `num_tokens` tokens: its text has a stop string. What the engine has run beyond
+    that does not count; its last chunk, without tokens, says "stop".
+    """
+
+    id: str
+    index: int
+    num_tokens: int
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
@@ -104,9 +118,12 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
+# fmt: off
 Command = (
-    AddRequest | CancelRequest | LoadAdapter | UnloadAdapter | StartJob | PauseJob | ResumeJob | CancelJob | Shutdown
+    AddRequest | CancelRequest | StopSequence | LoadAdapter | UnloadAdapter
+    | StartJob | PauseJob | ResumeJob | CancelJob | Shutdown
 )
+# fmt: on
 
 # -- reports: engine to server ----------------------------------------------------------
 

@@ -11,8 +11,9 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.request import Chunk
 from coserve.errors import EngineGoneError, ModelError
-from coserve.worker.link import EngineLink, RequestStream
+from coserve.worker.link import EngineLink
 from coserve.worker.protocol import AddRequest, CancelRequest, EngineSettings
+from coserve.worker.streams import RequestStream
 
 
 def make_stream(n: int = 1) -> RequestStream:

@@ -45,7 +45,7 @@ class Process:
 
     def run(self, num_steps: int | None = None) -> None:
         """To the end, or until so many optimizer steps are made."""
-        while self.engine.has_work:
+        while self.engine.has_work or self.commands.is_waiting:
             self.step()
             if num_steps is not None and self.engine.job("j").num_steps_done == num_steps:
                 break

@@ -1,0 +1,148 @@
+"""What the server commands, done by the engine: at once, or when the files that a command needs have been read."""
+
+from collections.abc import Callable
+from typing import Any
+
+from coserve.engine.engine import Engine
+from coserve.errors import CoserveError
+from coserve.jobs.records import AdapterRef
+from coserve.worker.command_queue import CommandQueue
+from coserve.worker.job_commands import JobCommands
+from coserve.worker.protocol import (
+    AddRequest,
+    CancelRequest,
+    LoadAdapter,
+    Refused,
+    Reply,
+    StartJob,
+    StopSequence,
+    UnloadAdapter,
+)
+
+
+class Commands:
+    """Called between steps; no call waits for a disk."""
+
+    def __init__(self, engine: Engine, jobs: JobCommands, send: Callable[[Any], None]) -> None:
+        """send: takes what answers a command at once; other answers come out of `JobCommands.take_pending`."""
+        self._engine, self._jobs, self._send = engine, jobs, send
+        self._queue = CommandQueue()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is a command that could not be done yet."""
+        return self._queue.is_waiting
+
+    def poll(self) -> None:
+        """Do what can be done now."""
+        self._queue.poll()
+
+    def close(self) -> None:
+        """Forget what waits."""
+        self._queue.close()
+
+    def take(self, command: Any) -> None:
+        """Any command but `Shutdown`."""
+        if isinstance(command, AddRequest):
+            if command.adapter is None:
+                self._add(command, _nothing)
+            else:
+                self._with_adapter(command.adapter, lambda read: self._add(command, read), label=command.id)
+        elif isinstance(command, CancelRequest):
+            if not self._queue.discard(command.id):
+                self._engine.cancel(command.id)
+        elif isinstance(command, StopSequence):
+            self._engine.stop(command.id, command.index, command.num_tokens)
+        elif isinstance(command, LoadAdapter):
+            self._with_adapter(command.adapter, lambda read: self._answer(command.call, read))
+        elif isinstance(command, UnloadAdapter):
+            name = command.name
+            self._queue.put(
+                (_adapter_key(name),), lambda _: self._answer(command.call, lambda: self._jobs.unload_adapter(name))
+            )
+        else:
+            self._take_job(command)
+
+    def _add(self, command: AddRequest, read: Callable[[], Any]) -> None:
+        try:
+            read()
+            self._engine.add_tokens(
+                command.prompt,
+                command.params,
+                adapter=command.adapter.name if command.adapter is not None else None,
+                slo=command.slo,
+                request_id=command.id,
+                arrival_s=command.arrival_s,
+                tenant=command.tenant,
+            )
+        except CoserveError as error:
+            self._send(Refused(command.id, str(error), type(error).__name__))
+
+    def _answer(self, call: int, do: Callable[[], Any]) -> None:
+        """A command with a reply that follows at once."""
+        try:
+            do()
+        except CoserveError as error:
+            self._send(Reply(call, str(error), type(error).__name__))
+        else:
+            self._send(Reply(call))
+
+    def _take_job(self, command: Any) -> None:
+        if not isinstance(command, StartJob):
+            self._queue.put((_job_key(command.id),), lambda _: self._handle(command))
+            return
+        job = command.job
+        keys = [_job_key(job.id)]
+        if job.start is not None and job.checkpoint is None:
+            keys.append(_adapter_key(job.start.name))
+            # Its error comes again, with the command itself.
+            self._with_adapter(job.start, lambda read: None, more_keys=keys)
+        self._queue.put(
+            keys, lambda read: self._handle(command, read), prepare=lambda: lambda: self._jobs.read_files(job)
+        )
+
+    def _handle(self, command: Any, read: Callable[[], Any] | None = None) -> None:
+        try:
+            self._jobs.handle(command, read)
+        except CoserveError as error:
+            self._send(Reply(command.call, str(error), type(error).__name__))
+
+    def _with_adapter(
+        self,
+        adapter: AdapterRef,
+        do: Callable[[Callable[[], Any]], None],
+        *,
+        label: str = "",
+        more_keys: list[str] | None = None,
+    ) -> None:
+        """Have an adapter on the device, then do something; that takes a call that raises why it could not be loaded.
+
+        Two entries, so that the adapter is there for later commands if this one is discarded.
+        """
+        keys = [_adapter_key(adapter.name), *(more_keys or ())]
+        errors: list[CoserveError] = []
+
+        def finish(read: Callable[[], Any]) -> None:
+            try:
+                self._jobs.finish_adapter(adapter, read())
+            except CoserveError as error:
+                errors.append(error)
+
+        def check() -> None:
+            if errors:
+                raise errors[0]
+
+        self._queue.put(keys, finish, prepare=lambda: self._jobs.adapter_reading(adapter))
+        self._queue.put(keys, lambda _: do(check), label=label)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _adapter_key(name: str) -> str:
+    return f"adapter {name}"
+
+
+def _job_key(id: str) -> str:
+    return f"job {id}"
