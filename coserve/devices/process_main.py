@@ -12,7 +12,7 @@ import torch
 
 from coserve.devices.cpu_threads import worthwhile_threads
 from coserve.devices.loading import open_device
-from coserve.devices.messages import StepBatch, WriteCheckpoint
+from coserve.devices.messages import LoadAdapter, StepBatch, WriteCheckpoint
 from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.torch_device import TorchDevice
@@ -30,7 +30,7 @@ def main(descriptor: int) -> None:
         message = messages.get()
         if isinstance(message, StepBatch):
             _step(device, message, connection)
-        elif isinstance(message.command, WriteCheckpoint):  # beside steps
+        elif isinstance(message.command, LoadAdapter | WriteCheckpoint):  # beside steps
             Thread(target=_execute, args=(device, message, connection)).start()
         else:
             _execute(device, message, connection)

@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 
-from coserve.devices.messages import OPTIMIZER_FILE, DeviceInfo
-from coserve.devices.recording import DeviceLine, Recorder, RecordingDevice, read_frames
+from coserve.devices.messages import OPTIMIZER_FILE, AdapterLoaded, DeviceInfo, LoadAdapter
+from coserve.devices.recording import DeviceLine, Executed, Recorder, RecordingDevice, read_frames
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import POSITION_FILE, Checkpoint
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.job_set import PeftFields
+from coserve.engine.served_adapters import AdapterLoad
 from coserve.engine.versions import AdapterVersion
 from coserve.errors import DataError
 from coserve.scheduling.slo import Slo
@@ -66,6 +67,22 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
     request: str
 
 
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """`stop`"""
+
+    request: str
+    index: int
+    num_tokens: int
+
+
+class FinishLoad(msgspec.Struct, tag="finish_load", frozen=True):
+    """`finish_load`; key: of the version."""
+
+    name: str
+    key: str
+    files: Files
+
+
 class LoadFiles(msgspec.Struct, tag="load_adapter", frozen=True):
     """`load_adapter`"""
 
@@ -106,7 +123,7 @@ class OnJob(msgspec.Struct, tag="on_job", frozen=True):
     job: str
 
 
-Input = Step | AddTokens | Cancel | LoadFiles | EnsureFiles | UnloadAdapter | SubmitExamples | OnJob
+Input = Step | AddTokens | Cancel | Stop | LoadFiles | EnsureFiles | FinishLoad | UnloadAdapter | SubmitExamples | OnJob
 
 
 class RecordingEngine(Engine):
@@ -114,7 +131,7 @@ class RecordingEngine(Engine):
 
     def __init__(self, plain: Engine, recorder: Recorder) -> None:
         """Begin where an engine is that has not done anything yet; that one must not be used any more."""
-        self._recorder, self._depth = recorder, 0
+        self._recorder, self._depth, self._plain_device = recorder, 0, plain.device
         recorder.write(
             Header(
                 format=_FORMAT,
@@ -161,6 +178,21 @@ class RecordingEngine(Engine):
     def cancel(self, request: str) -> bool:
         with self._asked(Cancel(request)):
             return super().cancel(request)
+
+    def stop(self, request: str, index: int, num_tokens: int) -> bool:
+        with self._asked(Stop(request, index, num_tokens)):
+            return super().stop(request, index, num_tokens)
+
+    def begin_load(self, name: str, directory: str) -> AdapterLoad | None:
+        load = super().begin_load(name, directory)
+        if load is not None:
+            load.device = self._plain_device  # read at any moment, but written down when it is served
+        return load
+
+    def finish_load(self, load: AdapterLoad) -> None:
+        with self._asked(FinishLoad(load.name, load.key, _read(load.directory))):
+            self._recorder.write(Executed(LoadAdapter(load.key, load.directory), AdapterLoaded(load.num_bypasses)))
+            super().finish_load(load)
 
     def load_adapter(self, name: str, directory: str) -> AdapterVersion:
         with self._asked(LoadFiles(name, _read(directory))):

@@ -16,14 +16,17 @@ from coserve.engine.recording import (
     Cancel,
     EnsureFiles,
     Files,
+    FinishLoad,
     Header,
     Input,
     LoadFiles,
     OnJob,
     Step,
+    Stop,
     SubmitExamples,
     UnloadAdapter,
 )
+from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import CoserveError, DataError, ModelError
 from coserve.models.source import find_model
 
@@ -102,6 +105,8 @@ def _ask(engine: EngineCore, line: Input) -> None:
         )
     elif isinstance(line, Cancel):
         engine.cancel(line.request)
+    elif isinstance(line, Stop):
+        engine.stop(line.request, line.index, line.num_tokens)
     elif isinstance(line, UnloadAdapter):
         engine.unload_adapter(line.name)
     elif isinstance(line, OnJob):
@@ -110,13 +115,16 @@ def _ask(engine: EngineCore, line: Input) -> None:
         _ask_with_files(engine, line)
 
 
-def _ask_with_files(engine: EngineCore, line: LoadFiles | EnsureFiles | SubmitExamples) -> None:
+def _ask_with_files(engine: EngineCore, line: LoadFiles | EnsureFiles | FinishLoad | SubmitExamples) -> None:
     if isinstance(line, LoadFiles):
         with _directory(line.files) as directory:
             engine.load_adapter(line.name, str(directory))
     elif isinstance(line, EnsureFiles):
         with _directory(line.files) as directory:
             engine.ensure_adapter(line.name, str(directory))
+    elif isinstance(line, FinishLoad):
+        with _directory(line.files) as directory:
+            engine.finish_load(AdapterLoad(engine.device, line.name, line.key, str(directory)).read())
     else:
         with _directory(line.checkpoint or {}) as directory:
             engine.submit_examples(

@@ -1,6 +1,7 @@
 """Adapters that requests can name: on the device by version, and which of them can be had again from disk."""
 
 from collections import OrderedDict
+from itertools import count
 from typing import Self
 
 from coserve.devices.base import Device
@@ -12,13 +13,12 @@ class AdapterLoad:
     """An adapter on its way from disk to the device. num_bypasses: once it has been read."""
 
     def __init__(self, device: Device, name: str, key: str, directory: str) -> None:
-        self.name, self.key = name, key
+        self.device, self.name, self.key, self.directory = device, name, key, directory
         self.num_bypasses = 0
-        self._device, self._directory = device, directory
 
     def read(self) -> Self:
         """Read it onto the device, beside steps; AdapterError for its files."""
-        loaded = self._device.execute(LoadAdapter(self.key, self._directory))
+        loaded = self.device.execute(LoadAdapter(self.key, self.directory))
         assert isinstance(loaded, AdapterLoaded)
         self.num_bypasses = loaded.num_bypasses
         return self
@@ -31,6 +31,7 @@ class ServedAdapters:
         """max_on_disk: how many of those that lie on disk stay on the device."""
         self.versions = AdapterVersions()
         self._device, self._max_on_disk = device, max_on_disk
+        self._numbers = count()  # of loads
         self._on_disk: OrderedDict[str, None] = OrderedDict()  # can be had again; unused longest first
 
     def load(self, name: str, directory: str) -> AdapterVersion:
@@ -41,7 +42,8 @@ class ServedAdapters:
 
     def begin_load(self, name: str, directory: str) -> "AdapterLoad":
         """The same in three steps, of which the middle one (`AdapterLoad.read`) may be done by any thread."""
-        return AdapterLoad(self._device, name, self.versions.new_key(name, 0), directory)
+        # Not by `new_key`: when a load begins leaves no trace in the keys of what comes after it.
+        return AdapterLoad(self._device, name, f"{name}@0#load-{next(self._numbers)}", directory)
 
     def finish_load(self, load: "AdapterLoad") -> AdapterVersion:
         """Serve what was read."""

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
@@ -85,8 +86,18 @@ def run_eventfully(engine: RecordingEngine, parent: Path) -> None:
         job_id="job",
         name="mine",
     )
-    for _ in range(25):
+    for number in range(25):
+        if number == 10:  # read by another thread while steps run
+            load = engine.begin_load("late", adapter_directory(**LORA))
+            reading = Thread(target=load.read)
+            reading.start()
         engine.step()
+    reading.join()
+    engine.finish_load(load)
+    engine.add_tokens(prompts_of((7,))[0], greedy(20), adapter="late", request_id="late")
+    while not any(request.num_output > 2 for request in engine.requests.members("late")):
+        engine.step()
+    assert engine.stop("late", 0, 2)
     engine.cancel("3")
     engine.pause_job("job")
     for _ in range(5):
