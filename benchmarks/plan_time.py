@@ -12,7 +12,7 @@ from statistics import median
 
 from coserve.models import load_backbone
 from coserve.scheduling import JobView, LatencyModel, RequestView, View, make_policy
-from coserve.simulate import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware, roofline_profile
 
 NUM_REQUESTS, NUM_JOBS = 64, 8
 PHASES = {
@@ -48,7 +48,7 @@ def main() -> None:
     results = []
     print(f"{NUM_REQUESTS} requests, {NUM_JOBS} jobs\n\npolicy        phases    prompts   min us   median us")
     for policy in POLICIES:
-        plan = make_policy(policy)
+        plan = make_policy(policy).plan
         for name, phases in PHASES.items():
             for num_prompts in (0, 4):
                 view = make_view(phases, latency, num_prompts=num_prompts)

@@ -66,7 +66,9 @@ def trainer_opened(adapter: Adapter, programs: TrainingPrograms, evaluation: Tra
     )
 
 
-def device_info(backbone: Backbone, *, num_pages: int, block_tokens: int, threads: int, profile: Profile) -> DeviceInfo:
+def device_info(
+    backbone: Backbone, *, num_pages: int, block_tokens: int, threads: int, profile: Profile, profile_path: str = ""
+) -> DeviceInfo:
     """What there is to know of a model on a device with a page pool."""
     weights = {id(tensor): tensor for held in backbone.weights.values() for tensor in weight_tensors(held)}
     return DeviceInfo(
@@ -82,6 +84,7 @@ def device_info(backbone: Backbone, *, num_pages: int, block_tokens: int, thread
         page_bytes=kv_page_bytes(backbone, block_tokens),
         block_tokens=block_tokens,
         profile=profile,
+        profile_path=profile_path,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from coserve.devices.process_memory import pool_bytes
-from coserve.devices.profiling import load_profile
+from coserve.devices.profiling import load_profile, profile_path
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.torch_device import TorchDevice
 from coserve.errors import BudgetError
@@ -64,8 +64,9 @@ def torch_device(
     num_pages = (memory_bytes or pool_bytes(backbone.device)) // page_bytes
     if num_pages < 2:
         raise BudgetError(f"the page pool needs {2 * page_bytes} bytes or more, for two pages")
+    path = "" if profile else str(profile_path(backbone))
     profile = profile or load_profile(backbone, progress=progress)
-    return TorchDevice(backbone, num_pages=num_pages, block_tokens=block_tokens, profile=profile)
+    return TorchDevice(backbone, num_pages=num_pages, block_tokens=block_tokens, profile=profile, profile_path=path)
 
 
 def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:

@@ -34,7 +34,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     device: such as "cpu" or "cuda:0". num_layers: blocks. weight_bytes: of the backbone. threads: of the CPU.
     page_bytes: of one page, which holds K and V of `block_tokens` tokens in all blocks. profile: what pieces of a step
-    take here.
+    take here. profile_path: the file that it comes from; "" if it is not kept.
     """
 
     model: str
@@ -49,6 +49,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     block_tokens: int
     profile: Profile
+    profile_path: str = ""
 
 
 # -- commands ---------------------------------------------------------------------------

@@ -7,7 +7,6 @@ tasklets and the optimizer step of a reference adapter (LoRA of rank 16 at every
 import hashlib
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -17,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.counting import job_counts, model_counts
+from coserve.devices.measuring import Stopwatch, rising
+from coserve.devices.profile_store import read_profile, write_profile
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
 from coserve.home import home_directory
@@ -46,14 +48,21 @@ _FORWARD_ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 _BACKWARD_ROWS = (32, 128, 512)
 _HEAD_ROWS = (1, 4, 16, 64)
 _LOSS_ROWS = (8, 32, 128, 512)
+_SCORE_ROWS = (1, 16, 128)
 _WINDOW_ROWS = 256
 _MANY_SPANS, _SHORT, _LONG = 8, 16, 512
 _BLOCK_TOKENS = 16
 _PACKAGE = Path(__file__).parents[1]
 # Those of the curves, and the single ones beside them.
-_NUM_MEASUREMENTS = sum(map(len, (_FORWARD_ROWS, _BACKWARD_ROWS, _HEAD_ROWS, _LOSS_ROWS))) + 10
-# A piece is measured so often, or until it has taken so long; a curve ends where one measurement takes too long.
-_REPEATS, _PATIENCE_S, _TOO_LONG_S = 5, 0.25, 1.0
+_NUM_MEASUREMENTS = (
+    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *2 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 10
+)
+# A curve ends where one measurement takes too long.
+_TOO_LONG_S = 1.0
+# Where the forward pass is faster at the end than it was at the start, by more than this, all is measured again: the
+# machine was busy with something else.
+_HELD_UP = 0.1
+_MOST_ROUNDS = 3
 
 
 def load_profile(
@@ -64,22 +73,20 @@ def load_profile(
     directory: default `profiles` below the home directory. progress: told how many measurements
     are done, and of about how many.
     """
-    directory = directory or home_directory() / "profiles"
-    key = _identity(backbone)
-    path = directory / (hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24] + ".json")
-    with suppress(OSError, ValueError, TypeError, KeyError):  # whatever is wrong with it, it can be measured again
-        stored = json.loads(path.read_text())
-        return Profile.from_json(stored["profile"])
-    _log.info("measuring how fast %s runs on %s, once", backbone.name, key["device"])
+    path = profile_path(backbone, directory)
+    if (stored := read_profile(path)) is not None:
+        return stored
+    _log.info("measuring how fast %s runs on %s, once", backbone.name, device_name(backbone.device))
     profile = measure_profile(backbone, progress)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps({"of": key, "profile": profile.to_json()}, indent=1))
-        part.replace(path)
-    except OSError as error:
-        _log.warning("the profile could not be kept in %s: %s", directory, error)
+    write_profile(path, _identity(backbone), profile)
     return profile
+
+
+def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
+    """Where the profile of a model on this device is kept."""
+    key = json.dumps(_identity(backbone), sort_keys=True)
+    directory = directory or home_directory() / "profiles"
+    return directory / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".json")
 
 
 def _identity(backbone: Backbone) -> dict[str, Any]:
@@ -124,16 +131,27 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def measure_profile(backbone: Backbone, progress: Callable[[int, int], None] | None = None) -> Profile:
-    """Measure; see the module."""
+def measure_profile(
+    backbone: Backbone,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    time_s: Callable[[], float] | None = None,
+) -> Profile:
+    """Measure; see the module. time_s: the clock (default: this machine's, once the device is done)."""
     with torch.inference_mode():
-        return _Measurement(backbone, progress).profile()
+        return _Measurement(backbone, progress, time_s).profile()
 
 
 class _Measurement:
-    def __init__(self, backbone: Backbone, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        progress: Callable[[int, int], None] | None = None,
+        time_s: Callable[[], float] | None = None,
+    ) -> None:
         self.backbone = backbone
         self._progress, self._num_done = progress, 0
+        self._watch = Stopwatch(time_s or self._time_s)
         architecture = backbone.architecture
         # Models of few positions are measured as far as they go.
         self.most_rows = min(max(_FORWARD_ROWS), architecture.max_positions - 1)
@@ -145,12 +163,22 @@ class _Measurement:
         self.programs: TrainingPrograms = training_programs(self.adapter)
 
     def profile(self) -> Profile:
+        """Measured once; again if the machine turns out to have been busy meanwhile."""
+        for rows in (1, self.most_rows // 2):
+            self._watch.warm_up(self._spans(1, rows=rows))
+        for _ in range(_MOST_ROUNDS):
+            before_s = self._forward(1)
+            profile = self._round()
+            if self._forward(1) > (1 - _HELD_UP) * before_s:
+                break
+            _log.info("the machine was busy with something else: measuring again")
+        return profile
+
+    def _round(self) -> Profile:
         counts = job_counts(self.adapter, self.programs)
         num_layers = self.backbone.architecture.num_layers
         long = min(_LONG, self.backbone.architecture.max_positions - 2)
         rows = min(_WINDOW_ROWS, self.most_rows // 2)
-        self._forward(1, rows=rows)  # warm up
-
         one_span, spans = self._forward(1, rows=_MANY_SPANS), self._forward(_MANY_SPANS, past=_SHORT)
         s_per_span = max(0.0, (spans - one_span) / (_MANY_SPANS - 1))
         s_per_key = (self._forward(_MANY_SPANS, past=long) - spans) / (_MANY_SPANS * max(1, long - _SHORT))
@@ -165,12 +193,15 @@ class _Measurement:
         def trunk(n: int) -> float:
             return self._forward(1, rows=n) - n * n / 2 * s_per_pair - n * s_per_key - s_per_span
 
+        head = self._curve(_HEAD_ROWS, self._head)
         pair_backward = 2.5 * s_per_pair / num_layers
         return Profile(
             model=model_counts(self.backbone),
             job=counts,
             forward=self._curve(_FORWARD_ROWS, trunk),
-            head=self._curve(_HEAD_ROWS, self._head),
+            head=head,
+            sample=self._curve(_HEAD_ROWS, lambda n: self._head(n, temperature=1.0) - head.at(n)),
+            score=self._curve(_SCORE_ROWS, self._score),
             loss=self._curve(_LOSS_ROWS, self._loss),
             backward=self._curve(_BACKWARD_ROWS, lambda n: self._tasklet(n) - n * n / 2 * pair_backward),
             s_per_pair=s_per_pair,
@@ -191,22 +222,18 @@ class _Measurement:
             found[n] = max(1e-7, seconds(n))
             if found[n] > _TOO_LONG_S and len(found) > 1:
                 break
+        found = rising(found)
         return Curve(rows=tuple(found), seconds=tuple(found.values()))
 
     def _fastest_s(self, run: Callable[[], object]) -> float:
-        """Seconds of one call, the fastest of some: whatever else the machine does now, it may not do later.
+        seconds = self._watch.fastest_s(run)
+        self._measured()
+        return seconds
 
-        The first one is not counted, unless it takes so long that nothing else matters.
-        """
-        found: list[float] = []
-        while len(found) <= _REPEATS and sum(found) < _PATIENCE_S:
-            start = self._time_s()
-            run()
-            found.append(self._time_s() - start)
+    def _measured(self) -> None:
         self._num_done += 1
         if self._progress is not None:
             self._progress(min(self._num_done, _NUM_MEASUREMENTS), _NUM_MEASUREMENTS)
-        return min(found[1:] or found)
 
     def _time_s(self) -> float:
         if self.backbone.device.type == "cuda":
@@ -214,7 +241,12 @@ class _Measurement:
         return time.perf_counter()
 
     def _forward(self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None) -> float:
-        """Spans of `rows` rows each, after `past` tokens in the cache."""
+        """Seconds of spans of `rows` rows each, after `past` tokens in the cache."""
+        return self._fastest_s(self._spans(spans, rows=rows, past=past, bypasses=bypasses))
+
+    def _spans(
+        self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None
+    ) -> Callable[[], None]:
         per_span = -(-(past + rows) // _BLOCK_TOKENS)
         tables = [list(range(index * per_span, (index + 1) * per_span)) for index in range(spans)]
         tokens = [0] * rows
@@ -222,7 +254,7 @@ class _Measurement:
         def run() -> None:
             forward(self.backbone, [self.pages.rows(table, past, tokens, bypasses) for table in tables])
 
-        return self._fastest_s(run)
+        return run
 
     def _pass(self, num_rows: int) -> TrainingPass:
         """A pack with hardly any trained rows: the loss is measured by itself."""
@@ -242,30 +274,36 @@ class _Measurement:
 
     def _tasklet(self, rows: int) -> float:
         """One of all tasklets of a pass, so that weights come from memory as they do in a step."""
-        found: list[float] = []
-        for _ in range(3):
+
+        def measure() -> float:
             training = self._pass(rows)
             training.finish_window(forward(self.backbone, [training.next_window(rows)]))
             training.run_loss(rows)
-            start = self._time_s()
-            while not training.done:
-                training.next_tasklet(rows).run()
-            found.append((self._time_s() - start) / len(self.programs.parts))
-            if sum(found) * len(self.programs.parts) > _PATIENCE_S:
-                break
-        return min(found)
+            seconds = self._watch.once_s(lambda: _run_all(training, rows))
+            return seconds / len(self.programs.parts)
 
-    def _head(self, rows: int) -> float:
-        hidden = torch.zeros(
-            rows, self.backbone.architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device
-        )
-        chosen = [SamplingRow(params=SamplingParams(temperature=0.0), seed=0) for _ in range(rows)]
+        measure()
+        seconds = self._watch.stable_s(measure)
+        self._measured()
+        return seconds
+
+    def _hidden(self, rows: int) -> Tensor:
+        architecture = self.backbone.architecture
+        return torch.zeros(rows, architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device)
+
+    def _head(self, rows: int, temperature: float = 0.0) -> float:
+        hidden = self._hidden(rows)
+        chosen = [SamplingRow(params=SamplingParams(temperature=temperature), seed=0) for _ in range(rows)]
         return self._fastest_s(lambda: sample(logits(self.backbone, hidden), chosen, self.backbone.backend))
 
+    def _score(self, rows: int) -> float:
+        """Log-probabilities of the next tokens of a prompt's rows."""
+        hidden, most = self._hidden(rows), chunk_rows(self.backbone.architecture.vocab_size, torch.float32)
+        pieces = [hidden[start : start + most] for start in range(0, rows, most)]
+        return self._fastest_s(lambda: [logits(self.backbone, some).float().log_softmax(-1) for some in pieces])
+
     def _loss(self, rows: int) -> float:
-        hidden = torch.zeros(
-            rows, self.backbone.architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device
-        )
+        hidden = self._hidden(rows)
         targets = torch.zeros(rows, dtype=torch.int64, device=self.backbone.device)
         constants = {"targets": targets, "dropout_row_ids": targets}
 
@@ -286,3 +324,8 @@ class _Measurement:
         optimizer = AdapterOptimizer(self.adapter.masters, OptimizerConfig(learning_rate=1e-12))
         gradients = {name: torch.zeros_like(master) for name, master in self.adapter.masters.items()}
         return self._fastest_s(lambda: optimizer.step(gradients, num_trained=1, num_steps=1))
+
+
+def _run_all(training: TrainingPass, rows: int) -> None:
+    while not training.done:
+        training.next_tasklet(rows).run()

@@ -60,8 +60,10 @@ from coserve.tuning.training_pass import TrainingPass
 class TorchDevice:
     """See `coserve.devices.base.Device`."""
 
-    def __init__(self, backbone: Backbone, *, num_pages: int, block_tokens: int, profile: Profile) -> None:
-        """Take the memory of the page pool; DeviceMemoryError."""
+    def __init__(
+        self, backbone: Backbone, *, num_pages: int, block_tokens: int, profile: Profile, profile_path: str = ""
+    ) -> None:
+        """Take the memory of the page pool; DeviceMemoryError. profile_path: the file that the profile comes from."""
         self.backbone = backbone
         self.clock: Clock = WallClock()
         self.info = device_info(
@@ -70,6 +72,7 @@ class TorchDevice:
             block_tokens=block_tokens,
             threads=torch.get_num_threads(),
             profile=profile,
+            profile_path=profile_path,
         )
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)

@@ -31,8 +31,9 @@ from coserve.engine.versions import AdapterVersion, AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError
 from coserve.memory.kv_cache import KvCache
 from coserve.memory.pages import PagePool
+from coserve.scheduling.attainment import JobsTime, RecentNeed, jobs_seconds
 from coserve.scheduling.fairness import TokenCounters
-from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.latency import LatencyModel, Profile
 from coserve.scheduling.plan import Plan, View
 from coserve.scheduling.policies import make_policy
 from coserve.scheduling.slo import Slo, default_tpot_s, feasible_slo
@@ -42,6 +43,8 @@ from coserve.tuning.examples import Example
 Event = Chunk | JobEvent
 
 _NUM_RECORDS = 10_000
+# How often the default SLO follows what steps really take, and from what share of it on.
+_STEPS_PER_LOOK, _SLO_CHANGE = 64, 0.05
 
 
 class EngineCore:
@@ -55,9 +58,11 @@ class EngineCore:
         *,
         end_tokens: Iterable[int] = (),
         text_stream: Callable[[Sequence[int], SamplingParams], TextStream] | None = None,
+        keep_profile: Callable[[Profile], None] | None = None,
     ) -> None:
         """end_tokens: ids that end every request. text_stream: makes text of a request's tokens, given its prompt and
-        params; without it there is none, and no stop strings.
+        params; without it there is none, and no stop strings. keep_profile: told what the device's profile should be
+        if steps have long shown that it is something else.
         """
         info = device.info
         self.device, self.latency, self.config = device, latency, config
@@ -76,11 +81,13 @@ class EngineCore:
             emit=lambda event: self._outbox.append(event),
             send=self._commands.append,
         )
+        self._keep_profile = keep_profile
         self.slo = Slo(ttft_s=config.ttft_s, tpot_s=config.tpot_s or default_tpot_s(latency))
         self.records: deque[RequestRecord] = deque(maxlen=_NUM_RECORDS)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_slos_clamped = 0
+        self._jobs_time, self._need = JobsTime(), RecentNeed()
         self.last_plan = Plan()
         self._step: tuple[Plan, StepBatch, float] | None = None  # under way, with the moment when it began
         self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
@@ -168,7 +175,8 @@ class EngineCore:
         base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         now_s = self.device.clock.now()
         asked_slo = slo or self.slo
-        slo = feasible_slo(asked_slo, self.latency, num_prompt_tokens=len(prompt), max_tokens=max(1, params.max_tokens))
+        most = max(1, params.max_tokens)
+        slo = feasible_slo(asked_slo, self.slo, self.latency, num_prompt_tokens=len(prompt), max_tokens=most)
         self.num_slos_clamped += slo != asked_slo
         members: list[Request] = []
         for index in range(params.n):
@@ -187,6 +195,7 @@ class EngineCore:
                 text=None if self._text_stream is None else self._text_stream(prompt, params),
                 tenant=tenant,
                 prefix_source=members[0] if members else None,
+                jobs_time=self._jobs_time,
             )
             if version is not None:
                 self.versions.hold(version)
@@ -438,10 +447,13 @@ class EngineCore:
             jobs=self.jobs.views(now_s),
             tenants=self.counters.views(),
             num_free_pages=self.pages.num_available,
+            num_pages=self.pool.num_pages,
+            block_tokens=self.config.block_tokens,
             ttft_s=self.slo.ttft_s,
             tpot_s=self.slo.tpot_s,
             max_rows=self._max_step_rows,
             max_requests=self.config.max_requests,
+            need=self._need.view(now_s),
         )
 
     # -- memory changes hands -----------------------------------------------------------
@@ -478,6 +490,14 @@ class EngineCore:
         self._max_step_rows = min(self.config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
         parameters = [self.jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
         observe(self.latency, plan, result, parameters, step_s=now_s - started_s)
+        jobs_s = jobs_seconds(
+            plan,
+            forward_s=result.forward_s,
+            loss_s=result.loss_s,
+            backward_s=result.backward_s,
+            update_s=result.update_s,
+        )
+        self._jobs_time.add(jobs_s, started_s=started_s, ended_s=now_s)
         for rows in batch.requests:
             request = self.requests.running[rows.request]
             request.commit(len(rows.tokens), result.prompts.get(rows.request, ()))
@@ -486,10 +506,34 @@ class EngineCore:
             chunk = request.accept(result.tokens[rows.request], now_s)
             self.counters.charge(request.tenant, output=1)
             self._outbox.append(chunk)
+            self._note(request, now_s)
             if chunk.finish_reason is not None:
                 self.records.append(record_of(request))
                 self._leave(request)
         self.jobs.apply(batch, result, now_s)
+        self._follow_device()
+
+    def _follow_device(self) -> None:
+        """The default SLO, and the profile on disk, by what steps really take."""
+        if self.num_steps % _STEPS_PER_LOOK:
+            return
+        tpot_s = self.config.tpot_s or default_tpot_s(self.latency)
+        if abs(tpot_s - self.slo.tpot_s) > _SLO_CHANGE * self.slo.tpot_s:
+            self.slo = Slo(ttft_s=self.config.ttft_s, tpot_s=tpot_s)
+        # Ever more rarely: after 512 steps, 1024, 2048, …
+        if self.num_steps & (self.num_steps - 1) or self._keep_profile is None:
+            return
+        if (profile := self.latency.settled_profile()) is not None:
+            self._keep_profile(profile)
+
+    def _note(self, request: Request, now_s: float) -> None:
+        """What a request needed by itself that has its first token, or has ended."""
+        if request.num_output <= 1:
+            ttft_s = now_s - request.arrival_s - request.jobs_s_before
+            self._need.add_first_token(now_s, ttft_s / request.slo.ttft_s)
+        elif request.finish_reason is not None and request.first_token_s is not None:
+            decoding_s = now_s - request.first_token_s - request.jobs_s
+            self._need.add_end(now_s, decoding_s / (request.num_output - 1) / request.slo.tpot_s)
 
     def _recover(self, batch: StepBatch, result: StepResult, now_s: float) -> None:
         """The device ran out of memory: jobs make room first, then steps get smaller, then a request fails."""

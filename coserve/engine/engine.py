@@ -12,6 +12,7 @@ from coserve.adapters.base import AdapterConfig
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.base import Device
 from coserve.devices.messages import TokenLogprob
+from coserve.devices.profile_store import correct_profile
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore, Event
@@ -71,12 +72,14 @@ class Engine(EngineCore):
         end_tokens: ids that end a text; those that the model does not have are of no effect. latency: default, what the
         device's profile says.
         """
+        path = device.info.profile_path
         super().__init__(
             device,
             latency or LatencyModel(device.info.profile),
             config or EngineConfig(),
             end_tokens=end_tokens,
             text_stream=None if tokenizer is None else partial(_text_stream, tokenizer),
+            keep_profile=partial(correct_profile, Path(path)) if path else None,
         )
         self.tokenizer = tokenizer
 

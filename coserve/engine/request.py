@@ -9,6 +9,7 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion
 from coserve.memory.kv_cache import PagedSequence
+from coserve.scheduling.attainment import JobsTime
 from coserve.scheduling.plan import RequestView
 from coserve.scheduling.slo import Slo
 
@@ -57,9 +58,11 @@ class Request:
         text: TextStream | None,
         tenant: str = "",
         prefix_source: "Request | None" = None,
+        jobs_time: JobsTime | None = None,
     ) -> None:
-        """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. prefix_source: the
-        sequence with the same prompt that runs first, so that this one finds its pages.
+        """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. jobs_time: what
+        jobs take of the engine's time. prefix_source: the sequence with the same prompt that runs first, so that this
+        one finds its pages.
         """
         self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source
         self.prompt, self.params, self.seed, self.tenant = list(prompt), params, seed, tenant
@@ -72,6 +75,9 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.jobs_s_before = 0.0  # seconds that jobs took before its first token
+        self._jobs_time = jobs_time or JobsTime()
+        self._jobs_mark_s = self._jobs_time.at(arrival_s)
         self._num_pages_sent = 0
         self._prompt_logprobs: list[TokenLogprob] = []
         self._end_tokens = end_tokens
@@ -90,6 +96,11 @@ class Request:
         """Whether its turn has come to be admitted."""
         source = self.prefix_source
         return source is None or source.first_token_s is not None or source.finish_reason is not None
+
+    @property
+    def jobs_s(self) -> float:
+        """Seconds that jobs have taken since its first token; before that, since it came."""
+        return self._jobs_time.seconds - self._jobs_mark_s
 
     @property
     def num_rows(self) -> int:
@@ -133,6 +144,8 @@ class Request:
             self.params.temperature > 0,
             len(self.prompt) - 1 - len(self._prompt_logprobs) if self.scores_prompt else 0,
             self.may_start,
+            max(1, self.params.max_tokens - self.num_output),
+            self.jobs_s,
         )
 
     # -- what a device is told ------------------------------------------------------
@@ -199,7 +212,8 @@ class Request:
         """Take the next token; the chunk says whether that was the last."""
         first = self.first_token_s is None
         if first:
-            self.first_token_s = now_s
+            self.first_token_s, self.jobs_s_before = now_s, self.jobs_s
+            self._jobs_mark_s = self._jobs_time.seconds
         self.last_token_s = now_s
         if not self.params.max_tokens:  # only the prompt's scores were wanted
             return self.end("length")

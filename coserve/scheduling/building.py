@@ -7,12 +7,12 @@ from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View
 
-# The smallest piece of a prompt that has to go on, and of one that rides along; unless it is all that is left.
+# The smallest piece of a prompt that is urgent, and of one that has time; unless it is all that is left.
 LEAST_PREFILL_ROWS, LEAST_RIDING_ROWS = 64, 16
-# The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward pass may not have so
+# The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward pass may not have as
 # many rows.
 LEAST_WINDOW_ROWS = 16
-# Either may cost so many times per row what one of so many rows would; a smaller one waits until more time has been
+# Either may cost this many times per row what one of GOOD_ROWS rows would; a smaller one waits until more time has been
 # saved up, where that can be: slack is spent in lumps.
 MOST_ROW_COST, GOOD_ROWS = 1.1, 256
 
@@ -20,19 +20,28 @@ MOST_ROW_COST, GOOD_ROWS = 1.1, 256
 class PlanBuilder:
     """A plan that grows, and what it will take so far."""
 
-    def __init__(self, view: View, latency: LatencyModel) -> None:
+    def __init__(self, view: View, latency: LatencyModel, *, margin: float | None = None) -> None:
+        """margin: by which predictions may be too low (default: what recent ones were)."""
         self._latency, self._max_rows = latency, view.max_rows
+        self._patience = 1 + (latency.margin if margin is None else margin)
         self._load = ForwardLoad()
         self._rows: list[PlannedRows] = []
         self._losses: list[PlannedLoss] = []
         self._tasklets: list[PlannedTasklets] = []
         self._updates: list[str] = []
-        self._forward_s = self._loss_s = self._backward_s = self._update_s = 0.0
+        self._forward_s = self._window_s = self._loss_s = self._backward_s = self._update_s = 0.0
+        self._until_s = inf  # what jobs were given
+        self._longest_tasklet_s = 0.0
 
     @property
     def seconds(self) -> float:
         """What the plan takes, without a margin."""
         return self._forward_s + self._loss_s + self._backward_s + self._update_s
+
+    @property
+    def late_s(self) -> float:
+        """What it takes if predictions are off by the margin; backward work has none, as it stops in time."""
+        return (self._forward_s + self._loss_s + self._update_s) * self._patience + self._backward_s
 
     def build(self, memory: MemoryPlan | None = None) -> Plan:
         """The plan; memory: the pages that change hands before it."""
@@ -45,7 +54,9 @@ class PlanBuilder:
             losses=tuple(self._losses),
             tasklets=tuple(self._tasklets),
             updates=tuple(self._updates),
+            backward_limit_s=self._backward_limit_s(),
             forward_s=self._forward_s,
+            window_s=self._window_s,
             loss_s=self._loss_s,
             backward_s=self._backward_s,
             update_s=self._update_s,
@@ -62,7 +73,7 @@ class PlanBuilder:
     def prefill(self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
 
-        urgent: the first one has to go on: it gets its smallest piece in any case.
+        urgent: the first one gets its smallest piece in any case.
         """
         for index, request in enumerate(requests):
             longest = min(request.num_rows, self._max_rows - self._load.rows)
@@ -80,28 +91,69 @@ class PlanBuilder:
                 return False
         return True
 
-    def tune(self, jobs: Sequence[JobView], budget_s: float, *, max_defer_s: float = 0.0) -> None:
+    def tune(
+        self, jobs: Sequence[JobView], until_s: float, *, max_defer_s: float = 0.0, least_share: float = 0.0
+    ) -> None:
         """Of each job in turn, the largest piece of its current phase that fits into what is left of the time.
-
-        max_defer_s: how long what costs too much per row may wait, because a later step will have more time.
 
         A device that has nothing else to do makes the smallest step there is, whatever the time: no later one would
         have more.
+
+        Args:
+            until_s: seconds from the step's start to its end, at the latest.
+            max_defer_s: how long what costs too much per row may wait, because a later step will have more time.
+            least_share: of the time, what jobs get in any case: one that has waited long enough for its smallest piece
+                to be no more gets it.
         """
+        self._until_s = until_s
         for job in jobs:
-            left_s = budget_s - self.seconds
-            if left_s <= 0:
+            spare_s = until_s - self.late_s
+            if spare_s <= 0:
                 break
+            left_s = spare_s / self._patience
             if job.phase == "update":
                 self._update(job, left_s)
             elif job.phase == "backward":
-                self._backward(job, left_s)
+                self._backward(job, spare_s)
             elif job.phase == "loss":
                 self._loss(job, left_s, patient=job.waited_s < max_defer_s)
-            else:
+            elif job.phase == "forward":
                 self._window(job, left_s, patient=job.waited_s < max_defer_s)
+        if least_share:
+            self._age(jobs, least_share)
         if jobs and not (self._rows or self._losses or self._tasklets or self._updates):
             self._least(jobs[0])
+
+    def _age(self, jobs: Sequence[JobView], least_share: float) -> None:
+        """The smallest piece of the job that has waited longest, if that is long enough."""
+        oldest = max(jobs, key=_waited_s, default=None)
+        if oldest is None or self._has(oldest.id):
+            return
+        rows = min(oldest.num_rows_left, LEAST_WINDOW_ROWS)
+        if oldest.phase == "update":
+            seconds = self._latency.update_s(oldest)
+        elif oldest.phase == "backward":
+            seconds = self._latency.tasklet_s(oldest, rows)
+        elif oldest.phase == "loss":
+            seconds = self._latency.loss_s(rows)
+        elif self._load.rows + rows <= self._max_rows:
+            seconds = self._latency.with_window_s(self._load, oldest, rows) - self._forward_s
+        else:
+            return
+        if seconds * len(jobs) <= least_share * oldest.waited_s:
+            self._least(oldest)
+
+    def _has(self, job: str) -> bool:
+        """Whether a job has a piece in the plan."""
+        pieces = [piece.job for piece in self._losses] + [part.job for part in self._tasklets] + self._updates
+        return job in pieces or any(rows.item == job and rows.kind == "window" for rows in self._rows)
+
+    def _backward_limit_s(self) -> float | None:
+        """When the last tasklet must have begun, so that all else is done in time."""
+        if not self._tasklets or self._until_s == inf:
+            return None
+        after_s = (self._forward_s + self._update_s) * self._patience
+        return max(0.0, self._until_s - after_s - self._longest_tasklet_s * self._patience)
 
     def _least(self, job: JobView) -> None:
         """The smallest piece of a job."""
@@ -109,8 +161,7 @@ class PlanBuilder:
         if job.phase == "update":
             self._update(job, inf)
         elif job.phase == "backward":
-            self._tasklets.append(PlannedTasklets(job.id, rows, 1))
-            self._backward_s += self._latency.tasklet_s(job, rows)
+            self._add_tasklets(job, rows, 1, self._latency.tasklet_s(job, rows))
         elif job.phase == "loss":
             self._losses.append(PlannedLoss(job.id, rows))
             self._loss_s += self._latency.loss_s(rows)
@@ -134,17 +185,19 @@ class PlanBuilder:
             return
         if rows < job.num_rows_left:
             num_tasklets = _times(seconds, left_s, job.num_rows_left // rows)
-            self._backward_s += num_tasklets * seconds
+            self._add_tasklets(job, rows, num_tasklets, num_tasklets * seconds)
         else:
-            rows = job.num_rows
-            whole_s = self._latency.tasklet_s(job, rows)
+            whole_s = self._latency.tasklet_s(job, job.num_rows)
             num_whole = _times(whole_s, left_s - seconds, job.num_parts_left - 1)
-            num_tasklets = 1 + num_whole
-            self._backward_s += seconds + num_whole * whole_s
+            self._add_tasklets(job, job.num_rows, 1 + num_whole, seconds + num_whole * whole_s)
+
+    def _add_tasklets(self, job: JobView, rows: int, num_tasklets: int, seconds: float) -> None:
         self._tasklets.append(PlannedTasklets(job.id, rows, num_tasklets))
+        self._backward_s += seconds
+        self._longest_tasklet_s = max(self._longest_tasklet_s, self._latency.tasklet_s(job, rows))
 
     def _loss(self, job: JobView, left_s: float, *, patient: bool) -> None:
-        """As many rows as possible; behind the last ones, tasklets."""
+        """As many rows as possible; after the last ones, tasklets."""
         longest = job.num_rows_left
         least = min(longest, LEAST_WINDOW_ROWS)
         if self._latency.loss_s(least) > left_s:
@@ -157,7 +210,9 @@ class PlanBuilder:
         self._losses.append(PlannedLoss(job.id, rows))
         self._loss_s += seconds
         if rows == longest and job.num_parts_left:
-            self._backward(job._replace(phase="backward", num_rows_left=job.num_rows), left_s - seconds)
+            self._backward(
+                job._replace(phase="backward", num_rows_left=job.num_rows), (left_s - seconds) * self._patience
+            )
 
     def _window(self, job: JobView, left_s: float, *, patient: bool) -> None:
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
@@ -178,7 +233,8 @@ class PlanBuilder:
     def _add_window(self, job: JobView, rows: int) -> None:
         self._latency.add_window(self._load, job, rows)
         self._rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, rows))
-        self._forward_s = self._latency.forward_s(self._load)
+        before_s, self._forward_s = self._forward_s, self._latency.forward_s(self._load)
+        self._window_s += max(0.0, self._forward_s - before_s)
 
     def _with_prompt_s(self, request: RequestView, rows: int) -> float:
         return self._latency.with_request_s(self._load, request, rows)
@@ -201,3 +257,7 @@ def _most(least: int, most: int, fits: Callable[[int], bool]) -> int:
         else:
             high = middle
     return low
+
+
+def _waited_s(job: JobView) -> float:
+    return job.waited_s

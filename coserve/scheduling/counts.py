@@ -20,8 +20,8 @@ class JobCounts:
     """What a job's rows cost.
 
     flops_per_row: forward, beyond the bare model's (its bypasses). backward_flops_per_row and
-    backward_flops_per_pair: of one part, in the mean. num_parts: parts that have a backward pass. num_bypasses: bypass
-    bypasses. num_parameters: what an optimizer step moves.
+    backward_flops_per_pair: of one part, in the mean. num_parts: parts that have a backward pass. num_bypasses: sites
+    of its adapter. num_parameters: what an optimizer step moves.
     """
 
     flops_per_row: float

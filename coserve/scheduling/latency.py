@@ -9,7 +9,7 @@ every measured step moves a correction for steps of its kind. The margin is what
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from coserve.scheduling.counts import JobCounts, ModelCounts
@@ -26,13 +26,16 @@ _NUM_STEPS_PER_MARGIN = 16
 _MARGIN_QUANTILE = 0.95
 _LEAST_MARGIN, _MOST_MARGIN = 0.02, 0.5
 
+# A profile is to be corrected once steps have taken this much more or less than it says, after as many steps.
+_FAR_OFF, _SETTLED_STEPS = 1.15, 500
+
 # Section, the order of magnitude of its rows, and whether windows are among them.
 _Kind = tuple[str, int, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Seconds at some numbers of rows, rising; between them as a line, beyond them as the last line goes on."""
+    """Seconds at some numbers of rows, rising; between them as a line, beyond them as the last line continues."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -59,16 +62,22 @@ class Curve:
         return values
 
 
+# Of what was not measured.
+FREE = Curve(rows=(1, 2), seconds=(0.0, 0.0))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """What a device needs for the pieces of a step of one model.
 
-    forward: rows of requests through all blocks. head: rows through the head, and choosing a token of each. loss:
-    trained rows through the head, forward and backward. backward: a tasklet of the reference job (`job`), on rows
-    without keys. s_per_pair, backward_s_per_pair: attention of a row to a key of its window in all blocks, and in one
-    block backward. s_per_key: a key that a span's attention reads. s_per_span: a span more. s_per_bypass: a bypass
-    bypass more. s_per_window_row: what a window's row of the reference job costs more than a request's (its
-    bypasses, and saving). s_per_parameter, update_s: an optimizer step, by what it moves and at least.
+    forward: rows of requests through all blocks. head: rows through the head, and the likeliest token of each. sample:
+    what drawing a token of each row takes more than that, at temperature 1. score: rows through the head to the
+    log-probability of the next token of each, as for prompts. loss: trained rows through the head, forward and
+    backward. backward: a tasklet of the reference job (`job`), on rows without keys. s_per_pair, backward_s_per_pair:
+    attention of a row to a key of its window in all blocks, and in one block backward. s_per_key: a key that a span's
+    attention reads. s_per_span: a span more. s_per_bypass: a site of an adapter more. s_per_window_row: what a window's
+    row of the reference job costs more than a request's (its bypasses, and saving). s_per_parameter, update_s: an
+    optimizer step, by what it moves and at least.
     """
 
     model: ModelCounts
@@ -85,16 +94,21 @@ class Profile:
     s_per_window_row: float
     s_per_parameter: float
     update_s: float
+    sample: Curve = FREE
+    score: Curve = FREE
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Profile":
-        """The inverse; ValueError, TypeError or KeyError for anything else."""
+        """The inverse, also for profiles from before there was `sample` and `score`; ValueError, TypeError or KeyError
+        for anything else.
+        """
         curves = {
             name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))
-            for name in ("forward", "head", "loss", "backward")
+            for name in ("forward", "head", "loss", "backward", "sample", "score")
+            if name in fields or name not in ("sample", "score")
         }
         counts = {"model": ModelCounts(**fields["model"]), "job": JobCounts(**fields["job"])}
         return cls(**{**fields, **curves, **counts})
@@ -104,12 +118,15 @@ class Profile:
 class ForwardLoad:
     """What a forward pass is made of; sums that grow as rows are added.
 
-    pairs: of a row and a key in windows and prefill chunks. keys: that are read. bypasses: bypasses that run.
+    sampled: rows of which a token is chosen; drawn: of these, by chance. scored: rows of prompts whose next token is
+    scored. pairs: of a row and a key in windows and prefill chunks. keys: that are read. bypasses: bypasses that run.
     windows: how many there are. window_rows: theirs, each weighed by its job's cost beside the reference job's.
     """
 
     rows: int = 0
     sampled: int = 0
+    drawn: int = 0
+    scored: int = 0
     spans: int = 0
     pairs: float = 0.0
     keys: int = 0
@@ -119,11 +136,12 @@ class ForwardLoad:
     versions: set[str] = field(default_factory=set)
 
     def add_decodes(self, requests: Sequence[RequestView]) -> None:
-        """One row of each of many requests whose next token can be chosen behind it, quickly."""
+        """One row of each of many requests whose next token can be chosen after it, quickly."""
         num_requests = len(requests)
         self.rows += num_requests
         self.spans += num_requests
         self.sampled += num_requests
+        self.drawn += sum([request.draws for request in requests])
         self.keys += num_requests + sum([request.num_past for request in requests])
         for version, num_bypasses in {request.version: request.num_bypasses for request in requests}.items():
             self._add_version(version, num_bypasses)
@@ -137,6 +155,8 @@ class ForwardLoad:
             self.pairs += rows * (request.num_past + rows / 2)
         if rows == request.num_rows:
             self.sampled += 1
+            self.drawn += request.draws
+        self.scored += min(rows, request.num_scored)
         self._add_version(request.version, request.num_bypasses)
 
     def _add_version(self, version: str, num_bypasses: int) -> None:
@@ -151,6 +171,7 @@ class LatencyModel:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._forward, self._head = profile.forward.table(), profile.head.table()
+        self._sample, self._score = profile.sample.table(), profile.score.table()
         self._loss, self._backward = profile.loss.table(), profile.backward.table()
         # For steps of a kind, for a section, and (under "") for all: what predictions are off by, and when it was seen.
         self._seen: dict[_Kind | str, tuple[float, int]] = {}
@@ -175,9 +196,13 @@ class LatencyModel:
             ForwardLoad(rows=num_requests, sampled=num_requests, spans=num_requests, keys=num_requests * (context + 1))
         )
 
-    def prompt_s(self, rows: int) -> float:
-        """Seconds of so many tokens of prompts alone, attention apart."""
-        return _at(self._forward, rows) * self._correction("forward", rows, False)
+    def prompt_s(self, rows: int, num_past: int = 0) -> float:
+        """Seconds of as many rows of one prompt alone, with attention to one another and to num_past tokens before."""
+        if not rows:
+            return 0.0
+        return self.forward_s(
+            ForwardLoad(rows=rows, sampled=1, spans=1, pairs=rows * (num_past + rows / 2), keys=num_past + rows)
+        )
 
     def with_request_s(self, load: ForwardLoad, request: RequestView, rows: int) -> float:
         """The same with some rows of a request's prompt added to it; the load stays as it is."""
@@ -188,6 +213,10 @@ class LatencyModel:
             raw += rows * (request.num_past + rows / 2) * p.s_per_pair
         if rows == request.num_rows:
             raw += _at(self._head, load.sampled + 1) - _at(self._head, load.sampled)
+            if request.draws:
+                raw += _at(self._sample, load.drawn + 1) - _at(self._sample, load.drawn)
+        if request.num_scored:
+            raw += _at(self._score, load.scored + min(rows, request.num_scored)) - _at(self._score, load.scored)
         if request.version and request.version not in load.versions:
             raw += request.num_bypasses * p.s_per_bypass
         return raw * self._correction("forward", load.rows + rows, load.windows > 0)
@@ -216,6 +245,12 @@ class LatencyModel:
         _, by_row, pair_s = self._weigh(job.counts)
         raw = _at(self._backward, rows) * by_row + rows * job.mean_context_len * pair_s
         return raw * self._correction("backward", rows, False)
+
+    def pack_s(self, job: JobView) -> float:
+        """Seconds of a whole pack alone, forward and backward in one piece."""
+        rows = job.num_rows
+        forward_s = self.with_window_s(ForwardLoad(), job, rows)
+        return forward_s + self.loss_s(rows) + job.num_parts_left * self.tasklet_s(job, rows)
 
     def update_s(self, job: JobView) -> float:
         """Seconds of an optimizer step."""
@@ -255,6 +290,38 @@ class LatencyModel:
             late = sorted(self._errors)[int(_MARGIN_QUANTILE * (len(self._errors) - 1))]
             self.margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, late))
 
+    def settled_profile(self) -> Profile | None:
+        """The profile as steps have shown it to be, if that is far from what it says, and was seen for long."""
+        factors = {section: self._wider(section) for section in ("forward", "loss", "backward", "update")}
+        if self._num_steps < _SETTLED_STEPS or all(1 / _FAR_OFF < each < _FAR_OFF for each in factors.values()):
+            return None
+        p, by = self.profile, factors
+
+        def corrected(section: str, curve: Curve) -> Curve:
+            seconds = [s * self._correction(section, n, False) for n, s in zip(curve.rows, curve.seconds, strict=True)]
+            return Curve(rows=curve.rows, seconds=tuple(seconds))
+
+        def scaled(curve: Curve) -> Curve:
+            return Curve(rows=curve.rows, seconds=tuple([s * by["forward"] for s in curve.seconds]))
+
+        return replace(
+            p,
+            forward=corrected("forward", p.forward),
+            head=scaled(p.head),
+            sample=scaled(p.sample),
+            score=scaled(p.score),
+            loss=corrected("loss", p.loss),
+            backward=corrected("backward", p.backward),
+            s_per_pair=p.s_per_pair * by["forward"],
+            s_per_key=p.s_per_key * by["forward"],
+            s_per_span=p.s_per_span * by["forward"],
+            s_per_bypass=p.s_per_bypass * by["forward"],
+            s_per_window_row=p.s_per_window_row * by["forward"],
+            backward_s_per_pair=p.backward_s_per_pair * by["backward"],
+            s_per_parameter=p.s_per_parameter * by["update"],
+            update_s=p.update_s * by["update"],
+        )
+
     def recent_errors(self) -> Sequence[float]:
         """|measured - predicted| / measured of recent steps, sorted."""
         return sorted(abs(error) / (1 + error) for error in self._errors)
@@ -266,6 +333,8 @@ class LatencyModel:
         return (
             _at(self._forward, load.rows)
             + _at(self._head, load.sampled)
+            + (_at(self._sample, load.drawn) if load.drawn else 0.0)
+            + (_at(self._score, load.scored) if load.scored else 0.0)
             + load.pairs * p.s_per_pair
             + load.keys * p.s_per_key
             + load.spans * p.s_per_span

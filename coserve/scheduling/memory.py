@@ -1,16 +1,26 @@
 """Who gets pages: what policies share. Requests come before jobs, for memory as for time.
 
-A request is admitted once its whole prompt fits (FlexLLM section 7). Where pages are missing, jobs' packs are dropped,
-those that lose least first, to be begun again later; only when no pack is left, the youngest request is preempted. A
-policy may decide otherwise, in its own file.
+A request is admitted once its whole prompt fits (FlexLLM section 7). Where pages are missing, what is cheapest to do
+again goes: a job's pack, or the youngest request, whose tokens are computed again later. A pack that has run for long
+is worth more than a short prompt; it is spared where the request can wait until the pack's pages come back. A pack is
+begun only where the requests that run will leave it its pages until it is done. A policy may decide otherwise, in its
+own file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 
 from coserve.scheduling.plan import JobView, RequestView, View
 
 # A pack waits until there are this many pages per running request beside it: it would be dropped at once otherwise.
 SPARE_PAGES = 4
+# A request is preempted for a pack only if the pack loses this many times as many rows: requests come first.
+PACK_WORTH = 4.0
+# A pack that has waited for as many times its own time is begun though it might be dropped.
+MOST_PACK_WAITS = 30.0
+
+# Whether a request keeps its SLO if it waits until a pack is done.
+CanWait = Callable[[RequestView, JobView], bool]
 
 
 class MemoryPlan:
@@ -25,18 +35,26 @@ class MemoryPlan:
         self.drop: list[str] = []
         self.admit: list[str] = []
         self.begin: list[str] = []
+        self.waits_for_pack = False  # whether a request is not admitted because a pack will soon be done
+        self._grown: dict[str, int] = {}
 
-    def grow(self) -> None:
+    def grow(self, can_wait: CanWait | None = None) -> None:
         """See to it that every request that runs has the pages of its next rows, whatever it takes."""
+        needed = sum([request.num_pages for request in self.requests])
+        if needed <= self.free:
+            self.free -= needed
+            return
         for request in list(self.requests):
             while request.id not in self.preempt and request.num_pages > self.free:
-                if not self._reclaim(request.num_pages):
-                    # Of those that came at once, the one that was admitted last.
-                    self._preempt(max(reversed(self.requests), key=lambda running: running.arrival_s))
+                youngest = self._youngest()
+                spares = can_wait is not None and self._spares(youngest, youngest.num_past, can_wait)
+                if spares or not self._reclaim(request.num_pages):
+                    self._preempt(youngest)
             if request.id not in self.preempt:
                 self.free -= request.num_pages
+                self._grown[request.id] = request.num_pages
 
-    def admit_waiting(self, waiting: Sequence[RequestView] | None = None) -> None:
+    def admit_waiting(self, waiting: Sequence[RequestView] | None = None, can_wait: CanWait | None = None) -> None:
         """Give waiting requests their pages, in this order (default: as they came), as long as whole prompts fit."""
         if self.preempt:
             return
@@ -47,43 +65,99 @@ class MemoryPlan:
                 continue
             # Those that run will want a page each, soon.
             needed = request.num_pages + len(self.requests)
-            if needed > self.free and not self._reclaim(needed):
-                return
+            if needed > self.free:
+                if can_wait is not None and self._spares(request, request.num_rows, can_wait):
+                    self.waits_for_pack = True
+                    return
+                if not self._reclaim(needed):
+                    return
             self.free -= request.num_pages
             self.requests.append(request)
             self.admit.append(request.id)
 
-    def begin_packs(self, jobs: Sequence[JobView] | None = None, *, requests_first: bool = True) -> None:
+    def begin_packs(
+        self,
+        jobs: Sequence[JobView] | None = None,
+        pack_s: Callable[[JobView], float] | None = None,
+        *,
+        requests_first: bool = True,
+    ) -> None:
         """Give jobs (default: the one served least first) the memory of their next packs, as far as requests do not
         want it (requests_first=False: whoever waits).
+
+        pack_s: how long a pack will take; until then, requests that run must find pages beside it.
         """
-        has_slots = requests_first and len(self.requests) < self._view.max_requests
-        if has_slots and any(each.may_start and each.id not in self.admit for each in self._view.waiting):
-            return
         jobs = self._view.jobs if jobs is None else jobs
+        has_slots = requests_first and len(self.requests) < self._view.max_requests
+        admitted = set(self.admit)
+        if has_slots and any(each.may_start and each.id not in admitted for each in self._view.waiting):
+            return
         for job in jobs:
-            if job.phase != "pack" or job.num_pages + SPARE_PAGES * len(self.requests) > self.free:
+            if job.phase != "pack":
+                continue
+            seconds = pack_s(job) if pack_s is not None else 0.0
+            spare = self._growth(seconds if job.waited_s < MOST_PACK_WAITS * seconds else 0.0)
+            if job.num_pages + spare > self.free:
                 continue
             self.free -= job.num_pages
             self.begin.append(job.id)
             self.jobs.append(job._replace(phase="forward", num_rows_left=job.num_rows))
         turns = {job.id: turn for turn, job in enumerate(jobs)}
-        self.jobs.sort(key=lambda job: turns[job.id])
+        self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))
+
+    def _growth(self, seconds: float) -> int:
+        """Pages that the requests that run may take within this time; at least the spare ones."""
+        pages, block = 0, self._view.block_tokens
+        for request in self.requests:
+            tokens = min(request.num_left, int(seconds / request.tpot_s) + 1)
+            pages += max(min(SPARE_PAGES, -(-request.num_left // block)), -(-tokens // block))
+        return pages
 
     def _reclaim(self, num_pages: int) -> bool:
-        """Drop packs, those that lose least first, until so many pages are available. Drops none in vain."""
-        packs = sorted((job for job in self.jobs if job.phase != "update"), key=lambda job: job.num_rows_done)
-        if not packs or self.free + sum(job.num_pages for job in packs) < num_pages:
+        """Drop packs, those that lose least first, until as many pages are available. Drops none in vain."""
+        packs = self._packs()
+        if self.free + sum([job.num_pages for job in packs]) < num_pages:
             return False
         for job in packs:
+            if self.free >= num_pages:
+                break
             self.free += job.num_pages
             self.drop.append(job.id)
             self.jobs.remove(job)
-            if self.free >= num_pages:
-                return True
-        return False
+        return bool(packs)
+
+    def _spares(self, request: RequestView, num_rows: int, can_wait: CanWait) -> bool:
+        """Whether the pack that would be dropped first is worth more than these rows of a request that can wait."""
+        packs = self._packs()
+        return bool(packs) and rows_lost(packs[0]) > PACK_WORTH * num_rows and can_wait(request, packs[0])
+
+    def _packs(self) -> list[JobView]:
+        """Those in memory, the one that loses least first."""
+        return sorted([job for job in self.jobs if job.phase != "update"], key=rows_lost)
+
+    def _youngest(self) -> RequestView:
+        """Of those that came at once, the one that was admitted last."""
+        return max(reversed(self.requests), key=lambda running: running.arrival_s)
 
     def _preempt(self, request: RequestView) -> None:
-        self.free += request.num_held
+        self.free += request.num_held + self._grown.pop(request.id, 0)
         self.preempt.append(request.id)
         self.requests.remove(request)
+
+
+def rows_lost(job: JobView) -> float:
+    """Rows of a whole pass through the model that are lost if a job's pack is dropped."""
+    num_parts = max(1, job.counts.num_parts)
+    if job.phase == "forward":
+        return job.num_rows - job.num_rows_left
+    if job.phase == "loss":
+        return job.num_rows
+    parts_done = num_parts - job.num_parts_left + 1 - job.num_rows_left / job.num_rows
+    return job.num_rows * (1 + max(0.0, parts_done) / num_parts)
+
+
+def rows_to_go(job: JobView) -> float:
+    """Rows of a whole pass that a pack in memory is from its end; inf if it is not in memory."""
+    if job.phase == "pack":
+        return inf
+    return 2 * job.num_rows - rows_lost(job)

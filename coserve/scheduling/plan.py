@@ -21,8 +21,9 @@ class RequestView(NamedTuple):
     ("" for none), with num_bypasses bypasses. num_pages: by how many the available pages fall when all of num_rows get
     theirs (with admission, if it waits). num_held: pages that it has, which come back when it is preempted. draws:
     whether its tokens are drawn, not the likeliest. num_scored: rows whose next token is scored, as prompt
-    log-probabilities are. may_start: False while it waits for a sequence with the same prompt. Times in seconds of the
-    engine's clock.
+    log-probabilities are. may_start: False while it waits for a sequence with the same prompt. num_left: tokens that
+    may still come at most. jobs_s: seconds that work of jobs has taken since its first token; before that, since it
+    came. Times in seconds of the engine's clock.
     """
 
     id: str
@@ -42,6 +43,8 @@ class RequestView(NamedTuple):
     draws: bool = False
     num_scored: int = 0
     may_start: bool = True
+    num_left: int = 2**31
+    jobs_s: float = 0.0
 
 
 class JobView(NamedTuple):
@@ -76,14 +79,27 @@ class TenantView(NamedTuple):
     served: float
 
 
+class NeedView(NamedTuple):
+    """What recent requests would have needed of their SLOs without jobs, 99 of 100 of them; 0 if nothing is known. At 1
+    there is nothing left for jobs (`scheduling.attainment`).
+    """
+
+    ttft: float = 0.0
+    tpot: float = 0.0
+
+
+_UNKNOWN_NEED = NeedView()
+
+
 @dataclass(frozen=True, kw_only=True)
 class View:
     """The engine at the moment of planning.
 
     requests: those that run, in the order of admission. waiting: those that wait for pages, in the order in which they
     came, preempted ones first. jobs: the one that has been served least first. num_free_pages: that could be had now:
-    free ones, and those of prefixes that nobody uses. ttft_s, tpot_s: the SLO of a request that brings none, such as
-    the next to arrive. max_rows: the most rows of a forward pass. max_requests: the most that run at once.
+    free ones, and those of prefixes that nobody uses. num_pages: of the pool (0: not known). block_tokens: tokens of a
+    page. ttft_s, tpot_s: the SLO of a request that brings none, such as the next to arrive. max_rows: the most rows of
+    a forward pass. max_requests: the most that run at once. need: how near to their SLOs requests are by themselves.
     """
 
     now_s: float
@@ -92,10 +108,13 @@ class View:
     jobs: tuple[JobView, ...] = ()
     tenants: tuple[TenantView, ...] = ()
     num_free_pages: int = 0
+    num_pages: int = 0
+    block_tokens: int = 16
     ttft_s: float = inf
     tpot_s: float = inf
     max_rows: int = 2048
     max_requests: int = 256
+    need: NeedView = _UNKNOWN_NEED
 
 
 class PlannedRows(NamedTuple):
@@ -132,7 +151,7 @@ class Plan:
     this order. The tokens of requests come out at the end of the step, where their deadlines are compared with it.
 
     backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no limit). The
-    predictions are in seconds, without the margin for error.
+    predictions are in seconds, without the margin for error; window_s: what windows add to forward_s.
     """
 
     preempt: tuple[str, ...] = ()
@@ -145,6 +164,7 @@ class Plan:
     updates: tuple[str, ...] = ()
     backward_limit_s: float | None = None
     forward_s: float = 0.0
+    window_s: float = 0.0
     loss_s: float = 0.0
     backward_s: float = 0.0
     update_s: float = 0.0

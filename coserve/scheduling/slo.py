@@ -32,14 +32,22 @@ def default_tpot_s(latency: LatencyModel) -> float:
     return max(LEAST_DEFAULT_TPOT_S, DEFAULT_TPOT_STEPS * latency.decode_s(num_requests=1, context=SOLO_CONTEXT))
 
 
-def feasible_slo(slo: Slo, latency: LatencyModel, *, num_prompt_tokens: int, max_tokens: int) -> Slo:
-    """The SLO itself (the same object), or the tightest that the device could hold for this request alone.
+def feasible_slo(slo: Slo, default: Slo, latency: LatencyModel, *, num_prompt_tokens: int, max_tokens: int) -> Slo:
+    """The SLO itself (the same object), or one in which what the device cannot hold is replaced.
 
-    max_tokens: the most that its output may have.
+    What cannot be held, even by this request alone, becomes the default: the tightest promise that could be held would
+    take all of the device for one request, and leave others and jobs nothing.
+
+    Args:
+        default: of requests that bring none.
+        max_tokens: the most that its output may have.
     """
     context = num_prompt_tokens + max_tokens // 2
-    tpot_s = LEAST_TIMES_ALONE * latency.decode_s(num_requests=1, context=context)
     ttft_s = LEAST_TIMES_ALONE * latency.prompt_s(num_prompt_tokens)
+    tpot_s = LEAST_TIMES_ALONE * latency.decode_s(num_requests=1, context=context)
     if slo.ttft_s >= ttft_s and slo.tpot_s >= tpot_s:
         return slo
-    return Slo(ttft_s=max(slo.ttft_s, ttft_s), tpot_s=max(slo.tpot_s, tpot_s))
+    return Slo(
+        ttft_s=slo.ttft_s if slo.ttft_s >= ttft_s else max(default.ttft_s, ttft_s),
+        tpot_s=slo.tpot_s if slo.tpot_s >= tpot_s else max(default.tpot_s, tpot_s),
+    )

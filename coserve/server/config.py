@@ -9,6 +9,8 @@ from typing import Any
 
 from coserve.engine.config import EngineConfig
 from coserve.home import home_directory
+from coserve.scheduling.policies import DEFAULT_POLICY, policy_names
+from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, LEAST_DEFAULT_TPOT_S
 from coserve.settings import check_whole, is_number
 
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -88,7 +90,7 @@ class ServerConfig:
     ttft_s: float = _option(
         2.0,
         "--slo-ttft",
-        "Objective: time to the first token, such as 500ms or 2s.",
+        "SLO: time to the first token, such as 500ms or 2s.",
         parse=objective_of,
         metavar="TIME",
         shown="2s",
@@ -96,12 +98,19 @@ class ServerConfig:
     tpot_s: float | None = _option(
         None,
         "--slo-tpot",
-        "Objective: mean time per later token, such as 40ms or 0.04s.",
+        "SLO: mean time per later token, such as 40ms or 0.04s.",
         parse=objective_of,
         metavar="TIME",
-        shown="2.5 × a decode step alone, as measured at start",
+        shown=f"{DEFAULT_TPOT_STEPS} × a decode step alone, at least {1e3 * LEAST_DEFAULT_TPOT_S:g}ms",
     )
-    policy: str = _option("slack", "--policy", "Who gets the device: slack, token-fusion or inference-only.")
+    policy: str = _option(DEFAULT_POLICY, "--policy", f"Who gets the device: {', '.join(policy_names())}.")
+    policy_settings: tuple[str, ...] = _option(
+        (),
+        "--policy-setting",
+        "KEY=VALUE of the policy, such as arrival_share=0.05 (docs/engine.md has all); may be given several times.",
+        metavar="KEY=VALUE",
+        shown="the policy's own",
+    )
     threads: int | None = _option(
         None,
         "--threads",
@@ -178,7 +187,8 @@ class ServerConfig:
     def engine(self) -> EngineConfig:
         """The engine's part."""
         names = {each.name for each in fields(EngineConfig)} & {each.name for each in fields(self)}
-        return EngineConfig(**{name: getattr(self, name) for name in names})
+        given = {name: getattr(self, name) for name in names}
+        return EngineConfig(**given | {"policy_settings": _settings_of(self.policy_settings)})
 
     @property
     def tenants(self) -> dict[str, str]:
@@ -193,6 +203,14 @@ class ServerConfig:
             name, key = named.groups() if named else (f"key-{hashlib.sha256(given.encode()).hexdigest()[:8]}", given)
             found[key] = name
         return found
+
+
+def _settings_of(given: tuple[str, ...]) -> dict[str, str]:
+    """KEY=VALUE texts by key."""
+    pairs = [text.partition("=") for text in given]
+    if wrong := [text for text, (key, equals, _) in zip(given, pairs, strict=True) if not key or not equals]:
+        raise ValueError(f"policy_settings are KEY=VALUE, not {wrong[0]!r}")
+    return {key: value for key, _, value in pairs}
 
 
 def option_of(one: "Field[Any]") -> Option:

@@ -14,6 +14,9 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _UPDATE_BYTES = 28
 # A backward pass moves about this many times the bytes of a forward pass over the same rows, beside the weights.
 _LOSS_BYTES_PER_LOGIT = 24
+# Drawing a token passes over the logits in float32 some times (scale, exponentials and their sum, the sum up to the
+# token); a score needs the exponentials' sum alone.
+_SAMPLE_BYTES_PER_LOGIT, _SCORE_BYTES_PER_LOGIT = 24, 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,8 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         job=job,
         forward=curve(model.flops_per_row, block_bytes, row_bytes, num_calls),
         head=curve(model.head_flops_per_row, head_bytes, architecture.vocab_size * backbone.dtype.itemsize, 8),
+        sample=curve(0.0, 0.0, _SAMPLE_BYTES_PER_LOGIT * architecture.vocab_size, 8),
+        score=curve(model.head_flops_per_row, head_bytes, _SCORE_BYTES_PER_LOGIT * architecture.vocab_size, 8),
         loss=curve(2 * model.head_flops_per_row, 2 * head_bytes, _LOSS_BYTES_PER_LOGIT * architecture.vocab_size, 20),
         backward=curve(
             job.backward_flops_per_row,

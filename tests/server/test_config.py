@@ -9,6 +9,7 @@ import pytest
 
 from coserve.cli.commands.up import up
 from coserve.cli.main import main
+from coserve.scheduling.policies import make_policy, policy_names
 from coserve.server.config import ServerConfig, bytes_of, objective_of, seconds_of
 
 
@@ -18,7 +19,7 @@ def test_options_are_the_fields_of_the_configuration():
     assert [(mark.default, *(mark.param_decls or ()))[-1] for mark in marks] == [
         ...,  # the model
         *("--host", "--port", "--dtype", "--weights", "--device", "--memory", "--slo-ttft", "--slo-tpot", "--policy"),
-        "--threads",
+        *("--policy-setting", "--threads"),
         *("--max-requests", "--max-adapters", "--api-key", "--allow-adapter-paths", "--home", "--database"),
         *("--max-upload", "--max-body", "--record", "--drain"),
     ]
@@ -89,6 +90,25 @@ def test_keys_name_tenants_and_do_not_tell_themselves():
 def test_values_that_are_wrong_are_named(wrong: dict[str, Any]):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ServerConfig(**wrong)
+
+
+def test_the_policy_and_its_settings_come_from_the_command_line():
+    config = ServerConfig(policy="vtc", policy_settings=("w_q=3", "arrival_share=0.05"))
+    policy = make_policy(config.engine.policy, config.engine.policy_settings)
+    assert (policy.token_weights.output, policy.arrival_share) == (3.0, 0.05)
+    for settings, words in (
+        (("w_q",), "KEY=VALUE, not 'w_q'"),
+        (("w_x=1",), "no setting 'w_x'; its settings are max_gap_tpots"),
+        (("w_q=-1",), "w_q must be a number of at least 0, not -1"),
+        (("w_q=much",), "w_q must be a number of at least 0, not 'much'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            ServerConfig(policy="vtc", policy_settings=settings)
+
+
+def test_help_lists_the_policies_that_there_are():
+    parameter = inspect.signature(up).parameters["policy"]
+    assert all(name in parameter.annotation.__metadata__[0].help for name in policy_names())
 
 
 def test_where_state_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -1,9 +1,18 @@
-"""A device is measured once for each model, dtype and state of the code; what lies on disk is used again."""
+"""A device is measured once for each model, dtype and state of the code; what lies on disk is used again.
 
+However busy the machine is at the first start, what is found is near to what steps take; what is not is corrected.
+"""
+
+from random import Random
+
+import pytest
 from support import make_backbone
 
-import coserve
-from coserve.engine import profiling
+from coserve.devices import profiling
+from coserve.devices.measuring import Stopwatch, rising
+from coserve.devices.profile_store import correct_profile, read_profile, write_profile
+from coserve.scheduling.latency import ForwardLoad, LatencyModel
+from coserve.scheduling.slo import default_tpot_s
 from coserve.simulate.hardware import Hardware, roofline_profile
 
 
@@ -32,7 +41,7 @@ def test_the_state_of_the_code_is_that_of_what_is_measured(tmp_path, monkeypatch
     for name in ("kernels/weights.py", "kernels/cpu/rows.cpp", "server/app.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    monkeypatch.setattr(coserve, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(profiling, "_PACKAGE", tmp_path)
     states = []
     for name in (None, "server/app.py", "kernels/weights.py", "kernels/cpu/rows.cpp"):
         if name is not None:
@@ -41,3 +50,106 @@ def test_the_state_of_the_code_is_that_of_what_is_measured(tmp_path, monkeypatch
         states.append(profiling._code())
     profiling._code.cache_clear()
     assert states[0] == states[1] and len(set(states)) == 3
+
+
+# -- noise ----------------------------------------------------------------------------------
+
+
+class NoisyClock:
+    """A piece takes 80 ms, but often several times as long: first touches, other processes, for seconds on end."""
+
+    def __init__(self, seed: int) -> None:
+        self._random, self._now_s, self._busy_until_s, self._running = Random(seed), 0.0, 3.0, False
+
+    def __call__(self) -> float:
+        self._running = not self._running
+        if not self._running:  # a piece has ended
+            rng = self._random
+            if rng.random() < 0.03:
+                self._busy_until_s = self._now_s + rng.uniform(0.1, 1.0)
+            slow = rng.uniform(2.0, 24.0) if self._now_s < self._busy_until_s or rng.random() < 0.2 else 1.0
+            self._now_s += 0.08 * slow * rng.lognormvariate(0, 0.02)
+        return self._now_s
+
+
+def test_three_noisy_first_starts_find_the_same_default():
+    """Of the decode step, by which the default TPOT is set: 114, 184 and 1,140 ms were found for the same 47 ms."""
+    backbone = make_backbone("llama")
+    found = []
+    for seed in range(3):
+        profile = profiling.measure_profile(backbone, time_s=NoisyClock(seed))
+        found.append(default_tpot_s(LatencyModel(profile)))
+        for curve in (profile.forward, profile.head, profile.loss, profile.backward):
+            assert list(curve.seconds) == sorted(curve.seconds)
+    assert max(found) < 1.1 * min(found), found
+
+
+def test_a_piece_is_run_until_its_fastest_runs_agree():
+    times, runs = iter([9.0, 5.0, 3.0, 1.3, 1.0, 7.0, 1.01, 8.0]), []
+    now_s = 0.0
+
+    def time_s() -> float:
+        return now_s
+
+    def run() -> None:
+        nonlocal now_s
+        runs.append(next(times))
+        now_s += runs[-1] / 100
+
+    assert Stopwatch(time_s).stable_s(lambda: Stopwatch(time_s).once_s(run)) == pytest.approx(0.01005)
+    assert len(runs) == 7
+
+
+def test_what_more_rows_did_faster_was_held_up():
+    assert rising({1: 5.0, 4: 2.0, 8: 9.0, 16: 3.0, 32: 4.0}) == {1: 2.0, 4: 2.0, 8: 3.0, 16: 3.0, 32: 4.0}
+
+
+# -- corrections -----------------------------------------------------------------------------
+
+
+def taught(factor: float, steps: int) -> LatencyModel:
+    """A model after steps that took this many times what the profile says."""
+    profile = roofline_profile(
+        make_backbone("llama"), Hardware(name="cpu", flops_per_s=6e9, bytes_per_s=1e8, call_s=1e-4)
+    )
+    latency, truth = LatencyModel(profile), LatencyModel(profile)
+    for step in range(steps):
+        load = ForwardLoad(rows=1 + step % 8, sampled=1 + step % 8, spans=1 + step % 8, keys=100)
+        predicted_s, measured_s = latency.forward_s(load), factor * truth.forward_s(load)
+        latency.observe("forward", load.rows, False, predicted_s=predicted_s, measured_s=measured_s)
+        latency.observe_step(predicted_s=predicted_s, measured_s=measured_s)
+    return latency
+
+
+def test_the_default_follows_what_steps_really_take():
+    wrong, right = taught(10.0, 1), taught(10.0, 600)
+    assert default_tpot_s(right) > 1.5 * default_tpot_s(wrong)
+    step_s = LatencyModel(right.profile).decode_s(num_requests=1, context=512)
+    assert default_tpot_s(right) == pytest.approx(2.5 * 10 * step_s, rel=0.1)
+
+
+def test_a_profile_far_from_what_steps_take_is_corrected_on_disk(tmp_path):
+    assert taught(3.0, 100).settled_profile() is None, "too early to say"
+    assert taught(1.05, 600).settled_profile() is None, "near enough"
+    latency = taught(3.0, 600)
+    profile = latency.settled_profile()
+    assert profile is not None
+    path = tmp_path / "profile.json"
+    write_profile(path, {"device": "cpu"}, latency.profile)
+    correct_profile(path, profile)
+    again = read_profile(path)
+    assert again == profile
+    load = ForwardLoad(rows=4, sampled=4, spans=4, keys=100)
+    assert LatencyModel(again).forward_s(load) == pytest.approx(latency.forward_s(load), rel=0.05)
+    assert LatencyModel(again).settled_profile() is None
+    path.unlink()
+    correct_profile(path, profile)
+    assert not path.exists(), "there is nothing to correct"
+
+
+def test_profiles_from_before_sampling_was_measured_are_read(tmp_path):
+    profile = taught(1.0, 0).profile
+    fields = profile.to_json()
+    del fields["sample"], fields["score"]
+    read = type(profile).from_json(fields)
+    assert read.forward == profile.forward and read.sample.at(64) == 0.0

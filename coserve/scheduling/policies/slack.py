@@ -1,18 +1,20 @@
 """The default: requests first, then as much fine-tuning as fits before the tightest deadline.
 
-A running request's next token is due when its mean time per output token would reach its SLO (what earlier tokens came
-early is banked), and no later than a gap that a reader would notice. A waiting request's first token is due at
-arrival + TTFT. The time to the tightest of these is the step's budget.
+`scheduling.deadlines` says when tokens are due. The time to the tightest deadline is the step's budget. Prompts take
+from it what they need to be in time, and more where decoding requests have it to spare; lost causes come last. Jobs get
+what is left, and stop before any of these would be late:
 
-Two things keep p99 what it says. A little of the bank is never spent, so that a step that takes longer than predicted
-finds it there. And no step with fine-tuning in it is planned to last longer than `arrival_wait_s`, which bounds what a
-request that arrives just after planning waits for: with nothing else running, its first row enters the next step.
+- A little of every bank is never spent, so that a step that takes longer than predicted finds it there.
+- No step with fine-tuning in it is planned to last longer than `arrival_wait_s`, which bounds what a request that
+  arrives just after planning waits for: with nothing else running, its first row enters the next step.
+- Where recent requests by themselves needed nearly all of their SLO, jobs may take of each only what they left.
+- Jobs that stretch requests keep pages and slots occupied: as these get scarce, jobs give way, and wholly while a
+  request that can still be in time waits for them.
 
-What that promises: where requests alone leave `arrival_wait_s` of the TTFT SLO and 15% of the TPOT SLO
-at p99, both are held at p99 beside jobs, on devices where a few more decoding requests make no longer step. Nearer to
-the edge the wait for a running step may be what breaks TTFT; and where decoding is bound by arithmetic, requests that
-queued up meanwhile, and so run side by side, may break TPOT. tests/torch/test_simulation.py holds random loads against
-this.
+In any case jobs get `least_share` of the time, in smallest pieces, so that none stands still.
+
+What that promises: SLOs that requests alone hold at p99, they hold at p99 beside jobs; tests/torch/test_simulation.py
+and benchmarks/slo_edge.py hold random and recorded loads against this.
 """
 
 from collections.abc import Sequence
@@ -21,19 +23,34 @@ from math import inf
 from typing import ClassVar
 
 from coserve.scheduling.building import PlanBuilder
+from coserve.scheduling.deadlines import Deadlines, decode_deadlines, due_at_s
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.memory import MemoryPlan
+from coserve.scheduling.memory import MemoryPlan, rows_to_go
 from coserve.scheduling.plan import JobView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 
-# The reserve is saved up over the first tokens of a request, as many as these.
-RESERVE_TOKENS = 8
-# Prompts leave so much in the bank, too, until the first of them has less time than so many times what all of them
-# take; then they may have all of it. With less than so many times, the first has to go on whoever is late for it: what
-# a decode step leaves of a TPOT is about half of the time.
-PROMPT_RESERVE_TPOTS, URGENT_TIMES, URGENT_TIMES_ALONE = 1.0, 3.0, 2.0
+# Prompts leave one TPOT in every bank as long as they need less than this share of the time to be in time; then they
+# take the share that they need, whoever is late for it. Prompts that would need more than the second share can't be in
+# time beside requests that decode.
+URGENT_SHARE, MOST_SHARE = 1 / 3, 0.8
 # A step of two TPOTs is always allowed, up to this share of the TTFT SLO: on a slow device nothing would fit otherwise.
 MOST_ARRIVAL_SHARE = 0.5
+# Requests that by themselves need more of their SLO than this are near its edge: each may lose to jobs no more than
+# was left. A step of jobs may take no more than the second share of what TTFTs left, in units of what they needed.
+EDGE, WAIT_SHARE_OF_REST = 0.75, 0.3
+# Below this share of free pages, or of free slots, jobs get less the fewer there are.
+SCARCE = 0.25
+# A request waits for pages or a slot once it has waited this share of its TTFT SLO.
+QUEUED_SHARE = 0.05
+# A job that has stood still for as many of the longest steps has its turn: one that came later and catches up, or one
+# whose pieces are always cheaper, would keep it waiting.
+AGED_WAITS = 5.0
+# Beside requests a pack takes about this many times the time that it takes alone.
+PACK_STRETCH = 2.0
+# A request waits for a pack to be done only if it has this many times the time.
+CAN_WAIT_TIMES = 4.0
+# A lost cause that has waited for this many of its TTFT SLOs has its turn before all others.
+MOST_WAIT_TTFTS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +66,7 @@ class Slack(Policy):
     arrival_share: float = setting(
         0.1, "Share of the TTFT SLO that an arrival may wait for a step with fine-tuning in it to end.", most=1
     )
+    least_share: float = setting(0.005, "Share of the time that jobs get however much requests press.", most=0.5)
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         return self.plan_steps(view, latency, tunes=True)
@@ -56,22 +74,41 @@ class Slack(Policy):
     def plan_steps(self, view: View, latency: LatencyModel, *, tunes: bool) -> Plan:
         """The plan, with jobs in it or without."""
         memory = MemoryPlan(view)
-        memory.grow()
-        memory.admit_waiting(self.queue(view))
+
+        def can_wait(request: RequestView, job: JobView) -> bool:
+            left_s = self.due_at_s(request, self.reserve_tpots) - view.now_s
+            return max(view.need) < EDGE and CAN_WAIT_TIMES * _wait_for_pack_s(request, job, latency) < left_s
+
+        memory.grow(can_wait)
+        memory.admit_waiting(_lost_last(self.queue(view), view, latency), can_wait)
         if tunes:
-            memory.begin_packs(self.turns(view))
+            memory.begin_packs(self.turns(view), lambda job: PACK_STRETCH * latency.pack_s(job))
         build = PlanBuilder(view, latency)
-        if self._serve(build, memory.requests, view, latency) and tunes:
-            self._tune(build, memory, view, latency)
+        deadlines, all_in = self._serve(build, memory.requests, view, latency)
+        if tunes:
+            until_s = self._until_s(build, deadlines, memory, view, latency) if all_in else 0.0
+            # As long as a request's token may, a job's piece may wait for more time than there is; where there can be.
+            wait_s = self.arrival_wait_s(view, memory.requests)
+            max_defer_s = self.max_gap_tpots * tightest_tpot_s(view, memory.requests) if until_s < wait_s else 0.0
+            build.tune(self.shares(memory.jobs, view), until_s, max_defer_s=max_defer_s, least_share=self.least_share)
         return build.build(memory)
 
-    def queue(self, view: View) -> tuple[RequestView, ...]:
-        """Waiting requests in the order in which they are to be admitted."""
+    def queue(self, view: View) -> Sequence[RequestView]:
+        """Waiting requests in the order in which they are to be admitted, as far as they can be in time."""
         return view.waiting
 
-    def turns(self, view: View) -> tuple[JobView, ...]:
-        """Jobs in the order in which they are to be served."""
-        return view.jobs
+    def turns(self, view: View) -> Sequence[JobView]:
+        """Jobs in the order in which they are to be served: the one served least first, but who has waited for many
+        steps before all.
+        """
+        if len(view.jobs) < 2:
+            return view.jobs
+        waited_s = AGED_WAITS * self.arrival_wait_s(view, view.requests)
+        return sorted(view.jobs, key=lambda job: job.waited_s <= waited_s)
+
+    def shares(self, jobs: Sequence[JobView], view: View) -> Sequence[JobView]:
+        """Of the jobs that can run now, those that may take part in this step."""
+        return jobs
 
     def arrival_wait_s(self, view: View, requests: Sequence[RequestView]) -> float:
         """The longest that a request waits for the step that runs when it arrives; requests: those that run."""
@@ -79,47 +116,151 @@ class Slack(Policy):
         return max(self.arrival_share * view.ttft_s, min(tpots_s, MOST_ARRIVAL_SHARE * view.ttft_s))
 
     def due_at_s(self, request: RequestView, reserve_tpots: float = 0.0) -> float:
-        """When a request's next token is due, with so much of the bank kept once the request is under way."""
-        return self.earliest_due_s([request], reserve_tpots)
+        """When a request's next token is due."""
+        return due_at_s(request, max_gap_tpots=self.max_gap_tpots, reserve_tpots=reserve_tpots)
 
-    def earliest_due_s(self, requests: Sequence[RequestView], reserve_tpots: float) -> float:
-        """The first of these moments; never, without requests."""
-        earliest_s, max_gap_tpots = inf, self.max_gap_tpots
-        for _, _, _, num_output, arrival_s, first_s, last_s, ttft_s, tpot_s, *_ in requests:
-            if first_s is None:
-                due_s = arrival_s + ttft_s
-            else:
-                # Asked some hundred times a step, so without calls.
-                reserve = reserve_tpots if num_output >= RESERVE_TOKENS else reserve_tpots * num_output / RESERVE_TOKENS
-                banked_s = first_s + (num_output - reserve) * tpot_s
-                noticed_s = last_s + max_gap_tpots * tpot_s
-                due_s = banked_s if banked_s < noticed_s else noticed_s
-            if due_s < earliest_s:
-                earliest_s = due_s
-        return earliest_s
+    # -- requests -------------------------------------------------------------------
 
-    def _serve(self, build: PlanBuilder, requests: Sequence[RequestView], view: View, latency: LatencyModel) -> bool:
-        """Rows of requests; whether all of them are in."""
+    def _serve(
+        self, build: PlanBuilder, requests: Sequence[RequestView], view: View, latency: LatencyModel
+    ) -> tuple[Deadlines, bool]:
+        """Rows of requests. Returns when those that decode are due, and whether all prompts are in."""
         decoding = [request for request in requests if request.num_rows == 1]
         build.decode(decoding)
-        if len(decoding) == len(requests):
-            return True
-        prompts = sorted((request for request in requests if request.num_rows > 1), key=self.due_at_s)
-        alone_s = latency.prompt_s(sum([request.num_rows for request in prompts]))
-        left_s = self.due_at_s(prompts[0]) - view.now_s
-        kept = 0.0 if URGENT_TIMES * alone_s > left_s else PROMPT_RESERVE_TPOTS
-        budget_s = (self.earliest_due_s(decoding, kept) - view.now_s) / (1 + latency.margin)
-        return build.prefill(prompts, budget_s, urgent=URGENT_TIMES_ALONE * alone_s > left_s)
+        prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
+        share, ordered = self._share_of_prompts(prompts, build.seconds, view, latency) if prompts else (0.0, [])
+        deadlines = decode_deadlines(
+            decoding,
+            now_s=view.now_s,
+            decode_s=build.seconds,
+            lost_tpot_s=view.tpot_s,
+            max_gap_tpots=self.max_gap_tpots,
+            prompt_reserve_tpots=0.0 if share > URGENT_SHARE else 1.0,
+            reserve_tpots=self.reserve_tpots,
+            jobs_share=jobs_share(view.need.tpot),
+        )
+        if not prompts:
+            return deadlines, True
+        if not decoding:
+            # Whoever arrives now waits for this step to end.
+            budget_s = inf if share > MOST_ARRIVAL_SHARE else self.arrival_wait_s(view, requests)
+            all_in = build.prefill(ordered, budget_s, urgent=True)
+        else:
+            budget_s = (deadlines.prompts_s - view.now_s) / (1 + latency.margin)
+            if share > URGENT_SHARE:
+                gap_s = (deadlines.gap_s - view.now_s) / (1 + latency.margin)
+                budget_s = max(budget_s, min(build.seconds / (1 - min(share, MOST_SHARE)), gap_s))
+            urgent = share > MOST_ARRIVAL_SHARE or _is_lost(ordered[0], view, latency)
+            all_in = build.prefill(ordered, budget_s, urgent=urgent)
+        if all_in:
+            first_s = min([self._jobs_until_s(each, view) for each in prompts])
+            deadlines = Deadlines(
+                prompts_s=deadlines.prompts_s,
+                jobs_s=min(deadlines.jobs_s, first_s),
+                gap_s=deadlines.gap_s,
+                extra_s=deadlines.extra_s,
+            )
+        return deadlines, all_in
 
-    def _tune(self, build: PlanBuilder, memory: MemoryPlan, view: View, latency: LatencyModel) -> None:
-        """Jobs' rows, in what is left of the time."""
-        due_s = self.earliest_due_s(memory.requests, self.reserve_tpots)
-        budget_s, wait_s = (due_s - view.now_s) / (1 + latency.margin), self.arrival_wait_s(view, memory.requests)
-        # As long as a request's token may, a job's piece may wait for more time than there is; where there can be any.
-        max_defer_s = self.max_gap_tpots * tightest_tpot_s(view, memory.requests) if budget_s < wait_s else 0.0
-        build.tune(memory.jobs, min(budget_s, wait_s), max_defer_s=max_defer_s)
+    def _jobs_until_s(self, prompt: RequestView, view: View) -> float:
+        """Until when jobs may take time in the step that ends a prompt."""
+        due_s = self.due_at_s(prompt)
+        return due_s if due_s > view.now_s else inf
+
+    def _share_of_prompts(
+        self, prompts: Sequence[RequestView], decode_s: float, view: View, latency: LatencyModel
+    ) -> tuple[float, list[RequestView]]:
+        """The share of the time that prompts need to be in time, all that can be; and their order: those by their
+        deadlines, then lost causes as they came.
+        """
+        timely, lost = [], []
+        share = needed_s = 0.0
+        for prompt in sorted(prompts, key=self.due_at_s):
+            alone_s = latency.prompt_s(prompt.num_rows, prompt.num_past)
+            left_s = self.due_at_s(prompt) - view.now_s
+            if alone_s > left_s:
+                lost.append(prompt)
+                continue
+            timely.append(prompt)
+            left_s = max(alone_s, left_s / (1 + latency.margin) - decode_s)
+            if needed_s + alone_s <= MOST_SHARE * left_s or not needed_s:
+                needed_s += alone_s
+                share = max(share, needed_s / left_s)
+        return share, [*timely, *lost]
+
+    # -- jobs -------------------------------------------------------------------------
+
+    def _until_s(
+        self, build: PlanBuilder, deadlines: Deadlines, memory: MemoryPlan, view: View, latency: LatencyModel
+    ) -> float:
+        """Seconds until which a step with jobs in it must have ended."""
+        if _queues(memory, view, latency):
+            return 0.0
+        requests_s = build.late_s
+        until_s = min(deadlines.jobs_s - view.now_s, self.arrival_wait_s(view, memory.requests))
+        extra_s = min(until_s - requests_s, deadlines.extra_s, wait_share(view.need.ttft) * view.ttft_s)
+        if memory.requests:
+            extra_s *= _room(memory, view)
+        return requests_s + extra_s
 
 
 def tightest_tpot_s(view: View, requests: Sequence[RequestView]) -> float:
     """The least TPOT SLO of these requests; without any, of the next."""
     return min([request.tpot_s for request in requests], default=view.tpot_s)
+
+
+def jobs_share(need: float) -> float:
+    """What jobs may take of a request's time per token, in all, where requests need this share of it themselves: as
+    much as they like below the edge, nothing at 1.
+    """
+    return inf if need <= EDGE else max(0.0, 1 - need) ** 2 / (need - EDGE)
+
+
+def wait_share(need: float) -> float:
+    """What a step of jobs may take of a TTFT, where requests need this share of it themselves: nothing at 1."""
+    return WAIT_SHARE_OF_REST * max(0.0, 1 - need) / max(need, WAIT_SHARE_OF_REST)
+
+
+def _is_lost(request: RequestView, view: View, latency: LatencyModel) -> bool:
+    """Whether a first token comes too late even if nothing else runs; not if it was so for very long."""
+    if request.first_token_s is not None:
+        return False
+    waited_s = view.now_s - request.arrival_s
+    left_s = request.ttft_s - waited_s
+    if waited_s > MOST_WAIT_TTFTS * request.ttft_s:
+        return False
+    return left_s <= 0 or left_s < latency.prompt_s(request.num_rows, request.num_past)
+
+
+def _lost_last(queue: Sequence[RequestView], view: View, latency: LatencyModel) -> Sequence[RequestView]:
+    """A queue in its order, but for lost causes."""
+    if all(view.now_s <= request.arrival_s + request.ttft_s for request in queue):
+        return queue
+    return sorted(queue, key=lambda request: _is_lost(request, view, latency))
+
+
+def _wait_for_pack_s(request: RequestView, job: JobView, latency: LatencyModel) -> float:
+    """Until a request has its next token if it gets its pages when a pack is done."""
+    left = rows_to_go(job) / (2 * job.num_rows)
+    return PACK_STRETCH * left * latency.pack_s(job) + latency.prompt_s(request.num_past + request.num_rows)
+
+
+def _queues(memory: MemoryPlan, view: View, latency: LatencyModel) -> bool:
+    """Whether a request that can still be in time waits for pages or a slot."""
+    if memory.waits_for_pack:
+        return False
+    admitted = set(memory.admit)
+    return any(
+        request.may_start
+        and request.id not in admitted
+        and view.now_s - request.arrival_s > QUEUED_SHARE * request.ttft_s
+        and not _is_lost(request, view, latency)
+        for request in view.waiting
+    )
+
+
+def _room(memory: MemoryPlan, view: View) -> float:
+    """How much of the time that requests leave over jobs may take, as pages and slots get scarce: from 1 to 0."""
+    slots = 1 - len(memory.requests) / view.max_requests
+    pages = (memory.free + sum(job.num_pages for job in memory.jobs)) / view.num_pages if view.num_pages else 1.0
+    return max(0.0, min(1.0, slots / SCARCE, pages / SCARCE))

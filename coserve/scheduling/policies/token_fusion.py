@@ -25,7 +25,7 @@ class TokenFusion(Policy):
         memory.grow()
         memory.admit_waiting()
         memory.begin_packs()
-        build = PlanBuilder(view, latency)
+        build = PlanBuilder(view, latency, margin=0.0)
         requests = memory.requests
         slo_s = min([request.tpot_s for request in requests], default=view.tpot_s)
         build.decode([request for request in requests if request.num_rows == 1])

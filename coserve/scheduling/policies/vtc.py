@@ -4,6 +4,7 @@ Whose request is admitted next, and whose job gets tokens next, is decided by th
 first requests, then jobs, as in the algorithm. How much time a step has for either is `slack`'s rule.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +28,7 @@ class Vtc(Slack):
     def token_weights(self) -> TokenWeights:
         return TokenWeights(self.w_p, self.w_q, self.w_r)
 
-    def queue(self, view: View) -> tuple[RequestView, ...]:
+    def queue(self, view: View) -> Sequence[RequestView]:
         """Again and again the earliest request of the tenant with the least counter, which pays for its prompt."""
         served = {tenant.name: tenant.served for tenant in view.tenants}
         by_tenant: dict[str, list[RequestView]] = {}
@@ -42,9 +43,17 @@ class Vtc(Slack):
             order.append(request)
             if not by_tenant[tenant]:
                 del by_tenant[tenant]
-        return tuple(order)
+        return order
 
-    def turns(self, view: View) -> tuple[JobView, ...]:
+    def turns(self, view: View) -> Sequence[JobView]:
         """The job of the tenant with the least counter first; among one tenant's, the one served least."""
         served = {tenant.name: tenant.served for tenant in view.tenants}
-        return tuple(sorted(view.jobs, key=lambda job: served.get(job.tenant, 0.0)))
+        return sorted(view.jobs, key=lambda job: served.get(job.tenant, 0.0))
+
+    def shares(self, jobs: Sequence[JobView], view: View) -> Sequence[JobView]:
+        """Not those of a tenant that is a whole step ahead of another: a job gets one piece a step, so a tenant with
+        many jobs would get many. The step is the shorter for it; no time is lost.
+        """
+        served = {tenant.name: tenant.served for tenant in view.tenants}
+        least = min([served.get(job.tenant, 0.0) for job in jobs], default=0.0)
+        return [job for job in jobs if served.get(job.tenant, 0.0) <= least + self.w_r * view.max_rows]

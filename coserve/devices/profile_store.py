@@ -1,0 +1,40 @@
+"""Profiles on disk: one file for each device, model, dtype and state of the code."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from coserve.scheduling.latency import Profile
+
+_log = logging.getLogger(__name__)
+
+
+def read_profile(path: Path) -> Profile | None:
+    """The profile in a file; None if there is none, or anything is wrong with it: it can be measured again."""
+    try:
+        return Profile.from_json(json.loads(path.read_text())["profile"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write_profile(path: Path, of: dict[str, Any], profile: Profile) -> None:
+    """Put a profile in a file, whole or not at all; of: what it was measured for."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({"of": of, "profile": profile.to_json()}, indent=1))
+        part.replace(path)
+    except OSError as error:
+        _log.warning("the profile could not be kept in %s: %s", path.parent, error)
+
+
+def correct_profile(path: Path, profile: Profile) -> None:
+    """Put what steps really took in place of what was measured."""
+    try:
+        of = json.loads(path.read_text())["of"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return
+    _log.info("steps have long taken something else than the profile says: %s is corrected", path)
+    write_profile(path, of, profile)

@@ -1,0 +1,99 @@
+"""When the next tokens of requests are due, and which of them can still keep their SLO.
+
+A first token is due at arrival + TTFT. With k tokens out, the next is due at first token + k × TPOT: the SLO is about
+the mean time per token, so what earlier tokens came early is banked. It is never later than a gap that a reader would
+notice.
+
+A request is a lost cause if it could not keep its SLO even if all its remaining tokens came as fast as now possible.
+Nobody gains from hurrying it, so it is served last, at the pace of the default SLO (earliest-deadline-first does badly
+under overload for want of such a rule: late tasks make all others late).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from coserve.scheduling.plan import RequestView
+
+# The reserve is saved up over the first tokens of a request, as many as these.
+RESERVE_TOKENS = 8
+# Beside lost causes alone, a step may last a decode step this many times.
+LOST_STRETCH = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """Of requests that decode; inf without any.
+
+    prompts_s: until when prompts may take time. jobs_s: until when jobs may. gap_s: until when the longest gap is not
+    reached. extra_s: the most seconds that jobs may still take from any of them.
+    """
+
+    prompts_s: float = inf
+    jobs_s: float = inf
+    gap_s: float = inf
+    extra_s: float = inf
+
+
+def due_at_s(request: RequestView, *, max_gap_tpots: float, reserve_tpots: float = 0.0) -> float:
+    """When a request's next token is due, with so much of the bank kept once the request is under way."""
+    if request.first_token_s is None:
+        return request.arrival_s + request.ttft_s
+    reserve = reserve_tpots * min(1.0, request.num_output / RESERVE_TOKENS)
+    banked_s = request.first_token_s + (request.num_output - reserve) * request.tpot_s
+    return min(banked_s, request.last_token_s + max_gap_tpots * request.tpot_s)
+
+
+def decode_deadlines(
+    requests: Sequence[RequestView],
+    *,
+    now_s: float,
+    decode_s: float,
+    lost_tpot_s: float,
+    max_gap_tpots: float,
+    prompt_reserve_tpots: float,
+    reserve_tpots: float,
+    jobs_share: float = inf,
+) -> Deadlines:
+    """When the first of the requests that decode is due.
+
+    Args:
+        decode_s: what a step of all of them takes.
+        lost_tpot_s: the pace of lost causes.
+        prompt_reserve_tpots, reserve_tpots: what prompts and jobs leave in every bank.
+        jobs_share: of a request's time per token, what jobs may take in all.
+    """
+    prompts_s = jobs_s = gap_s = extra_s = inf
+    end_s = now_s + decode_s
+    lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
+    # Run for each of some hundred requests, so without calls.
+    for request in requests:
+        num_output, first_s, last_s, tpot_s = request[3], request[5], request[6], request[8]
+        if first_s is None:  # preempted, or of a prompt of one token: due like any first token
+            due_s = request[4] + request[7]
+            if end_s > due_s:
+                due_s = last_s + lost_pace_s
+            prompts_s, jobs_s = min(prompts_s, due_s), min(jobs_s, due_s)
+            continue
+        banked_s = first_s + num_output * tpot_s
+        late_s = end_s - banked_s
+        if late_s > 0 and late_s > (tpot_s - decode_s) * (request[17] - 1):
+            pace_s = last_s + (tpot_s if tpot_s > lost_pace_s else lost_pace_s)
+            if pace_s < prompts_s:
+                prompts_s = pace_s
+            if pace_s < jobs_s:
+                jobs_s = pace_s
+            continue
+        kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
+        noticed_s = last_s + max_gap_tpots * tpot_s
+        if noticed_s < gap_s:
+            gap_s = noticed_s
+        due_s = banked_s - prompt_reserve_tpots * kept_s
+        if due_s < prompts_s:
+            prompts_s = due_s
+        due_s = banked_s - reserve_tpots * kept_s
+        if due_s < jobs_s:
+            jobs_s = due_s
+        if jobs_share < inf:
+            extra_s = min(extra_s, jobs_share * tpot_s * num_output - request[18])
+    return Deadlines(prompts_s=min(prompts_s, gap_s), jobs_s=min(jobs_s, gap_s), gap_s=gap_s, extra_s=max(0.0, extra_s))
