@@ -8,6 +8,8 @@ ifdef COVERAGE
 PYTEST += --cov=coserve --cov-report=term
 endif
 
+CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
+
 .PHONY: setup demo test check lint format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
@@ -27,6 +29,7 @@ test: setup  ## Every test that this machine can run, warnings as errors
 lint: setup  ## Format, lint and types of the package, tests, scripts and benchmarks
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy
 
 # What a larger machine checks (clients of other languages, a cluster, hours of load) joins here as a target of its own,
@@ -36,6 +39,7 @@ check: lint test  ## All of it; .ci/run runs this
 format: setup  ## Bring the code into format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
 
 hooks: setup  ## Run format and lint before each commit, types before each push
 	$(BIN)/pre-commit install

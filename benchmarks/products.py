@@ -10,6 +10,8 @@ kernel (where there is one), by our kernel for the weight in int8, of dy W, and 
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -60,13 +62,13 @@ def main() -> None:
             for rows in _ROWS:
                 x, dy = torch.randn(rows, inner).to(dtype), torch.randn(rows, out).to(dtype)
                 with torch.inference_mode():
-                    linear = _best_us(lambda weight, x=x: torch.nn.functional.linear(x, weight), weights)
-                    left = _best_us(lambda weight, x=x: left_product(x, weight), weights)
+                    linear = _best_us(partial(torch.nn.functional.linear, x), weights)
+                    left = _best_us(partial(left_product, x), weights)
                     ours = float("nan")
                     if amx is not None and amx.skinny_gemm(x, weights[0]) is not None:
-                        ours = _best_us(lambda weight, x=x: amx.skinny_gemm(x, weight), weights)
-                    int8 = _best_us(lambda weight, x=x: weight.product(backend, x), quantised)
-                    back = _best_us(lambda weight, dy=dy: dy @ weight, weights)
+                        ours = _best_us(partial(amx.skinny_gemm, x), weights)
+                    int8 = _best_us(methodcaller("product", backend, x), quantised)
+                    back = _best_us(partial(torch.matmul, dy), weights)
                 read = 1e6 * num_bytes / bytes_per_s
                 name = f"{out}x{inner}"
                 times = f"{linear:7.0f} {left:7.0f} {ours:7.0f} {int8:7.0f} {back:6.0f} {read:7.0f}"

@@ -109,7 +109,7 @@ def _model(name: str, dtype: torch.dtype) -> nn.Module:
     return made
 
 
-def make_model(name: str = "llama", dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
     """A transformers model with random weights, a fresh copy each time."""
     return copy.deepcopy(_model(name, dtype))
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from support import FAMILIES, make_adapter, model_directory, random_sequences, random_tokens, worst_error
 
-from coserve.kernels.attention import PlainAttention, attention_kernel
+from coserve.kernels import find_backend
+from coserve.kernels.attention import AttentionSpec, Segment
+from coserve.kernels.base import Backend
 from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask, dropout_row_ids
 from coserve.models import CachedSequence, forward, load_backbone, logits
@@ -68,11 +70,15 @@ def test_masks_and_signs_are_the_same_bits():
     assert torch.equal(unpack_signs(pack_signs(x.cuda()), 13).cpu(), x > 0)
 
 
-def test_the_kernel_of_the_device_equals_its_plain_twin():
+def attend(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = backend.prepare_attention([Segment(num_rows=len(q), num_keys=len(k))], block_tokens=len(k))
+    return backend.attention(q, k.flatten(1)[None], v.flatten(1)[None], batch, AttentionSpec(scale=0.125))
+
+
+def test_the_attention_of_the_device_equals_its_plain_twin():
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, heads, 64) for n, heads in ((9, 8), (40, 2), (40, 2)))
-    plain, lse = PlainAttention().forward(q, k, v, scale=0.125, sliding_window=None)
-    kernel = attention_kernel(torch.device("cuda"))
-    out, norm = kernel.forward(q.cuda(), k.cuda(), v.cuda(), scale=0.125, sliding_window=None)
+    plain, lse = attend(find_backend(torch.device("cpu"), "plain"), q, k, v)
+    out, norm = attend(find_backend(torch.device("cuda")), q.cuda(), k.cuda(), v.cuda())
     torch.testing.assert_close(out.cpu(), plain, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(norm.cpu(), lse, atol=1e-4, rtol=1e-4)

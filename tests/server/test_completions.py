@@ -164,7 +164,7 @@ def test_cached_tokens_are_counted(client: OpenAI):
 
 
 def test_an_slo_beyond_the_device_is_relaxed_and_the_answer_says_to_what(client: OpenAI):
-    settings = {"model": "small", "prompt": PROMPT, "max_tokens": 3}
+    settings: dict[str, Any] = {"model": "small", "prompt": PROMPT, "max_tokens": 3}
     absurd = client.completions.create(**settings, extra_body={"slo": {"ttft_ms": 1e-6, "tpot_ms": 1e-6}})
     served_by = absurd.usage.to_dict()["slo"]
     assert served_by["ttft_ms"] > 1e-6

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -121,16 +122,17 @@ def test_the_forward_pass_of_attention(monkeypatch, with_threads, shape, num_thr
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_backward_pass_of_attention(with_threads, shape, num_threads):
-    *inputs, spec = attention(*shape)
-    plain = reverse(PLAIN, *(x.float() for x in inputs), spec)
+    *tensors, spec = attention(*shape)
+    inputs: list[Any] = tensors
+    plain = reverse(PLAIN, *(*(x.float() for x in inputs), spec))
     with_threads(num_threads)
-    ours = reverse(CPU, *inputs, spec)
+    ours = reverse(CPU, *(*inputs, spec))
     for one, exact in zip(ours, plain, strict=True):
         assert one.shape == exact.shape
         # Probabilities and gradients of scores are rounded to bfloat16 on the way, 2e-3 of each.
         assert (one - exact).norm() < 4e-3 * exact.norm()
         torch.testing.assert_close(one, exact, atol=0.02 * float(exact.abs().max()), rtol=0.02)
-    again = reverse(CPU, *inputs, spec)
+    again = reverse(CPU, *(*inputs, spec))
     assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
 
 
@@ -147,7 +149,7 @@ def test_what_is_no_number_stays_none(wrong):
 def test_nothing_is_reversed_where_there_is_nothing():
     *inputs, spec = attention(20, 20, 4, 2, 64, None)
     empty = [x if x is inputs[2] or x is inputs[3] else x[:0] for x in inputs]
-    dq, dk, dv = reverse(CPU, *empty, spec)
+    dq, dk, dv = reverse(CPU, *(*empty, spec))
     assert dq.shape == (0, 4, 64) and not dk.any() and not dv.any()
 
 
@@ -229,12 +231,13 @@ def test_products_with_a_matrix_of_low_rank(with_threads, n, width, rank, num_th
 
 @needs_kernels
 def test_products_that_the_amx_kernels_are_not_for_go_the_other_way():
-    products = CpuProducts(SimpleNamespace(has_amx=True))  # has no functions
-    amx = AmxProducts(SimpleNamespace())
+    without_functions: Any = SimpleNamespace(has_amx=True)
+    products, amx = CpuProducts(without_functions), AmxProducts(without_functions)
     torch.manual_seed(0)
 
     def check(x, weight, grad):
-        exact, tolerance = x.float() @ weight.float().T, {"atol": 0.1, "rtol": 0.02}
+        exact = x.float() @ weight.float().T
+        tolerance: dict[str, Any] = {"atol": 0.1, "rtol": 0.02}
         total, back = torch.randn(exact.shape).to(x.dtype), torch.randn(x.shape).to(x.dtype)
         expected = ((total.float() + exact), (back.float() + grad.float() @ weight.float()))
         torch.testing.assert_close(products.product(x, weight).float(), exact, **tolerance)
@@ -301,7 +304,7 @@ def attend_paged(backend, q, keys, values, pages, lengths, spec):
 )
 def test_attention_reads_keys_in_their_pages(with_threads, shape, sliding_window, num_threads, dtype):
     lengths, num_heads, num_key_heads, width, _ = shape
-    q, keys, values, pages = paged(*shape, dtype)
+    q, keys, values, pages = paged(*(*shape, dtype))
     spec = AttentionSpec(scale=1.5 * width**-0.5, sliding_window=sliding_window)
     with_threads(num_threads)
     out, lse = attend_paged(CPU, q, keys, values, pages, lengths, spec)
@@ -357,7 +360,7 @@ def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
     assert library.compiled_kernels() is not None
     [made] = (tmp_path / "kernels").iterdir()
     library.compiled_kernels.cache_clear()
-    afresh.setattr(library.subprocess, "run", None)  # cannot be called
+    afresh.setattr("subprocess.run", None)  # cannot be called
     assert library.compiled_kernels() is not None
     assert list((tmp_path / "kernels").iterdir()) == [made]
 

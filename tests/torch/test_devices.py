@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -55,6 +56,7 @@ from coserve.devices.process_device import ProcessDevice
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.torch_device import TorchDevice
+from coserve.devices.torch_trainer import TorchTrainer
 from coserve.errors import AdapterError, DeviceGoneError, UnknownModelError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import Backbone, load_backbone
@@ -79,7 +81,7 @@ def make_device(backbone: Backbone | None = None) -> TorchDevice:
     )
 
 
-def settings(**changed: object) -> DeviceSettings:
+def settings(**changed: Any) -> DeviceSettings:
     """Of the same device, for another process."""
     backbone = make_backbone("llama")
     return DeviceSettings(
@@ -126,7 +128,7 @@ def test_a_request_gets_the_tokens_of_transformers_in_any_chunks(driver):
 
 
 def test_requests_of_several_versions_share_a_step(driver):
-    lora = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
+    lora: dict[str, Any] = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
     loaded = driver.device.execute(LoadAdapter("v", adapter_directory(**lora)))
     assert loaded.num_bypasses == 6
     rows = []
@@ -376,18 +378,21 @@ def test_running_out_of_memory_is_a_result(monkeypatch, tmp_path):
     driver.begin("c", jobs["c"], SEQUENCES)
     driver.open("r", greedy(1))
     rows = RequestRows("r", 0, prompt(11), driver.pages_for(11), samples=True)
-    adapter_of_b = driver.device._trainers["b"]
-    real_update = adapter_of_b.update
+    real_update, updated = TorchTrainer.update, []
 
-    def update(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory.\n Tried to allocate")
+    def update(self, *args):
+        """The second one, which is that of b, finds no memory."""
+        updated.append(self)
+        if len(updated) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.\n Tried to allocate")
+        return real_update(self, *args)
 
-    monkeypatch.setattr(adapter_of_b, "update", update)
+    monkeypatch.setattr(TorchTrainer, "update", update)
     updates = [Update("a", NUM_TRAINED, 1), Update("b", NUM_TRAINED, 1)]
     result = driver.try_step(updates=updates, requests=[rows], windows=[WindowRows("c", 10)])
     assert result.failure.message == "CUDA out of memory. Tried to allocate"
     assert result.failure.broken_update == "b" and result.norms.keys() == {"a"} and not result.tokens
-    monkeypatch.setattr(adapter_of_b, "update", real_update)
+    monkeypatch.setattr(TorchTrainer, "update", real_update)
 
     def finish_window(self, hidden):
         raise MemoryError
@@ -403,7 +408,7 @@ def test_running_out_of_memory_is_a_result(monkeypatch, tmp_path):
     def broken(*args):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(adapter_of_b, "update", broken)
+    monkeypatch.setattr(TorchTrainer, "update", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         driver.try_step(updates=updates[1:])
 

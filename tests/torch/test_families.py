@@ -1,5 +1,7 @@
 """Every family equals transformers: whole prompts, chunks, decoding, ragged batches, float32 and bfloat16."""
 
+from typing import Any
+
 import pytest
 import torch
 from support import CONFIGS, FAMILIES, make_backbone, make_model, model_directory, random_tokens
@@ -45,10 +47,10 @@ def test_chunked_prefill_and_decoding_beside_others_equal_transformers(name):
         ours = logits(backbone, forward(backbone, spans))
         got_a.append(ours[:chunk_a])
         got_b.append(ours[chunk_a:])
-    for tokens, ours in ((first, got_a), (second, got_b)):
+    for tokens, got in ((first, got_a), (second, got_b)):
         with torch.no_grad():
             theirs = model(tokens[None]).logits[0]
-        torch.testing.assert_close(torch.cat(ours), theirs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.cat(got), theirs, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -125,7 +127,7 @@ def test_equal_blocks_share_one_graph():
 
 
 def test_a_tied_head_is_the_embedding_itself():
-    weights = make_backbone("llama-biases-tied").weights
+    weights: Any = make_backbone("llama-biases-tied").weights
     assert weights["head"]["lm_head.weight"].dense() is weights["embed"]["model.embed_tokens.weight"]
 
 

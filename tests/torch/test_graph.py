@@ -1,6 +1,7 @@
 """Graphs, their reverse, pruning, compression and programs, on graphs small enough to know the answer."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from coserve.graph.program import compile_program
 from coserve.graph.rematerialize import frontier, rematerialize, save_all
 from coserve.kernels.plain import PlainBackend
 
-BF16 = {"compute_dtype": torch.bfloat16, "mean_context_len": 0.0}
+BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mean_context_len": 0.0}
 
 
 CONTEXT = Context(backend=PlainBackend(torch.device("cpu")))
@@ -232,14 +233,14 @@ def test_a_run_can_stop_between_any_two_instructions(stops, activation):
     graph = b.build(b.apply("add", "sum", {"a": x, "b": b.linear("down", h, 8)}))
     torch.manual_seed(0)
     weights = {"up.weight": torch.randn(16, 8), "down.weight": torch.randn(8, 16)}
-    x, grad = torch.randn(5, 8), torch.randn(5, 8)
+    rows, grad = torch.randn(5, 8), torch.randn(5, 8)
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    leaf = x.clone().requires_grad_()
+    leaf = rows.clone().requires_grad_()
     hidden = getattr(torch.nn.functional, activation)(leaf @ leaves["up.weight"].T)
     theirs = torch.autograd.grad(leaf + hidden @ leaves["down.weight"].T, [leaf, *leaves.values()], grad)
 
     program = compile_program(graph, ["up.weight", "down.weight", "x"], **BF16)
-    values, kept = {"x": x}, {"x": x}
+    values, kept = {"x": rows}, {"x": rows}
 
     def keep(node: Node, current) -> None:
         kept.update({name: current[name] for name in program.saved if name in current})

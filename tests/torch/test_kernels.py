@@ -1,5 +1,7 @@
 """Kernels of every backend that runs here against plain PyTorch; dropout masks and packed signs."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -32,6 +34,10 @@ def reference(q, k, v, spec):
     scores = scores.masked_fill(hidden, float("-inf"))
     out = (scores.softmax(-1) @ values).transpose(0, 1)
     return out, scores.logsumexp(-1).T, lambda grad: torch.autograd.grad(out, (q, k, v), grad.float())
+
+
+def _tolerance(dtype: torch.dtype) -> dict[str, Any]:
+    return {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
 
 
 @each_backend
@@ -140,8 +146,11 @@ def test_tiles_of_bounded_memory_give_the_same_result(monkeypatch):
 def test_the_plain_kernel_against_torch():
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, heads, 8) for heads in (4, 2, 2))
-    heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-    expected = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    by_head = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    attended = nn.functional.scaled_dot_product_attention(
+        by_head[0], by_head[1], by_head[2], is_causal=True, enable_gqa=True
+    )
+    expected = attended[0].transpose(0, 1)
     batch = PLAIN.prepare_attention([Segment(num_rows=9, num_keys=9)], block_tokens=9)
     out, _ = PLAIN.attention(q, k.flatten(1)[None], v.flatten(1)[None], batch, AttentionSpec(scale=8**-0.5))
     torch.testing.assert_close(out, expected)
@@ -169,7 +178,7 @@ def test_factors_of_many_adapters_multiply_their_own_rows(backend, dtype):
     grouped = Grouped(tensors=tuple(factors), rows=AdapterRows(sizes, DEVICE))
     x, onto = torch.randn(28, 24).to(dtype), torch.randn(28, 4).to(dtype)
     expected = torch.cat([rows @ f.T for rows, f in zip(x.split(sizes), factors, strict=True)])
-    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+    tolerance: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
     torch.testing.assert_close(backend.low_rank_product(x, grouped), expected, **tolerance)
     total = onto.clone()
     assert backend.low_rank_product(x, grouped, total) is total
@@ -196,7 +205,7 @@ def test_joined_weights_are_multiplied_as_one_and_others_one_by_one(backend, dty
         found = weights[::order][0].products(backend, x, weights[::order], biases[::order])
         assert len(calls) == num_calls
         for y, theirs in zip(found, wanted[::order], strict=True):
-            torch.testing.assert_close(y, theirs, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}))
+            torch.testing.assert_close(y, theirs, **_tolerance(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -309,7 +318,7 @@ def test_products_with_the_weight_on_the_left_are_the_plain_ones(rows, dtype):
     ):
         assert left.shape == plain.shape
         assert left.is_contiguous()
-        torch.testing.assert_close(left, plain, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}))
+        torch.testing.assert_close(left, plain, **_tolerance(dtype))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 47, 48, 130])

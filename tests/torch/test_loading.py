@@ -54,7 +54,9 @@ def test_weights_of_any_float_type_are_read(directory, stored):
     backbone = load_backbone(str(directory), dtype="float32")
     assert {t.dtype for held in backbone.weights.values() for t in weight_tensors(held)} == {torch.float32}
     expected = make_model("llama").get_input_embeddings().weight.to(stored).float()
-    assert torch.equal(backbone.weights["embed"]["model.embed_tokens.weight"], expected)
+    found = backbone.weights["embed"]["model.embed_tokens.weight"]
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, expected)
 
 
 def test_auto_takes_the_dtype_of_the_configuration(directory):

@@ -1,5 +1,7 @@
 """A modelled device against a real one: the same costs, the same way through a pack; and what it does when told."""
 
+from typing import Any
+
 import pytest
 from devices import Driver
 from support import make_backbone
@@ -75,7 +77,7 @@ def test_a_real_pass_lets_a_group_go_when_the_engine_takes_its_pages_back(both_d
     """What the core does with a pack's pages by its cursor is what the device does with the tensors in them."""
     device = both_devices[0]
     driver = Driver(device)
-    opened = driver.open_trainer("job", TuningConfig(), adapter=LoraConfig(r=4, target_modules=["q_proj"]).to_peft())
+    opened = driver.open_trainer("job", TuningConfig(), adapter=LoraConfig(r=4, target_modules=("q_proj",)).to_peft())
     pool = PagePool(4000, device.info.page_bytes)
     sizes = [-(-group_bytes(group, NUM_ROWS) // pool.page_bytes) for group in opened.training]
     pages = PackPages(pool, take_runs(pool, sizes), opened.trained_parts)
@@ -118,7 +120,8 @@ def test_a_modelled_device_stops_at_the_time_limit_and_fails_when_told():
     limited = driver.step(tasklets=[Tasklets("job", 256, 9)], backward_limit_s=2.5 * alone_s)
     assert limited.num_tasklets == {"job": 3} and limited.backward_s == pytest.approx(3 * alone_s)
     now_s = driver.device.clock.now()
-    driver.device.fail_next = StepFailure(message="full", broken_update="job")
+    device: Any = driver.device
+    device.fail_next = StepFailure(message="full", broken_update="job")
     failed = driver.try_step(updates=[Update("other", 1, 1), Update("job", 1, 1)])
     assert failed.failure.broken_update == "job" and failed.norms.keys() == {"other"}
     assert driver.device.clock.now() == now_s

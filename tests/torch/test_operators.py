@@ -279,7 +279,7 @@ def test_a_gradient_without_a_rule_is_refused():
 
 
 def test_costs_grow_with_rows_and_count_matrix_products():
-    spec = {
+    spec: dict[str, Any] = {
         slot: SimpleNamespace(shape=shape, per_row=per_row, num_bytes=lambda dtype, s=shape: 2 * torch.Size(s).numel())
         for slot, shape, per_row in (("x", (6,), True), ("weight", (4, 6), False), ("y", (4,), True))
     }
@@ -296,11 +296,11 @@ def test_costs_grow_with_rows_and_count_matrix_products():
 
 def test_attention_reads_the_keys_of_its_sequence_and_embedding_only_its_rows():
     sizes = {"q": 16, "k": 8, "v": 8, "y": 16, "lse": 4}
-    spec = {
+    spec: dict[str, Any] = {
         slot: SimpleNamespace(shape=(size,), per_row=True, num_bytes=lambda dtype, size=size: 2 * size)
         for slot, size in sizes.items()
     }
-    settings = {"sliding_window": None}
+    settings: dict[str, Any] = {"sliding_window": None}
 
     def attention(rows: int, keys: float) -> int:
         load = Load(rows=rows, mean_context_len=keys, compute_dtype=torch.bfloat16)
@@ -315,6 +315,6 @@ def test_attention_reads_the_keys_of_its_sequence_and_embedding_only_its_rows():
     settings["sliding_window"] = 10
     assert operator("attention").cost(spec, settings, load).flops == flops / 10
     assert attention(1, 1000.5) < attention(1, 0.5) + 10 * 2 * (8 + 8) + 1
-    weight = SimpleNamespace(shape=(50_000, 8), per_row=False, num_bytes=lambda dtype: 800_000)
+    weight: Any = SimpleNamespace(shape=(50_000, 8), per_row=False, num_bytes=lambda dtype: 800_000)
     load = Load(rows=3, mean_context_len=0, compute_dtype=torch.bfloat16)
     assert operator("embedding").cost({"weight": weight, "y": spec["k"]}, {}, load).bytes == 3 * 2 * 16

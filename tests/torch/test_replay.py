@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +31,7 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 NUM_PAGES = 50
 # About what the tiny model takes here, so that the policy has something to decide.
 HARDWARE = Hardware(name="here", flops_per_s=2e9, bytes_per_s=5e9, call_s=1e-5)
-LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
+LORA: dict[str, Any] = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
 TUNING = TuningConfig(
     num_epochs=2,
     batch_size=2,

@@ -1,5 +1,7 @@
 """The compiled kernels that work row by row, against their plain twins and against float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -72,7 +74,7 @@ def test_rms_norm(dtype, n, num_threads, width, features):
     assert torch.equal(again, y)
     x_grad_only, none = CPU.rms_norm_gradient(grad, x, weight, EPS)
     assert torch.equal(x_grad_only, x_grad) and none is None
-    check_rows(lambda *inputs: CPU.rms_norm_gradient(*inputs, EPS, with_y=True), [grad, x], [weight])
+    check_rows(lambda dy, x, w: CPU.rms_norm_gradient(dy, x, w, EPS, with_y=True), [grad, x], [weight])
 
 
 @dtypes
@@ -104,7 +106,7 @@ def test_silu_mul_of_what_is_not_small(dtype):
     for factor in (1.0, 1e-3, float("inf"), float("nan")):
         up, grad = torch.full_like(gate, factor), torch.full_like(gate, 2.0)
         y, twin = CPU.silu_mul(gate, up), PLAIN.silu_mul(gate, up)
-        settings = {"rtol": 3 * torch.finfo(dtype).eps, "atol": 3e-36, "equal_nan": True}
+        settings: dict[str, Any] = {"rtol": 3 * torch.finfo(dtype).eps, "atol": 3e-36, "equal_nan": True}
         torch.testing.assert_close(y, twin, **settings)
         ours = CPU.silu_mul_gradients(grad, gate, up, with_y=True)
         twins = PLAIN.silu_mul_gradients(grad, gate, up, with_y=True)

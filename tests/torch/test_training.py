@@ -4,6 +4,7 @@ company."""
 import math
 import random
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ class Recorder(DeviceMemory):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.taken = []
+        self.taken: list[Any] = []
 
     def take(self, shapes):
         self.taken.append(super().take(shapes))
@@ -124,8 +125,8 @@ class Storm:
     def __init__(self, seed: int, jobs: list[TrainingPass]) -> None:
         self.random, self.jobs = random.Random(seed), jobs
         self.backbone = jobs[0].backbone
-        self.tasklets = {}
-        self.requests = []
+        self.tasklets: dict[Any, Any] = {}
+        self.requests: list[CachedSequence] = []
 
     def run(self) -> None:
         while not all(job.done for job in self.jobs):
@@ -137,7 +138,7 @@ class Storm:
         if self.random.random() < 0.5:
             self.requests = [CachedSequence(self.backbone, 60) for _ in range(self.random.randint(0, 2))]
         training = [job for job in self.jobs if not job.forward_done and self.random.random() < 0.7]
-        spans = [(job, job.next_window(self.random.randint(1, 9))) for job in training]
+        spans: list[tuple[Any, Any]] = [(job, job.next_window(self.random.randint(1, 9))) for job in training]
         live = [request for request in self.requests if request.length < 50]
         spans += [(None, r.extend(random_tokens(self.random.randint(1, 5), r.length))) for r in live]
         self.random.shuffle(spans)
@@ -216,6 +217,7 @@ def test_dropout_equals_peft_under_the_same_masks(monkeypatch):
         training = TrainingPass(adapter, programs, make_pack(sequences), dropout_seed=11, first_row=30)
         run_alone(training, forward_rows=forward_rows, backward_rows=backward_rows)
         assert worst_error(training.gradients, theirs) < 1e-5
+    others: Any
     for others in ({"dropout_seed": 12, "first_row": 30}, {"dropout_seed": 11, "first_row": 31}):
         training = TrainingPass(adapter, programs, make_pack(sequences), **others)
         run_alone(training, forward_rows=9, backward_rows=9)
@@ -247,7 +249,7 @@ def test_bits_of_a_relu_are_those_of_the_windows_rows():
 
 def test_ten_steps_of_adamw_follow_pefts_trajectory_and_the_result_loads_in_peft(tmp_path):
     model, adapter = fresh_peft_twin("qwen2", target_modules="all-linear")
-    settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     theirs = {
         name.removeprefix("base_model.model.").replace(".default", ""): parameter
         for name, parameter in model.named_parameters()
