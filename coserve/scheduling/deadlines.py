@@ -64,20 +64,20 @@ def decode_deadlines(
         jobs_share: of a request's time per token, what jobs may take in all.
     """
     prompts_s = jobs_s = gap_s = extra_s = inf
-    end_s = now_s + decode_s
+    end_s, limited = now_s + decode_s, jobs_share < inf
     lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
     # Run for each of some hundred requests, so without calls.
     for request in requests:
-        num_output, first_s, last_s, tpot_s = request[3], request[5], request[6], request[8]
+        _, _, _, num_output, arrival_s, first_s, last_s, ttft_s, tpot_s, *_, num_left, spent_s = request
         if first_s is None:  # preempted, or of a prompt of one token: due like any first token
-            due_s = request[4] + request[7]
+            due_s = arrival_s + ttft_s
             if end_s > due_s:
                 due_s = last_s + lost_pace_s
             prompts_s, jobs_s = min(prompts_s, due_s), min(jobs_s, due_s)
             continue
         banked_s = first_s + num_output * tpot_s
         late_s = end_s - banked_s
-        if late_s > 0 and late_s > (tpot_s - decode_s) * (request[17] - 1):
+        if late_s > 0 and late_s > (tpot_s - decode_s) * (num_left - 1):
             pace_s = last_s + (tpot_s if tpot_s > lost_pace_s else lost_pace_s)
             if pace_s < prompts_s:
                 prompts_s = pace_s
@@ -94,6 +94,6 @@ def decode_deadlines(
         due_s = banked_s - reserve_tpots * kept_s
         if due_s < jobs_s:
             jobs_s = due_s
-        if jobs_share < inf:
-            extra_s = min(extra_s, jobs_share * tpot_s * num_output - request[18])
+        if limited:
+            extra_s = min(extra_s, jobs_share * tpot_s * num_output - spent_s)
     return Deadlines(prompts_s=min(prompts_s, gap_s), jobs_s=min(jobs_s, gap_s), gap_s=gap_s, extra_s=max(0.0, extra_s))

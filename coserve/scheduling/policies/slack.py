@@ -86,9 +86,9 @@ class Slack(Policy):
         build = PlanBuilder(view, latency)
         deadlines, all_in = self._serve(build, memory.requests, view, latency)
         if tunes:
-            until_s = self._until_s(build, deadlines, memory, view, latency) if all_in else 0.0
-            # As long as a request's token may, a job's piece may wait for more time than there is; where there can be.
             wait_s = self.arrival_wait_s(view, memory.requests)
+            until_s = self._until_s(build, deadlines, memory, view, latency, wait_s) if all_in else 0.0
+            # As long as a request's token may, a job's piece may wait for more time than there is; where there can be.
             max_defer_s = self.max_gap_tpots * tightest_tpot_s(view, memory.requests) if until_s < wait_s else 0.0
             build.tune(self.shares(memory.jobs, view), until_s, max_defer_s=max_defer_s, least_share=self.least_share)
         return build.build(memory)
@@ -101,7 +101,10 @@ class Slack(Policy):
         """Jobs in the order in which they are to be served: the one served least first, but who has waited for many
         steps before all.
         """
-        if len(view.jobs) < 2:
+        if (
+            len(view.jobs) < 2
+            or max([job.waited_s for job in view.jobs]) <= AGED_WAITS * self.arrival_share * view.ttft_s
+        ):
             return view.jobs
         waited_s = AGED_WAITS * self.arrival_wait_s(view, view.requests)
         return sorted(view.jobs, key=lambda job: job.waited_s <= waited_s)
@@ -191,13 +194,19 @@ class Slack(Policy):
     # -- jobs -------------------------------------------------------------------------
 
     def _until_s(
-        self, build: PlanBuilder, deadlines: Deadlines, memory: MemoryPlan, view: View, latency: LatencyModel
+        self,
+        build: PlanBuilder,
+        deadlines: Deadlines,
+        memory: MemoryPlan,
+        view: View,
+        latency: LatencyModel,
+        wait_s: float,
     ) -> float:
-        """Seconds until which a step with jobs in it must have ended."""
+        """Seconds until which a step with jobs in it must have ended; wait_s: the most."""
         if _queues(memory, view, latency):
             return 0.0
         requests_s = build.late_s
-        until_s = min(deadlines.jobs_s - view.now_s, self.arrival_wait_s(view, memory.requests))
+        until_s = min(deadlines.jobs_s - view.now_s, wait_s)
         extra_s = min(until_s - requests_s, deadlines.extra_s, wait_share(view.need.ttft) * view.ttft_s)
         if memory.requests:
             extra_s *= _room(memory, view)
