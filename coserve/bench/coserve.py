@@ -115,7 +115,7 @@ class _Bench:
             engine.submit(examples, config, adapter=LORA)
 
     def phase(self, policy: str, seconds: float, into: _Phase | None = None) -> _Phase:
-        """Run a policy for so long, and add up what it reached."""
+        """Run a policy for some seconds, and add up what it reached."""
         phase, engine = into or _Phase(), self._engine
         engine.policy = make_policy(policy)
         num_open = 0

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from coserve.client.http import Client
 from coserve.client.job_progress import JobProgress
 from coserve.errors import JobError
-from coserve.workloads.load import Load, chats
-from coserve.workloads.summary import Outcome, percentile, summarize
+from coserve.workloads.load import LoadGenerator, chats
+from coserve.workloads.summary import RequestOutcome, percentile, summarize
 from coserve.workloads.traces import Lengths, TracedRequest, adapt, bursty, read_trace
 
 PhaseName = Literal["requests", "job", "both"]
@@ -62,7 +62,7 @@ class Recording:
     name: PhaseName
     planned_s: float
     start_s: float = field(default_factory=time.monotonic)
-    load: Load | None = None
+    load: LoadGenerator | None = None
     progress: JobProgress | None = None
     status: dict[str, Any] = field(default_factory=dict)
     steps: list[list[float]] = field(default_factory=list)  # when, ms, predicted ms, then rows by kind
@@ -74,7 +74,7 @@ class Recording:
     seconds: float = 0.0
 
     @property
-    def outcomes(self) -> Sequence[Outcome]:
+    def outcomes(self) -> Sequence[RequestOutcome]:
         return self.load.outcomes if self.load else ()
 
     @property
@@ -188,7 +188,7 @@ class Demo:
         player = None
         if name != "job":
             questions = [messages[-1]["content"] for messages in self._lesson.questions]
-            recording.load = Load(self._url, self.trace(), chats(base, questions))
+            recording.load = LoadGenerator(self._url, self.trace(), chats(base, questions))
             player = Thread(target=lambda load: asyncio.run(load.run()), args=(recording.load,), daemon=True)
             player.start()
         most_s = config.seconds * (_PATIENCE if name == "both" else 1.0)
@@ -362,7 +362,7 @@ def _tuning(recording: Recording) -> dict[str, Any]:
     }
 
 
-def _plain(outcome: Outcome) -> dict[str, Any]:
+def _plain(outcome: RequestOutcome) -> dict[str, Any]:
     """As JSON, in milliseconds."""
     return {
         "arrival_s": round(outcome.arrival_s, 3),

@@ -1,6 +1,6 @@
 """Plays a trace against a server over HTTP, and writes down what every request saw.
 
-Open loop: a request is sent when the trace says so, whatever became of those before it; so a slow server meets a
+Open loop: a request is sent when the trace says so, however those before it ended; so a slow server meets a
 queue, as it would outside.
 """
 
@@ -15,21 +15,21 @@ import httpx
 
 from coserve.client.http import auth_headers, base_url, chunk_of, refusal
 from coserve.errors import ServerError
-from coserve.workloads.summary import Outcome
+from coserve.workloads.summary import RequestOutcome
 from coserve.workloads.traces import TracedRequest
 
 # A request's body, from its number and what the trace has of it; with "messages" it is a chat.
 Body = Callable[[int, TracedRequest], dict[str, Any]]
 
-# A guard: no answer, and no next piece of one, for so long is a failure.
+# A guard: no answer, and no next piece of one, for this long is a failure.
 _TIMEOUT_S = 120.0
 
 
-class Load:
+class LoadGenerator:
     """A trace on its way through a server. `outcomes` and the counts may be read from another thread meanwhile."""
 
     def __init__(self, url: str, trace: Sequence[TracedRequest], body: Body, *, api_key: str | None = None) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RequestOutcome] = []
         self.num_sent = 0
         self.start_s: float | None = None
         self._url, self._headers = base_url(url), auth_headers(api_key)
@@ -39,7 +39,7 @@ class Load:
     def num_open(self) -> int:
         return self.num_sent - len(self.outcomes)
 
-    async def run(self) -> list[Outcome]:
+    async def run(self) -> list[RequestOutcome]:
         """Play it to its end, and wait for all answers. Returns the outcomes in the order of arrival."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         async with httpx.AsyncClient(
@@ -88,14 +88,14 @@ class _Answer:
             if choice.get("text") or (choice.get("delta") or {}).get("content"):
                 self._times_s.append(now_s)
 
-    def outcome(self, index: int, arrival_s: float, end_s: float, error: str | None) -> Outcome:
+    def outcome(self, index: int, arrival_s: float, end_s: float, error: str | None) -> RequestOutcome:
         times_s, num_tokens = self._times_s, int(self._usage.get("completion_tokens") or 0)
         ttft_s = tpot_s = None
         if error is None:  # an answer without any text has come when it ended
             ttft_s = (times_s[0] if times_s else end_s) - arrival_s
             tpot_s = (times_s[-1] - times_s[0]) / (num_tokens - 1) if num_tokens > 1 and len(times_s) > 1 else None
         details = self._usage.get("prompt_tokens_details") or {}
-        return Outcome(
+        return RequestOutcome(
             index=index,
             arrival_s=arrival_s,
             end_s=end_s,

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RequestOutcome:
     """How a request went, as its sender saw it. Seconds; moments are from the trace's start.
 
     ttft_s: from the moment at which the trace has it arrive, so that a late sender counts against the server, not for
@@ -40,7 +40,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def summarize(outcomes: Sequence[Outcome], *, ttft_s: float, tpot_s: float) -> dict[str, Any]:
+def summarize(outcomes: Sequence[RequestOutcome], *, ttft_s: float, tpot_s: float) -> dict[str, Any]:
     """As JSON: counts, percentiles in milliseconds (null without a value), and the share that held both objectives."""
     firsts = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
     means = [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]

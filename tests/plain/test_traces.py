@@ -8,7 +8,7 @@ from statistics import mean, pstdev
 import pytest
 
 from coserve.errors import DataError
-from coserve.workloads.summary import Outcome, percentile, summarize
+from coserve.workloads.summary import RequestOutcome, percentile, summarize
 from coserve.workloads.traces import Lengths, adapt, bursty, gamma, read_lengths, read_trace
 
 RECORDED = Path(__file__).parents[3] / "shared" / "data"
@@ -92,10 +92,12 @@ def test_the_traces_that_were_recorded():
 
 def test_summaries_count_what_held_and_what_failed():
     outcomes = [
-        Outcome(index=0, arrival_s=0, end_s=2, ttft_s=0.1, tpot_s=0.01, gaps_s=(0.01, 0.02), num_output_tokens=3),
-        Outcome(index=1, arrival_s=0, end_s=2, ttft_s=0.3, tpot_s=0.01, num_output_tokens=2),
-        Outcome(index=2, arrival_s=1, end_s=4, ttft_s=0.1, num_output_tokens=1),
-        Outcome(index=3, arrival_s=1, end_s=2, error="it broke"),
+        RequestOutcome(
+            index=0, arrival_s=0, end_s=2, ttft_s=0.1, tpot_s=0.01, gaps_s=(0.01, 0.02), num_output_tokens=3
+        ),
+        RequestOutcome(index=1, arrival_s=0, end_s=2, ttft_s=0.3, tpot_s=0.01, num_output_tokens=2),
+        RequestOutcome(index=2, arrival_s=1, end_s=4, ttft_s=0.1, num_output_tokens=1),
+        RequestOutcome(index=3, arrival_s=1, end_s=2, error="it broke"),
     ]
     summary = summarize(outcomes, ttft_s=0.2, tpot_s=0.05)
     assert (summary["requests"], summary["failed"], summary["attainment"]) == (4, 1, 0.5)

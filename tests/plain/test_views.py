@@ -21,8 +21,8 @@ from coserve.cli.drawing import (
 )
 from coserve.cli.follow import view, worth_a_line
 from coserve.client.job_progress import JobProgress
-from coserve.workloads.load import Load
-from coserve.workloads.summary import Outcome
+from coserve.workloads.load import LoadGenerator
+from coserve.workloads.summary import RequestOutcome
 
 STATUS = {
     "objectives": {"ttft_ms": 2000, "tpot_ms": 21.4},
@@ -50,9 +50,11 @@ def recording(name="both", seconds: float = 0.0) -> Recording:
     random = Random(0)
     made = Recording(name=name, planned_s=40.0, status=STATUS, seconds=seconds)
     if name != "job":
-        made.load = Load("http://127.0.0.1:9", [], lambda index, request: {})
+        made.load = LoadGenerator("http://127.0.0.1:9", [], lambda index, request: {})
         made.load.outcomes = [
-            Outcome(index=i, arrival_s=i, end_s=i + 1, ttft_s=random.random() / 4, tpot_s=0.004 + random.random() / 50)
+            RequestOutcome(
+                index=i, arrival_s=i, end_s=i + 1, ttft_s=random.random() / 4, tpot_s=0.004 + random.random() / 50
+            )
             for i in range(50)
         ]
         made.load.num_sent = 53

@@ -4,13 +4,13 @@ import asyncio
 
 from served import tokenizer
 
-from coserve.workloads.load import Load, chats, completions
+from coserve.workloads.load import LoadGenerator, chats, completions
 from coserve.workloads.summary import summarize
 from coserve.workloads.traces import Lengths, TracedRequest, bursty
 
 
 def play(served, trace, body):
-    load = Load(served.url, trace, body)
+    load = LoadGenerator(served.url, trace, body)
     outcomes = asyncio.run(load.run())
     assert load.num_open == 0 and [outcome.index for outcome in outcomes] == list(range(len(trace)))
     return outcomes
@@ -33,7 +33,7 @@ def test_every_request_is_answered_with_the_traces_lengths(served):
 def test_arrivals_do_not_wait_for_answers(served):
     requests = [(0.0, 400), (0.01, 2)]
     trace = [TracedRequest(at_s=at_s, num_prompt_tokens=4, num_output_tokens=length) for at_s, length in requests]
-    load = Load(served.url, trace, chats("small", ["Hello?", "Who are you?"]))
+    load = LoadGenerator(served.url, trace, chats("small", ["Hello?", "Who are you?"]))
 
     async def watched() -> int:
         playing = asyncio.create_task(load.run())
@@ -55,5 +55,5 @@ def test_what_fails_is_an_outcome_with_the_servers_words(served):
 
 def test_a_server_that_is_not_there_fails_every_request():
     trace = bursty(rate=20, seconds=0.2, seed=0)
-    load = Load("http://127.0.0.1:9", trace, completions("small", vocab_size=9))
+    load = LoadGenerator("http://127.0.0.1:9", trace, completions("small", vocab_size=9))
     assert all(outcome.error for outcome in asyncio.run(load.run())) and len(load.outcomes) == 4
