@@ -10,7 +10,7 @@ from coserve.graph.ir import GraphBuilder
 def compress(backward: BackwardGraph) -> BackwardGraph:
     """Let VJPs read packed signs of a tensor instead of the tensor, where they can and nothing else reads it.
 
-    A tensor that is read elsewhere (a LoRA on the layer behind a ReLU) is kept whole anyway, and its signs with it.
+    A tensor that is read elsewhere (a LoRA on the layer after a ReLU) is kept whole anyway, and its signs with it.
     """
     graph = backward.graph
     readers = Counter(name for gradient in backward.nodes for name in gradient.reads().values())

@@ -58,7 +58,7 @@ class Program:
 
     @cached_property
     def packed_signs(self) -> Mapping[str, Node]:
-        """Saved tensors that are made only to be saved (packed signs), by name: whoever saves makes them."""
+        """Saved tensors that are made only to be saved (packed signs), by name: the forward pass makes them."""
         return {name: node for name in self.saved if (node := self.graph.producer.get(name)) and node.op == "sign_bits"}
 
     def saved_bytes_per_token(self, compute_dtype: torch.dtype) -> int:

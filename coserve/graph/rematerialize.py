@@ -39,7 +39,7 @@ _Needs = frozenset[tuple[str, bool]]
 
 @dataclass(frozen=True)
 class _Partial:
-    """A choice under way: what has been decided for the tensors behind some node."""
+    """A choice under way: what has been decided for the tensors after some node."""
 
     num_bytes: int
     flops: float

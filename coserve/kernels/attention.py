@@ -16,7 +16,7 @@ from torch import Tensor
 class AttentionSpec:
     """How scores are made: softmax(soft_cap(q k^T * scale) + bias) over the keys that a row sees.
 
-    sliding_window: a row sees its last so many keys, itself among them; None: all up to itself.
+    sliding_window: a row sees this many of its last keys, itself among them; None: all up to itself.
     soft_cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118).
     alibi_slopes: by query head; -slope * distance is added (arXiv 2108.12409).
     sinks: float [Hq], the score of one more key per head that has no value (arXiv 2309.17453, as in gpt-oss).

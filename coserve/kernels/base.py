@@ -1,7 +1,7 @@
-"""What a backend is: everything that may have a fast version on some device, behind one interface.
+"""What a backend is: everything that may have a fast version on some device, as one interface.
 
 A backend is a folder (or a module) of `coserve/kernels/` that names its class as `BACKEND`. It is chosen once, when a
-model is loaded (`find_backend`), and whoever runs the model calls it and never asks which it is. `plain/` has all of it
+model is loaded (`find_backend`), and what runs the model never asks which it is. `plain/` has all of it
 in PyTorch for any device; another backend is best a subclass of `PlainBackend` that replaces what it does better.
 """
 

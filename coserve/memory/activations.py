@@ -63,7 +63,7 @@ class LentRuns:
         return tensors
 
     def give_back(self, tensors: dict[str, Tensor]) -> None:
-        """Whoever gave the runs out knows from the pack's cursor that this group's is free."""
+        """The giver of the runs knows from the pack's cursor that this group's is free."""
         tensors.clear()
 
 

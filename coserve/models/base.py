@@ -57,7 +57,7 @@ class Architecture(ABC):
         """Graph from "x" [hidden_size] to logits [vocab_size]."""
 
     def rotary_table(self) -> RotaryTable | None:
-        """The angles behind the constants "cos" and "sin", if the graphs use them."""
+        """The angles of the constants "cos" and "sin", if the graphs use them."""
         return None
 
     # -- what follows from that -----------------------------------------------

@@ -1,4 +1,4 @@
-"""Real shapes without files: the configurations behind `dummy:<preset>`, as published with each model."""
+"""Real shapes without files: the configurations of `dummy:<preset>`, as published with each model."""
 
 from typing import Any
 

@@ -191,7 +191,7 @@ class LatencyModel:
         return self._raw_forward_s(load) * self._correction("forward", load.rows, load.windows > 0)
 
     def decode_s(self, *, num_requests: int, context: int) -> float:
-        """Seconds of a step that decodes requests with so many tokens in the cache, and does nothing else."""
+        """Seconds of a step that decodes requests with this many tokens in the cache, and does nothing else."""
         return self.forward_s(
             ForwardLoad(rows=num_requests, sampled=num_requests, spans=num_requests, keys=num_requests * (context + 1))
         )

@@ -83,7 +83,7 @@ class MemoryPlan:
         requests_first: bool = True,
     ) -> None:
         """Give jobs (default: the one served least first) the memory of their next packs, as far as requests do not
-        want it (requests_first=False: whoever waits).
+        want it (requests_first=False: if any waits).
 
         pack_s: how long a pack will take; until then, requests that run must find pages beside it.
         """

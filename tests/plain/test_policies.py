@@ -3,6 +3,7 @@
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_a_file_more_is_a_policy_more(tmp_path, monkeypatch):
     policy_names.cache_clear()
     try:
         assert "first-come" in policy_names()
-        policy = make_policy("first-come", {"most": "5", "eager": "yes"})
+        policy: Any = make_policy("first-come", {"most": "5", "eager": "yes"})
         assert (policy.most, policy.eager) == (5, True)
         for settings, words in (
             ({"most": "0"}, "most must be a whole number of at least 1, not 0"),

@@ -94,7 +94,7 @@ def test_values_that_are_wrong_are_named(wrong: dict[str, Any]):
 
 def test_the_policy_and_its_settings_come_from_the_command_line():
     config = ServerConfig(policy="vtc", policy_settings=("w_q=3", "arrival_share=0.05"))
-    policy = make_policy(config.engine.policy, config.engine.policy_settings)
+    policy: Any = make_policy(config.engine.policy, config.engine.policy_settings)
     assert (policy.token_weights.output, policy.arrival_share) == (3.0, 0.05)
     for settings, words in (
         (("w_q",), "KEY=VALUE, not 'w_q'"),

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from functools import cache
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,7 +44,7 @@ def make_engine(
     *,
     num_pages: int = 16_000,
     num_jobs: int = 1,
-    **config: object,
+    **config: Any,
 ) -> EngineCore:
     profile = _profile(model, hardware)
     device = ModelledDevice(_backbone(model), profile, num_pages=num_pages)

@@ -16,6 +16,7 @@ from support import make_backbone
 from coserve.adapters import Adapter, LoraConfig
 from coserve.devices.counting import job_counts, model_counts
 from coserve.models import Backbone, load_backbone
+from coserve.models.weights import weight_tensors
 from coserve.scheduling import JobView, LatencyModel, Plan, RequestView, View, make_policy, policy_names
 from coserve.scheduling.building import (
     GOOD_ROWS,
@@ -661,8 +662,8 @@ def test_jobs_are_served_in_turn_and_phases_share_a_step():
     assert made.forward_s and made.backward_s and made.update_s
     # Where there is time for one alone, it goes to the one that was served least.
     for jobs in ((job("a"), job("b")), (job("b"), job("a"))):
-        first, *rest = rows_of(plan("slack", view(*jobs)), "window").items()
-        assert first[0] == jobs[0].id and first[1] > 10 * sum(rows for _, rows in rest), "but for what is left over"
+        served, *rest = rows_of(plan("slack", view(*jobs)), "window").items()
+        assert served[0] == jobs[0].id and served[1] > 10 * sum(rows for _, rows in rest), "but for what is left over"
 
 
 def test_a_pack_goes_backward_over_several_parts_in_one_step():
@@ -924,7 +925,7 @@ def test_a_model_costs_two_flops_per_weight_and_row():
 
 
 def lora_counts(targets: list[str], r: int = 4) -> JobCounts:
-    adapter = Adapter(make_backbone("llama"), LoraConfig(r=r, target_modules=targets))
+    adapter = Adapter(make_backbone("llama"), LoraConfig(r=r, target_modules=tuple(targets)))
     return job_counts(adapter, training_programs(adapter))
 
 
@@ -955,4 +956,5 @@ def test_counting_needs_no_weights():
     weights = 896 * (896 + 2 * 128) + 896 * 896 + 3 * 896 * 4864
     assert counts.flops_per_row == pytest.approx(24 * 2 * weights, rel=0.01)
     assert counts.head_flops_per_row == pytest.approx(2 * 896 * 151_936, rel=0.01)
-    assert all(tensor.device == torch.device("meta") for part in meta.weights.values() for tensor in part.values())
+    tensors = [tensor for part in meta.weights.values() for tensor in weight_tensors(part)]
+    assert all(tensor.device == torch.device("meta") for tensor in tensors)

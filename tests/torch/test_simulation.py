@@ -5,6 +5,7 @@ from functools import cache
 from itertools import pairwise
 from random import Random
 from statistics import mean, stdev
+from typing import Any
 
 import pytest
 
@@ -198,7 +199,8 @@ def random_load(seed: int, number: int = 120) -> Load:
     mean_prompt, mean_output = rng.choice([30, 60, 150, 300]), rng.choice([4, 12, 30, 80])
     rate = rng.uniform(0.05, 0.75) / (1.3 * mean_prompt * row_s + mean_output * step_s / 4)
     burst, spread = rng.choice([1, 1, 2, 4]), rng.choice([0.3, 0.6, 1.0])
-    at_s, arrivals = 0.0, []
+    at_s = 0.0
+    arrivals: list[Arrival] = []
     while len(arrivals) < number:
         at_s += rng.expovariate(rate / burst)
         arrivals += [
@@ -345,7 +347,8 @@ def test_harvest_is_back_as_soon_as_load_ends():
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_jobs_share_the_device_about_equally(rate):
     engine = make_engine(num_jobs=0, num_pages=8000)
-    for index, (length, targets) in enumerate([(256, "all-linear"), (256, ["down_proj"]), (200, "all-linear")]):
+    kinds: list[tuple[int, Any]] = [(256, "all-linear"), (256, ("down_proj",)), (200, "all-linear")]
+    for index, (length, targets) in enumerate(kinds):
         config = replace(ENDLESS, batch_size=(4, 8, 2)[index])
         engine.submit_examples(examples(length=length), config, adapter=LoraConfig(r=8, target_modules=targets))
     run(engine, poisson(rate, 300), 300.0)

@@ -79,7 +79,7 @@ inline __m512 load(const bf16* x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-// Two vectors of 16, the second behind the first -> one of the first of each, the second of each, and so on.
+// Two vectors of 16, the second after the first -> one of the first of each, the second of each, and so on.
 inline __m512i interleaved(__m512i both) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);

@@ -89,7 +89,7 @@ class Worker {
         return start;
     }
 
-    // Keys and values of a head in one piece, zeros behind them.
+    // Keys and values of a head in one piece, zeros after them.
     void begin(i64 head) {
         const i64 keys = p_.padded_keys();
         collect(p_, p_.k, head, k_);

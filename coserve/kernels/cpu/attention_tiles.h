@@ -45,7 +45,7 @@ inline __m512i count_by(int step) {
 
 inline void store(bf16* x, __m256bh values) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), (__m256i)values); }
 
-// x [n, width] -> [padded / 2, width, 2], zeros behind n: a right factor of which x's rows are the inner dimension.
+// x [n, width] -> [padded / 2, width, 2], zeros after n: a right factor of which x's rows are the inner dimension.
 void by_row_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* out) {
     for (int row = 0; row < padded; row += 2)
         for (int i = 0; i < width; i += 16) {
@@ -58,20 +58,20 @@ void by_row_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* o
         }
 }
 
-// 16 rows' pairs of elements; none of those behind n.
+// 16 rows' pairs of elements; none of those after n.
 inline __m512i pairs_of_rows(const bf16* x, i64 step, i64 row, i64 n, int i) {
     __mmask16 there = row + 16 <= n ? 0xffff : row >= n ? 0 : (1u << (n - row)) - 1;
     return _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, count_by(int(step * 2)), x + row * step + i, 1);
 }
 
-// x [n, width] -> [width / 2, padded, 2], zeros behind n: a right factor x^T.
+// x [n, width] -> [width / 2, padded, 2], zeros after n: a right factor x^T.
 void by_column_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* out, i64 out_step) {
     for (int row = 0; row < padded; row += 16)
         for (int i = 0; i < width; i += 2)
             _mm512_storeu_si512(out + (i / 2 * out_step + row) * 2, pairs_of_rows(x, step, row, n, i));
 }
 
-// x [n, width] -> x^T [width, padded], zeros behind n.
+// x [n, width] -> x^T [width, padded], zeros after n.
 void transpose(const bf16* x, i64 step, i64 n, i64 padded, int width, bf16* out) {
     for (i64 row = 0; row < padded; row += 16)
         for (int i = 0; i < width; i += 2) {
@@ -100,7 +100,7 @@ struct Shape {
         return (end - first_key(block) + TILE - 1) / TILE;
     }
 
-    // Where each thread begins, and behind them the end: units are blocks of queries, head by head, and each thread has
+    // Where each thread begins, and after them the end: units are blocks of queries, head by head, and each thread has
     // a run of them, of as many tiles as the others'.
     std::vector<i64> shares(i64 num_threads) const {
         const i64 blocks = num_blocks(), units = num_heads * blocks;
@@ -131,7 +131,7 @@ struct Shape {
     }
 };
 
-// A head's keys or values [m, heads, width] in one piece [padded, width], zeros behind them.
+// A head's keys or values [m, heads, width] in one piece [padded, width], zeros after them.
 inline void collect(const Shape& shape, const bf16* x, i64 head, bf16* out) {
     for (i64 key = 0; key < shape.num_keys; key++)
         std::memcpy(static_cast<void*>(out + key * shape.width), x + (key * shape.num_key_heads + head) * shape.width,

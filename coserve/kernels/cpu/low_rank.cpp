@@ -35,7 +35,7 @@ inline void column_pairs(const bf16* x, i64 step, i64 num_rows, i64 count, bf16*
     for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + i * out_step * 2, rows[i]);
 }
 
-// This thread's part of so many things.
+// This thread's part of this many things.
 struct Part {
     i64 start, end;
     explicit Part(i64 count) {

@@ -61,7 +61,7 @@ inline Floats folded(Floats first, Floats second, std::integer_sequence<int, LAN
     return __builtin_shuffle(first, second, own) + __builtin_shuffle(first, second, partner);
 }
 
-// The sum of each of so many vectors, `LANES / COUNT` times over.
+// The sum of each of several vectors, `LANES / COUNT` times over.
 template <int COUNT>
 inline Floats sums_of(const Floats* x) {
     if constexpr (COUNT == 1) {

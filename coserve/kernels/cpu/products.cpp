@@ -12,7 +12,7 @@ const int STRIP = 32;
 
 thread_local Scratch shared_scratch, own_scratch;
 
-// Rows of x as columns of a right factor x^T: blocks of 32 rows, each [inner / 2, 32, 2], zeros behind n. The last
+// Rows of x as columns of a right factor x^T: blocks of 32 rows, each [inner / 2, 32, 2], zeros after n. The last
 // block is 16 wide where that is enough.
 class Panel {
   public:

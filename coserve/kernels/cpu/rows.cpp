@@ -22,7 +22,7 @@
 
 namespace {
 
-// A sum is made of so many partial ones: a few registers of any CPU, to hide how long an addition takes.
+// A sum is made of this many partial ones: a few registers of any CPU, to hide how long an addition takes.
 const int LANES = 32;
 
 // Elements below which one thread does them all: 5 to 20 microseconds' work, of which another's help saves a third at

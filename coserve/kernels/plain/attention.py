@@ -55,7 +55,7 @@ class Part:
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of every place in the blocks of keys: the page, the entry in it, and both as one number; int64
-        [key blocks, block keys]. Behind a segment's keys stands its last one again.
+        [key blocks, block keys]. After a segment's keys stands its last one again.
         """
         starts = list(accumulate((len(segment.pages) for segment in self.segments), initial=0))
         rows = [

@@ -1,4 +1,4 @@
-"""OPT: LayerNorm, biases, ReLU, learned positions; the norms stand before or (350m) behind each half of a block."""
+"""OPT: LayerNorm, biases, ReLU, learned positions; the norms stand before or (350m) after each half of a block."""
 
 from typing import TYPE_CHECKING
 

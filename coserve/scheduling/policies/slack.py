@@ -30,7 +30,7 @@ from coserve.scheduling.plan import JobView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 
 # Prompts leave one TPOT in every bank as long as they need less than this share of the time to be in time; then they
-# take the share that they need, whoever is late for it. Prompts that would need more than the second share can't be in
+# take the share that they need, even if others are late. Prompts that would need more than the second share can't be in
 # time beside requests that decode.
 URGENT_SHARE, MOST_SHARE = 1 / 3, 0.8
 # A step of two TPOTs is always allowed, up to this share of the TTFT SLO: on a slow device nothing would fit otherwise.
@@ -145,7 +145,7 @@ class Slack(Policy):
         if not prompts:
             return deadlines, True
         if not decoding:
-            # Whoever arrives now waits for this step to end.
+            # A request that arrives now waits for this step to end.
             budget_s = inf if share > MOST_ARRIVAL_SHARE else self.arrival_wait_s(view, requests)
             all_in = build.prefill(ordered, budget_s, urgent=True)
         else:

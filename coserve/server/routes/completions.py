@@ -38,7 +38,7 @@ _MOST_CHOICES = 2048
 
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request, context: Context, tenant: Tenant) -> Response:
-    """Go on with prompts."""
+    """Continue with prompts."""
     arrival_s = time.monotonic()
     _refuse_what_is_not_there(body)
     prompts = _prompts(body)
