@@ -95,7 +95,7 @@ def run_eventfully(engine: RecordingEngine, parent: Path) -> None:
         engine.step()
     reading.join()
     engine.finish_load(load)
-    engine.add_tokens(prompts_of((7,))[0], greedy(20), adapter="late", request_id="late")
+    engine.add_tokens(prompts_of((7,))[0], greedy(20, ignore_eos=True), adapter="late", request_id="late")
     while not any(request.num_output > 2 for request in engine.requests.members("late")):
         engine.step()
     assert engine.stop("late", 0, 2)
