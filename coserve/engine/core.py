@@ -17,6 +17,7 @@ from coserve.devices.base import Device
 from coserve.devices.messages import Command, SaveAdapter, StepBatch, StepResult
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import Checkpoint, read_position
+from coserve.engine.checks import check_examples, check_request
 from coserve.engine.config import EngineConfig
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_set import JobSet, PeftFields, trainer_start
@@ -25,7 +26,7 @@ from coserve.engine.records import EngineStats, RequestRecord, record_of
 from coserve.engine.request import Chunk, Request
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import AdapterLoad, ServedAdapters
-from coserve.engine.step_batch import build_batch, observe, runnable
+from coserve.engine.step_batch import build_batch, carry_out, observe
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion, AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError
@@ -170,7 +171,7 @@ class EngineCore:
         name = request_id if request_id is not None else f"request-{next(self._numbers)}"
         if name in self.requests:
             raise RequestError(f"there is a request {name!r} already")
-        self._check_request(prompt, params)
+        check_request(prompt, params, self.device.info, has_text=self._text_stream is not None)
         version = None if adapter is None else self.versions.resolve(adapter)
         base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         now_s = self.device.clock.now()
@@ -224,29 +225,6 @@ class EngineCore:
                 self._drop_unread_versions()
                 return True
         return False
-
-    def _check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        info = self.device.info
-        if not prompt:
-            raise RequestError("the prompt has no tokens")
-        if params.stop and self._text_stream is None:
-            raise RequestError("stop strings need a tokenizer, and this model has none")
-        if wrong := [token for token in prompt if not 0 <= token < info.vocab_size]:
-            raise RequestError(f"the prompt has token {wrong[0]}; the model has {info.vocab_size} tokens")
-        length = len(prompt) + params.max_tokens
-        if length > info.max_positions:
-            raise RequestError(
-                f"{len(prompt)} tokens of prompt and {params.max_tokens} to come are {length}; "
-                f"the model has {info.max_positions} positions"
-            )
-        if (pages := self.cache.num_pages(length)) > self.pool.num_pages:
-            raise RequestError(
-                f"{length} tokens need {pages} pages; there are {self.pool.num_pages}: give the engine more memory"
-            )
-        try:
-            params.check_vocabulary(info.vocab_size)
-        except ValueError as error:
-            raise RequestError(str(error)) from None
 
     # -- adapters -------------------------------------------------------------------
 
@@ -336,7 +314,7 @@ class EngineCore:
         if not examples:
             raise JobError("a job needs examples")
         self._check_name(name)
-        self._check_examples([*examples, *validation])
+        check_examples([*examples, *validation], self.device.info)
         if checkpoint is not None:
             start = trainer_start(job_id, config, examples, checkpoint=checkpoint)
         elif isinstance(adapter, str):
@@ -377,19 +355,6 @@ class EngineCore:
         """Let go of a job that is over; versions that it has published stay."""
         self.jobs.forget(job_id)
 
-    def _check_examples(self, examples: Sequence[Example]) -> None:
-        info = self.device.info
-        for index, example in enumerate(examples):
-            if len(example.tokens) > info.max_positions:
-                raise JobError(
-                    f"example {index} has {len(example.tokens)} tokens; the model has {info.max_positions} "
-                    "positions: lower max_sequence_length"
-                )
-            if not example.num_trained:
-                raise JobError(f"example {index} has no token to train on")
-            if not all(0 <= token < info.vocab_size for token in (min(example.tokens), max(example.tokens))):
-                raise JobError(f"example {index} has a token beyond the model's {info.vocab_size}")
-
     # -- the loop -------------------------------------------------------------------
 
     def step(self) -> list[Event]:
@@ -403,7 +368,11 @@ class EngineCore:
         """
         assert self._step is None, "the step before has not been finished"
         started_s = self.device.clock.now()
-        plan = self._carry_out(self.policy.plan(self._view(started_s), self.latency))
+        planned = self.policy.plan(self._view(started_s), self.latency)
+        plan = carry_out(
+            planned, self.requests, self.jobs, send=self._commands.append, max_requests=self.config.max_requests
+        )
+        self.num_preemptions += len(planned.preempt)
         self.last_plan = plan
         if plan.runs_nothing:
             self._send_commands()
@@ -455,33 +424,6 @@ class EngineCore:
             max_requests=self.config.max_requests,
             need=self._need.view(now_s),
         )
-
-    # -- memory changes hands -----------------------------------------------------------
-
-    def _carry_out(self, plan: Plan) -> Plan:
-        """Do what the plan says about pages, as far as they allow; returns the plan with what can run."""
-        for id in plan.preempt:
-            if (request := self.requests.running.get(id)) is not None:
-                self._commands.append(self.requests.preempt(request))
-                self.num_preemptions += 1
-        for job_id in plan.drop:
-            if job_id in self.jobs and self.jobs[job_id].has_pack:
-                self.jobs.drop(self.jobs[job_id])
-        for id in plan.admit:
-            if (request := self.requests.waiting.get(id)) is None or not request.may_start:
-                continue
-            if len(self.requests.running) < self.config.max_requests and (opened := self.requests.admit(request)):
-                self._commands.append(opened)
-        for rows in plan.rows:
-            request = self.requests.running.get(rows.item)
-            if request is not None and request.sequence is not None:
-                missing = request.sequence.num_pages_missing(min(rows.rows, request.num_rows))
-                if missing <= self.pages.num_available:
-                    request.sequence.reserve(min(rows.rows, request.num_rows))
-        for job_id in plan.begin:
-            if job_id in self.jobs:
-                self.jobs.begin(job_id)
-        return runnable(plan, self.requests, self.jobs)
 
     # -- what came of it ----------------------------------------------------------------
 

@@ -71,6 +71,13 @@ class RequestQueue:
         self.running[request.id] = request
         return opened
 
+    def reserve(self, request: Request, num_rows: int) -> None:
+        """Pages for the next rows of a request that runs, at most this many, if they can be had."""
+        assert request.sequence is not None
+        num_rows = min(num_rows, request.num_rows)
+        if request.sequence.num_pages_missing(num_rows) <= self._cache.num_available:
+            request.sequence.reserve(num_rows)
+
     def preempt(self, request: Request) -> CloseRequest:
         """Take its pages; it waits at the head of the queue, to be computed again."""
         closed = request.close()

@@ -1,13 +1,42 @@
-"""From a plan to what a device is told, and from what it took to what the latency model learns."""
+"""A plan: what changes hands, what the device is told, and what the latency model learns of the result."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from coserve.devices.messages import Command, LossRows, StepBatch, StepResult, Tasklets, Update, WindowRows
 from coserve.engine.job import Job
+from coserve.engine.job_set import JobSet
 from coserve.engine.request_queue import RequestQueue
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan, PlannedRows
+
+
+def carry_out(
+    plan: Plan, requests: RequestQueue, jobs: JobSet, *, send: Callable[[Command], None], max_requests: int
+) -> Plan:
+    """Do what a plan says about pages, as far as they allow; returns the plan with what can run.
+
+    send: has the device do a command with the step.
+    """
+    for id in plan.preempt:
+        if (request := requests.running.get(id)) is not None:
+            send(requests.preempt(request))
+    for job_id in plan.drop:
+        if job_id in jobs and jobs[job_id].has_pack:
+            jobs.drop(jobs[job_id])
+    for id in plan.admit:
+        request = requests.waiting.get(id)
+        if request is None or not request.may_start or len(requests.running) >= max_requests:
+            continue
+        if (opened := requests.admit(request)) is not None:
+            send(opened)
+    for rows in plan.rows:
+        if (request := requests.running.get(rows.item)) is not None:
+            requests.reserve(request, rows.rows)
+    for job_id in plan.begin:
+        if job_id in jobs:
+            jobs.begin(job_id)
+    return runnable(plan, requests, jobs)
 
 
 def runnable(plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job]) -> Plan:

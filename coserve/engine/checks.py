@@ -1,0 +1,46 @@
+"""What a device could never serve or train, said before anything is queued."""
+
+from collections.abc import Sequence
+
+from coserve.devices.messages import DeviceInfo
+from coserve.devices.sampling_params import SamplingParams
+from coserve.errors import JobError, RequestError
+from coserve.tuning.examples import Example
+
+
+def check_request(prompt: Sequence[int], params: SamplingParams, info: DeviceInfo, *, has_text: bool) -> None:
+    """RequestError says what is wrong, and what would be right. has_text: whether there is a tokenizer."""
+    if not prompt:
+        raise RequestError("the prompt has no tokens")
+    if params.stop and not has_text:
+        raise RequestError("stop strings need a tokenizer, and this model has none")
+    if wrong := [token for token in prompt if not 0 <= token < info.vocab_size]:
+        raise RequestError(f"the prompt has token {wrong[0]}; the model has {info.vocab_size} tokens")
+    length = len(prompt) + params.max_tokens
+    if length > info.max_positions:
+        raise RequestError(
+            f"{len(prompt)} tokens of prompt and {params.max_tokens} to come are {length}; "
+            f"the model has {info.max_positions} positions"
+        )
+    if (pages := -(-length // info.block_tokens)) > info.num_pages:
+        raise RequestError(
+            f"{length} tokens need {pages} pages; there are {info.num_pages}: give the engine more memory"
+        )
+    try:
+        params.check_vocabulary(info.vocab_size)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+
+
+def check_examples(examples: Sequence[Example], info: DeviceInfo) -> None:
+    """JobError names the example, and says what would be right."""
+    for index, example in enumerate(examples):
+        if len(example.tokens) > info.max_positions:
+            raise JobError(
+                f"example {index} has {len(example.tokens)} tokens; the model has {info.max_positions} "
+                "positions: lower max_sequence_length"
+            )
+        if not example.num_trained:
+            raise JobError(f"example {index} has no token to train on")
+        if not all(0 <= token < info.vocab_size for token in (min(example.tokens), max(example.tokens))):
+            raise JobError(f"example {index} has a token beyond the model's {info.vocab_size}")
