@@ -104,17 +104,22 @@ class Driver:
         laid = tuple((tuple(tokens), tuple(trained)) for tokens, trained in sequences)
         return BeginPack(job=job, sequences=laid, first_row=first_row, runs=tuple(runs), evaluate=evaluate)
 
-    def train(
-        self, job: str, opened: TrainerOpened, sequences: Sequences, *, window: int = 1000, tasklet: int = 1000
-    ) -> StepResult:
-        """A pack from its beginning to its end, one kind of piece in each step; the result of the last."""
+    def forward_and_loss(self, job: str, opened: TrainerOpened, sequences: Sequences, *, window: int = 1000) -> None:
+        """A pack up to where it can go backward."""
         self.begin(job, opened, sequences)
         num_rows = sum(len(tokens) for tokens, _ in sequences)
         num_trained = sum(sum(trained[1:]) for _, trained in sequences)
         for start in range(0, num_rows, window):
-            result = self.step(windows=[WindowRows(job, min(window, num_rows - start))])
+            self.step(windows=[WindowRows(job, min(window, num_rows - start))])
         for start in range(0, num_trained, window):
-            result = self.step(losses=[LossRows(job, min(window, num_trained - start))])
+            self.step(losses=[LossRows(job, min(window, num_trained - start))])
+
+    def train(
+        self, job: str, opened: TrainerOpened, sequences: Sequences, *, window: int = 1000, tasklet: int = 1000
+    ) -> StepResult:
+        """A pack from its beginning to its end, one kind of piece in each step; the result of the last."""
+        num_rows = sum(len(tokens) for tokens, _ in sequences)
+        self.forward_and_loss(job, opened, sequences, window=window)
         for _ in range(opened.trained_parts * -(-num_rows // tasklet)):
             result = self.step(tasklets=[Tasklets(job, tasklet, 1)])
         return result

@@ -17,6 +17,7 @@ from torch import Tensor
 from coserve.devices.sampling_params import SamplingParams
 from coserve.kernels.base import Backend
 from coserve.kernels.plain import PlainBackend
+from coserve.kernels.transfer import on_device
 
 # Below this, scores divided by the temperature overflow, and the likeliest token is all but certain.
 _LEAST_TEMPERATURE = 1e-5
@@ -108,7 +109,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None 
     for indices, choose in ((adjusted, partial(_likeliest, backend)), (drawn, _draw)):
         for start in range(0, len(indices), at_once):
             few = indices[start : start + at_once]
-            which = torch.tensor(few, device=logits.device)
+            which = on_device(few, logits.device)
             tokens[which] = choose(logits[which].float(), [rows[index] for index in few])
     return _report(logits, tokens, rows)
 
@@ -136,18 +137,18 @@ def _likeliest(backend: Backend, scores: Tensor, rows: Sequence[SamplingRow]) ->
 
 
 def _column(rows: Sequence[SamplingRow], name: str, device: torch.device) -> Tensor:
-    return torch.tensor([getattr(row.params, name) for row in rows], device=device)[:, None]
+    return on_device([getattr(row.params, name) for row in rows], device)[:, None]
 
 
 def _adjust_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Penalties, logit bias and forbidden tokens, as sparse changes: most rows and most tokens have none."""
     _penalize_(scores, rows)
     if biases := [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]:
-        where = torch.tensor([(index, token) for index, token, _ in biases], device=scores.device).T
-        addends = torch.tensor([bias for *_, bias in biases], dtype=torch.float32, device=scores.device)
+        where = on_device([(index, token) for index, token, _ in biases], scores.device).T
+        addends = on_device([bias for *_, bias in biases], scores.device, torch.float32)
         scores[where[0], where[1]] += addends
     if forbidden := [(index, token) for index, row in enumerate(rows) for token in row.forbidden]:
-        where = torch.tensor(forbidden, device=scores.device).T
+        where = on_device(forbidden, scores.device).T
         scores[where[0], where[1]] = float("-inf")
 
 
@@ -157,9 +158,9 @@ def _penalize_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
         return
     device = scores.device
     sizes = torch.tensor([len(tokens) for _, (tokens, _) in counted])
-    index = torch.tensor([index for index, _ in counted]).repeat_interleave(sizes).to(device)
-    tokens = torch.cat([tokens for _, (tokens, _) in counted]).to(device)
-    uses = torch.cat([uses for _, (_, uses) in counted]).to(device)
+    index = on_device(torch.tensor([index for index, _ in counted]).repeat_interleave(sizes), device)
+    tokens = on_device(torch.cat([tokens for _, (tokens, _) in counted]), device)
+    uses = on_device(torch.cat([uses for _, (_, uses) in counted]), device)
     repetition, presence, frequency = (
         _column(rows, f"{kind}_penalty", device)[index, 0] for kind in ("repetition", "presence", "frequency")
     )
@@ -176,15 +177,15 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if any(row.params.min_p > 0 for row in rows):
         floor = scores.amax(-1, keepdim=True) + _column(rows, "min_p", device).log()
         scores.masked_fill_(scores < floor, float("-inf"))
-    uniform = _uniform(rows).to(device)[:, None]
+    uniform = on_device(_uniform(rows), device)[:, None]
     cut = [index for index, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1]
     if not cut:
         return _inverse(scores, uniform)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
     if len(cut) < len(rows):
-        whole = torch.tensor(sorted(set(range(len(rows))).difference(cut)), device=device)
+        whole = on_device(sorted(set(range(len(rows))).difference(cut)), device)
         tokens[whole] = _inverse(scores[whole], uniform[whole])
-    which = torch.tensor(cut, device=device)
+    which = on_device(cut, device)
     some = [rows[index] for index in cut]
     top_k, top_p = _column(some, "top_k", device), _column(some, "top_p", device).double()
     most = max(_NUM_CANDIDATES, *(row.params.top_k for row in some))

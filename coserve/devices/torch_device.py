@@ -161,6 +161,8 @@ class _Step:
         self, backbone: Backbone, requests: TorchRequests, trainers: dict[str, TorchTrainer], batch: StepBatch
     ) -> None:
         self._backbone, self._requests, self._trainers, self._batch = backbone, requests, trainers, batch
+        self._rows = [rows for rows in batch.requests if rows.tokens]
+        self._spans: list[Span] = []
         self._timer: StepTimer = step_timer(backbone.device)
         self._readout = Readout()
         self._num_tasklets: dict[str, int] = {}
@@ -171,10 +173,12 @@ class _Step:
         self._failure: str | None = None
 
     def launch(self) -> None:
-        """Everything, in the order of `StepBatch`."""
+        """Everything, in the order of `StepBatch`; the requests' tokens and pages go to the device before anything runs
+        there.
+        """
         try:
             with torch.inference_mode(), memory_errors():
-                for section in (self._losses, self._backward, self._updates, self._forward):
+                for section in (self._prepare, self._losses, self._backward, self._updates, self._forward):
                     section()
                     self._timer.mark()
                 self._totals = {
@@ -190,7 +194,7 @@ class _Step:
             return self._success() if self._failure is None else self._failed(self._failure)
 
     def _success(self) -> StepResult:
-        loss_s, backward_s, update_s, forward_s = self._timer.sections_s()
+        prepare_s, loss_s, backward_s, update_s, forward_s = self._timer.sections_s()
         return StepResult(
             step=self._batch.step,
             tokens=self._served.tokens() if self._served else {},
@@ -198,7 +202,7 @@ class _Step:
             num_tasklets=self._num_tasklets,
             packs={job: self._finish_pack(job, totals) for job, totals in self._totals.items()},
             norms=self._read_norms(),
-            forward_s=forward_s,
+            forward_s=prepare_s + forward_s,
             loss_s=loss_s,
             backward_s=backward_s,
             update_s=update_s,
@@ -210,6 +214,9 @@ class _Step:
         return StepResult(step=self._batch.step, norms=self._read_norms(), failure=failure)
 
     # -- sections -------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        self._spans = self._requests.spans(self._rows)
 
     def _losses(self) -> None:
         for piece in self._batch.losses:
@@ -243,12 +250,13 @@ class _Step:
 
     def _forward(self) -> None:
         """All rows through the blocks; then tokens, prompts' scores, and what windows leave."""
-        requests, windows = [rows for rows in self._batch.requests if rows.tokens], self._batch.windows
+        requests, windows = self._rows, self._batch.windows
         if not requests and not windows:
             return
         passes = [self._pass(window.job) for window in windows]
-        spans = self._requests.spans(requests)
-        spans += [training.next_window(window.num_rows) for training, window in zip(passes, windows, strict=True)]
+        spans = self._spans + [
+            training.next_window(window.num_rows) for training, window in zip(passes, windows, strict=True)
+        ]
         hidden = forward(self._backbone, spans)
         self._served = self._requests.finish(hidden, requests, self._readout)
         for training, rows in zip(passes, _rows_of(spans, hidden)[len(requests) :], strict=True):

@@ -11,6 +11,7 @@ from coserve.adapters.base import Adapter
 from coserve.devices.messages import OpenRequest, RequestRows, TokenLogprob
 from coserve.devices.readout import Readout
 from coserve.devices.sampling import SamplingRow, TokenCounts, sample
+from coserve.kernels.transfer import on_device
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, logits
@@ -81,7 +82,7 @@ class TorchRequests:
             return dict
         handles = [self._handles[rows.request] for _, rows in sampled]
         users = [(1, self._bypasses(rows.request)) for _, rows in sampled]
-        scores = logits(self._backbone, hidden[[row for row, _ in sampled]], users)
+        scores = logits(self._backbone, hidden[on_device([row for row, _ in sampled], hidden.device)], users)
         points = [handle.sampling_row(rows) for handle, (_, rows) in zip(handles, sampled, strict=True)]
         chosen = sample(scores, points, self._backbone.backend)
         read = _Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
@@ -140,7 +141,7 @@ class RequestsResult:
 def _score(scores: Tensor, targets: Sequence[int], k: int, readout: Readout) -> Callable[[], list[TokenLogprob]]:
     """Log-probabilities of a token in each row of scores [n, vocab_size], and the k likeliest."""
     logprobs = scores.float().log_softmax(-1)
-    tokens = torch.tensor(targets, device=scores.device)
+    tokens = on_device(targets, scores.device)
     own = logprobs.gather(1, tokens[:, None])[:, 0]
     values, places = logprobs.topk(k)
     read = _Lines(readout, tokens, own, places, values)

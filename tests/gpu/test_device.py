@@ -2,16 +2,23 @@
 
 import pytest
 import torch
+from devices import Driver
 from support import FAMILIES, make_adapter, model_directory, random_sequences, random_tokens, worst_error
 
+from coserve.adapters.methods.lora import LoraConfig
+from coserve.devices.loading import torch_device
+from coserve.devices.messages import RequestRows, Tasklets, Update
+from coserve.devices.sampling_params import SamplingParams
 from coserve.kernels import find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
 from coserve.kernels.base import Backend
 from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask, dropout_row_ids
+from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import CachedSequence, forward, load_backbone, logits
+from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
-from coserve.tuning.config import OptimizerConfig
+from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.optimizer import AdapterOptimizer
 
 
@@ -82,3 +89,40 @@ def test_the_attention_of_the_device_equals_its_plain_twin():
     out, norm = attend(find_backend(torch.device("cuda")), q.cuda(), k.cuda(), v.cuda())
     torch.testing.assert_close(out.cpu(), plain, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(norm.cpu(), lse, atol=1e-4, rtol=1e-4)
+
+
+def test_a_device_on_a_gpu_says_what_one_on_a_cpu_says():
+    """Tokens, log-probabilities, losses and norms, with sections timed by events and tasklets under a time limit."""
+    told = []
+    for place in ("cpu", "cuda"):
+        backbone = load_backbone(str(model_directory("llama")), device=place)
+        profile = roofline_profile(backbone, Hardware(name="any", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-6))
+        driver = Driver(torch_device(backbone, memory_bytes=2000 * kv_page_bytes(backbone, 4), profile=profile))
+        params = SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, repetition_penalty=1.2)
+        tokens = driver.generate("drawn", random_tokens(9, 1).tolist(), params, seed=3)
+        driver.open("scored", SamplingParams(max_tokens=1, temperature=0.0, logprobs=2, prompt_logprobs=1))
+        ids = tuple(random_tokens(9, 2).tolist())
+        rows = RequestRows("scored", 0, ids, driver.pages_for(9), samples=True, targets=ids[1:])
+        result = driver.step(requests=[rows])
+        scores = [one.logprob for one in (*result.prompts["scored"], result.tokens["scored"])]
+        fields = LoraConfig(r=4, target_modules="all-linear").to_peft()
+        opened = driver.open_trainer("job", TuningConfig(seed=1), adapter=fields)
+        sums = driver.train("job", opened, random_sequences((9, 6, 12)), window=8, tasklet=5).packs["job"]
+        norm = driver.step(updates=[Update("job", sums.num_trained, 2)]).norms["job"]
+        told.append((tokens, torch.tensor([*scores, sums.loss, norm]), sums.num_correct))
+        driver.train("job", opened, random_sequences((9, 6, 12)))
+        assert 0 < result.forward_s < 60 and result.backward_s == pytest.approx(0, abs=0.1)
+    (tokens, numbers, correct), (gpu_tokens, gpu_numbers, gpu_correct) = told
+    assert gpu_tokens == tokens and gpu_correct == correct
+    torch.testing.assert_close(gpu_numbers, numbers, atol=1e-3, rtol=1e-4)
+
+
+def test_tasklets_on_a_gpu_stop_soon_after_the_time_limit():
+    backbone = load_backbone(str(model_directory("llama")), device="cuda")
+    profile = roofline_profile(backbone, Hardware(name="any", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-6))
+    driver = Driver(torch_device(backbone, memory_bytes=2000 * kv_page_bytes(backbone, 4), profile=profile))
+    fields = LoraConfig(r=4, target_modules="all-linear").to_peft()
+    opened = driver.open_trainer("job", TuningConfig(), adapter=fields)
+    driver.forward_and_loss("job", opened, random_sequences((9, 6, 12)))
+    result = driver.step(tasklets=[Tasklets("job", 1, 27)], backward_limit_s=0.0)
+    assert result.num_tasklets == {"job": 1}

@@ -1,0 +1,17 @@
+"""Numbers from the host to a device, without waiting for what the device is at."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of these values on a device.
+
+    A GPU copies it from pinned memory when its turn comes; from any other memory PyTorch would wait until everything
+    that was launched before is done.
+    """
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
