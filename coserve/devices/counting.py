@@ -74,6 +74,7 @@ def device_info(
     return DeviceInfo(
         model=backbone.name,
         dtype=str(backbone.dtype).removeprefix("torch."),
+        weights=backbone.weight_format,
         device=str(backbone.device),
         threads=threads,
         vocab_size=backbone.architecture.vocab_size,

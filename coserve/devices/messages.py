@@ -32,13 +32,15 @@ class TokenLogprob:
 class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A device with a model on it, and its page pool.
 
-    device: such as "cpu" or "cuda:0". num_layers: blocks. weight_bytes: of the backbone. threads: of the CPU.
+    weights: how those of linear layers are stored, "dense" or "int8". device: such as "cpu" or "cuda:0". num_layers:
+    blocks. weight_bytes: of the backbone. threads: of the CPU.
     page_bytes: of one page, which holds K and V of `block_tokens` tokens in all blocks. profile: what pieces of a step
     take here. profile_path: the file that it comes from; "" if it is not kept.
     """
 
     model: str
     dtype: str
+    weights: str = "dense"
     device: str
     threads: int
     vocab_size: int

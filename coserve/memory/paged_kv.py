@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import Segment
+from coserve.kernels.transfer import on_device
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.batch import BatchRows, Keep, Span
@@ -98,12 +99,12 @@ class _CacheRows(BatchRows):
         tokens = [token for span in spans for token in span.tokens]
         positions = [position for span in spans for position in range(span.start, span.end)]
         pages = [span.pages[position // block] for span in spans for position in range(span.start, span.end)]
-        self.tokens, self.positions, self._pages = torch.tensor([tokens, positions, pages], device=device).unbind()
+        self.tokens, self.positions, self._pages = on_device([tokens, positions, pages], device).unbind()
         self._offsets = self.positions % block
         self.segments = [Segment(num_rows=span.num_rows, num_keys=span.end, pages=span.pages) for span in spans]
         # What lies in a page after its tokens must be finite: kernels may read it, and give it no weight.
         if new := [page for span in spans for page in span.new_pages()]:
-            cache.pages[:, :, torch.tensor(new, device=device)] = 0
+            cache.pages[:, :, on_device(new, device)] = 0
 
     def keep(self, part: Part) -> Keep:
         return _keep(self._cache, part, self._pages, self._offsets)

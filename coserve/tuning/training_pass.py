@@ -20,6 +20,7 @@ from coserve.graph.execute import BackwardRun
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_row_ids
+from coserve.kernels.transfer import on_device
 from coserve.memory.activations import ActivationMemory, DeviceMemory, Shapes
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
@@ -75,9 +76,9 @@ class TrainingPass:
             backbone.device
         )
         self._tokens, self._positions, self._targets = (
-            tensor.to(backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
+            on_device(tensor, backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
         )
-        self._trained = (pack.targets != UNTRAINED).nonzero()[:, 0].to(backbone.device)
+        self._trained = on_device((pack.targets != UNTRAINED).nonzero()[:, 0], backbone.device)
         self._attention_batches: dict[tuple[int, int], AttentionBatch] = {}
         self._tasklet: Tasklet | None = None
         self._released = False

@@ -72,6 +72,7 @@ def _open(header: "Header", device: On) -> "Device":
     settings = DeviceSettings(
         model=info.model,
         dtype=info.dtype,
+        weights=info.weights,
         device=info.device,
         threads=info.threads,
         memory_bytes=info.num_pages * info.page_bytes,

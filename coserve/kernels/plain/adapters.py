@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.base import AdapterRows, Grouped
+from coserve.kernels.transfer import on_device
 
 _BLOCK_ROWS = 8
 
@@ -39,7 +40,7 @@ class _Tables:
             filled = range(own.start, own.start + num_blocks * _BLOCK_ROWS)
             sources.extend(min(row, own.stop - 1) for row in filled)
         self.adapters, self.rows, self.places = (
-            torch.tensor(numbers, device=rows.device) for numbers in (adapters, sources, places)
+            on_device(numbers, rows.device) for numbers in (adapters, sources, places)
         )
 
 

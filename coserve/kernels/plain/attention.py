@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
+from coserve.kernels.transfer import on_device
 
 # Keys of a block; rows of a block, where segments have more than one.
 _BLOCK_KEYS, _BLOCK_ROWS = 64, 32
@@ -140,7 +141,7 @@ class Part:
         )
 
     def _tensor(self, numbers: Sequence[object]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        return on_device(numbers, self.device, torch.int64)
 
 
 # A query block, a key block, the first query's position after the block's first key, the last row that is there, how
@@ -196,7 +197,7 @@ class PlainAttentionBatch(AttentionBatch):
 def _as_slice(rows: list[int], device: torch.device) -> Tensor | slice:
     if rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)
-    return torch.tensor(rows, device=device)
+    return on_device(rows, device)
 
 
 def forward(q: Tensor, keys: Tensor, values: Tensor, part: Part, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
