@@ -13,7 +13,7 @@ from coserve.errors import ModelError
 from coserve.kernels.base import Backend
 
 # Modules of this folder that are no backends.
-_SHARED = frozenset({"attention", "base", "bits", "dropout", "weights"})
+_SHARED = frozenset({"attention", "base", "bits", "dropout", "transfer", "weights"})
 
 
 def backend_names() -> list[str]:
