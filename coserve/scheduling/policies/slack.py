@@ -13,8 +13,9 @@ what is left, and stop before any of these would be late:
 
 In any case jobs get `least_share` of the time, in smallest pieces, so that none stands still.
 
-What that promises: SLOs that requests alone hold at p99, they hold at p99 beside jobs; tests/torch/test_simulation.py
-and benchmarks/slo_edge.py hold random and recorded loads against this.
+The aim: SLOs that requests alone hold at p99, they hold at p99 beside jobs. tests/torch/test_simulation.py holds random
+loads against it. It is not reached everywhere: of recorded loads that requests alone hold at just 99%, with nothing to
+spare, some fall a little below (to 0.985) beside jobs.
 """
 
 from collections.abc import Sequence
