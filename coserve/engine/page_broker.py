@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
+from coserve.errors import BudgetError
 from coserve.memory.kv_cache import OWNER as KV_OWNER
 from coserve.memory.kv_cache import KvCache
 from coserve.memory.pack_pages import OWNER as PACK_OWNER
@@ -31,7 +32,14 @@ class PageBroker:
 
         Prefixes are forgotten for it only where that makes a run, and as few as that takes.
         """
-        return PackPages(self.pool, take_runs(self.pool, group_pages, self._clear_run), num_trained_parts)
+        try:
+            runs = take_runs(self.pool, group_pages, self._clear_run)
+        except BudgetError:
+            # Each group where it costs fewest prefixes may leave no run for the last: then all of them side by side.
+            if not self._clear_run(sum(group_pages)):
+                raise
+            runs = take_runs(self.pool, group_pages)
+        return PackPages(self.pool, runs, num_trained_parts)
 
     def check_integrity(self, held: set[int], packs: Sequence[PackPages]) -> None:
         """Assert that every page is free or owned, and that those owned are these requests' and packs'."""

@@ -53,6 +53,17 @@ def test_a_run_that_cannot_be_had_forgets_nothing():
     assert [known_blocks(broker, number, 3) for number in range(2)] == [0, 0]
 
 
+def test_a_pack_that_fits_is_placed_however_prefixes_lie():
+    """The free run in the middle suits the first group, and would leave no three neighbours for the last."""
+    broker = broker_with_prefixes(10, [2, 4, 4])
+    broker.cache.evict_pages(range(2, 6))
+    pack = broker.take_pack([4, 3, 3], 1)
+    assert pack.num_pages == 10
+    pack.release()
+    broker.check_integrity(set(), [])
+    assert broker.pool.num_free == 10
+
+
 def test_a_packs_groups_go_back_as_it_moves_on():
     broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
     pack = broker.take_pack([2, 1, 3, 4], 2)  # workspace, a part below the trained ones, two trained parts
