@@ -3,17 +3,21 @@ is accounted for after every step, and in the end everybody has been answered an
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from random import Random
+from typing import Any
 
-from coserve.engine.runner import StepFailedError, Tasklets, Work
-from coserve.engine.torch_runner import TorchRunner
+import torch
 from engines import (
     BLOCK,
     FAST,
     FixedLatency,
     TickingClock,
+    WatchedDevice,
     adapter_directory,
+    assert_nothing_is_held,
     examples_of,
     expected_tokens,
     prompts_of,
@@ -21,16 +25,33 @@ from engines import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support import make_backbone
+from torch.overrides import TorchFunctionMode
 
 from coserve.adapters import LoraConfig
+from coserve.devices.base import Clock, Device
+from coserve.devices.messages import (
+    BeginPack,
+    CloseRequest,
+    Command,
+    OpenRequest,
+    Reply,
+    RequestRows,
+    StepBatch,
+    StepFailure,
+    StepResult,
+)
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.torch_device import TorchDevice
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
-from coserve.simulate import ModelledRunner, roofline_profile
+from coserve.scheduling.latency import Profile
+from coserve.simulate.hardware import roofline_profile
+from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.config import TuningConfig
 
 NUM_PAGES = 80
@@ -56,63 +77,134 @@ OPERATIONS = (
         "load",
         "load",
     ),
-    *("cancel", "unload", "pause", "resume", "cancel-job", "fail-before", "fail-midway", "fail-update", "fail-after"),
+    *("cancel", "unload", "pause", "resume", "cancel-job"),
+    *("fail-before", "fail-midway", "fail-update", "fail-after", "fail-within", "fail-hard"),
 )
 
 
-class FailingRunner:
-    """A runner that runs out of memory when it is told to: before a step, within its tasklets, or at its end."""
+class StormError(Exception):
+    """What a device raises that is broken."""
 
-    def __init__(self, runner):
-        self._runner, self.fail_next = runner, None
 
-    def __getattr__(self, name):
-        return getattr(self._runner, name)
+class OutOfMemoryMode(TorchFunctionMode):
+    """PyTorch has memory for this many more calls; after them one fails."""
 
-    def load_adapter(self, key, directory):
-        return 5 if isinstance(self._runner, ModelledRunner) else self._runner.load_adapter(key, directory)
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        self.num_left = num_calls
 
-    def run(self, work):
-        moment, self.fail_next = self.fail_next, None
-        if moment == "midway":
-            for trainer, num_rows, num_tasklets in work.tasklets[:1]:
-                part = Tasklets(trainer, num_rows, num_tasklets - 1)
-                self._runner.run(Work(tasklets=[part]))
-                if isinstance(self._runner, TorchRunner) and not trainer.training_pass.done:
-                    trainer.training_pass.next_tasklet(num_rows).run(2)
-        elif moment == "update":  # within the next one that there is
-            if not work.updates:
-                self.fail_next = moment
-                return self._runner.run(work)
-            self._runner.run(Work(tasklets=work.tasklets))
-            raise StepFailedError("a storm", broken_update=True)
-        elif moment != "before":
-            result = self._runner.run(work)
-        if moment is not None:  # optimizer steps that were made stand
-            raise StepFailedError("a storm", norms=result.norms if moment == "after" else ())
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_left -= 1
+        if self.num_left == 0:
+            raise torch.OutOfMemoryError("a storm")
+        return func(*args, **(kwargs or {}))
+
+
+class FailingDevice:
+    """A device that fails when it is told to (`fail`): some of the step has run then, and requests have their pages.
+
+    The moments: before anything ran; midway, after losses and tasklets; in an update, the ones before it are made;
+    after all of it. Within: the device itself runs out of memory, somewhere. Hard: `collect` raises an error.
+    """
+
+    def __init__(self, inner: Device, rng: Random) -> None:
+        self.inner, self.info, self.clock = inner, inner.info, inner.clock
+        self.num_failures: Counter[str] = Counter()
+        self._rng, self._moment = rng, ""
+        self._calls: OutOfMemoryMode | None = None
+        self._evaluating: dict[str, bool] = {}
+        self._fails: str = ""  # how the step under way does
+        self._broken: str | None = None
+
+    def fail(self, moment: str) -> None:
+        """The next step fails, or the next one that can; "" for none."""
+        self._moment, self._calls = moment, None
+        if moment == "within" and isinstance(self.inner, ModelledDevice):
+            self.inner.fail_next, self._moment = StepFailure(message="a storm"), ""
+        elif moment == "within":
+            self._calls, self._moment = OutOfMemoryMode(self._rng.choice((1, 20, 100, 300, 1000))), ""
+
+    def execute(self, command: Command) -> Reply:
+        if isinstance(command, BeginPack):
+            self._evaluating[command.job] = command.evaluate
+        return self.inner.execute(command)
+
+    def submit(self, batch: StepBatch) -> None:
+        if self._moment and (batch.updates or self._moment != "update"):
+            self._fails, self._moment = self._moment, ""
+            batch = self._first_part(batch)
+        with self._calls or nullcontext():
+            self.inner.submit(batch)
+
+    def collect(self) -> StepResult:
+        (moment, self._fails), (broken, self._broken) = (self._fails, ""), (self._broken, None)
+        result = self.inner.collect()
+        if result.failure is not None:
+            self._calls = None
+        elif moment:
+            failure = StepFailure(message="a storm", broken_update=broken)
+            result = StepResult(step=result.step, norms=result.norms, failure=failure)
+        if result.failure is not None:
+            self.num_failures[moment or "within"] += 1
+        if moment == "hard":
+            raise StormError
         return result
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _first_part(self, batch: StepBatch) -> StepBatch:
+        """What runs of a step before it fails. No pack gets done in it: those of failed steps never are."""
+        moment = self._rng.choice(("before", "midway", "after")) if self._fails == "hard" else self._fails
+        part = replace(batch, losses=(), tasklets=(), updates=(), requests=_without_rows(batch.requests), windows=())
+        if moment == "before":
+            return part
+        losses = tuple(piece for piece in batch.losses if not self._evaluating[piece.job])
+        tasklets = tuple(replace(piece, num_tasklets=piece.num_tasklets - 1) for piece in batch.tasklets)
+        part = replace(part, losses=losses, tasklets=tuple(piece for piece in tasklets if piece.num_tasklets))
+        if moment == "update":
+            number = self._rng.randrange(len(batch.updates))
+            self._broken = batch.updates[number].job
+            return replace(part, updates=batch.updates[:number])
+        if moment == "midway":
+            return part
+        requests = tuple(replace(rows, samples=False, targets=()) for rows in batch.requests)
+        return replace(part, updates=batch.updates, requests=requests, windows=batch.windows)
+
+
+def _without_rows(requests: Sequence[RequestRows]) -> tuple[RequestRows, ...]:
+    """Pages alone."""
+    return tuple(replace(rows, tokens=(), samples=False, targets=()) for rows in requests)
 
 
 class Storm:
     """An engine, and what is known of what was asked of it."""
 
-    def __init__(self, runner, seed, *, anyhow, **config):
-        self.runner = FailingRunner(runner)
-        config = EngineConfig(block_tokens=BLOCK, tpot_s=1.0, **config)
-        self.engine = EngineCore(self.runner, FixedLatency(_profile()), config, num_pages=NUM_PAGES)
+    def __init__(self, device: Device, clock: Clock, seed: int, *, anyhow: bool, **settings: Any) -> None:
+        self.rng = Random(seed)
+        self.failing = FailingDevice(device, self.rng)
+        self.device = WatchedDevice(self.failing, clock)
+        config = EngineConfig(block_tokens=BLOCK, tpot_s=1.0, **settings)
+        self.engine = EngineCore(self.device, FixedLatency(_profile()), config)
         if anyhow:
             self.engine.policy = random_policy(seed)
-        self.rng = Random(seed)
-        self.modelled = isinstance(runner, ModelledRunner)
-        self.asked = {}
-        self.chunks, self.job_events = [], []
+        self.asked: dict[str, tuple[list[int], SamplingParams, str | None]] = {}
+        self.chunks: list[Chunk] = []
+        self.job_events: list[JobEvent] = []
 
-    def step(self):
-        for event in self.engine.step():
-            (self.chunks if isinstance(event, Chunk) else self.job_events).append(event)
+    def step(self) -> None:
+        try:
+            events = self.engine.step()
+        except StormError:  # what there is to tell comes with the next step
+            events = []
+        for event in events:
+            if isinstance(event, Chunk):
+                self.chunks.append(event)
+            else:
+                self.job_events.append(event)
         self.engine.check_integrity()
 
-    def do(self, operation):
+    def do(self, operation: str) -> None:
         engine, rng = self.engine, self.rng
         if operation == "burst":
             for _ in range(5):
@@ -123,12 +215,14 @@ class Storm:
             params = SamplingParams(max_tokens=rng.choice((1, 9, 30)), temperature=0.0, n=n)
             label = rng.choice([None, rng.choice(engine.versions.labels() or [None])])
             self.asked[engine.add_tokens(prompt, params, adapter=label)] = (prompt, params, label)
-        elif operation == "cancel" and engine._requests:
-            engine.cancel(rng.choice(list(engine._requests)))
+        elif operation == "cancel" and engine.has_requests:
+            engine.cancel(rng.choice(sorted({request.request for request in engine.requests})))
         elif operation.startswith("submit"):
             labels = engine.versions.labels()
-            adapter = LoraConfig(r=rng.choice((1, 4)), target_modules=rng.choice(("all-linear", ("v_proj",))))
-            if operation == "submit-from" and labels and not self.modelled:
+            adapter: LoraConfig | str = LoraConfig(
+                r=rng.choice((1, 4)), target_modules=rng.choice(("all-linear", ("v_proj",)))
+            )
+            if operation == "submit-from" and labels:
                 adapter = rng.choice(labels)
             engine.submit_examples(
                 examples_of((5, 9, 3), rng.randrange(3)),
@@ -145,13 +239,13 @@ class Storm:
                 act = {"pause": engine.pause_job, "resume": engine.resume_job, "cancel-job": engine.cancel_job}
                 act[operation](rng.choice(jobs).id)
         elif operation.startswith("fail-"):
-            self.runner.fail_next = operation.removeprefix("fail-")
+            self.failing.fail(operation.removeprefix("fail-"))
         for _ in range(rng.randrange(8) if operation == "steps" else rng.randrange(2)):
             self.step()
 
-    def calm(self):
+    def calm(self) -> None:
         """No more failures: everything comes to its end."""
-        self.runner.fail_next = None
+        self.failing.fail("")
         for _ in range(3000):
             for job in self.engine.jobs.values():
                 if job.state == "paused":
@@ -161,13 +255,13 @@ class Storm:
             self.step()
         raise AssertionError(f"there is no end: {self.engine.stats()}")
 
-    def assert_all_is_well(self):
+    def assert_all_is_well(self) -> None:
         engine = self.engine
         finals = Counter((chunk.request, chunk.index) for chunk in self.chunks if chunk.finish_reason is not None)
         assert finals == {(name, i): 1 for name, (_, params, _) in self.asked.items() for i in range(params.n)}
         last = {(chunk.request, chunk.index): chunk for chunk in self.chunks}
-        assert all(chunk.finish_reason is not None for chunk in last.values()), "nothing comes behind a final chunk"
-        lengths = Counter()
+        assert all(chunk.finish_reason is not None for chunk in last.values()), "nothing comes after a final chunk"
+        lengths: Counter[tuple[str, int]] = Counter()
         for chunk in self.chunks:
             lengths[chunk.request, chunk.index] += len(chunk.tokens)
         for key, chunk in last.items():
@@ -183,22 +277,19 @@ class Storm:
                 assert job.num_tokens_trained == job.config.num_epochs * (5 + 9 + 3)
         drops = sum(event.kind == "pack_dropped" for event in self.job_events if isinstance(event, JobEvent))
         assert drops <= engine.stats().num_packs_dropped
-        owners = engine.pool.num_pages_by_owner()
-        assert owners.get("kv", 0) == engine.cache.prefixes.num_evictable
-        assert "activations" not in owners
-        engine.cache.evict(NUM_PAGES)
+        assert_nothing_is_held(engine)
         assert engine.pool.num_free == NUM_PAGES
-        engine.check_integrity()
         for name in {label.split("@")[0] for label in engine.versions.labels()}:
             engine.unload_adapter(name)
-        assert not engine.versions._readers
-        assert not engine.versions._transient
-        if not self.modelled:
-            assert engine.runner._versions == {}
+        self.step()  # without work: what the device has not been told yet
+        assert self.device.versions == set(), "a version stays as long as a request or a name reads it, no longer"
+        told = self.device.commands
+        opened = Counter(command.request for command in told if isinstance(command, OpenRequest))
+        assert opened == Counter(command.request for command in told if isinstance(command, CloseRequest))
 
-    def assert_tokens_are_right(self):
+    def assert_tokens_are_right(self) -> None:
         """Whatever was preempted, dropped and failed around them: tokens of the bare model are transformers'."""
-        got = {}
+        got: dict[tuple[str, int], tuple[int, ...]] = {}
         for chunk in self.chunks:
             got[chunk.request, chunk.index] = got.get((chunk.request, chunk.index), ()) + chunk.tokens
         for (name, _), tokens in got.items():
@@ -208,16 +299,16 @@ class Storm:
 
 
 @cache
-def _profile():
+def _profile() -> Profile:
     return roofline_profile(make_backbone(), FAST)
 
 
 @cache
-def _directory():
+def _directory() -> str:
     return adapter_directory()
 
 
-def run_storm(storm, operations):
+def run_storm(storm: Storm, operations: Sequence[str]) -> None:
     for operation in operations:
         try:
             storm.do(operation)
@@ -234,41 +325,50 @@ STORMS = {
     "max_step_rows": st.sampled_from((2, 9, 2048)),
     "max_requests": st.sampled_from((1, 4, 256)),
 }
-UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-@settings(max_examples=120, **UNHURRIED)
+def modelled_storm(seed: int, **settings: Any) -> Storm:
+    device = ModelledDevice(make_backbone(), _profile(), num_pages=NUM_PAGES, block_tokens=BLOCK)
+    return Storm(device, device.clock, seed, **settings)
+
+
+def torch_storm(seed: int, **settings: Any) -> Storm:
+    device = TorchDevice(make_backbone(), num_pages=NUM_PAGES, block_tokens=BLOCK, profile=_profile())
+    return Storm(device, TickingClock(), seed, **settings)
+
+
+@settings(UNHURRIED, max_examples=120)
 @given(**STORMS)
 def test_storms_on_a_modelled_device(operations, seed, anyhow, max_step_rows, max_requests):
-    runner = ModelledRunner(make_backbone(), _profile())
-    run_storm(Storm(runner, seed, anyhow=anyhow, max_step_rows=max_step_rows, max_requests=max_requests), operations)
+    storm = modelled_storm(seed, anyhow=anyhow, max_step_rows=max_step_rows, max_requests=max_requests)
+    run_storm(storm, operations)
 
 
-@settings(max_examples=10, **UNHURRIED)
+@settings(UNHURRIED, max_examples=10)
 @given(**STORMS)
 def test_storms_on_torch(operations, seed, anyhow, max_step_rows, max_requests):
-    runner = TorchRunner(make_backbone())
-    runner.clock = TickingClock()
-    storm = Storm(runner, seed, anyhow=anyhow, max_step_rows=max_step_rows, max_requests=max_requests)
+    storm = torch_storm(seed, anyhow=anyhow, max_step_rows=max_step_rows, max_requests=max_requests)
     run_storm(storm, operations)
     storm.assert_tokens_are_right()
 
 
 def test_storms_reach_what_they_are_about():
-    """Some long ones: packs are dropped, requests preempted, jobs end in every way."""
+    """Some long ones: packs are dropped, requests preempted, steps fail and jobs end in every way."""
     num_preemptions, num_dropped = 0, 0
     job_ends, request_ends = set(), set()
-    for seed in range(4):
-        runner = TorchRunner(make_backbone())
-        runner.clock = TickingClock()
-        storm = Storm(runner, seed, anyhow=True, max_step_rows=40)
+    failures: set[str] = set()
+    for seed in (0, 8, 9, 10):
+        storm = torch_storm(seed, anyhow=True, max_step_rows=40)
         run_storm(storm, Random(seed).choices(OPERATIONS, k=150))
         storm.assert_tokens_are_right()
         num_preemptions += storm.engine.num_preemptions
         num_dropped += storm.engine.stats().num_packs_dropped
         job_ends |= {job.state for job in storm.engine.jobs.values()}
         request_ends |= {chunk.finish_reason for chunk in storm.chunks}
+        failures |= storm.failing.num_failures.keys()
     assert num_preemptions > 0
     assert num_dropped > 3
     assert job_ends >= {"succeeded", "failed", "cancelled"}
     assert request_ends >= {"length", "cancelled"}
+    assert failures == {"before", "midway", "update", "after", "within", "hard"}
