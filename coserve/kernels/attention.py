@@ -36,7 +36,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Consecutive query rows of one sequence, which are the last `num_rows` of its `num_keys` keys.
+    """Consecutive query rows of one sequence, at least one, which are the last `num_rows` of its `num_keys` keys.
 
     pages: of the store, in order. Key j is entry `first_key + j` of these pages laid end to end.
     """

@@ -146,14 +146,6 @@ def test_what_is_no_number_stays_none(wrong):
 
 
 @needs_amx
-def test_nothing_is_reversed_where_there_is_nothing():
-    *inputs, spec = attention(20, 20, 4, 2, 64, None)
-    empty = [x if x is inputs[2] or x is inputs[3] else x[:0] for x in inputs]
-    dq, dk, dv = reverse(CPU, *(*empty, spec))
-    assert dq.shape == (0, 4, 64) and not dk.any() and not dv.any()
-
-
-@needs_amx
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 32), (torch.bfloat16, 24)])
 def test_other_dtypes_and_widths_of_attention_take_the_other_way(dtype, width):
     *inputs, spec = attention(9, 20, 4, 2, width, None)
