@@ -271,7 +271,8 @@ class _Shape:
         """A store's keys (or values) of each unit, float32 [U, Hkv, block keys, D]."""
         pages, within, _ = self._part.places
         found = store[pages[tile.keys], within[tile.keys]].float()
-        return found.view(*found.shape[:2], self.num_key_heads, self.width).transpose(1, 2)
+        # In one piece, since a single unit would be multiplied another way, and rounded otherwise.
+        return found.view(*found.shape[:2], self.num_key_heads, self.width).transpose(1, 2).contiguous()
 
     def add(self, total: Tensor, grads: Tensor, tile: Tile) -> None:
         """Add gradients of each unit's keys [U, Hkv, block keys, D] to a store's."""
