@@ -368,11 +368,7 @@ class EngineCore:
         """
         assert self._step is None, "the step before has not been finished"
         started_s = self.device.clock.now()
-        planned = self.policy.plan(self._view(started_s), self.latency)
-        plan = carry_out(
-            planned, self.requests, self.jobs, send=self._commands.append, max_requests=self.config.max_requests
-        )
-        self.num_preemptions += len(planned.preempt)
+        plan = self._plan(started_s)
         self.last_plan = plan
         if plan.runs_nothing:
             self._send_commands()
@@ -408,12 +404,31 @@ class EngineCore:
                 self._recover(batch, result, now_s)
         self._drop_unread_versions()
 
-    def _view(self, now_s: float) -> View:
+    def _plan(self, now_s: float) -> Plan:
+        """What the policy says, as far as it can be done.
+
+        A pack may fail to begin although its pages are there, when they are not side by side. Then the policy is asked
+        again without that job: it had given it rows, which others can use.
+        """
+        failed: frozenset[str] = frozenset()
+        while True:
+            planned = self.policy.plan(self._view(now_s, without=failed), self.latency)
+            plan = carry_out(
+                planned, self.requests, self.jobs, send=self._commands.append, max_requests=self.config.max_requests
+            )
+            self.num_preemptions += len(planned.preempt)
+            new = frozenset(job for job in planned.begin if not self.jobs[job].has_pack) - failed
+            if not new:
+                return plan
+            failed |= new
+
+    def _view(self, now_s: float, *, without: frozenset[str]) -> View:
+        jobs = self.jobs.views(now_s)
         return View(
             now_s=now_s,
             requests=self.requests.running_views(),
             waiting=self.requests.waiting_views(),
-            jobs=self.jobs.views(now_s),
+            jobs=tuple([job for job in jobs if job.id not in without]) if without else jobs,
             tenants=self.counters.views(),
             num_free_pages=self.pages.num_available,
             num_pages=self.pool.num_pages,

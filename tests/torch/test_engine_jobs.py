@@ -237,6 +237,22 @@ def test_a_job_moves_on_however_slow_the_device_is():
     assert engine.jobs["job-0"].state == "succeeded"
 
 
+def test_a_job_whose_pack_finds_no_neighbouring_pages_holds_up_no_other(monkeypatch):
+    engine = make_engine(max_step_rows=4)
+    stuck, other = (
+        engine.submit(examples_of((9, 14), seed), TuningConfig(num_epochs=2), adapter=LORA) for seed in (0, 1)
+    )
+    begin = engine.jobs.begin
+    monkeypatch.setattr(engine.jobs, "begin", lambda job: job != stuck and begin(job))
+    for _ in range(200):
+        engine.step()
+    assert engine.jobs[other].state == "succeeded", "the stuck one has been served less, and comes first"
+    assert engine.jobs[stuck].num_rows_run == 0
+    monkeypatch.undo()
+    run_jobs(engine)
+    assert engine.jobs[stuck].state == "succeeded"
+
+
 # -- pausing, cancelling, going on ---------------------------------------------------------
 
 
