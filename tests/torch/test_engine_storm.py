@@ -78,7 +78,7 @@ OPERATIONS = (
         "load",
     ),
     *("cancel", "unload", "pause", "resume", "cancel-job"),
-    *("fail-before", "fail-midway", "fail-update", "fail-after", "fail-within", "fail-hard"),
+    *("fail-before", "fail-midway", "fail-update", "fail-after", "fail-made", "fail-within", "fail-hard"),
 )
 
 
@@ -104,12 +104,15 @@ class FailingDevice:
     """A device that fails when it is told to (`fail`): some of the step has run then, and requests have their pages.
 
     The moments: before anything ran; midway, after losses and tasklets; in an update, the ones before it are made;
-    after all of it. Within: the device itself runs out of memory, somewhere. Hard: `collect` raises an error.
+    after all of it; made, after all of one with updates. Within: the device itself runs out of memory, somewhere.
+    Hard: `collect` raises an error.
     """
 
     def __init__(self, inner: Device, rng: Random) -> None:
         self.inner, self.info, self.clock = inner, inner.info, inner.clock
         self.num_failures: Counter[str] = Counter()
+        self.num_updates: Counter[str] = Counter()  # that each job was told of
+        self.broken_jobs: set[str] = set()
         self._rng, self._moment = rng, ""
         self._calls: OutOfMemoryMode | None = None
         self._evaluating: dict[str, bool] = {}
@@ -130,7 +133,7 @@ class FailingDevice:
         return self.inner.execute(command)
 
     def submit(self, batch: StepBatch) -> None:
-        if self._moment and (batch.updates or self._moment != "update"):
+        if self._moment and (batch.updates or self._moment not in ("update", "made")):
             self._fails, self._moment = self._moment, ""
             batch = self._first_part(batch)
         with self._calls or nullcontext():
@@ -148,6 +151,9 @@ class FailingDevice:
             self.num_failures[moment or "within"] += 1
         if moment == "hard":
             raise StormError
+        self.num_updates.update(result.norms.keys())
+        if broken is not None:
+            self.broken_jobs.add(broken)
         return result
 
     def close(self) -> None:
@@ -271,7 +277,8 @@ class Storm:
         assert over == dict.fromkeys(engine.jobs, 1)
         for job in engine.jobs.values():
             steps = [event.step for event in self.job_events if event.job == job.id and event.kind == "step"]
-            assert steps == list(range(1, len(steps) + 1))
+            assert steps == list(range(1, self.failing.num_updates[job.id] + 1))
+            assert job.state == "failed" or job.id not in self.failing.broken_jobs
             if job.state == "succeeded":
                 assert len(steps) == job.order.num_steps
                 assert job.num_tokens_trained == job.config.num_epochs * (5 + 9 + 3)
@@ -371,4 +378,4 @@ def test_storms_reach_what_they_are_about():
     assert num_dropped > 3
     assert job_ends >= {"succeeded", "failed", "cancelled"}
     assert request_ends >= {"length", "cancelled"}
-    assert failures == {"before", "midway", "update", "after", "within", "hard"}
+    assert failures == {"before", "midway", "update", "after", "made", "within", "hard"}
