@@ -9,7 +9,7 @@ from coserve.scheduling.slo import Slo
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
     """How a finished sequence was served. tpot_s: mean over its tokens after the first; None if there was but one. slo:
-    what it was served by: what it asked for, or the tightest that the device can hold.
+    what it was served by. asked_slo: what it asked for, if that was beyond the device.
     """
 
     request: str
@@ -20,11 +20,13 @@ class RequestRecord:
     num_prompt_tokens: int
     num_output_tokens: int
     slo: Slo
+    asked_slo: Slo | None = None
 
     @property
     def attained(self) -> bool:
-        """Whether its SLO was held."""
-        return self.ttft_s <= self.slo.ttft_s and (self.tpot_s is None or self.tpot_s <= self.slo.tpot_s)
+        """Whether the SLO that it asked for was held."""
+        slo = self.asked_slo or self.slo
+        return self.ttft_s <= slo.ttft_s and (self.tpot_s is None or self.tpot_s <= slo.tpot_s)
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -40,6 +42,7 @@ def record_of(request: Request) -> RequestRecord:
         num_prompt_tokens=len(request.prompt),
         num_output_tokens=request.num_output,
         slo=request.slo,
+        asked_slo=request.asked_slo if request.asked_slo != request.slo else None,
     )
 
 
