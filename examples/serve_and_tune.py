@@ -35,9 +35,9 @@ def main() -> None:
         time.sleep(0.1)
         job = client.fine_tuning.jobs.retrieve(job.id)
     assert job.fine_tuned_model, job.error
-    print(f"{num_answers} answers while it learned")
-    print(f"before: {ask(client, base)}")
-    print(f"after:  {ask(client, job.fine_tuned_model)}")
+    print(" ".join(str(f"{num_answers} answers while it learned").split()))
+    print(" ".join(str(f"before: {ask(client, base)}").split()))
+    print(" ".join(str(f"after:  {ask(client, job.fine_tuned_model)}").split()))
 
 
 def ask(client: OpenAI, model: str) -> str:
