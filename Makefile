@@ -10,7 +10,7 @@ endif
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test check lint format hooks clean
+.PHONY: setup demo test fuzz storm check lint format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -25,6 +25,17 @@ demo: setup  ## Serve and fine-tune at once, in three minutes; leaves demo-repor
 
 test: setup  ## Every test that this machine can run, warnings as errors
 	$(PYTEST)
+
+# How many calls in all, give or take; .ci/run makes a few hundred of the same.
+CALLS ?= 10000
+fuzz: setup  ## Call every route with right and wrong values; fails on an answer of 500 or more, or on none
+	COSERVE_FUZZ_CALLS=$(CALLS) $(BIN)/python -m pytest tests/server/test_schema.py
+
+# Minutes of computing, and the seed to begin with; the tests run some seconds of the same.
+MINUTES ?= 10
+SEED ?= 0
+storm: setup  ## Storms of operations and faults, every invariant checked; a failure prints what repeats it
+	PYTHONPATH=tests $(BIN)/python -m storm simulated --minutes $(MINUTES) --first-seed $(SEED)
 
 lint: setup  ## Format, lint and types of the package, tests, scripts and benchmarks
 	$(BIN)/ruff format --check .

@@ -20,7 +20,7 @@ from torch import Tensor
 from coserve.bench.machine import describe, read_bytes_per_s
 from coserve.kernels import find_backend
 from coserve.kernels.cpu.amx import AmxProducts
-from coserve.kernels.cpu.library import compiled_kernels
+from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.cpu.products import left_product
 from coserve.kernels.weights import Int8Weight
 

@@ -1,16 +1,21 @@
-"""Many clients at once, a job always running, for as long as asked: is every request answered, does memory stay flat?
+"""Many clients at once, jobs always running: is every request answered, does memory stay flat, how long does /health
+take meanwhile, and an answer after the engine was killed?
 
-    python benchmarks/soak.py --minutes 10 --clients 64
+    python benchmarks/soak.py --minutes 10 --clients 64 --jobs 1
 
 Starts a server on the built-in model in a directory of its own. Each client streams one chat after another; when a job
-is over, the next begins. The last line is JSON: requests, errors, and resident megabytes of both processes over time.
+is over, the next begins. At the end, without clients, the engine is killed. The last line is JSON: requests, errors,
+seconds of /health, seconds from the kill to the next answer, and resident megabytes of the processes over time.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,22 +28,54 @@ from coserve.workloads.lessons import pirate
 _QUESTIONS = ("What colour is grass?", "What is 3 + 4?", "Write a story about a cat.", "What is the opposite of hot?")
 
 
-def _resident_mb(url: str) -> dict[str, int]:
-    """Of the server's process and its child, the engine's."""
+def _processes(url: str) -> dict[str, int]:
+    """Ids of the server's process, of the one below it that forks engines, and of the engine's."""
     port = url.rsplit(":", 1)[1]
-    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode().split("\0")
             if "up" in words and port in words:
-                server = path.parent
-                children = (server / "task" / server.name / "children").read_text().split()
-                for name, process in (("server", server), *(("engine", Path("/proc") / child) for child in children)):
-                    pages = int((process / "statm").read_text().split()[1])
-                    found[name] = pages * 4096 // 1_000_000
+                server = int(path.parent.name)
+                forks = _child(server)
+                return {"server": server, "forks": forks, "engine": _child(forks)}
         except (OSError, UnicodeDecodeError):
             continue
+    return {}
+
+
+def _child(process: int) -> int:
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split() if process else []
+    return int(children[0]) if children else 0
+
+
+def _resident_mb(url: str) -> dict[str, int]:
+    found = {}
+    for name, process in _processes(url).items():
+        with suppress(OSError):
+            found[name] = int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096 // 1_000_000
     return found
+
+
+async def _health(url: str, until_s: float) -> list[float]:
+    """Seconds of each /health, ten a second, each on a connection of its own, as a supervisor's are."""
+    taken = []
+    while time.monotonic() < until_s:
+        start_s = time.monotonic()
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            (await http.get("/health")).raise_for_status()
+        taken.append(time.monotonic() - start_s)
+        await asyncio.sleep(0.1)
+    return sorted(taken)
+
+
+async def _recovery_s(http: httpx.AsyncClient, url: str) -> float:
+    """Seconds from the engine's death to the first answer."""
+    os.kill(_processes(url)["engine"], signal.SIGKILL)
+    start_s = time.monotonic()
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+    while (await http.post("/v1/completions", json=body)).status_code != 200:
+        await asyncio.sleep(0.05)
+    return time.monotonic() - start_s
 
 
 async def _client(http: httpx.AsyncClient, until_s: float, seed: int, seen: dict[str, int]) -> None:
@@ -59,6 +96,7 @@ async def _client(http: httpx.AsyncClient, until_s: float, seed: int, seen: dict
 
 
 async def _jobs(http: httpx.AsyncClient, file: str, until_s: float, seen: dict[str, int]) -> None:
+    """One after the other."""
     while time.monotonic() < until_s:
         method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 8}}}
         body: dict[str, Any] = {"model": "tiny", "training_file": file, "method": method, "suffix": "soak"}
@@ -69,7 +107,7 @@ async def _jobs(http: httpx.AsyncClient, file: str, until_s: float, seen: dict[s
         seen[f"jobs {job['status']}"] = seen.get(f"jobs {job['status']}", 0) + 1
 
 
-async def _soak(url: str, minutes: float, clients: int) -> dict[str, Any]:
+async def _soak(url: str, minutes: float, clients: int, jobs: int) -> dict[str, Any]:
     seen, memory = {"answered": 0, "failed": 0}, []
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
@@ -79,13 +117,19 @@ async def _soak(url: str, minutes: float, clients: int) -> dict[str, Any]:
         start_s = time.monotonic()
         until_s = start_s + 60 * minutes
         work = [_client(http, until_s, seed, seen) for seed in range(clients)]
-        running = asyncio.gather(*work, _jobs(http, file, until_s, seen))
+        work += [_jobs(http, file, until_s, seen) for _ in range(jobs)]
+        health = asyncio.create_task(_health(url, until_s))
+        running = asyncio.gather(*work, health)
         while not running.done():
             memory.append({"s": round(time.monotonic() - start_s), **_resident_mb(url)})
             print(memory[-1], seen, flush=True)
             await asyncio.wait([running], timeout=15)
         await running
-    return {"minutes": minutes, "clients": clients, **seen, "memory_mb": memory}
+        recovery_s = await _recovery_s(http, url)
+    taken = await health
+    health_s = {name: taken[int(q * (len(taken) - 1))] for name, q in (("p50", 0.5), ("p99", 0.99), ("most", 1.0))}
+    asked = {"minutes": minutes, "clients": clients, "jobs": jobs}
+    return {**asked, **seen, "health_s": health_s, "recovery_s": recovery_s, "memory_mb": memory}
 
 
 def main() -> None:
@@ -93,12 +137,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--jobs", type=int, default=1)
     asked = parser.parse_args()
     with (
         TemporaryDirectory() as home,
         own_server("tiny", "--memory", "256MB", home=Path(home), log=Path(home) / "log") as url,
     ):
-        print(json.dumps(asyncio.run(_soak(url, asked.minutes, asked.clients))))
+        print(json.dumps(asyncio.run(_soak(url, asked.minutes, asked.clients, asked.jobs))))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,21 @@
 
 CoserveError
 ├── GraphError          a graph or an operator rule is inconsistent: a bug in a model family or a PEFT method
+├── PolicyError         a plan that cannot be run: a bug in a policy
 ├── BudgetError         a budget that nothing can meet
 ├── ModelError          a model that cannot be used
 │   ├── UnknownModelError       no such preset, directory or hub id
 │   ├── UnsupportedModelError   a family or a configuration that coserve does not run
 │   └── WeightsError            weights that are missing, extra, misshapen, damaged or of the wrong type
 ├── AdapterError        an adapter that cannot be used with this model
+│   └── AdapterTooLargeError    one that needs more memory than there is for it now
 ├── DataError           training data that cannot be used
 ├── RequestError        a request that cannot be served as it was asked
+├── LimitError          more than a tenant may have, or more than it may have now
 ├── JobError            a fine-tuning job that cannot be run as it was asked, or that is not there
+│   └── JobOverError            the engine does not have the job: it has ended there, or never was
 ├── StoreError          the database of files and jobs cannot be used now
+│   └── DiskFullError           a file or the database cannot be written: there is no room on its disk
 ├── DeviceMemoryError   the device ran out of memory within a step
 ├── DeviceGoneError     the device's process is not there any more
 ├── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
@@ -28,6 +33,10 @@ class CoserveError(Exception):
 
 class GraphError(CoserveError):
     """A graph or an operator rule is inconsistent."""
+
+
+class PolicyError(CoserveError):
+    """A plan that cannot be run; the message names the policy and the item."""
 
 
 class BudgetError(CoserveError):
@@ -54,12 +63,26 @@ class AdapterError(CoserveError):
     """An adapter that cannot be used with this model."""
 
 
+class AdapterTooLargeError(AdapterError):
+    """An adapter that needs more memory than there is for it now; the message gives both in bytes."""
+
+
 class DataError(CoserveError):
     """Training data that cannot be used; the message names lines and reasons."""
 
 
 class RequestError(CoserveError):
     """A request that cannot be served as it was asked."""
+
+
+class LimitError(CoserveError):
+    """More than a tenant may have. what: "requests", "tokens", "jobs" or "files". retry_after_s: when it may be had;
+    None: what was asked for never.
+    """
+
+    def __init__(self, message: str, *, what: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.what, self.retry_after_s = what, retry_after_s
 
 
 class JobError(CoserveError):
@@ -70,8 +93,16 @@ class JobError(CoserveError):
         self.param = param
 
 
+class JobOverError(JobError):
+    """The engine does not have the job: it has ended there, or never was."""
+
+
 class StoreError(CoserveError):
     """The database of files and jobs cannot be opened, read or written now."""
+
+
+class DiskFullError(StoreError):
+    """A file or the database cannot be written, since there is no room on its disk; nothing of it has been kept."""
 
 
 class DeviceMemoryError(CoserveError):

@@ -1,9 +1,90 @@
-"""The directory where coserve keeps what outlives a process: files, jobs, adapters, profiles, compiled kernels."""
+"""The directory where coserve keeps what outlives a process: files, jobs, adapters, profiles, compiled kernels.
 
+It is for one user alone: what clients upload is in there, and code that runs.
+"""
+
+import errno
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_DIRECTORY_MODE, _FILE_MODE = 0o700, 0o600
+_OF_OTHERS, _WRITE_OF_OTHERS = 0o077, 0o022
 
 
 def home_directory(given: str | Path | None = None) -> Path:
     """The one that was given, or else `$COSERVE_HOME`, or else `~/.coserve`; absolute, not necessarily there yet."""
     return Path(given or os.environ.get("COSERVE_HOME") or "~/.coserve").expanduser().absolute()
+
+
+def home_environment(home: Path | None) -> dict[str, str]:
+    """What a process is to have in its environment that keeps its state there (None: where this one does)."""
+    return {} if home is None else {"COSERVE_HOME": str(home)}
+
+
+def share_measurements(home: Path) -> None:
+    """Have another home use, and keep, what was measured of this machine and compiled for it in the usual one."""
+    make_private(home)
+    for name in ("profiles", "kernels"):
+        make_private(home_directory() / name)
+        with suppress(FileExistsError):
+            (home / name).symlink_to(home_directory() / name)
+
+
+def make_private(directory: Path) -> bool:
+    """Have a directory that no other user may enter; returns whether it is so.
+
+    It is made if it is missing, and closed to others if it is this user's. One of another user, one that all share
+    (with the sticky bit, as /tmp has it) and the root of all stay as they are. OSError if it cannot be made.
+    """
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=_DIRECTORY_MODE, exist_ok=True)
+    found = directory.stat()
+    is_shared = bool(found.st_mode & stat.S_ISVTX) or directory.resolve() == Path(directory.anchor)
+    if found.st_uid != os.geteuid() or is_shared:
+        return False
+    if found.st_mode & _OF_OTHERS:
+        directory.chmod(_DIRECTORY_MODE)
+    return True
+
+
+def closed_mode(mode: int) -> int:
+    """Permissions, without those of other users."""
+    return stat.S_IMODE(mode) & ~_OF_OTHERS
+
+
+def close_files(directory: Path) -> None:
+    """Close this user's files in a directory (not in those below it) to others: an older version left them open."""
+    for path in directory.iterdir():
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_mode & _OF_OTHERS:
+            path.chmod(_FILE_MODE)
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Whatever this process, and those that it starts, make meanwhile, no other user may read."""
+    before = os.umask(_OF_OTHERS)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether a file could not be written since its disk, or this user's part of it, has no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether nobody but this user, and the system's own, can have written a file, or put it where it is: then what is
+    in it may be run. OSError if it is not there.
+    """
+    file, directory = path.stat(), path.resolve().parent.stat()
+    is_ours = {file.st_uid, directory.st_uid} <= {os.geteuid(), 0}
+    # With the sticky bit, nobody takes away what is another's.
+    is_closed = not directory.st_mode & _WRITE_OF_OTHERS or directory.st_mode & stat.S_ISVTX
+    return is_ours and bool(is_closed) and not file.st_mode & _WRITE_OF_OTHERS

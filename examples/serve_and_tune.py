@@ -35,13 +35,13 @@ def main() -> None:
         time.sleep(0.1)
         job = client.fine_tuning.jobs.retrieve(job.id)
     assert job.fine_tuned_model, job.error
-    print(" ".join(str(f"{num_answers} answers while it learned").split()))
-    print(" ".join(str(f"before: {ask(client, base)}").split()))
-    print(" ".join(str(f"after:  {ask(client, job.fine_tuned_model)}").split()))
+    print(f"{num_answers} answers while it learned")
+    print(f"before: {ask(client, base)}")
+    print(f"after:  {ask(client, job.fine_tuned_model)}")
 
 
 def ask(client: OpenAI, model: str) -> str:
-    """The model's answer to one question."""
+    """The model's answer to one question, on one line."""
     answer = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": "What colour is snow?"}],
@@ -49,7 +49,7 @@ def ask(client: OpenAI, model: str) -> str:
         temperature=0,
         extra_body={"slo": {"ttft_ms": 500, "tpot_ms": 50}},
     )
-    return answer.choices[0].message.content or ""
+    return " ".join((answer.choices[0].message.content or "").split())
 
 
 if __name__ == "__main__":

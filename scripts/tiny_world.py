@@ -639,7 +639,7 @@ _ENDS = (
 
 
 def story(rng: Random, subject: str, *, parts: int) -> str:
-    """A story about someone, such as "a cat" or "a girl called Mia", with so many things that happen in it."""
+    """A story about someone, such as "a cat" or "a girl called Mia", with this many things that happen in it."""
     animal = subject.startswith(("a ", "an ")) and " called " not in subject
     name = rng.choice(_NAMES) if animal else subject.split()[-1]
     friend = rng.choice([one for one in ANIMALS if one.name not in subject])
@@ -833,7 +833,7 @@ def conversation(rng: Random) -> Messages:
 
 
 def plain_text(rng: Random) -> str:
-    """Sentences without a conversation, as a text to go on with."""
+    """Sentences without a conversation, as a text to continue with."""
     if rng.random() < 0.25:
         return story(rng, with_article(rng.choice(ANIMALS).name), parts=1)
     kinds = (colours, animals, opposites, sums, order)

@@ -36,7 +36,7 @@ TEMPLATE = (
 )
 VOCABULARY = 1280
 PLAIN_SHARE = 0.05
-# Conversations are padded to one of these lengths, and a batch holds as many as make up about so many tokens: few
+# Conversations are padded to one of these lengths, and a batch holds as many as make up about this many tokens: few
 # shapes, each compiled once.
 LENGTHS = (24, 40, 72, 160, 448)
 BATCH_TOKENS = 2048
@@ -191,7 +191,7 @@ class MasteredWeights:
 
 
 def train(model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], *, steps: int, compiled: bool) -> None:
-    """Train on so many batches; prints the mean loss as it goes."""
+    """Train on this many batches; prints the mean loss as it goes."""
     weights = MasteredWeights(model)
     hidden_of = torch.compile(model.model, dynamic=False) if compiled else model.model
     start, shown, num_tokens = time.monotonic(), [], 0

@@ -1,24 +1,50 @@
 """Models in these tests are tiny: on one thread they run several times faster, and as many tests as cores can run
 beside each other."""
 
+import atexit
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 
 import pytest
 from hypothesis import settings
+from postgres import Postgres, postgres_server
 
 # The same examples every time; HYPOTHESIS_PROFILE=explore looks for new ones.
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-# What is measured of devices is kept on disk: not where the user has it.
-os.environ["COSERVE_HOME"] = mkdtemp(prefix="coserve-home-")
+# What is measured of devices and compiled is kept on disk: not where the user has it, and once for all workers.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["COSERVE_HOME"] = mkdtemp(prefix="coserve-home-")
+    atexit.register(rmtree, os.environ["COSERVE_HOME"], ignore_errors=True)
+    # Compiled kernels have a name that says what they were made of: those of the last run serve again.
+    KERNELS = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
+    KERNELS.mkdir(parents=True, exist_ok=True)
+    (Path(os.environ["COSERVE_HOME"]) / "kernels").symlink_to(KERNELS)
 # Commands print into pipes here, as wide as they do there; not as wide as the terminal that the tests run in.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of an empty one, of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/coserve.db"
+    server: Postgres = request.getfixturevalue("postgres")
+    return server.new_database()
+
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

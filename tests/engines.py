@@ -1,7 +1,6 @@
 """Engines on the tiny models of `support`, whose plans do not depend on how fast this machine is."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -20,8 +19,8 @@ from coserve.devices.messages import (
     CloseRequest,
     Command,
     DropVersion,
-    LoadAdapter,
     OpenRequest,
+    OpenVersion,
     PublishVersion,
     Reply,
     RequestRows,
@@ -35,10 +34,7 @@ from coserve.engine.core import EngineCore, Event
 from coserve.engine.engine import Engine
 from coserve.engine.request import Chunk
 from coserve.memory.paged_kv import kv_page_bytes
-from coserve.scheduling import LatencyModel, Plan, PlannedLoss, PlannedRows, PlannedTasklets, View
-from coserve.scheduling.memory import MemoryPlan
-from coserve.scheduling.plan import RowKind
-from coserve.scheduling.policies import Policy
+from coserve.scheduling import LatencyModel
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning.examples import Example
 
@@ -120,26 +116,39 @@ class WatchedDevice:
 
     def _note(self, command: Command) -> None:
         self.commands.append(command)
-        if isinstance(command, PublishVersion | LoadAdapter):
+        if isinstance(command, PublishVersion | OpenVersion):
             self.versions.add(command.version)
         elif isinstance(command, DropVersion):
-            self.versions.remove(command.version)
+            self.versions.discard(command.version)  # no error if an interrupted command had not made it
         elif isinstance(command, OpenRequest | CloseRequest):
             self._new_pages.pop(command.request, None)
 
 
 def make_engine(
-    name: str = "llama", *, num_pages: int = 600, hardware: Hardware = FAST, tokenizer: Any = None, **settings: Any
+    name: str = "llama",
+    *,
+    dtype: str = "float32",
+    kernels: str | None = None,
+    num_pages: int = 600,
+    hardware: Hardware = FAST,
+    tokenizer: Any = None,
+    **settings: Any,
 ) -> Engine:
-    """An engine on `support.make_backbone(name)`; settings: of EngineConfig, and `end_tokens`."""
-    backbone = make_backbone(name)
+    """An engine on `support.make_backbone(name, dtype, kernels)`; settings: of EngineConfig, and `end_tokens`."""
+    backbone = make_backbone(name, dtype, kernels)
     end_tokens = settings.pop("end_tokens", ())
     block = settings.setdefault("block_tokens", BLOCK)
     settings.setdefault("tpot_s", 1.0)
     memory_bytes = num_pages * kv_page_bytes(backbone, block)
     latency = FixedLatency(_profile(name, hardware))
     config = EngineConfig(memory_bytes=memory_bytes, **settings)
-    device = torch_device(backbone, memory_bytes=memory_bytes, block_tokens=block, profile=latency.profile)
+    device = torch_device(
+        backbone,
+        memory_bytes=memory_bytes,
+        block_tokens=block,
+        profile=latency.profile,
+        deterministic=config.deterministic,
+    )
     watched = WatchedDevice(device, TickingClock())
     return Engine(watched, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
 
@@ -148,68 +157,6 @@ def watched(engine: EngineCore) -> WatchedDevice:
     """The device of an engine that `make_engine` made."""
     assert isinstance(engine.device, WatchedDevice)
     return engine.device
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedBy(Policy):
-    """Whatever a function says."""
-
-    summary = "for tests"
-    function: Callable[[View, LatencyModel], Plan] = field(metadata={"help": "", "least": 0.0, "most": 0.0})
-
-    def plan(self, view: View, latency: LatencyModel) -> Plan:
-        return self.function(view, latency)
-
-    def __post_init__(self) -> None:
-        """A function is no setting."""
-
-
-def random_policy(seed: int) -> Policy:
-    """Any plan that the engine could be given: some of the requests, in chunks, and any pieces of jobs."""
-    rng = Random(seed)
-
-    def plan(view: View, latency: LatencyModel) -> Plan:
-        memory = MemoryPlan(view)
-        memory.grow()
-        memory.admit_waiting()
-        memory.begin_packs()
-        rows, losses, tasklets, updates, room = [], [], [], [], view.max_rows
-        for request in memory.requests:
-            num_rows = min(room, request.num_rows, rng.choice((1, 2, 3, 5, 8, 1000)))
-            if num_rows and rng.random() < 0.9:
-                kind: RowKind = "decode" if request.num_rows == 1 else "prefill"
-                rows.append(PlannedRows(request.id, kind, request.num_past, num_rows))
-                room -= num_rows
-        for job in memory.jobs:
-            if rng.random() < 0.2:
-                continue
-            if job.phase == "update":
-                updates.append(job.id)
-            elif job.phase == "loss":
-                losses.append(PlannedLoss(job.id, rng.choice((2, 7, 20, 1000))))
-            elif job.phase == "backward":
-                tasklets.append(PlannedTasklets(job.id, *_some_tasklets(rng, job.num_rows_left, job.num_parts_left)))
-            elif num_rows := min(room, job.num_rows_left, rng.choice((1, 3, 7, 20, 1000))):
-                rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, num_rows))
-                room -= num_rows
-        return Plan(
-            preempt=tuple(memory.preempt),
-            drop=tuple(memory.drop),
-            admit=tuple(memory.admit),
-            begin=tuple(memory.begin),
-            rows=tuple(rows),
-            losses=tuple(losses),
-            tasklets=tuple(tasklets),
-            updates=tuple(updates),
-        )
-
-    return PlannedBy(function=plan)
-
-
-def _some_tasklets(rng: Random, num_rows_left: int, num_parts_left: int) -> tuple[int, int]:
-    """Rows and number of tasklets, of which there are at least so many."""
-    num_rows = rng.choice((2, 5, 11, 1000))
-    return num_rows, rng.randint(1, -(-num_rows_left // num_rows) + num_parts_left - 1)
 
 
 def prompts_of(lengths: Iterable[int], seed: int = 0) -> list[list[int]]:

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from engines import make_engine, random_policy, word_tokenizer
+from engines import make_engine, word_tokenizer
+from random_plans import random_policy
 from support import make_backbone
 
 import coserve.errors
@@ -35,7 +36,7 @@ class EngineThread:
     """One life of an engine. Implements `JobEngine`."""
 
     def __init__(self, listener: JobManager, *, seed: int = 0, most_steps: int | None = None) -> None:
-        """most_steps: it dies after so many."""
+        """most_steps: it dies after this many."""
         self._listener, self._loop = listener, asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls: dict[int, asyncio.Future[None]] = {}
@@ -47,8 +48,8 @@ class EngineThread:
         self._thread.start()
         listener.engine_ready()
 
-    def kill(self, *, tell: bool = True) -> None:
-        """It says nothing any more. tell: the manager that it has died."""
+    def kill(self, *, tell: bool = True, under_way: tuple[str, ...] | None = ()) -> None:
+        """It says nothing any more. tell: the manager that it has died; under_way: of these jobs, if of any."""
         if self.is_alive:
             self.is_alive = False
             self._commands.put(None)
@@ -56,7 +57,7 @@ class EngineThread:
                 if not call.done():
                     call.set_exception(EngineGoneError("the engine has died"))
             if tell:
-                self._listener.engine_gone()
+                self._listener.engine_gone(under_way)
 
     def join(self) -> None:
         self._thread.join(LIMIT_S)
@@ -158,12 +159,18 @@ class Link:
 class World:
     """A server's jobs, without the server."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, database: str | None = None, **manager: Any) -> None:
+        """manager: settings of the `JobManager`."""
         self.home, self.link = home, Link()
-        self.store = Store.at(home)
+        self.store = Store.at(home, database)
         self.files = Files(self.store, home / "files")
         self.manager = JobManager(
-            store=self.store, files=self.files, directory=home / "jobs", engine=self.link, model=base_model()
+            store=self.store,
+            files=self.files,
+            directory=home / "jobs",
+            engine=self.link,
+            model=base_model(),
+            **manager,
         )
 
     def live(self, **settings: Any) -> EngineThread:
@@ -179,6 +186,10 @@ class World:
 
     async def create(self, content: bytes, *, tenant: str = TENANT, **named: Any) -> JobRecord:
         """A job on this data; named: of `job_settings` and `JobManager.create`."""
+        return await self.create_from(await asyncio.to_thread(self.upload, content, tenant), tenant=tenant, **named)
+
+    async def create_from(self, file: str, *, tenant: str = TENANT, **named: Any) -> JobRecord:
+        """A job on a file."""
         settings = {
             "hyperparameters": named.pop("hyperparameters", {}),
             "extension": named.pop("extension", {}),
@@ -187,7 +198,6 @@ class World:
         start = named.pop("start", None)
         made = job_settings(**settings, architecture=base_model().architecture, is_fresh=start is None)
         given = {"model": "small", "validation_file": None, "suffix": None, "metadata": None, "start": start} | named
-        file = await asyncio.to_thread(self.upload, content, tenant)
         return await self.manager.create(tenant, training_file=file, settings=made, **given)
 
     def job(self, id: str, tenant: str = TENANT) -> JobRecord:
@@ -233,9 +243,16 @@ def base_model() -> BaseModel:
 
 
 @asynccontextmanager
-async def world(home: Path, *, alive: bool = True, **settings: Any) -> Any:
-    """A manager, and an engine if it is alive; all ends with it."""
-    made = World(home)
+async def world(
+    home: Path,
+    *,
+    alive: bool = True,
+    database: str | None = None,
+    manager: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """A manager, and an engine if it is alive; all ends with it. database: SQLite in the home by default."""
+    made = World(home, database, **(manager or {}))
     await made.manager.start()
     if alive:
         made.live(**settings)

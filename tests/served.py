@@ -6,7 +6,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +16,15 @@ from typing import Any
 
 import httpx
 import torch
+from forked import ForkedCommand
 from openai import OpenAI
 from peft import LoraConfig, get_peft_model
 from support import random_weights_
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from coserve.home import share_measurements
+from coserve.server.keys import digest_of
 
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -77,42 +80,45 @@ def model_directory() -> Path:
     return directory
 
 
+def _child_of(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    assert len(children) == 1, children
+    return int(children[0])
+
+
 class Served:
     """A server in a process of its own."""
 
-    def __init__(self, *options: str, home: Path | None = None, model: str | None = None) -> None:
+    def __init__(
+        self,
+        *options: str,
+        home: Path | None = None,
+        model: str | None = None,
+        max_files: int | None = None,
+        before: str = "",
+    ) -> None:
+        """max_files: that the server's process may have open. before: Python that it runs first."""
         self._clients: dict[str, OpenAI] = {}
         self.home = home or Path(mkdtemp(prefix="coserve-home-"))
-        # What is measured of this machine and compiled for it is made once for all servers of a test run.
-        for name in ("profiles", "kernels"):
-            shared = Path(os.environ["COSERVE_HOME"]) / name
-            shared.mkdir(exist_ok=True)
-            if not (self.home / name).exists():
-                (self.home / name).symlink_to(shared)
-        # Of its own, so that a test sees what this server leaves behind, and no other one's.
+        share_measurements(self.home)
+        # Of its own, so that a test sees what this server leaves over, and no other one's.
         self.temporary = Path(mkdtemp(prefix="coserve-tmp-"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TMPDIR": str(self.temporary)}
-        root = str(Path(__file__).parents[1])
-        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log = self.home / "server.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "coserve", "up", model or str(model_directory()), "--port", "0"),
-                    *("--dtype", "float32", "--memory", "16MB", "--home", str(self.home), *options),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                text=True,
-            )
+        self.process = ForkedCommand(
+            *("up", model or str(model_directory()), "--port", "0"),
+            *("--dtype", "float32", "--memory", "16MB", "--home", str(self.home), *options),
+            environment=environment,
+            stderr=self.log,
+            max_files=max_files,
+            before=before,
+        )
         self.start_line = self._first_line()
-        found = re.search(r"(http://\S+)/v1", self.start_line)
+        found = re.search(r"(https?://\S+)/v1", self.start_line)
         assert found, self.start_line
         self.url = found[1]
 
     def _first_line(self) -> str:
-        assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], START_S)
         line = self.process.stdout.readline() if ready else ""
         if not line:
@@ -132,11 +138,13 @@ class Served:
     def post(self, path: str, **settings: Any) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", timeout=60, **settings)
 
+    def fork_server_pid(self) -> int:
+        """Of the process that forks engines."""
+        return _child_of(self.process.pid)
+
     def engine_pid(self) -> int:
         """Of the engine's process."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1, children
-        return int(children[0])
+        return _child_of(self.fork_server_pid())
 
     def wait_until(self, question: Any, *, limit_s: float = 60.0) -> Any:
         """Ask until the answer is true; what it is."""
@@ -157,10 +165,8 @@ class Served:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 raise
-        self.process.wait()
-        assert self.process.stdout is not None
         self.process.stdout.close()
-        return self.process.returncode
+        return self.process.wait()
 
 
 @contextmanager
@@ -171,6 +177,14 @@ def serving(*options: str, **settings: Any) -> Iterator[Served]:
         yield served
     finally:
         served.stop()
+
+
+def keys_file(directory: Path, text: str, **keys: str) -> Path:
+    """For `--api-keys-file`: keys by tenant, and more text."""
+    path = directory / "keys.toml"
+    lines = [f'"{digest_of(key)}" = "{tenant}"' for tenant, key in keys.items()]
+    path.write_text("\n".join(["[keys]", *lines, text]))
+    return path
 
 
 def is_alive(pid: int) -> bool:

@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -124,9 +125,9 @@ def model_directory(name: str = "llama", dtype: torch.dtype = torch.float32) -> 
 
 
 @cache
-def make_backbone(name: str = "llama", dtype: str = "float32") -> Backbone:
+def make_backbone(name: str = "llama", dtype: str = "float32", kernels: str | None = None) -> Backbone:
     """The same model, loaded by coserve from its directory."""
-    return load_backbone(str(model_directory(name)), dtype=dtype)
+    return load_backbone(str(model_directory(name)), dtype=dtype, kernels=kernels)
 
 
 def peft_twin(name: str = "llama", *, seed: int = 0, **lora: Any) -> tuple[PeftModel, Adapter]:
@@ -225,3 +226,17 @@ def worst_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
         float((ours[name].double() - theirs[name].double()).norm()) / (norm if norm > 1e-6 * largest else largest)
         for name, norm in norms.items()
     )
+
+
+class RaisingMode(TorchFunctionMode):
+    """The n-th call of PyTorch from now on raises this error: memory that runs out, or a user who interrupts."""
+
+    def __init__(self, error: BaseException, num_calls: int) -> None:
+        super().__init__()
+        self._error, self.num_left = error, num_calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_left -= 1
+        if self.num_left == 0:
+            raise self._error
+        return func(*args, **(kwargs or {}))

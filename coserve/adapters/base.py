@@ -20,7 +20,9 @@ the site's input, y: the site's output before the sum):
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, ClassVar, Self
 
 import torch
@@ -85,6 +87,43 @@ class AdapterConfig(ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterLayout:
+    """What an adapter's tensors are, before there are any.
+
+    sites: full module name -> (part, node). shapes, local_names: full parameter name -> its shape, and its name in the
+    bypass.
+    """
+
+    sites: dict[str, tuple[Part, str]]
+    shapes: dict[str, tuple[int, ...]]
+    local_names: dict[str, str]
+
+    @classmethod
+    def of(cls, config: AdapterConfig, architecture: Architecture, *, every_target: bool = True) -> Self:
+        """Of a method on a model; AdapterError if it fits nowhere. every_target: see `AdapterConfig.sites`."""
+        sites = config.sites(architecture, every_target=every_target)
+        found = [
+            (f"{module}.{tensor.name}", tensor)
+            for module, (part, node) in sites.items()
+            for tensor in _bypass_at(config, architecture, module, part, node).graph.with_kind("parameter")
+        ]
+        return cls(
+            sites=sites,
+            shapes={name: tensor.shape for name, tensor in found},
+            local_names={name: tensor.name for name, tensor in found},
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(prod(shape) for shape in self.shapes.values())
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest tensor."""
+        return max(self.shapes, key=lambda name: prod(self.shapes[name]), default="")
+
+
 class Adapter:
     """The parameters of one method on one backbone: float32 masters, and a compute copy in the backbone's dtype.
 
@@ -99,22 +138,22 @@ class Adapter:
         """
         self.backbone = backbone
         self.config = config
-        self.sites = config.sites(backbone.architecture, every_target=every_target)
+        layout = AdapterLayout.of(config, backbone.architecture, every_target=every_target)
+        self.sites, self.local_names = layout.sites, layout.local_names
         generator = torch.Generator().manual_seed(seed)
         self.masters: dict[str, Tensor] = {}
-        self.local_names: dict[str, str] = {}  # full parameter name -> its name in the bypass
         self._compute: dict[Part, dict[str, Tensor]] = {}
-        for module, (part, _) in self.sites.items():
+        modules = {f"{module}.": part for module, (part, _) in self.sites.items()}
+        for name, shape in layout.shapes.items():
+            local = self.local_names[name]
+            if backbone.device.type == "meta":
+                value = torch.empty(shape, device="meta")
+            else:
+                value = config.initial(local, shape, generator).to(backbone.device)
+            self.masters[name] = value
+            part = modules[name.removesuffix(local)]
             prefix = backbone.architecture.prefix(part)
-            for tensor in self._bypass(module, training=False).graph.with_kind("parameter"):
-                if backbone.device.type == "meta":
-                    value = torch.empty(tensor.shape, device="meta")
-                else:
-                    value = config.initial(tensor.name, tensor.shape, generator).to(backbone.device)
-                self.masters[f"{module}.{tensor.name}"] = value
-                self.local_names[f"{module}.{tensor.name}"] = tensor.name
-                compute = self._compute.setdefault(part, {})
-                compute[f"{module}.{tensor.name}".removeprefix(prefix)] = value.to(backbone.dtype)
+            self._compute.setdefault(part, {})[name.removeprefix(prefix)] = value.to(backbone.dtype)
 
     @property
     def num_parameters(self) -> int:
@@ -199,9 +238,14 @@ class Adapter:
         }
 
     def _bypass(self, module: str, *, training: bool) -> Bypass:
-        part, node = self.sites[module]
-        graph = self.backbone.architecture.graphs[part]
-        specs: dict[str, TensorSpec] = graph.slot_specs(graph.node[node])
-        first, output = (specs[slots[0]].shape for slots in (graph.node[node].inputs[0], graph.node[node].outputs[0]))
-        inputs, outputs = first[-1] if first else 0, output[-1]
-        return self.config.bypass(module, inputs, outputs, training=training)
+        return _bypass_at(self.config, self.backbone.architecture, module, *self.sites[module], training=training)
+
+
+def _bypass_at(
+    config: AdapterConfig, architecture: Architecture, module: str, part: Part, node: str, *, training: bool = False
+) -> Bypass:
+    graph = architecture.graphs[part]
+    specs: dict[str, TensorSpec] = graph.slot_specs(graph.node[node])
+    first, output = (specs[slots[0]].shape for slots in (graph.node[node].inputs[0], graph.node[node].outputs[0]))
+    inputs, outputs = first[-1] if first else 0, output[-1]
+    return config.bypass(module, inputs, outputs, training=training)

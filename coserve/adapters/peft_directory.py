@@ -1,20 +1,30 @@
-"""Adapters in PEFT's directory format (adapter_config.json, adapter_model.safetensors), both ways exact."""
+"""Adapters in PEFT's directory format (adapter_config.json, adapter_model.safetensors), both ways exact.
+
+Nothing is taken of memory before what a directory would take is known: the config and the shapes of
+all tensors are read first, and held against the model.
+"""
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from coserve.adapters.base import Adapter, AdapterConfig
+from coserve.adapters.base import Adapter, AdapterConfig, AdapterLayout
 from coserve.adapters.methods import method, method_names
+from coserve.adapters.tensor_files import TensorFile, open_tensors, write_tensors
+from coserve.adapters.whole_files import read_small_file, replace_file
 from coserve.errors import AdapterError
 from coserve.kernels.weights import as_weight
 from coserve.models.backbone import Backbone
+from coserve.settings import shown
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MOST_CONFIG_BYTES = 4 << 20
+# Asked, with what is to be loaded, before memory is taken: a context that lasts until it is, or an error.
+Taking = Callable[[str, AdapterLayout], AbstractContextManager[None]]
 _PREFIX = "base_model.model."
 
 
@@ -31,37 +41,41 @@ def save_adapter(adapter: Adapter, directory: str | Path) -> None:
     fields = {**adapter.config.to_peft(), "base_model_name_or_path": adapter.backbone.name}
     tensors = {_PREFIX + name: tensor.contiguous().cpu() for name, tensor in _peft_values(adapter).items()}
     write_tensors(directory / _WEIGHTS, tensors)
-    _replace(directory / _CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
+    replace_file(directory / _CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
 
 
-def load_adapter(backbone: Backbone, directory: str | Path) -> Adapter:
+def load_adapter(
+    backbone: Backbone, directory: str | Path, *, taking: Taking = lambda what, layout: nullcontext()
+) -> Adapter:
     """Read an adapter for this backbone.
+
+    Args:
+        taking: decides, before memory is taken, whether there is enough.
 
     Raises:
         AdapterError: files are missing or damaged, the method or a setting is not supported, or the adapter was made
-        for another model.
+        for another model; AdapterTooLargeError: as `taking` raises it.
     """
     directory = Path(directory)
     config = read_config(directory)
-    adapter = Adapter(backbone, config, every_target=False)
-    tensors = _without_base_layers(read_tensors(directory / _WEIGHTS), adapter, directory)
-    expected = {_PREFIX + name: value for name, value in _peft_values(adapter).items()}
-    if missing := [name for name in expected if name not in tensors]:
-        raise AdapterError(f"{directory} lacks {_first(missing)}; it was made for another model or with other targets")
-    if unknown := [name for name in tensors if name not in expected]:
-        raise AdapterError(f"{directory} holds {_first(unknown)}, which {backbone.name} has no place for")
-    for name, value in expected.items():
-        if tensors[name].shape != value.shape:
-            raise AdapterError(
-                f"{directory}: {name} has shape {list(tensors[name].shape)}, {backbone.name} needs "
-                f"{list(value.shape)}; it was made for another model, or r is another"
-            )
-        if not tensors[name].is_floating_point():
-            raise AdapterError(f"{directory}: {name} is {tensors[name].dtype}; adapters must be of a float type")
-        name = name.removeprefix(_PREFIX)
-        adapter.masters[name].copy_(config.from_peft_value(adapter.local_names[name], tensors[_PREFIX + name]))
-    adapter.sync_compute_copy()
+    layout = AdapterLayout.of(config, backbone.architecture, every_target=False)
+    with open_tensors(directory / _WEIGHTS) as file:
+        extra = _check_tensors(file, config, layout, backbone, directory)
+        with taking(str(directory), layout):
+            for name, module in extra.items():
+                _check_base_layer(file.read(name), module, layout, backbone, directory)
+            adapter = Adapter(backbone, config, every_target=False)
+            for name, master in adapter.masters.items():
+                master.copy_(config.from_peft_value(adapter.local_names[name], file.read(_PREFIX + name)))
+            adapter.sync_compute_copy()
     return adapter
+
+
+def check_directory(directory: str | Path) -> None:
+    """AdapterError if there is no adapter, or it cannot be read, as far as that is seen without its tensors."""
+    read_config(Path(directory))
+    with open_tensors(Path(directory) / _WEIGHTS):
+        pass
 
 
 def _peft_values(adapter: Adapter) -> dict[str, torch.Tensor]:
@@ -73,12 +87,15 @@ def _peft_values(adapter: Adapter) -> dict[str, torch.Tensor]:
 def read_config(directory: Path) -> AdapterConfig:
     """The configuration alone; AdapterError as in `load_adapter`."""
     path = directory / _CONFIG
-    if not path.is_file():
+    content = read_small_file(path, _MOST_CONFIG_BYTES)
+    if content is None:
         raise AdapterError(f"{path.parent} has no {_CONFIG}; give a directory written by PEFT's save_pretrained")
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(content)
     except ValueError as error:
         raise AdapterError(f"{path} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise AdapterError(f"{path} is nested too deeply to be a configuration of PEFT's") from None
     try:
         return adapter_config(fields)
     except AdapterError as error:
@@ -92,62 +109,71 @@ def adapter_config(fields: Any) -> AdapterConfig:
         if kind == method(name).peft_type:
             return method(name).from_peft(fields)
     known = ", ".join(method(name).peft_type for name in method_names())
-    raise AdapterError(f"peft_type {kind!r} is not supported; supported: {known}")
+    raise AdapterError(f"peft_type {shown(kind)} is not supported; supported: {known}")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file, whole or not at all."""
-    from safetensors.torch import save
+def _check_tensors(
+    file: TensorFile, config: AdapterConfig, layout: AdapterLayout, backbone: Backbone, directory: Path
+) -> dict[str, str]:
+    """AdapterError unless the tensors are those of the config on this backbone, by their names and shapes.
 
-    _replace(path, save({name: tensor.cpu() for name, tensor in tensors.items()}, metadata={"format": "pt"}))
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The inverse; AdapterError if the file is missing or damaged."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not path.is_file():
-        raise AdapterError(f"{path.parent} has no {path.name}; save the adapter with safetensors")
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{path} is damaged or cut short ({error}); fetch it again") from None
-
-
-def _without_base_layers(
-    tensors: dict[str, torch.Tensor], adapter: Adapter, directory: Path
-) -> dict[str, torch.Tensor]:
-    """Drop the copy of an output layer's own weights that PEFT writes beside an adapter on it; they must be the
-    backbone's.
+    Returns, by their names, the modules of which PEFT has written the model's own weights beside an adapter on them.
     """
-    kept = {}
-    for name, tensor in tensors.items():
-        module = name.removeprefix(_PREFIX).removesuffix(".base_layer.weight")
-        if not name.endswith(".base_layer.weight") or module not in adapter.sites:
-            kept[name] = tensor
-            continue
-        part, node = adapter.sites[module]
-        weight = as_weight(adapter.backbone.weights[part][f"{node}.weight"])
-        own = weight.dense()
-        # Both may have been rounded on their way here: to bfloat16, at worst, or quantised.
-        atol = 1e-6 + weight.max_rounding
-        if tensor.shape != own.shape or not torch.allclose(tensor.to(own).float(), own.float(), rtol=2**-7, atol=atol):
+    headers = file.headers
+    expected = {_PREFIX + name: _peft_shape(config, layout, name) for name in layout.shapes}
+    extra = {name: module for name in headers if (module := _base_layer(name)) in layout.sites}
+    if missing := [name for name in expected if name not in headers]:
+        raise AdapterError(f"{directory} lacks {_first(missing)}; it was made for another model or with other targets")
+    if unknown := [name for name in headers if name not in expected and name not in extra]:
+        raise AdapterError(f"{directory} holds {_first(unknown)}, which {backbone.name} has no place for")
+    for name, shape in expected.items():
+        header = headers[name]
+        if header.shape != shape:
             raise AdapterError(
-                f"{directory} comes with other weights for {module} than {adapter.backbone.name} has; "
-                "it was made for another model"
+                f"{directory}: {name} has shape {list(header.shape)}, {backbone.name} needs "
+                f"{list(shape)}; it was made for another model, or r is another"
             )
-    return kept
+        if not header.is_floating_point:
+            raise AdapterError(f"{directory}: {name} is {header.dtype}; adapters must be of a float type")
+    for name, module in extra.items():
+        if headers[name].shape != _own_weight(module, layout, backbone).shape:
+            raise _other_weights(module, backbone, directory)
+    return extra
 
 
-def _replace(path: Path, content: bytes) -> None:
-    part = path.with_suffix(path.suffix + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+def _peft_shape(config: AdapterConfig, layout: AdapterLayout, name: str) -> tuple[int, ...]:
+    """A parameter's as PEFT's files have it."""
+    value = torch.empty(layout.shapes[name], device="meta")
+    return tuple(config.to_peft_value(layout.local_names[name], value).shape)
+
+
+def _base_layer(name: str) -> str:
+    """The module whose own weights a tensor is a copy of, if it is."""
+    return name.removeprefix(_PREFIX).removesuffix(".base_layer.weight") if name.endswith(".base_layer.weight") else ""
+
+
+def _own_weight(module: str, layout: AdapterLayout, backbone: Backbone) -> Any:
+    part, node = layout.sites[module]
+    return as_weight(backbone.weights[part][f"{node}.weight"])
+
+
+def _check_base_layer(
+    tensor: torch.Tensor, module: str, layout: AdapterLayout, backbone: Backbone, directory: Path
+) -> None:
+    """The copy of an output layer's own weights that PEFT writes beside an adapter on it must be the backbone's."""
+    weight = _own_weight(module, layout, backbone)
+    own = weight.dense()
+    # Both may have been rounded on their way here: to bfloat16, at worst, or quantised.
+    atol = 1e-6 + weight.max_rounding
+    if not torch.allclose(tensor.to(own).float(), own.float(), rtol=2**-7, atol=atol):
+        raise _other_weights(module, backbone, directory)
+
+
+def _other_weights(module: str, backbone: Backbone, directory: Path) -> AdapterError:
+    return AdapterError(
+        f"{directory} comes with other weights for {module} than {backbone.name} has; it was made for another model"
+    )
 
 
 def _first(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    return shown(names[0])[1:-1] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -4,17 +4,21 @@ Source: the meaning of `target_modules`, `exclude_modules`, `layers_to_transform
 and `alpha_pattern` in https://huggingface.co/docs/peft/package_reference/lora.
 """
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
+from coserve.adapters.patterns import check_sizes, compile_pattern
 from coserve.errors import AdapterError
 from coserve.models.base import Architecture, Part
+from coserve.settings import MOST_WHOLE, is_whole, shown
 
 ALL_LINEAR = "all-linear"
 _OUTPUT_LAYER = "lm_head"
-_Value = TypeVar("_Value")
+# Targets that match nothing, in a message.
+_MOST_NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +38,13 @@ class Targets:
     layers_pattern: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for setting, value in (("target_modules", self.modules), ("exclude_modules", self.exclude)):
+        named = (("target_modules", self.modules), ("exclude_modules", self.exclude))
+        for setting, value in (*named, ("layers_pattern", self.layers_pattern or "")):
             _check_strings(setting, value)
-            if isinstance(value, str):
-                check_pattern(setting, value)
-        if self.layers_pattern is not None:
-            _check_strings("layers_pattern", self.layers_pattern)
-        if not all(isinstance(layer, int) for layer in self._layers):
-            raise ValueError(f"layers_to_transform must be whole numbers, not {self.layers!r}")
-        for pattern in self._layers_patterns:
-            check_pattern("layers_pattern", pattern)
+        if not isinstance(self._layers, tuple) or not all(is_whole(layer, 0, MOST_WHOLE) for layer in self._layers):
+            raise ValueError(f"layers_to_transform must be whole numbers, not {shown(self.layers)}")
+        check_sizes("layers_to_transform", map(str, self._layers))
+        self._included, self._excluded, self._blocks  # noqa: B018 (they check themselves)
         if not self.modules:
             raise ValueError("target_modules is empty; name at least one module, or all-linear")
         if isinstance(self.modules, str) and self._layers:
@@ -62,13 +63,14 @@ class Targets:
         linear = architecture.linear_sites
         found = {module: site for module, site in linear.items() if self._matches(module)}
         listed = () if isinstance(self.modules, str) else self.modules
-        names = [name for name in listed if not any(_ends_with(module, (name,)) for module in linear)]
+        known = {end for module in linear for end in _ends(module)}
+        names = [name for name in listed if name not in known]
         if not found or (names and every_target):
             raise AdapterError(self._nothing_matches(architecture, names))
         return found
 
-    def _nothing_matches(self, architecture: Architecture, names: Collection[str]) -> str:
-        wrong = ", ".join(repr(name) for name in names) or repr(self.modules)
+    def _nothing_matches(self, architecture: Architecture, names: Sequence[str]) -> str:
+        wrong = ", ".join(shown(name) for name in names[:_MOST_NAMED]) or shown(self.modules)
         linear = architecture.linear_sites
         if not names and not isinstance(self.modules, str):
             return f"exclude_modules and layers_to_transform leave nothing of target_modules {wrong}"
@@ -79,59 +81,64 @@ class Targets:
         return f"target_modules {wrong} matches no linear layer of this {family}; it has {known}{rule}"
 
     def _matches(self, module: str) -> bool:
-        if isinstance(self.exclude, str):
-            if re.fullmatch(self.exclude, module):
+        if self._excluded is not None:
+            if self._excluded.fullmatch(module):
                 return False
-        elif _ends_with(module, self.exclude):
+        elif not self._excluded_names.isdisjoint(_ends(module)):
             return False
         if isinstance(self.modules, str):
             if self.modules.lower() == ALL_LINEAR:
                 return module != _OUTPUT_LAYER
-            return re.fullmatch(self.modules, module) is not None
-        if module in self.modules:  # PEFT: a whole name is taken at its word
+            return self._included.fullmatch(module) is not None
+        if module in self._names:  # PEFT: a whole name is taken at its word
             return True
-        return _ends_with(module, self.modules) and (not self._layers or self._layer(module) in self._layers)
+        chosen = not self._names.isdisjoint(_ends(module))
+        return chosen and (not self._layers or self._layer(module) in self._layers)
+
+    @cached_property
+    def _included(self) -> Any:
+        return compile_pattern("target_modules", self.modules) if isinstance(self.modules, str) else None
+
+    @cached_property
+    def _excluded(self) -> Any:
+        return compile_pattern("exclude_modules", self.exclude) if isinstance(self.exclude, str) else None
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(() if isinstance(self.modules, str) else self.modules)
+
+    @cached_property
+    def _excluded_names(self) -> frozenset[str]:
+        return frozenset(() if isinstance(self.exclude, str) else self.exclude)
 
     @property
     def _layers(self) -> tuple[int, ...]:
         """The indices; none means every block (PEFT)."""
-        return (self.layers,) if isinstance(self.layers, int) else self.layers or ()
+        return () if self.layers is None else self.layers if isinstance(self.layers, tuple) else (self.layers,)
 
-    @property
-    def _layers_patterns(self) -> tuple[str, ...]:
-        return (self.layers_pattern,) if isinstance(self.layers_pattern, str) else self.layers_pattern or ()
+    @cached_property
+    def _blocks(self) -> list[Any]:
+        """Where in a name the index of its block is; the first that matches says it."""
+        given = (self.layers_pattern,) if isinstance(self.layers_pattern, str) else self.layers_pattern
+        within = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
+        found = [compile_pattern("layers_pattern", each, within=within, captures=True) for each in given or ()]
+        return found or [compile_pattern("layers_pattern", r".*?\.[^.]*\.(?P<idx>\d+)\.", captures=True)]
 
     def _layer(self, module: str) -> int | None:
-        expressions = [rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\." for pattern in self._layers_patterns]
-        for expression in expressions or [r".*?\.[^.]*\.(?P<index>\d+)\."]:
-            if match := re.match(expression, module):
-                return int(match["index"])
-        return None
-
-
-def by_pattern(patterns: Mapping[str, _Value], module: str, default: _Value) -> _Value:
-    """The value of the first pattern that matches the end of a module's name (PEFT's rank_pattern and
-    alpha_pattern).
-    """
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
-
-
-def check_pattern(setting: str, pattern: str) -> None:
-    """ValueError if it is no regular expression."""
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{setting} {pattern!r} is no regular expression: {error}") from None
+        found = next((match for each in self._blocks if (match := each.match(module))), None)
+        index = None if found is None else found["idx"]
+        return None if index is None else int(index)
 
 
 def _check_strings(setting: str, value: object) -> None:
-    """ValueError unless it is a string or several."""
+    """ValueError unless it is a string or several, and not too long."""
     if not isinstance(value, str) and not (isinstance(value, tuple) and all(isinstance(name, str) for name in value)):
-        raise ValueError(f"{setting} must be a string or a list of strings, not {value!r}")
+        raise ValueError(f"{setting} must be a string or a list of strings, not {shown(value)}")
+    if isinstance(value, tuple):
+        check_sizes(setting, value)
 
 
-def _ends_with(module: str, names: Collection[str]) -> bool:
-    return module in names or any(module.endswith(f".{name}") for name in names)
+def _ends(module: str) -> Iterator[str]:
+    """The names that mean it: its own, and every end of it after a dot."""
+    parts = reversed(module.split("."))
+    return accumulate(parts, lambda end, part: f"{part}.{end}")

@@ -133,7 +133,7 @@ def nice_high(values: Iterable[float], least: float = 1.0) -> float:
 
 
 def _round_step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at least so much."""
+    """1, 2 or 5 times a power of ten, at least that."""
     power = 10.0 ** floor(log10(least))
     return power * next(factor for factor in (1, 2, 5, 10) if factor * power >= least * 0.999)
 

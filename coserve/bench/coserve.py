@@ -1,6 +1,7 @@
-"""The whole: steady streams that decode with an objective, and a job in what they leave over."""
+"""The whole: steady streams that decode with an SLO, and a job in what they leave over."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from statistics import median
@@ -24,7 +25,7 @@ from coserve.workloads.summary import percentile
 
 _MEMORY_BYTES = 4 << 30
 _TTFT_S = 2.0
-# The objective of a stream, in units of a step in which the streams decode alone.
+# The SLO of a stream, in units of a step in which the streams decode alone.
 _OBJECTIVE_STEPS = 2.5
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 64
 _SEQUENCE = 512
@@ -55,35 +56,82 @@ class _Phase:
         return sum(record.attained for record in self.records) / len(self.records) if self.records else float("nan")
 
 
-def run(backbone: Backbone, *, runs: int, streams: int = 4, num_jobs: int = 1, seconds: float = 60.0) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class _Turns:
+    """What an engine reached in its turns: streams alone, streams with jobs, jobs alone. solo_s: of a step in which the
+    streams decode alone, in the warm-up.
+    """
+
+    slo: Slo
+    solo_s: float
+    alone: _Phase
+    both: _Phase
+    jobs: _Phase
+
+
+def run(
+    backbone: Backbone,
+    *,
+    runs: int,
+    streams: int = 4,
+    num_jobs: int = 1,
+    seconds: float = 60.0,
+    deterministic: bool = False,
+) -> dict[str, Any]:
     """In turns, `runs` times: the streams alone, the streams with jobs, the jobs alone, PEFT alone.
 
-    The objective is set from the first turn of the streams alone. `seconds` is divided among the turns of a policy.
+    The SLO is set from the first turn of the streams alone. `seconds` is divided among the turns of a policy.
+    deterministic: then the same on a deterministic engine, and what that costs.
     """
-    engine = Engine.from_backbone(backbone, EngineConfig(memory_bytes=_MEMORY_BYTES, ttft_s=_TTFT_S))
-    bench = _Bench(engine, streams=streams, num_jobs=num_jobs)
-    warm_up = bench.phase("inference-only", seconds / 4)
-    solo_s = median(warm_up.step_s)
-    bench.slo = engine.slo = Slo(ttft_s=_TTFT_S, tpot_s=_OBJECTIVE_STEPS * solo_s)
-    alone, both, jobs = _Phase(), _Phase(), _Phase()
     peft_s: list[float] = []
     peft = PeftTrainer(backbone, LORA, TuningConfig().optimizer)
     tokens = torch.randint(backbone.architecture.vocab_size, (1, _SEQUENCE), device=backbone.device)
     peft.step_s(tokens)
+
+    def train_peft(for_s: float) -> None:
+        until_s = time.perf_counter() + for_s
+        while time.perf_counter() < until_s:
+            peft_s.append(peft.step_s(tokens))
+
+    def turns(after_turn: Callable[[float], None], *, is_deterministic: bool) -> _Turns:
+        config = EngineConfig(memory_bytes=_MEMORY_BYTES, ttft_s=_TTFT_S, deterministic=is_deterministic)
+        bench = _Bench(Engine.from_backbone(backbone, config), streams=streams, num_jobs=num_jobs)
+        return _measure(bench, after_turn, runs=runs, seconds=seconds)
+
+    found = turns(train_peft, is_deterministic=False)
+    result = {
+        "streams": streams,
+        "jobs": num_jobs,
+        **_numbers(found),
+        "peft_alone_tokens_per_s": _SEQUENCE / median(peft_s),
+        "prediction_error_median": percentile(found.both.errors, 0.5),
+        "prediction_error_p95": percentile(found.both.errors, 0.95),
+    }
+    if deterministic:
+        result["deterministic"] = _with_cost(_numbers(turns(lambda for_s: None, is_deterministic=True)), result)
+    return result
+
+
+def _measure(bench: "_Bench", after_turn: Callable[[float], None], *, runs: int, seconds: float) -> _Turns:
+    """after_turn: does something else for this many seconds, after each turn of all policies."""
+    solo_s = median(bench.phase("inference-only", seconds / 4).step_s)
+    bench.slo = Slo(ttft_s=_TTFT_S, tpot_s=_OBJECTIVE_STEPS * solo_s)
     bench.phase("slack", seconds / 4)  # the latency model sees both kinds of step before anything counts
+    alone, both, jobs = _Phase(), _Phase(), _Phase()
     for _ in range(runs):
         bench.phase("inference-only", seconds / runs, alone)
         bench.phase("slack", seconds / runs, both)
         bench.phase("tuning-only", seconds / runs / 2, jobs)
-        until_s = time.perf_counter() + seconds / runs / 2
-        while time.perf_counter() < until_s:
-            peft_s.append(peft.step_s(tokens))
+        after_turn(seconds / runs / 2)
+    return _Turns(slo=bench.slo, solo_s=solo_s, alone=alone, both=both, jobs=jobs)
+
+
+def _numbers(found: _Turns) -> dict[str, Any]:
+    both, alone = found.both, found.alone
     return {
-        "streams": streams,
-        "jobs": num_jobs,
-        "objective_tpot_ms": 1e3 * bench.slo.tpot_s,
-        "objective_ttft_ms": 1e3 * bench.slo.ttft_s,
-        "solo_step_ms": 1e3 * solo_s,
+        "objective_tpot_ms": 1e3 * found.slo.tpot_s,
+        "objective_ttft_ms": 1e3 * found.slo.ttft_s,
+        "solo_step_ms": 1e3 * found.solo_s,
         "tpot_p50_ms": both.tpot_ms(0.5),
         "tpot_p99_ms": both.tpot_ms(0.99),
         "ttft_p99_ms": both.ttft_ms(0.99),
@@ -92,12 +140,22 @@ def run(backbone: Backbone, *, runs: int, streams: int = 4, num_jobs: int = 1, s
         "tuning_tokens_per_s": both.tuning_tokens_per_s,
         "inference_only_tpot_p50_ms": alone.tpot_ms(0.5),
         "inference_only_tpot_p99_ms": alone.tpot_ms(0.99),
+        "inference_only_ttft_p50_ms": alone.ttft_ms(0.5),
         "inference_only_ttft_p99_ms": alone.ttft_ms(0.99),
         "inference_only_attainment": alone.attainment,
-        "tuning_only_tokens_per_s": jobs.tuning_tokens_per_s,
-        "peft_alone_tokens_per_s": _SEQUENCE / median(peft_s),
-        "prediction_error_median": percentile(both.errors, 0.5),
-        "prediction_error_p95": percentile(both.errors, 0.95),
+        "tuning_only_tokens_per_s": found.jobs.tuning_tokens_per_s,
+    }
+
+
+def _with_cost(found: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """With how many times as long things take as by default: a decode step, a prompt (TTFT alone), a trained token."""
+    times = {name: found[name] / default[name] for name in ("solo_step_ms", "inference_only_ttft_p50_ms")}
+    trained = default["tuning_only_tokens_per_s"] / found["tuning_only_tokens_per_s"]
+    return {
+        **found,
+        "cost_decode": times["solo_step_ms"],
+        "cost_prompt": times["inference_only_ttft_p50_ms"],
+        "cost_training": trained,
     }
 
 
@@ -106,13 +164,21 @@ class _Bench:
 
     def __init__(self, engine: Engine, *, streams: int, num_jobs: int) -> None:
         self._engine, self._streams, self._random = engine, streams, Random(0)
-        self.slo = engine.slo
         vocab_size = engine.device.info.vocab_size
         for index in range(num_jobs):
             rows = [self._random.choices(range(vocab_size), k=_SEQUENCE) for _ in range(64)]
             examples = [Example(tokens=tuple(tokens), trained=(True,) * _SEQUENCE) for tokens in rows]
             config = TuningConfig(num_epochs=100_000, batch_size=4, max_sequence_length=_SEQUENCE, seed=index)
             engine.submit(examples, config, adapter=LORA)
+
+    @property
+    def slo(self) -> Slo:
+        """Of the streams."""
+        return self._engine.slo
+
+    @slo.setter
+    def slo(self, slo: Slo) -> None:
+        self._engine.slo = slo
 
     def phase(self, policy: str, seconds: float, into: _Phase | None = None) -> _Phase:
         """Run a policy for some seconds, and add up what it reached."""

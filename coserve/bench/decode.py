@@ -52,9 +52,9 @@ def run(backbone: Backbone, *, runs: int, context: int = 512, batches: Sequence[
 def _engine_step_s(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
     """Median seconds of a step in which every request decodes."""
     params = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS + 4, ignore_eos=True)
-    patient = Slo(ttft_s=1e3, tpot_s=1e3)  # so that prompts are not cut into pieces for the sake of those that decode
+    relaxed = Slo(ttft_s=1e3, tpot_s=1e3)  # so that prompts are not cut into pieces for the sake of those that decode
     for prompt in prompts:
-        engine.add_tokens(prompt, params, slo=patient)
+        engine.add_tokens(prompt, params, slo=relaxed)
     steps = []
     while engine.has_requests:
         start = now_s(torch.device(engine.device.info.device))

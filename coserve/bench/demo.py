@@ -24,7 +24,7 @@ PHASES: tuple[PhaseName, ...] = ("requests", "job", "both")
 
 _POLL_S = 0.25
 # With both, the job may take this many times the phase's seconds before it is stopped.
-_PATIENCE = 1.5
+_TIME_FACTOR = 1.5
 # The share of its speed alone that a job is expected to have beside requests; at most this many epochs are allowed.
 _EXPECTED_SHARE = 0.65
 _MOST_EPOCHS = 50
@@ -191,9 +191,9 @@ class Demo:
             recording.load = LoadGenerator(self._url, self.trace(), chats(base, questions))
             player = Thread(target=lambda load: asyncio.run(load.run()), args=(recording.load,), daemon=True)
             player.start()
-        most_s = config.seconds * (_PATIENCE if name == "both" else 1.0)
+        most_s = config.seconds * (_TIME_FACTOR if name == "both" else 1.0)
         self._tell({"requests": "requests alone", "job": "the job alone", "both": "both at once"}[name])
-        while self._goes_on(recording, player, most_s):
+        while self._may_continue(recording, player, most_s):
             time.sleep(_POLL_S)
             self._poll(recording)
             self._watch(self.state)
@@ -212,7 +212,7 @@ class Demo:
         lengths = Lengths(mean_output_tokens=config.mean_output_tokens)
         return bursty(rate=config.rate, seconds=config.seconds, seed=config.seed, lengths=lengths)
 
-    def _goes_on(self, recording: Recording, player: Thread | None, most_s: float) -> bool:
+    def _may_continue(self, recording: Recording, player: Thread | None, most_s: float) -> bool:
         progress = recording.progress
         if progress is not None and progress.job["status"] == "failed":
             raise JobError(f"the demo's job failed: {(progress.job.get('error') or {}).get('message')}")
@@ -324,12 +324,12 @@ class Demo:
         """Requests count that came while the job beside them ran, in the phase without a job, too."""
         until_s = self.state.recordings["both"].job_end_s or float("inf")
         outcomes = sorted(recording.outcomes, key=lambda outcome: outcome.index)
-        objectives = {f"{kind}_s": status["objectives"][f"{kind}_ms"] / 1e3 for kind in ("ttft", "tpot")}
+        slos = {f"{kind}_s": status["objectives"][f"{kind}_ms"] / 1e3 for kind in ("ttft", "tpot")}
         counted = [outcome for outcome in outcomes if outcome.arrival_s <= until_s]
         return {
             "seconds": round(recording.seconds, 2),
             "job_end_s": recording.job_end_s and round(recording.job_end_s, 2),
-            "summary": summarize(counted, **objectives) if recording.load else None,
+            "summary": summarize(counted, **slos) if recording.load else None,
             "engine": _as_the_engine_saw(recording.records) if recording.load else None,
             "tuning": _tuning(recording) if recording.progress else None,
             "outcomes": [_plain(outcome) for outcome in outcomes],

@@ -69,17 +69,17 @@ def _tiles(results: dict[str, Any]) -> str:
     """The few numbers that matter."""
     alone, both, job = (results["phases"][name] for name in ("requests", "both", "job"))
     ours, theirs = both["summary"], alone["summary"]
-    objectives = results["objectives"]
+    slos = results["objectives"]
     trained, most = both["tuning"]["tokens_per_s"], job["tuning"]["tokens_per_s"]
     losses = [loss for _, _, loss in both["tuning"]["losses"]]
     tiles = [
         (
             _share(ours["attainment"]),
-            "of requests held both objectives while the model was fine-tuned",
+            "of requests held both SLOs while the model was fine-tuned",
             f"{_share(theirs['attainment'])} without",
         ),
-        (_ms(ours["ttft_ms"]["p99"]), "p99 time to first token", f"objective {_ms(objectives['ttft_ms'])}"),
-        (_ms(ours["tpot_ms"]["p99"]), "p99 time per output token", f"objective {_ms(objectives['tpot_ms'])}"),
+        (_ms(ours["ttft_ms"]["p99"]), "p99 time to first token", f"SLO {_ms(slos['ttft_ms'])}"),
+        (_ms(ours["tpot_ms"]["p99"]), "p99 time per output token", f"SLO {_ms(slos['tpot_ms'])}"),
         (
             _count(trained),
             "tokens/s of fine-tuning harvested meanwhile",
@@ -99,7 +99,7 @@ def _tiles(results: dict[str, Any]) -> str:
 
 
 def _comparison(results: dict[str, Any]) -> str:
-    phases, objectives = results["phases"], results["objectives"]
+    phases, slos = results["phases"], results["objectives"]
 
     def served(read: Callable[[dict[str, Any]], str]) -> list[str]:
         found = [phases[name]["summary"] for name in ("requests", "both")]
@@ -114,11 +114,11 @@ def _comparison(results: dict[str, Any]) -> str:
     rows = [
         ("requests", served(lambda s: _count(s["requests"]))),
         ("that failed", served(lambda s: _count(s["failed"]))),
-        ("held both objectives", served(lambda s: _share(s["attainment"]))),
+        ("held both SLOs", served(lambda s: _share(s["attainment"]))),
         ("time to first token, p50", served(lambda s: _ms(s["ttft_ms"]["p50"]))),
-        (f"p99 (objective {_ms(objectives['ttft_ms'])})", served(lambda s: _ms(s["ttft_ms"]["p99"]))),
+        (f"p99 (SLO {_ms(slos['ttft_ms'])})", served(lambda s: _ms(s["ttft_ms"]["p99"]))),
         ("time per output token, p50", served(lambda s: _ms(s["tpot_ms"]["p50"]))),
-        (f"p99 (objective {_ms(objectives['tpot_ms'])})", served(lambda s: _ms(s["tpot_ms"]["p99"]))),
+        (f"p99 (SLO {_ms(slos['tpot_ms'])})", served(lambda s: _ms(s["tpot_ms"]["p99"]))),
         ("gap between two pieces of text, p99", served(lambda s: _ms(s["gap_ms"]["p99"]))),
         ("held both, by the engine's clock", engine(lambda e: _share(e["attainment"]))),
         ("time per output token, p99, by the engine's clock", engine(lambda e: _ms(e["tpot_p99_ms"]))),
@@ -153,9 +153,9 @@ def _request_charts(results: dict[str, Any]) -> str:
 
 def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
     """Both phases over the same axis: the trace is the same, so that dots above each other are the same request."""
-    objective = results["objectives"][kind]
+    slo = results["objectives"][kind]
     found = {name: [o for o in results["phases"][name]["outcomes"] if o[kind]] for name in ("requests", "both")}
-    values = [outcome[kind] for outcomes in found.values() for outcome in outcomes] + [objective]
+    values = [outcome[kind] for outcomes in found.values() for outcome in outcomes] + [slo]
     x = Axis(label="seconds from the start of the trace", low=0, high=results["config"]["seconds"])
     # The few that are far below the others (two tokens that came at once) lie on the edge.
     y = Axis(label=f"{words}, ms", low=max(percentile(values, 0.05) / 2, 1e-3), high=max(values) * 1.5, is_log=True)
@@ -166,15 +166,15 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
         (_PHASES["both"], [o for o in found["both"] if o["arrival_s"] <= end_s]),
         (("after the job had ended", "dim"), [o for o in found["both"] if o["arrival_s"] > end_s]),
     ]
-    marks, entries = [rule(objective)], []
+    marks, entries = [rule(slo)], []
     for (name, colour), outcomes in groups:
-        held, late = ([o for o in outcomes if (o[kind] <= objective) is wanted] for wanted in (True, False))
+        held, late = ([o for o in outcomes if (o[kind] <= slo) is wanted] for wanted in (True, False))
         marks += [
             dots([_told(o, kind) for o in held], colour),
             dots([_told(o, kind) for o in late], colour, crossed=True),
         ]
         entries += [("dot", colour, name)] * bool(outcomes) + [("cross", colour, f"{name}, too late")] * bool(late)
-    entries.append(("dash", "ink", f"objective, {_ms(objective)}"))
+    entries.append(("dash", "ink", f"SLO, {_ms(slo)}"))
     caption = f"{words.capitalize()} of every request"
     return _figure(caption, legend(entries) + chart(caption, x, y, marks, width=960, height=260), wide=True)
 

@@ -14,6 +14,7 @@ import typer
 
 from coserve.client.http import DEFAULT_URL, Client
 from coserve.errors import ServerError
+from coserve.home import share_measurements
 
 Url = Annotated[
     str, typer.Option(envvar="COSERVE_URL", metavar="URL", help="The server to talk to; coserve up starts one.")
@@ -49,7 +50,7 @@ def own_server(
 
     Args:
         options: more of `coserve up`.
-        home: where it keeps its state (None: where `coserve up` would).
+        home: where it keeps its state (None: where `coserve up` would); what is measured of the machine is kept there.
         log: what it says goes to this file.
         while_starting: called a few times a second until it is ready.
 
@@ -58,7 +59,9 @@ def own_server(
     """
     url = f"http://127.0.0.1:{_free_port()}"
     command = [sys.executable, "-m", "coserve", "up", model, "--port", url.rsplit(":", 1)[1], *options]
-    command += ["--home", str(home)] if home else []
+    if home is not None:
+        share_measurements(home)
+        command += ["--home", str(home)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         # In a session of its own: Ctrl-C is for the command, which ends the server in its turn.

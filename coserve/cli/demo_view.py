@@ -81,7 +81,7 @@ def _came_to(recording: Recording) -> Text:
 
 
 def _requests(recording: Recording, width: int) -> Text:
-    load, objectives = recording.load, recording.status.get("objectives") or {}
+    load, slos = recording.load, recording.status.get("objectives") or {}
     if load is None:
         return Text("none in this phase\n\n\n", style=DIM)
     failed = sum(outcome.error is not None for outcome in load.outcomes)
@@ -90,17 +90,15 @@ def _requests(recording: Recording, width: int) -> Text:
         lines[0].append(f", {failed} failed", style=BAD)
     kinds = (("to 1st", _firsts(recording), "ttft_ms"), ("per tok", _means(recording), "tpot_ms"))
     for words, values_s, name in kinds:
-        objective = objectives.get(name)
+        slo = slos.get(name)
         values = [1e3 * value for value in values_s]
         line = Text(f"{words:<8}")
-        line.append_text(sparkline(values, max(4, width - 29), low=0.0, limit=objective)).append(" ")
-        lines.append(line.append_text(against(_p99_ms(values_s), objective)))
-    if objectives and load.outcomes:
-        limits = {f"{kind}_s": objectives[f"{kind}_ms"] / 1e3 for kind in ("ttft", "tpot")}
+        line.append_text(sparkline(values, max(4, width - 29), low=0.0, limit=slo)).append(" ")
+        lines.append(line.append_text(against(_p99_ms(values_s), slo)))
+    if slos and load.outcomes:
+        limits = {f"{kind}_s": slos[f"{kind}_ms"] / 1e3 for kind in ("ttft", "tpot")}
         held = sum(outcome.attained(**limits) for outcome in load.outcomes) / len(load.outcomes)
-        lines.append(
-            Text(f"{held:.1%}", style=GOOD if held >= 0.99 else BAD).append(" held both objectives", style="none")
-        )
+        lines.append(Text(f"{held:.1%}", style=GOOD if held >= 0.99 else BAD).append(" held both SLOs", style="none"))
     return Text("\n").join(_padded(lines, 4))
 
 
@@ -152,13 +150,13 @@ def _device(recording: Recording, width: int) -> Text:
 def comparison(results: dict[str, Any]) -> Table:
     """The three phases beside each other."""
     found = table("", ">requests alone", ">both at once", ">job alone")
-    phases, objectives = results["phases"], results["objectives"]
+    phases, slos = results["phases"], results["objectives"]
     summaries = [phases[name]["summary"] for name in ("requests", "both")]
     for kind, words in (("ttft_ms", "p99 to first token"), ("tpot_ms", "p99 per output token")):
-        cells = [against(summary[kind]["p99"], objectives[kind]) for summary in summaries]
+        cells = [against(summary[kind]["p99"], slos[kind]) for summary in summaries]
         found.add_row(words, *cells, "")
     shares = [summary["attainment"] for summary in summaries]
-    found.add_row("held both objectives", *("–" if share is None else f"{share:.1%}" for share in shares), "")
+    found.add_row("held both SLOs", *("–" if share is None else f"{share:.1%}" for share in shares), "")
     tunings = [phases[name]["tuning"] for name in ("both", "job")]
     rates = [tuning["tokens_per_s"] for tuning in tunings]
     found.add_row("fine-tuning tokens/s", "", *("–" if rate is None else f"{rate:,.0f}" for rate in rates))

@@ -1,4 +1,4 @@
-"""Pieces of live views: sparklines, stacked bars, latencies beside their objectives. Pure functions to rich's texts."""
+"""Pieces of live views: sparklines, stacked bars, latencies beside their SLOs. Pure functions to rich's texts."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -60,13 +60,13 @@ def progress_bar(share: float, width: int) -> Text:
     return Text("━" * done, style=GOOD).append("━" * (width - done), style="bright_black")
 
 
-def against(value_ms: float | None, objective_ms: float | None) -> Text:
+def against(value_ms: float | None, slo_ms: float | None) -> Text:
     """A latency and what it must not exceed."""
     if value_ms is None:
         return Text("–", style=DIM)
-    held = objective_ms is None or value_ms <= objective_ms
+    held = slo_ms is None or value_ms <= slo_ms
     text = Text().append(milliseconds(value_ms), style=GOOD if held else BAD)
-    return text if objective_ms is None else text.append(f" of {milliseconds(objective_ms)}", style=DIM)
+    return text if slo_ms is None else text.append(f" of {milliseconds(slo_ms)}", style=DIM)
 
 
 def milliseconds(value_ms: float | None) -> str:

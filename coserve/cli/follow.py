@@ -16,7 +16,7 @@ from coserve.errors import ServerError
 
 _POLL_S = 0.5
 # Answers that say "later": a server that restarts its engine resumes the job.
-_PATIENCE_S = 120.0
+_MOST_SILENCE_S = 120.0
 
 
 def follow(client: Client, job: dict[str, Any], console: Console) -> JobProgress:
@@ -43,7 +43,7 @@ def follow(client: Client, job: dict[str, Any], console: Console) -> JobProgress
 def view(progress: JobProgress, width: int) -> RenderableType:
     """A few lines: the job, its loss, the requests."""
     job, requests = progress.job, progress.status.get("requests")
-    objectives = progress.status.get("objectives") or {}
+    slos = progress.status.get("objectives") or {}
     head = Text.assemble((job["status"], "bold"), "  ")
     if progress.num_steps:
         head.append_text(progress_bar(progress.step / progress.num_steps, max(10, min(40, width - 48))))
@@ -63,18 +63,18 @@ def view(progress: JobProgress, width: int) -> RenderableType:
             learning.append(f"  {progress.tokens_per_s:,.0f} tokens/s", style=DIM)
         lines.append(learning)
     if requests:
-        lines.append(_meanwhile(requests, objectives))
+        lines.append(_meanwhile(requests, slos))
     return Group(*lines)
 
 
-def _meanwhile(requests: dict[str, Any], objectives: dict[str, Any]) -> Text:
-    """What requests saw in the last minute, against their objectives."""
+def _meanwhile(requests: dict[str, Any], slos: dict[str, Any]) -> Text:
+    """What requests saw in the last minute, against their SLOs."""
     firsts, means = ((requests.get(name) or {}).get("p99") for name in ("ttft_ms", "tpot_ms"))
     text = Text(f"requests: {requests.get('running') or 0} running, ")
     if firsts is None:
         return text.append("none answered in the last minute", style=DIM)
-    text.append("p99 first token ").append_text(against(firsts, objectives.get("ttft_ms")))
-    return text.append(", then ").append_text(against(means, objectives.get("tpot_ms")))
+    text.append("p99 first token ").append_text(against(firsts, slos.get("ttft_ms")))
+    return text.append(", then ").append_text(against(means, slos.get("tpot_ms")))
 
 
 def _polls(client: Client, progress: JobProgress) -> Iterator[list[dict[str, Any]]]:
@@ -86,7 +86,7 @@ def _polls(client: Client, progress: JobProgress) -> Iterator[list[dict[str, Any
             gone_since_s = None
         except ServerError as error:
             gone_since_s = gone_since_s or time.monotonic()
-            if error.status not in (None, 503) or time.monotonic() - gone_since_s > _PATIENCE_S:
+            if error.status not in (None, 503) or time.monotonic() - gone_since_s > _MOST_SILENCE_S:
                 raise
         if progress.is_terminal:
             return

@@ -1,4 +1,4 @@
-"""The `coserve` command. Errors come out as one line; logging is configured here and nowhere else."""
+"""The `coserve` command. Errors come out as one line; logging is configured here, and by `coserve up`."""
 
 import logging
 import os

@@ -14,9 +14,12 @@ class Clock(Protocol):
 class Device(Protocol):
     """A model on a device. Commands and steps are done in the order in which they come.
 
-    At most one step is under way: `collect` comes after every `submit`, and commands with a reply only between the two
-    calls of different steps (but for `LoadAdapter` and
-    `WriteCheckpoint`, which may come at any time, from any thread).
+    At most one step is under way: `collect` comes after every `submit`. `execute` may be called only while no step is
+    under way, except for `OpenVersion` and `WriteCheckpoint`, which may come at any time from any thread.
+
+    A caller can be interrupted (Ctrl-C) in any of these. Then the step is forgotten: its result is never handed out,
+    and the next `submit` begins another. Whether a command was done is not known; those that close and drop may come
+    again.
     """
 
     @property
@@ -31,7 +34,8 @@ class Device(Protocol):
 
     def submit(self, batch: StepBatch) -> None:
         """Begin a step. Returns at once where the device works by itself (a GPU, another process); what goes wrong is
-        raised by `collect`.
+        raised by `collect`. If it does raise (the caller was interrupted), no step is under way, and which of the
+        batch's commands and new pages the device has taken in is not known: requests must be closed, and opened again.
         """
         ...
 

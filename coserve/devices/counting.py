@@ -86,6 +86,7 @@ def device_info(
         block_tokens=block_tokens,
         profile=profile,
         profile_path=profile_path,
+        deterministic=backbone.block_rows is not None,
     )
 
 

@@ -38,6 +38,7 @@ def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) 
         memory_bytes=settings.memory_bytes,
         block_tokens=settings.block_tokens,
         profile=settings.profile,
+        deterministic=settings.deterministic,
         progress=_stage(progress, "measuring this device"),
     )
 
@@ -48,6 +49,7 @@ def torch_device(
     memory_bytes: int | None = None,
     block_tokens: int = 16,
     profile: Profile | None = None,
+    deterministic: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> TorchDevice:
     """A device in this process, on a model that is loaded.
@@ -55,11 +57,13 @@ def torch_device(
     Args:
         memory_bytes: of the page pool; None: a share of what is free.
         profile: None: from disk, or measured now, which takes some seconds.
+        deterministic: see `EngineConfig`.
         progress: told how many measurements are done, and of about how many.
 
     Raises:
-        BudgetError: memory_bytes is too little for a request. DeviceMemoryError: there is not so much.
+        BudgetError: memory_bytes is too little for a request. DeviceMemoryError: there is less than that.
     """
+    backbone = backbone.deterministic(is_so=deterministic)
     page_bytes = kv_page_bytes(backbone, block_tokens)
     num_pages = (memory_bytes or pool_bytes(backbone.device)) // page_bytes
     if num_pages < 2:

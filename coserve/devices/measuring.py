@@ -8,7 +8,7 @@ whatever else happens, so the fastest runs are believed, and a curve never falls
 from collections.abc import Callable, Mapping
 
 # Two fastest runs agree if they are this near; how many runs there are at least and at most, and seconds of all.
-_AGREE, _LEAST_RUNS, _MOST_RUNS, _PATIENCE_S = 0.03, 3, 25, 1.5
+_AGREE, _LEAST_RUNS, _MOST_RUNS, _MOST_S = 0.03, 3, 25, 1.5
 # Warming up ends when a run is no faster than the one before, by more than this; or after this long.
 _WARM, _WARM_UP_S = 0.1, 4.0
 
@@ -42,13 +42,18 @@ class Stopwatch:
         return self.stable_s(lambda: self.once_s(run))
 
     def stable_s(self, measure: Callable[[], float]) -> float:
-        """The mean of the two fastest of some measurements, as soon as they agree."""
+        """The mean of the two fastest of some measurements, as soon as they agree.
+
+        Each may take longer than what it measures: the time for all of them counts.
+        """
+        start_s = self._time_s()
         found: list[float] = []
         while len(found) < _MOST_RUNS:
             found.append(measure())
             found.sort()
-            enough = len(found) >= _LEAST_RUNS or sum(found) > _PATIENCE_S
-            if enough and (sum(found) > _PATIENCE_S or found[1] <= found[0] * (1 + _AGREE)):
+            if self._time_s() - start_s > _MOST_S:
+                break
+            if len(found) >= _LEAST_RUNS and found[1] <= found[0] * (1 + _AGREE):
                 break
         return sum(found[:2]) / len(found[:2])
 

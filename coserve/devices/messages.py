@@ -35,7 +35,8 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights: how those of linear layers are stored, "dense" or "int8". device: such as "cpu" or "cuda:0". num_layers:
     blocks. weight_bytes: of the backbone. threads: of the CPU.
     page_bytes: of one page, which holds K and V of `block_tokens` tokens in all blocks. profile: what pieces of a step
-    take here. profile_path: the file that it comes from; "" if it is not kept.
+    take here. profile_path: the file that it comes from; "" if it is not kept. deterministic: whether tokens and
+    gradients are the same bit for bit, whatever runs beside them.
     """
 
     model: str
@@ -52,6 +53,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     profile: Profile
     profile_path: str = ""
+    deterministic: bool = False
 
 
 # -- commands ---------------------------------------------------------------------------
@@ -73,13 +75,13 @@ class OpenRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class CloseRequest(msgspec.Struct, tag=True, frozen=True):
-    """The request has ended, or was preempted: its pages are no longer its own."""
+    """The request has ended, or was preempted: its pages are no longer its own. No error if it was not open."""
 
     request: str
 
 
-class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Put an adapter in PEFT's format on the device, to be served as `version`. Reply: `AdapterLoaded`.
+class OpenVersion(msgspec.Struct, tag=True, frozen=True):
+    """Put an adapter in PEFT's format on the device, to be served as `version`. Reply: `VersionOpened`.
 
     May come from any thread, and is done beside steps; none of them names the version yet. AdapterError for its files;
     DeviceMemoryError.
@@ -97,7 +99,7 @@ class SaveAdapter(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropVersion(msgspec.Struct, tag=True, frozen=True):
-    """Let go of a version that no request reads."""
+    """Let go of a version that no request reads; no error if it is not there."""
 
     version: str
 
@@ -127,13 +129,14 @@ class CloseTrainer(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropTrainer(msgspec.Struct, tag=True, frozen=True):
-    """Let go of all that there is of a job."""
+    """Let go of all that there is of a job; no error if it is not there."""
 
     job: str
 
 
 class BeginPack(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Lay a pack out on the pages that it was given; DeviceMemoryError begins nothing.
+    """Lay a pack out on the pages that it was given; DeviceMemoryError begins nothing. It takes the place of one that
+    was begun and never done, of which the engine does not know.
 
     sequences: token ids, and for each whether it is trained on. first_row: its first row among all that the job ever
     trains on. runs: (first page, number of pages) of each group of tensors, in the order of `TrainerOpened`. evaluate:
@@ -148,7 +151,10 @@ class BeginPack(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class DropPack(msgspec.Struct, tag=True, frozen=True):
-    """Forget the pack in memory, at any moment; earlier packs' gradients stay."""
+    """Forget the pack that was begun last, at any moment, also if it was done in a step whose result nobody took.
+
+    Gradients of earlier packs stay.
+    """
 
     job: str
 
@@ -178,7 +184,7 @@ class WriteCheckpoint(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Let go of a copy."""
+    """Let go of a copy; no error if it is not there."""
 
     checkpoint: str
 
@@ -186,7 +192,7 @@ class DropCheckpoint(msgspec.Struct, tag=True, frozen=True):
 Command = (
     OpenRequest
     | CloseRequest
-    | LoadAdapter
+    | OpenVersion
     | SaveAdapter
     | DropVersion
     | OpenTrainer
@@ -204,7 +210,7 @@ Command = (
 # -- replies to commands (None where none is named) ---------------------------------------
 
 
-class AdapterLoaded(msgspec.Struct, tag=True, frozen=True):
+class VersionOpened(msgspec.Struct, tag=True, frozen=True):
     """num_bypasses: sites of the adapter."""
 
     num_bypasses: int
@@ -223,7 +229,7 @@ class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     trained_parts: int
 
 
-Reply = AdapterLoaded | TrainerOpened | None
+Reply = VersionOpened | TrainerOpened | None
 
 
 # -- a step -------------------------------------------------------------------------------
@@ -318,9 +324,10 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What came of a step, by id.
 
     tokens: of the requests that sampled. prompts: of those whose targets were scored. num_tasklets: of each job, how
-    many ran before the time limit. packs: sums of the packs that are done with this step; their gradients have joined
-    those of the optimizer step. norms: gradient norms of the optimizer steps that were made, None where the gradient
-    was not finite and the step was skipped. Seconds that each section took. failure: None if the step ran as a whole.
+    many ran before the time limit. packs: sums of the packs that are done with this step; their gradients join those
+    of the optimizer step, unless `DropPack` follows. norms: gradient norms of the optimizer steps that were made, None
+    where the gradient was not finite and the step was skipped. Seconds that each section took. failure: None if the
+    step ran as a whole.
     """
 
     step: int

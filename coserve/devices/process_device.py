@@ -1,16 +1,18 @@
 """A torch device in another process, over a socket pair: the engine plans and serves while it works.
 
-The process ends with this one, however this one ends: it sees the end of the socket, whatever it is doing.
+The process ends with this one, however this one ends: it sees the end of the socket, and on Linux the kernel kills it
+with the thread that started it, so start it in one that lasts.
 """
 
+import logging
 import socket
 import subprocess
 import sys
 from concurrent.futures import Future
-from contextlib import suppress
 from itertools import count
-from queue import SimpleQueue
 from threading import Lock, Thread
+
+import msgspec
 
 from coserve.devices.clock import WallClock
 from coserve.devices.messages import Command, Reply, StepBatch, StepResult
@@ -18,9 +20,13 @@ from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.wire import Call, Connection, Done, FromDevice, LoadingProgress, Raised, Started
 from coserve.errors import DeviceGoneError
 
+_log = logging.getLogger(__name__)
+
 _GONE = "the device's process has ended"
 # How long it may take to end by itself.
 _END_S = 5.0
+
+_Answer = Future[Reply | StepResult]
 
 
 class ProcessDevice:
@@ -39,8 +45,8 @@ class ProcessDevice:
                 pass_fds=(its.fileno(),),
             )
         self._connection = Connection(own, FromDevice)
-        self._calls: dict[int, Future[Reply]] = {}
-        self._steps: SimpleQueue[StepResult | Exception] = SimpleQueue()
+        self._calls: dict[int, _Answer] = {}
+        self._step: _Answer | None = None  # under way
         self._numbers, self._lock, self._gone = count(), Lock(), False
         self._receiver = Thread(target=self._receive, name="device replies", daemon=True)
         try:
@@ -58,26 +64,25 @@ class ProcessDevice:
 
     def execute(self, command: Command) -> Reply:
         """DeviceGoneError if the process ends before it has replied."""
-        reply: Future[Reply] = Future()
-        with self._lock:
-            if self._gone:
-                raise DeviceGoneError(_GONE)
-            call = next(self._numbers)
-            self._calls[call] = reply
-        self._send(Call(call, command))
-        return reply.result()
+        reply = self._call(command).result()
+        assert not isinstance(reply, StepResult)
+        return reply
 
     def submit(self, batch: StepBatch) -> None:
-        with suppress(OSError):  # `collect` will say so
-            self._connection.send(batch)
+        # Each step has a number of its own: the result of one that was forgotten is nobody's when it comes.
+        self._step = None
+        try:
+            self._step = self._call(batch)
+        except DeviceGoneError as error:  # `collect` will say so
+            self._step = Future()
+            self._step.set_exception(error)
 
     def collect(self) -> StepResult:
         """DeviceGoneError if the process has ended."""
-        result = self._steps.get()
-        if isinstance(result, Exception):
-            if isinstance(result, DeviceGoneError):
-                self._steps.put(result)  # for the next call
-            raise result
+        step, self._step = self._step, None
+        assert step is not None, "no step was submitted"
+        result = step.result()
+        assert isinstance(result, StepResult)
         return result
 
     def close(self) -> None:
@@ -90,6 +95,16 @@ class ProcessDevice:
         if self._receiver.is_alive():
             self._receiver.join()
 
+    def _call(self, command: Command | StepBatch) -> _Answer:
+        answer: _Answer = Future()
+        with self._lock:
+            if self._gone:
+                raise DeviceGoneError(_GONE)
+            call = next(self._numbers)
+            self._calls[call] = answer
+        self._send(Call(call, command))
+        return answer
+
     def _send(self, message: object) -> None:
         try:
             self._connection.send(message)
@@ -100,7 +115,7 @@ class ProcessDevice:
         while True:
             try:
                 message = self._connection.receive()
-            except EOFError:
+            except (EOFError, msgspec.DecodeError):
                 raise DeviceGoneError(f"{_GONE} before it was ready") from None
             if isinstance(message, Raised):
                 raise message.error()
@@ -111,28 +126,26 @@ class ProcessDevice:
                 progress(message.stage, message.done, message.total)
 
     def _receive(self) -> None:
-        """Hand out what comes, until nothing can come any more."""
+        """Hand out what comes, until nothing can come any more: nobody waits for a device that is gone."""
         try:
             while True:
                 self._take(self._connection.receive())
         except EOFError:
-            with self._lock:
-                self._gone = True
-                calls, self._calls = self._calls, {}
-            for call in calls.values():
-                call.set_exception(DeviceGoneError(_GONE))
-            self._steps.put(DeviceGoneError(_GONE))
+            pass
+        except Exception:
+            _log.exception("what the device's process says cannot be understood")
+            self._connection.close()  # which ends it
+        with self._lock:
+            self._gone = True
+            calls, self._calls = self._calls, {}
+        for answer in calls.values():
+            answer.set_exception(DeviceGoneError(_GONE))
 
-    def _take(self, message: Done | Raised | StepResult) -> None:
-        if isinstance(message, StepResult):
-            self._steps.put(message)
-        elif message.call is None:
-            assert isinstance(message, Raised)
-            self._steps.put(message.error())
+    def _take(self, message: Done | Raised) -> None:
+        assert message.call is not None, "only the start has no number"
+        with self._lock:
+            answer = self._calls.pop(message.call)
+        if isinstance(message, Raised):
+            answer.set_exception(message.error())
         else:
-            with self._lock:
-                reply = self._calls.pop(message.call)
-            if isinstance(message, Raised):
-                reply.set_exception(message.error())
-            else:
-                reply.set_result(message.reply)
+            answer.set_result(message.reply)

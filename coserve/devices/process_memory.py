@@ -9,6 +9,8 @@ import torch
 
 # Shares of what is free: a GPU is the engine's own but for transient tensors; a computer's memory is shared.
 _GPU_SHARE, _CPU_SHARE = 0.85, 0.25
+# However little is said to be free.
+_LEAST_BYTES = 64 << 20
 # Options of glibc's mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 # oneDNN's own bound is 1,024; a step has few kinds of products, and of the rest most are hardly ever used again.
@@ -22,6 +24,23 @@ def pool_bytes(device: torch.device) -> int:
     return int(_CPU_SHARE * _free_memory_bytes())
 
 
+def available_bytes(device: torch.device) -> int:
+    """Bytes that tensors on a device may still take now, together with what the system would give back for them."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    available = _free_memory_bytes()
+    with suppress(OSError, ValueError, LookupError):
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        counts = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(counts.get("inactive_file", 0))
+        available = min(available, int((group / "memory.max").read_text()) - used)
+    return max(available, _LEAST_BYTES)
+
+
 def keep_freed_memory() -> None:
     """Have this process keep what it frees for its next tensors, where the C library is glibc.
 
@@ -32,6 +51,12 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1)):
             mallopt(option, value)
+
+
+def give_back_freed_memory() -> None:
+    """Let the system have what was kept so; it takes some milliseconds, for an engine without work."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def bound_compiled_products() -> None:
@@ -52,4 +77,4 @@ def _free_memory_bytes() -> int:
     with suppress(OSError, ValueError):
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return max(free, 64 << 20)
+    return max(free, _LEAST_BYTES)

@@ -6,14 +6,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+from coserve.home import is_trusted, make_private
 from coserve.scheduling.latency import Profile
 
 _log = logging.getLogger(__name__)
 
 
 def read_profile(path: Path) -> Profile | None:
-    """The profile in a file; None if there is none, or anything is wrong with it: it can be measured again."""
+    """The profile in a file; None if there is none, anything is wrong with it, or another user can have written it: it
+    can be measured again.
+    """
     try:
+        if not is_trusted(path):
+            _log.warning("another user can write %s, so it is not used: the device is measured again", path)
+            return None
         return Profile.from_json(json.loads(path.read_text())["profile"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -22,9 +28,10 @@ def read_profile(path: Path) -> Profile | None:
 def write_profile(path: Path, of: dict[str, Any], profile: Profile) -> None:
     """Put a profile in a file, whole or not at all; of: what it was measured for."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps({"of": of, "profile": profile.to_json()}, indent=1))
+        part.chmod(0o600)
         part.replace(path)
     except OSError as error:
         _log.warning("the profile could not be kept in %s: %s", path.parent, error)

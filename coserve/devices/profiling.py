@@ -9,7 +9,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -59,8 +59,8 @@ _NUM_MEASUREMENTS = (
 )
 # A curve ends where one measurement takes too long.
 _TOO_LONG_S = 1.0
-# Where the forward pass is faster at the end than it was at the start, by more than this, all is measured again: the
-# machine was busy with something else.
+# Where the forward pass is faster or slower at the end than it was at the start, by more than this, all is measured
+# again: the machine was busy with something else.
 _HELD_UP = 0.1
 _MOST_ROUNDS = 3
 
@@ -102,6 +102,7 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
         "code": _code(),
         "kernels": backbone.backend.identity,
         "weights": backbone.weight_format,
+        "block_rows": backbone.block_rows,
     }
 
 
@@ -151,6 +152,7 @@ class _Measurement:
     ) -> None:
         self.backbone = backbone
         self._progress, self._num_done = progress, 0
+        self._least_s: dict[Hashable, float] = {}  # of each measurement, over all rounds
         self._watch = Stopwatch(time_s or self._time_s)
         architecture = backbone.architecture
         # Models of few positions are measured as far as they go.
@@ -163,13 +165,14 @@ class _Measurement:
         self.programs: TrainingPrograms = training_programs(self.adapter)
 
     def profile(self) -> Profile:
-        """Measured once; again if the machine turns out to have been busy meanwhile."""
+        """Measured once; again if the machine was busy meanwhile: of each measurement the fastest."""
         for rows in (1, self.most_rows // 2):
             self._watch.warm_up(self._spans(1, rows=rows))
         for _ in range(_MOST_ROUNDS):
-            before_s = self._forward(1)
+            before_s = self._decode_s()
             profile = self._round()
-            if self._forward(1) > (1 - _HELD_UP) * before_s:
+            after_s = self._decode_s()
+            if min(before_s, after_s) > (1 - _HELD_UP) * max(before_s, after_s):
                 break
             _log.info("the machine was busy with something else: measuring again")
         return profile
@@ -203,7 +206,11 @@ class _Measurement:
             sample=self._curve(_HEAD_ROWS, lambda n: self._head(n, temperature=1.0) - head.at(n)),
             score=self._curve(_SCORE_ROWS, self._score),
             loss=self._curve(_LOSS_ROWS, self._loss),
-            backward=self._curve(_BACKWARD_ROWS, lambda n: self._tasklet(n) - n * n / 2 * pair_backward),
+            backward=self._curve(
+                _BACKWARD_ROWS,
+                lambda n: self._tasklet(n) - n * n / 2 * pair_backward,
+                num_pieces=len(self.programs.parts),
+            ),
             s_per_pair=s_per_pair,
             backward_s_per_pair=pair_backward,
             s_per_key=s_per_key,
@@ -214,26 +221,32 @@ class _Measurement:
             update_s=0.0,
         )
 
-    def _curve(self, rows: tuple[int, ...], seconds: Callable[[int], float]) -> Curve:
+    def _curve(self, rows: tuple[int, ...], seconds: Callable[[int], float], *, num_pieces: int = 1) -> Curve:
+        """num_pieces: how many pieces of what is measured one measurement runs."""
         found: dict[int, float] = {}
         for n in rows:
             if n > self.most_rows and len(found) > 1:
                 break
             found[n] = max(1e-7, seconds(n))
-            if found[n] > _TOO_LONG_S and len(found) > 1:
+            if num_pieces * found[n] > _TOO_LONG_S and len(found) > 1:
                 break
         found = rising(found)
         return Curve(rows=tuple(found), seconds=tuple(found.values()))
 
-    def _fastest_s(self, run: Callable[[], object]) -> float:
-        seconds = self._watch.fastest_s(run)
-        self._measured()
-        return seconds
+    def _decode_s(self) -> float:
+        """Seconds of a decode step just now."""
+        return self._watch.fastest_s(self._spans(1))
 
-    def _measured(self) -> None:
+    def _fastest_s(self, what: Hashable, run: Callable[[], object]) -> float:
+        return self._least(what, self._watch.fastest_s(run))
+
+    def _least(self, what: Hashable, seconds: float) -> float:
+        """Seconds of a measurement in the fastest round so far."""
+        self._least_s[what] = min(seconds, self._least_s.get(what, seconds))
         self._num_done += 1
         if self._progress is not None:
             self._progress(min(self._num_done, _NUM_MEASUREMENTS), _NUM_MEASUREMENTS)
+        return self._least_s[what]
 
     def _time_s(self) -> float:
         if self.backbone.device.type == "cuda":
@@ -242,7 +255,8 @@ class _Measurement:
 
     def _forward(self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None) -> float:
         """Seconds of spans of `rows` rows each, after `past` tokens in the cache."""
-        return self._fastest_s(self._spans(spans, rows=rows, past=past, bypasses=bypasses))
+        what = ("forward", spans, rows, past, bypasses is not None)
+        return self._fastest_s(what, self._spans(spans, rows=rows, past=past, bypasses=bypasses))
 
     def _spans(
         self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None
@@ -268,7 +282,7 @@ class _Measurement:
             spans: list[Span] = [training.next_window(rows)]
             forward(self.backbone, spans)
 
-        seconds = self._fastest_s(run)
+        seconds = self._fastest_s(("window", rows), run)
         training.release()
         return seconds
 
@@ -283,9 +297,7 @@ class _Measurement:
             return seconds / len(self.programs.parts)
 
         measure()
-        seconds = self._watch.stable_s(measure)
-        self._measured()
-        return seconds
+        return self._least(("tasklet", rows), self._watch.stable_s(measure))
 
     def _hidden(self, rows: int) -> Tensor:
         architecture = self.backbone.architecture
@@ -294,13 +306,18 @@ class _Measurement:
     def _head(self, rows: int, temperature: float = 0.0) -> float:
         hidden = self._hidden(rows)
         chosen = [SamplingRow(params=SamplingParams(temperature=temperature), seed=0) for _ in range(rows)]
-        return self._fastest_s(lambda: sample(logits(self.backbone, hidden), chosen, self.backbone.backend))
+        backbone = self.backbone
+        return self._fastest_s(
+            ("head", rows, temperature), lambda: sample(logits(backbone, hidden), chosen, backbone.backend)
+        )
 
     def _score(self, rows: int) -> float:
         """Log-probabilities of the next tokens of a prompt's rows."""
         hidden, most = self._hidden(rows), chunk_rows(self.backbone.architecture.vocab_size, torch.float32)
         pieces = [hidden[start : start + most] for start in range(0, rows, most)]
-        return self._fastest_s(lambda: [logits(self.backbone, some).float().log_softmax(-1) for some in pieces])
+        return self._fastest_s(
+            ("score", rows), lambda: [logits(self.backbone, some).float().log_softmax(-1) for some in pieces]
+        )
 
     def _loss(self, rows: int) -> float:
         hidden = self._hidden(rows)
@@ -318,12 +335,12 @@ class _Measurement:
                 max_rows=chunk_rows(self.backbone.architecture.vocab_size, self.backbone.dtype),
             )
 
-        return self._fastest_s(run)
+        return self._fastest_s(("loss", rows), run)
 
     def _update(self) -> float:
         optimizer = AdapterOptimizer(self.adapter.masters, OptimizerConfig(learning_rate=1e-12))
         gradients = {name: torch.zeros_like(master) for name, master in self.adapter.masters.items()}
-        return self._fastest_s(lambda: optimizer.step(gradients, num_trained=1, num_steps=1))
+        return self._fastest_s("update", lambda: optimizer.step(gradients, num_trained=1, num_steps=1))
 
 
 def _run_all(training: TrainingPass, rows: int) -> None:

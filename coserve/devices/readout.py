@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from coserve.devices.out_of_memory import memory_errors
+from coserve.errors import DeviceMemoryError
+
 
 class Readout:
     """Collects tensors; `read` brings all their values here at once.
@@ -24,9 +27,14 @@ class Readout:
 
     def read(self) -> None:
         """Wait for the device; after it, every `Pending` has its values."""
-        if self._parts:
-            self._values = torch.cat(self._parts).tolist()
-            self._parts = []
+        parts, self._parts = self._parts, []
+        if not parts:
+            return
+        try:
+            with memory_errors():
+                self._values = torch.cat(parts).tolist()
+        except DeviceMemoryError:  # one after the other they need no memory on the device
+            self._values = [value for part in parts for value in part.tolist()]
 
     def values(self, start: int, end: int) -> list[float]:
         """Some of what was read."""

@@ -63,7 +63,7 @@ class Collected(msgspec.Struct, tag=True, frozen=True):
 DeviceLine = ClockRead | Executed | Submitted | Collected
 
 
-class Recorder:
+class FrameWriter:
     """Writes frames to a file that is not there yet; `write` may be called from any thread."""
 
     def __init__(self, path: str | Path) -> None:
@@ -98,10 +98,10 @@ def read_frames(path: str | Path) -> Iterator[bytes]:
 class RecordingDevice:
     """A device, with all that crosses written down."""
 
-    def __init__(self, device: Device, recorder: Recorder) -> None:
-        self._device, self._recorder = device, recorder
+    def __init__(self, device: Device, writer: FrameWriter) -> None:
+        self._device, self._writer = device, writer
         self.info = device.info
-        self.clock: Clock = _RecordingClock(device.clock, recorder)
+        self.clock: Clock = _RecordingClock(device.clock, writer)
 
     def execute(self, command: Command) -> Reply:
         if isinstance(command, _TRACELESS):
@@ -109,38 +109,41 @@ class RecordingDevice:
         try:
             reply = self._device.execute(command)
         except Exception as error:
-            self._recorder.write(Executed(command, error=raised(None, error)))
+            self._writer.write(Executed(command, error=raised(None, error)))
             raise
-        self._recorder.write(Executed(command, reply))
+        self._writer.write(Executed(command, reply))
         return reply
 
     def submit(self, batch: StepBatch) -> None:
-        self._recorder.write(Submitted(with_trace(batch)))
+        self._writer.write(Submitted(with_trace(batch)))
+        self._writer.flush()  # it may be the last
         self._device.submit(batch)
 
     def collect(self) -> StepResult:
         try:
             result = self._device.collect()
         except Exception as error:
-            self._recorder.write(Collected(error=raised(None, error)))
+            self._write_end(Collected(error=raised(None, error)))
             raise
-        finally:
-            self._recorder.flush()
-        self._recorder.write(Collected(result))
+        self._write_end(Collected(result))
         return result
 
+    def _write_end(self, line: Collected) -> None:
+        self._writer.write(line)
+        self._writer.flush()
+
     def close(self) -> None:
-        self._recorder.close()
+        self._writer.close()
         self._device.close()
 
 
 class _RecordingClock:
-    def __init__(self, clock: Clock, recorder: Recorder) -> None:
-        self._clock, self._recorder = clock, recorder
+    def __init__(self, clock: Clock, writer: FrameWriter) -> None:
+        self._clock, self._writer = clock, writer
 
     def now(self) -> float:
         now_s = self._clock.now()
-        self._recorder.write(ClockRead(now_s))
+        self._writer.write(ClockRead(now_s))
         return now_s
 
 

@@ -14,8 +14,8 @@ from coserve.devices.base import Clock, Device
 from coserve.devices.messages import (
     Command,
     DeviceInfo,
-    LoadAdapter,
     OpenTrainer,
+    OpenVersion,
     PackSums,
     Reply,
     StepBatch,
@@ -53,8 +53,9 @@ class EndOfRecordingError(Exception):
 
 
 class ReplayDevice:
-    """See the module. `num_steps`: that were the same. `tokens_equal`, `max_loss_difference` (of the mean loss of a
-    pack): of the other device's results beside the recorded ones.
+    """See the module. `num_steps`: that were the same. `raised`: by the last step that ended with an error.
+    `tokens_equal`, `max_loss_difference` (of the mean loss of a pack): of the other device's results beside the
+    recorded ones.
     """
 
     def __init__(self, info: DeviceInfo, other: Device, lines: Lines) -> None:
@@ -65,6 +66,7 @@ class ReplayDevice:
         self.num_steps = 0
         self.tokens_equal = True
         self.max_loss_difference = 0.0
+        self.raised: Exception | None = None
         self._runs: StepBatch | None = None
 
     def execute(self, command: Command) -> Reply:
@@ -96,7 +98,8 @@ class ReplayDevice:
         assert self._runs is not None
         own, self._runs = self._other.collect(), None
         if line.error is not None:
-            raise line.error.error()
+            self.raised = line.error.error()
+            raise self.raised
         result: StepResult = line.result
         if result.failure is None:
             self._compare(result, own)
@@ -122,7 +125,8 @@ class ReplayDevice:
             raise DivergedError(f"packs {list(recorded.packs)} were done, now {list(own.packs)}")
         for mine, theirs in ((recorded.tokens, own.tokens), (recorded.prompts, own.prompts)):
             self.tokens_equal &= mine.keys() == theirs.keys()
-        self.tokens_equal &= all(one.token == own.tokens[request].token for request, one in recorded.tokens.items())
+        shared = recorded.tokens.keys() & own.tokens.keys()
+        self.tokens_equal &= all(recorded.tokens[name].token == own.tokens[name].token for name in shared)
         for job, sums in recorded.packs.items():
             self.max_loss_difference = max(self.max_loss_difference, _loss_difference(sums, own.packs[job]))
 
@@ -166,7 +170,7 @@ def _loss_difference(recorded: PackSums, own: PackSums) -> float:
 
 def _without_paths(command: Command) -> Command:
     """Adapters and checkpoints come from other directories when a recording is replayed."""
-    if isinstance(command, LoadAdapter):
+    if isinstance(command, OpenVersion):
         return replace(command, directory="")
     if isinstance(command, OpenTrainer) and command.checkpoint is not None:
         return replace(command, checkpoint="")

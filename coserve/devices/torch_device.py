@@ -5,7 +5,8 @@ log-probabilities, loss sums, gradient norms) is read together at its end, and s
 events.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from math import isfinite
 from pathlib import Path
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.peft_directory import load_adapter, save_adapter
+from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.base import Clock
 from coserve.devices.clock import WallClock
 from coserve.devices.counting import device_info
 from coserve.devices.messages import (
-    AdapterLoaded,
     BeginPack,
     CloseRequest,
     CloseTrainer,
@@ -29,9 +30,9 @@ from coserve.devices.messages import (
     DropPack,
     DropTrainer,
     DropVersion,
-    LoadAdapter,
     OpenRequest,
     OpenTrainer,
+    OpenVersion,
     PackSums,
     PublishVersion,
     Reply,
@@ -42,6 +43,7 @@ from coserve.devices.messages import (
     TakeCheckpoint,
     Tasklets,
     TrainerOpened,
+    VersionOpened,
     WriteCheckpoint,
 )
 from coserve.devices.out_of_memory import memory_errors
@@ -54,6 +56,7 @@ from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward
 from coserve.scheduling.latency import Profile
+from coserve.tuning.blockwise import BlockwisePass
 from coserve.tuning.training_pass import TrainingPass
 
 
@@ -76,6 +79,7 @@ class TorchDevice:
         )
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
+        self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype)
         self._versions: dict[str, Adapter] = {}
         self._requests = TorchRequests(self._pages, self._versions)
         self._trainers: dict[str, TorchTrainer] = {}
@@ -85,7 +89,7 @@ class TorchDevice:
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             OpenRequest: lambda command: self._requests.open(command),
             CloseRequest: lambda command: self._requests.close(command.request),
-            LoadAdapter: self._load_adapter,
+            OpenVersion: self._open_version,
             SaveAdapter: lambda command: save_adapter(self._versions[command.version], command.directory),
             DropVersion: self._drop_version,
             OpenTrainer: self._open_trainer,
@@ -105,15 +109,16 @@ class TorchDevice:
 
     def submit(self, batch: StepBatch) -> None:
         """Launch the step; on a CPU it is done then, but for the numbers that come of it."""
-        assert self._step is None, "the step before was not collected"
+        self._step = self._error = None
         for command in batch.commands:
             self.execute(command)
         self._requests.extend_tables(batch.requests)
-        self._step = _Step(self.backbone, self._requests, self._trainers, batch)
+        step = _Step(self.backbone, self._requests, self._trainers, batch)
         try:
-            self._step.launch()
+            step.launch()
         except Exception as error:  # told with the result, as from a device that is elsewhere
             self._error = error
+        self._step = step
 
     def collect(self) -> StepResult:
         (step, self._step), (error, self._error) = (self._step, None), (self._error, None)
@@ -127,22 +132,22 @@ class TorchDevice:
 
     # -- commands -------------------------------------------------------------------
 
-    def _load_adapter(self, command: LoadAdapter) -> AdapterLoaded:
-        adapter = load_adapter(self.backbone, command.directory)
+    def _open_version(self, command: OpenVersion) -> VersionOpened:
+        adapter = load_adapter(self.backbone, command.directory, taking=self._adapter_memory.for_serving)
         self._versions[command.version] = adapter
-        return AdapterLoaded(len(adapter.sites))
+        return VersionOpened(len(adapter.sites))
 
     def _drop_version(self, command: DropVersion) -> None:
-        del self._versions[command.version]
+        self._versions.pop(command.version, None)
 
     def _open_trainer(self, command: OpenTrainer) -> TrainerOpened:
-        trainer = open_trainer(command, self.backbone, self._versions)
+        trainer = open_trainer(command, self.backbone, self._versions, self._adapter_memory)
         opened = trainer.opened()
         self._trainers[command.job] = trainer
         return opened
 
     def _drop_trainer(self, command: DropTrainer) -> None:
-        del self._trainers[command.job]
+        self._trainers.pop(command.job, None)
 
     def _publish(self, command: PublishVersion) -> None:
         self._versions[command.version] = self._trainers[command.job].adapter.snapshot()
@@ -151,7 +156,7 @@ class TorchDevice:
         self._checkpoints[command.checkpoint] = self._trainers[command.job].checkpoint()
 
     def _drop_checkpoint(self, command: DropCheckpoint) -> None:
-        del self._checkpoints[command.checkpoint]
+        self._checkpoints.pop(command.checkpoint, None)
 
 
 class _Step:
@@ -177,7 +182,7 @@ class _Step:
         there.
         """
         try:
-            with torch.inference_mode(), memory_errors():
+            with torch.inference_mode(), memory_errors(), self._fixed_order():
                 for section in (self._prepare, self._losses, self._backward, self._updates, self._forward):
                     section()
                     self._timer.mark()
@@ -213,6 +218,19 @@ class _Step:
         failure = StepFailure(message=message, broken_update=self._updating)
         return StepResult(step=self._batch.step, norms=self._read_norms(), failure=failure)
 
+    @contextmanager
+    def _fixed_order(self) -> Iterator[None]:
+        """On a GPU, sums that threads add to come out in another order each time, unless PyTorch is asked not to."""
+        if self._backbone.block_rows is None or self._backbone.device.type != "cuda":
+            yield
+            return
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
     # -- sections -------------------------------------------------------------------
 
     def _prepare(self) -> None:
@@ -232,7 +250,7 @@ class _Step:
         for number in range(piece.num_tasklets):
             if not self._has_time(number):
                 return number
-            training.next_tasklet(piece.num_rows).run()
+            training.run_tasklet(piece.num_rows)
         return piece.num_tasklets
 
     def _has_time(self, number: int) -> bool:
@@ -250,13 +268,16 @@ class _Step:
 
     def _forward(self) -> None:
         """All rows through the blocks; then tokens, prompts' scores, and what windows leave."""
-        requests, windows = self._rows, self._batch.windows
-        if not requests and not windows:
+        requests, passes, spans = self._rows, [], list(self._spans)
+        for window in self._batch.windows:
+            training = self._pass(window.job)
+            if isinstance(training, BlockwisePass):
+                training.run_window(window.num_rows)
+            else:
+                passes.append(training)
+                spans.append(training.next_window(window.num_rows))
+        if not spans:
             return
-        passes = [self._pass(window.job) for window in windows]
-        spans = self._spans + [
-            training.next_window(window.num_rows) for training, window in zip(passes, windows, strict=True)
-        ]
         hidden = forward(self._backbone, spans)
         self._served = self._requests.finish(hidden, requests, self._readout)
         for training, rows in zip(passes, _rows_of(spans, hidden)[len(requests) :], strict=True):

@@ -49,7 +49,7 @@ class TorchRequests:
         self._handles[command.request] = RequestHandle(command)
 
     def close(self, request: str) -> None:
-        del self._handles[request]
+        self._handles.pop(request, None)
 
     def extend_tables(self, requests: Sequence[RequestRows]) -> None:
         """New pages join their requests'."""

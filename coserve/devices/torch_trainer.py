@@ -6,14 +6,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import Adapter
-from coserve.adapters.peft_directory import adapter_config, load_adapter, read_tensors, save_adapter, write_tensors
+from coserve.adapters.base import Adapter, AdapterLayout
+from coserve.adapters.peft_directory import adapter_config, load_adapter, save_adapter
+from coserve.adapters.tensor_files import open_tensors, write_tensors
+from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.counting import trainer_opened
 from coserve.devices.messages import OPTIMIZER_FILE, BeginPack, OpenTrainer, TrainerOpened
 from coserve.errors import AdapterError
 from coserve.memory.activations import LentRuns
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
+from coserve.tuning.blockwise import BlockwisePass
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.pack import make_pack
@@ -31,13 +34,19 @@ class TorchTrainer:
         self._programs = training_programs(adapter, mean_context_len=mean_context_len)
         self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)
         self._seed = config.seed
-        self._gradients: dict[str, Tensor] | None = None
+        self._gradients: dict[str, Tensor] | None = None  # of the optimizer step
+        self._last: dict[str, Tensor] | None = None  # of the last pack that is done, which may still be dropped
 
     def opened(self) -> TrainerOpened:
         return trainer_opened(self.adapter, self._programs, self._evaluation)
 
     def begin(self, command: BeginPack, pages: PagedKv) -> None:
-        self.training_pass = TrainingPass(
+        self._join_last()
+        if self.training_pass is not None:
+            self.training_pass.release()
+            self.training_pass = None
+        make_pass = BlockwisePass if self.adapter.backbone.block_rows else TrainingPass
+        self.training_pass = make_pass(
             self.adapter,
             self._evaluation if command.evaluate else self._programs,
             make_pack(command.sequences),
@@ -48,24 +57,32 @@ class TorchTrainer:
         )
 
     def drop_pack(self) -> None:
+        self._last = None
         if self.training_pass is not None:
             self.training_pass.release()
             self.training_pass = None
 
     def finish_pack(self) -> None:
-        """The pack is done: its gradients join those of the optimizer step."""
+        """The pack is done. Its gradients count from the next pack or the optimizer step on."""
         done, self.training_pass = self.training_pass, None
         assert done is not None and done.done
-        if done.programs is not self._programs:
+        if done.programs is self._programs:
+            self._last = done.gradients
+
+    @torch.inference_mode()
+    def _join_last(self) -> None:
+        last, self._last = self._last, None
+        if last is None:
             return
         if self._gradients is None:
-            self._gradients = done.gradients
-        else:
-            for name, gradient in done.gradients.items():
-                self._gradients[name] += gradient
+            self._gradients = last
+            return
+        for name, gradient in last.items():
+            self._gradients[name] += gradient
 
     def update(self, num_trained: int, num_steps: int) -> Tensor:
         """The optimizer step over the gradients of all packs since the last; returns their norm."""
+        self._join_last()
         gradients, self._gradients = self._gradients, None
         assert gradients is not None and self.optimizer is not None
         norm = self.optimizer.step(gradients, num_trained=num_trained, num_steps=num_steps)
@@ -103,20 +120,35 @@ class TorchCheckpoint:
                 write_tensors(directory / OPTIMIZER_FILE, self._optimizer)
 
 
-def open_trainer(command: OpenTrainer, backbone: Backbone, versions: dict[str, Adapter]) -> TorchTrainer:
+def open_trainer(
+    command: OpenTrainer, backbone: Backbone, versions: dict[str, Adapter], memory: AdapterMemory
+) -> TorchTrainer:
     """The tensors of a job, as the command says; AdapterError as there."""
     checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
     if checkpoint is not None:
-        adapter = load_adapter(backbone, checkpoint)
-    elif command.version is not None:
-        adapter = versions[command.version].snapshot()
+        adapter = load_adapter(backbone, checkpoint, taking=memory.for_training)
     else:
-        adapter = Adapter(backbone, adapter_config(command.adapter), seed=command.config.seed)
+        version = None if command.version is None else versions[command.version]
+        config = adapter_config(command.adapter) if version is None else version.config
+        layout = AdapterLayout.of(config, backbone.architecture, every_target=version is None)
+        with memory.for_training(f"job {command.job}", layout):
+            adapter = Adapter(backbone, config, seed=command.config.seed) if version is None else version.snapshot()
     trainer = TorchTrainer(adapter, command.config, mean_context_len=command.mean_context_len)
     if checkpoint is not None:
         assert trainer.optimizer is not None
         try:
-            trainer.optimizer.load_state(read_tensors(checkpoint / OPTIMIZER_FILE))
-        except (KeyError, ValueError) as error:
+            trainer.optimizer.load_state(_read_state(checkpoint / OPTIMIZER_FILE, adapter))
+        except (KeyError, ValueError, OverflowError) as error:
             raise AdapterError(f"{checkpoint / OPTIMIZER_FILE} is not this adapter's: {error}") from None
     return trainer
+
+
+def _read_state(path: Path, adapter: Adapter) -> dict[str, Tensor]:
+    """The optimizer's, read only if its shapes are the adapter's (or those of single numbers)."""
+    with open_tensors(path) as file:
+        for key, header in file.headers.items():
+            master = adapter.masters.get(key.rpartition("/")[0])
+            if header.shape and (master is None or header.shape != tuple(master.shape)):
+                needed = "is of no parameter" if master is None else f"must have the shape {list(master.shape)}"
+                raise AdapterError(f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, {needed}")
+        return {key: file.read(key) for key in file.headers}

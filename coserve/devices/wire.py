@@ -12,26 +12,27 @@ from coserve import errors
 from coserve.devices.messages import Command, DeviceInfo, Reply, StepBatch, StepResult
 from coserve.devices.settings import DeviceSettings
 from coserve.errors import CoserveError
+from coserve.home import is_disk_full
 
 _LENGTH = struct.Struct("<Q")
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Do a command; answered by `Done` or `Raised` with the same number."""
+    """Do a command, or run a step; answered by `Done` or `Raised` with the same number."""
 
     call: int
-    command: Command
+    command: Command | StepBatch
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A command is done."""
+    """A command is done, or a step has run."""
 
     call: int
-    reply: Reply
+    reply: Reply | StepResult
 
 
 class Raised(msgspec.Struct, tag=True, frozen=True):
-    """A command (None: the step, or the start) raised an error of a kind, the name of its class."""
+    """A command or a step (None: the start) raised an error of a kind, the name of its class."""
 
     call: int | None
     kind: str
@@ -59,8 +60,8 @@ class Started(msgspec.Struct, tag=True, frozen=True):
     info: DeviceInfo
 
 
-ToDevice = DeviceSettings | Call | StepBatch
-FromDevice = LoadingProgress | Started | Done | Raised | StepResult
+ToDevice = DeviceSettings | Call
+FromDevice = LoadingProgress | Started | Done | Raised
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -74,13 +75,23 @@ class Connection:
         self._decoder = msgspec.msgpack.Decoder(receives)
 
     def send(self, message: Any) -> None:
-        """OSError if the other end is gone."""
+        """OSError if the other end is gone.
+
+        A call that is interrupted closes the connection: a part of the frame may have been sent, and what came after
+        could not be told from the rest of it.
+        """
         frame = _encode(message)
         with self._sending:
-            self._end.sendall(_LENGTH.pack(len(frame)) + frame)
+            try:
+                self._end.sendall(_LENGTH.pack(len(frame)) + frame)
+            except OSError:
+                raise
+            except BaseException:
+                self.close()
+                raise
 
     def receive(self) -> Any:
-        """The next message; EOFError if the other end is gone."""
+        """The next message; EOFError if the other end is gone, msgspec.DecodeError if what it sends is no message."""
         try:
             (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
             return self._decoder.decode(self._exactly(length))
@@ -105,6 +116,8 @@ class Connection:
 
 
 def raised(call: int | None, error: BaseException) -> Raised:
-    """An error as a message; kinds of OSError are one."""
-    kind = "OSError" if isinstance(error, OSError) else type(error).__name__
+    """An error as a message; kinds of OSError are one, except that a full disk can be told from the others."""
+    kind = type(error).__name__
+    if isinstance(error, OSError):
+        kind = "DiskFullError" if is_disk_full(error) else "OSError"
     return Raised(call, kind, " ".join(str(error).split()) or kind)

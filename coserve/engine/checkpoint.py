@@ -18,7 +18,8 @@ from uuid import uuid4
 
 from coserve.devices.base import Device
 from coserve.devices.messages import OPTIMIZER_FILE, Command, DropCheckpoint, WriteCheckpoint
-from coserve.errors import JobError
+from coserve.errors import DiskFullError, JobError
+from coserve.home import is_disk_full
 
 POSITION_FILE = "job.json"
 
@@ -73,7 +74,7 @@ class Checkpoint:
         """Write a directory `step-<n>` (`step-<n>-<k>` if there is one already) below `parent`, whole or not at all.
 
         Raises:
-            JobError: it cannot be written.
+            JobError: it cannot be written; DiskFullError: there is no room.
         """
         parent = Path(parent)
         part = parent / f".part-{uuid4().hex}"
@@ -84,6 +85,8 @@ class Checkpoint:
             _sync(part)
             return _move(part, parent / f"step-{self.position.num_steps_done}")
         except OSError as error:
+            if is_disk_full(error):
+                raise DiskFullError(f"the disk is full: cannot write a checkpoint to {parent}") from error
             raise JobError(f"cannot write a checkpoint to {parent}: {error.strerror or error}") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)

@@ -17,7 +17,8 @@ class EngineConfig:
     what `coserve.scheduling.slo` makes of a decode step alone on this device.
     memory_bytes: of the page pool, for keys and values and fine-tuning's activations; None: a share of what is free.
     block_tokens: tokens of a page. max_requests: sequences that run at once. max_step_rows: rows of a forward pass.
-    max_adapters: how many of those that lie on disk stay on the device.
+    max_adapters: how many of those that lie on disk stay on the device. deterministic: answers and adapters are the
+    same bit for bit, whatever runs beside them; steps take longer (docs/engine.md).
     """
 
     policy: str = DEFAULT_POLICY
@@ -29,6 +30,7 @@ class EngineConfig:
     max_requests: int = 256
     max_step_rows: int = 2048
     max_adapters: int = 64
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         make_policy(self.policy, self.policy_settings)

@@ -7,37 +7,36 @@ and results of the device give the same steps.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from coserve.devices.base import Device
-from coserve.devices.messages import Command, SaveAdapter, StepBatch, StepResult
+from coserve.devices.messages import Command, OpenRequest, SaveAdapter, StepBatch, StepResult
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import Checkpoint, read_position
-from coserve.engine.checks import check_examples, check_request
+from coserve.engine.checks import check_examples
 from coserve.engine.config import EngineConfig
 from coserve.engine.job import Job, JobEvent
-from coserve.engine.job_set import JobSet, PeftFields, trainer_start
+from coserve.engine.job_set import JobSet
+from coserve.engine.job_start import PeftFields, trainer_start
 from coserve.engine.page_broker import PageBroker
-from coserve.engine.records import EngineStats, RequestRecord, record_of
-from coserve.engine.request import Chunk, Request
+from coserve.engine.records import EngineStats, RequestRecord
+from coserve.engine.request import Chunk
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import AdapterLoad, ServedAdapters
+from coserve.engine.serving import Serving, TextStreamMaker
 from coserve.engine.step_batch import build_batch, carry_out, observe
-from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion, AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError
 from coserve.memory.kv_cache import KvCache
 from coserve.memory.pages import PagePool
-from coserve.scheduling.attainment import JobsTime, RecentNeed, jobs_seconds
+from coserve.scheduling.attainment import jobs_seconds
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel, Profile
 from coserve.scheduling.plan import Plan, View
 from coserve.scheduling.policies import make_policy
-from coserve.scheduling.slo import Slo, default_tpot_s, feasible_slo
+from coserve.scheduling.slo import Slo, default_tpot_s
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 
@@ -58,7 +57,7 @@ class EngineCore:
         config: EngineConfig,
         *,
         end_tokens: Iterable[int] = (),
-        text_stream: Callable[[Sequence[int], SamplingParams], TextStream] | None = None,
+        text_stream: TextStreamMaker | None = None,
         keep_profile: Callable[[Profile], None] | None = None,
     ) -> None:
         """end_tokens: ids that end every request. text_stream: makes text of a request's tokens, given its prompt and
@@ -82,20 +81,24 @@ class EngineCore:
             emit=lambda event: self._outbox.append(event),
             send=self._commands.append,
         )
+        self._serving = Serving(
+            info,
+            self.requests,
+            self.versions,
+            self.counters,
+            end_tokens=end_tokens,
+            text_stream=text_stream,
+            emit=lambda event: self._outbox.append(event),
+            send=self._commands.append,
+        )
         self._keep_profile = keep_profile
         self.slo = Slo(ttft_s=config.ttft_s, tpot_s=config.tpot_s or default_tpot_s(latency))
-        self.records: deque[RequestRecord] = deque(maxlen=_NUM_RECORDS)
         self.num_steps = 0
-        self.num_preemptions = 0
-        self.num_slos_clamped = 0
-        self._jobs_time, self._need = JobsTime(), RecentNeed()
         self.last_plan = Plan()
+        self.last_result: StepResult | None = None  # of the last plan; None if that ran nothing, or the device failed
         self._step: tuple[Plan, StepBatch, float] | None = None  # under way, with the moment when it began
-        self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
-        self._text_stream = text_stream
         self._max_step_rows = config.max_step_rows
         self._numbers = count()
-        self._seeds = Random(0)
 
     # -- questions --------------------------------------------------------------------
 
@@ -113,6 +116,21 @@ class EngineCore:
         return self.adapters.versions
 
     @property
+    def num_preemptions(self) -> int:
+        """How often a request's pages were taken."""
+        return self.requests.num_preemptions
+
+    @property
+    def records(self) -> deque[RequestRecord]:
+        """How recent requests were served, the last one last; a reader may clear it."""
+        return self._serving.records
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids that end every request, of those that the model has."""
+        return self._serving.end_tokens
+
+    @property
     def has_requests(self) -> bool:
         """Whether a request is waiting or running."""
         return bool(self.requests)
@@ -120,7 +138,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step could bring anything."""
-        return bool(self.requests or self._outbox or self.jobs.has_running)
+        return bool(self.requests or self._outbox or self.jobs.num_running)
 
     def stats(self) -> EngineStats:
         """Counts as of now."""
@@ -128,6 +146,7 @@ class EngineCore:
             num_running=len(self.requests.running),
             num_waiting=len(self.requests.waiting),
             num_jobs=sum(not job.is_terminal for job in self.jobs.values()),
+            num_jobs_running=self.jobs.num_running,
             num_steps=self.num_steps,
             num_tokens_trained=self.jobs.num_tokens_trained,
             num_preemptions=self.num_preemptions,
@@ -136,7 +155,8 @@ class EngineCore:
             num_pages_free=self.pool.num_free,
             num_pages_by_owner=self.pool.num_pages_by_owner(),
             margin=self.latency.margin,
-            num_slos_clamped=self.num_slos_clamped,
+            num_slos_clamped=self._serving.num_slos_clamped,
+            slo=self.slo,
         )
 
     def check_integrity(self) -> None:
@@ -171,60 +191,32 @@ class EngineCore:
         name = request_id if request_id is not None else f"request-{next(self._numbers)}"
         if name in self.requests:
             raise RequestError(f"there is a request {name!r} already")
-        check_request(prompt, params, self.device.info, has_text=self._text_stream is not None)
-        version = None if adapter is None else self.versions.resolve(adapter)
-        base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        now_s = self.device.clock.now()
-        asked_slo = slo or self.slo
-        most = max(1, params.max_tokens)
-        slo = feasible_slo(asked_slo, self.slo, self.latency, num_prompt_tokens=len(prompt), max_tokens=most)
-        self.num_slos_clamped += slo != asked_slo
-        members: list[Request] = []
-        for index in range(params.n):
-            request = Request(
-                id=f"{name}/{index}",
-                request=name,
-                index=index,
-                prompt=prompt,
-                params=params,
-                seed=base_seed + index,
-                version=version,
-                slo=slo,
-                asked_slo=asked_slo,
-                arrival_s=now_s if arrival_s is None else arrival_s,
-                end_tokens=frozenset() if params.ignore_eos else self.end_tokens,
-                text=None if self._text_stream is None else self._text_stream(prompt, params),
-                tenant=tenant,
-                prefix_source=members[0] if members else None,
-                jobs_time=self._jobs_time,
-            )
-            if version is not None:
-                self.versions.hold(version)
-            members.append(request)
-        self.requests.add(name, members)
+        self._serving.add(
+            name,
+            prompt,
+            params,
+            adapter=adapter,
+            slo=slo,
+            default_slo=self.slo,
+            latency=self.latency,
+            arrival_s=self.device.clock.now() if arrival_s is None else arrival_s,
+            tenant=tenant,
+        )
         return name
 
     def cancel(self, request: str) -> bool:
         """End a request at once; its last chunks come with the next step. Returns whether it was there."""
-        members = self.requests.members(request)
-        for member in members:
-            self._outbox.append(member.end("cancelled"))
-            self._leave(member)
+        was_there = self._serving.cancel(request)
         self._drop_unread_versions()
-        return bool(members)
+        return was_there
 
     def stop(self, request: str, index: int, num_tokens: int) -> bool:
         """End one sequence of a request whose first `num_tokens` tokens turned out to be all that is wanted of it; its
         last chunk, without tokens, comes with the next step. Returns whether it was there.
         """
-        for member in self.requests.members(request):
-            if member.index == index:
-                self._outbox.append(member.end("stop"))
-                self.records.append(replace(record_of(member), num_output_tokens=num_tokens))
-                self._leave(member)
-                self._drop_unread_versions()
-                return True
-        return False
+        was_there = self._serving.stop(request, index, num_tokens)
+        self._drop_unread_versions()
+        return was_there
 
     # -- adapters -------------------------------------------------------------------
 
@@ -292,6 +284,7 @@ class EngineCore:
         job_id: str | None = None,
         checkpoint: str | Path | None = None,
         tenant: str = "",
+        alone_until_step: int = 0,
     ) -> str:
         """Start a job, or resume one; its events come out of `step`. Returns its id.
 
@@ -302,6 +295,8 @@ class EngineCore:
             checkpoint: a directory that `Checkpoint.write` made of the same job, with the same data and configuration;
                 then `adapter` is not used.
             tenant: whose it is, for policies that share the device among tenants.
+            alone_until_step: until this optimizer step no step of the engine works for another job as well, so that
+                what it dies of is known.
 
         Raises:
             JobError, AdapterError: it could never be run, or the checkpoint is another job's; the message says what
@@ -315,20 +310,13 @@ class EngineCore:
             raise JobError("a job needs examples")
         self._check_name(name)
         check_examples([*examples, *validation], self.device.info)
-        if checkpoint is not None:
-            start = trainer_start(job_id, config, examples, checkpoint=checkpoint)
-        elif isinstance(adapter, str):
-            start = trainer_start(job_id, config, examples, version=self.versions.resolve(adapter).key)
-        elif adapter is not None:
-            start = trainer_start(job_id, config, examples, adapter=adapter)
-        else:
-            raise JobError("a job needs an adapter to begin with, or a checkpoint to resume from")
+        start = trainer_start(job_id, config, examples, self.versions, adapter=adapter, checkpoint=checkpoint)
         position = None if checkpoint is None else read_position(checkpoint)
         job = self.jobs.submit(
             job_id, name, config, examples, validation, start=start, position=position, tenant=tenant
         )
-        if position is not None and position.num_steps_done:
-            self.jobs.follow_update(job, self.device.clock.now(), evaluated=position.evaluated)
+        job.alone_until_step = alone_until_step
+        self.jobs.catch_up()
         return job_id
 
     def job(self, job_id: str) -> Job:
@@ -363,21 +351,42 @@ class EngineCore:
         return self.finish_step()
 
     def begin_step(self) -> bool:
-        """Plan, and have the device begin: it may work while the caller does something else. Returns whether there is a
-        step; `finish_step` must follow before anything else.
+        """Plan, and have the device begin. Returns whether there is a step; `finish_step` is to follow.
+
+        Between the two, requests may be added, cancelled and stopped; nothing else may be asked, and nothing at all of
+        an engine that is recorded. A GPU, and a device in another process, work meanwhile; a CPU in this process has
+        done its work when this returns. Today nobody makes use of it: `step`, and with it the server, call one right
+        after the other, and what overlaps with steps is reading and writing files, in threads.
         """
-        assert self._step is None, "the step before has not been finished"
+        if self._step is not None:  # the caller was interrupted before it could finish
+            self._finish()
+        self.jobs.catch_up()
         started_s = self.device.clock.now()
         plan = self._plan(started_s)
-        self.last_plan = plan
+        self.last_plan, self.last_result = plan, None
+        self.jobs.count_turn()
         if plan.runs_nothing:
-            self._send_commands()
+            self.flush_commands()
             return False
         commands = tuple(self._commands.popleft() for _ in range(len(self._commands)))
         batch = build_batch(self.num_steps, plan, self.requests, self.jobs, commands)
         self._step = plan, batch, started_s
-        self.device.submit(batch)
+        try:
+            self.device.submit(batch)
+        except BaseException as error:
+            self._step = None
+            self._take_back(batch, error)
+            raise
         return True
+
+    def flush_commands(self) -> None:
+        """Tell the device now what it would be told with the next step, such as that copies of jobs are not needed any
+        more; for callers that see no step coming.
+        """
+        self.jobs.settle()
+        while self._commands:
+            self.device.execute(self._commands[0])
+            self._commands.popleft()  # if the caller is interrupted before, it is done again: none of them minds
 
     def finish_step(self) -> list[Event]:
         """Wait for the device, and book what came of the step. Returns all events so far."""
@@ -395,14 +404,32 @@ class EngineCore:
             try:
                 result = self.device.collect()
             except BaseException as error:
+                self._close_running()  # tokens that nobody has heard of may count as used there
                 self.jobs.abandon(batch, error)
                 raise
             now_s = self.device.clock.now()
+            self.last_result = result
             if result.failure is None:
                 self._apply(plan, batch, result, started_s, now_s)
             else:
                 self._recover(batch, result, now_s)
         self._drop_unread_versions()
+        if not (self.requests or self.jobs.num_running):
+            self.flush_commands()  # there may be no further step
+
+    def _take_back(self, batch: StepBatch, error: BaseException) -> None:
+        """A step could not begin. Which of its commands, and of its requests' pages, the device knows of is not known:
+        all requests that run are closed, and opened again when they are admitted.
+        """
+        lost = [command for command in batch.commands if not isinstance(command, OpenRequest)]
+        self._commands.extendleft(reversed(lost))
+        self._close_running()
+        self.jobs.abandon(batch, error)
+
+    def _close_running(self) -> None:
+        """What the device knows of the requests that run is not known: they are to be opened again."""
+        for request in reversed(list(self.requests.running.values())):  # the first one is to be the first again
+            self._commands.append(self.requests.preempt(request))
 
     def _plan(self, now_s: float) -> Plan:
         """What the policy says, as far as it can be done.
@@ -414,21 +441,25 @@ class EngineCore:
         while True:
             planned = self.policy.plan(self._view(now_s, without=failed), self.latency)
             plan = carry_out(
-                planned, self.requests, self.jobs, send=self._commands.append, max_requests=self.config.max_requests
+                planned,
+                self.requests,
+                self.jobs,
+                policy=self.config.policy,
+                send=self._commands.append,
+                max_requests=self.config.max_requests,
             )
-            self.num_preemptions += len(planned.preempt)
-            new = frozenset(job for job in planned.begin if not self.jobs[job].has_pack) - failed
+            begun = [self.jobs[job] for job in planned.begin if job in self.jobs]
+            new = frozenset(job.id for job in begun if not job.has_pack) - failed
             if not new:
                 return plan
             failed |= new
 
     def _view(self, now_s: float, *, without: frozenset[str]) -> View:
-        jobs = self.jobs.views(now_s)
         return View(
             now_s=now_s,
             requests=self.requests.running_views(),
             waiting=self.requests.waiting_views(),
-            jobs=tuple([job for job in jobs if job.id not in without]) if without else jobs,
+            jobs=self.jobs.views(now_s, without=without),
             tenants=self.counters.views(),
             num_free_pages=self.pages.num_available,
             num_pages=self.pool.num_pages,
@@ -437,7 +468,7 @@ class EngineCore:
             tpot_s=self.slo.tpot_s,
             max_rows=self._max_step_rows,
             max_requests=self.config.max_requests,
-            need=self._need.view(now_s),
+            need=self._serving.need.view(now_s),
         )
 
     # -- what came of it ----------------------------------------------------------------
@@ -454,20 +485,10 @@ class EngineCore:
             backward_s=result.backward_s,
             update_s=result.update_s,
         )
-        self._jobs_time.add(jobs_s, started_s=started_s, ended_s=now_s)
-        for rows in batch.requests:
-            request = self.requests.running[rows.request]
-            request.commit(len(rows.tokens), result.prompts.get(rows.request, ()))
-            if not rows.samples:
-                continue
-            chunk = request.accept(result.tokens[rows.request], now_s)
-            self.counters.charge(request.tenant, output=1)
-            self._outbox.append(chunk)
-            self._note(request, now_s)
-            if chunk.finish_reason is not None:
-                self.records.append(record_of(request))
-                self._leave(request)
-        self.jobs.apply(batch, result, now_s)
+        self._serving.jobs_time.add(jobs_s, started_s=started_s, ended_s=now_s)
+        self._serving.need.add_step(plan, forward_s=result.forward_s, started_s=started_s, ended_s=now_s)
+        self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
+        self.jobs.apply(batch, result, started_s=started_s, now_s=now_s)
         self._follow_device()
 
     def _follow_device(self) -> None:
@@ -483,15 +504,6 @@ class EngineCore:
         if (profile := self.latency.settled_profile()) is not None:
             self._keep_profile(profile)
 
-    def _note(self, request: Request, now_s: float) -> None:
-        """What a request needed by itself that has its first token, or has ended."""
-        if request.num_output <= 1:
-            ttft_s = now_s - request.arrival_s - request.jobs_s_before
-            self._need.add_first_token(now_s, ttft_s / request.slo.ttft_s)
-        elif request.finish_reason is not None and request.first_token_s is not None:
-            decoding_s = now_s - request.first_token_s - request.jobs_s
-            self._need.add_end(now_s, decoding_s / (request.num_output - 1) / request.slo.tpot_s)
-
     def _recover(self, batch: StepBatch, result: StepResult, now_s: float) -> None:
         """The device ran out of memory: jobs make room first, then steps get smaller, then a request fails."""
         assert result.failure is not None
@@ -501,29 +513,14 @@ class EngineCore:
         if num_rows > 1:
             self._max_step_rows = num_rows // 2
             return
-        for rows in batch.requests:
-            request = self.requests.running[rows.request]
-            self._outbox.append(request.end("error", f"the device ran out of memory: {result.failure.message}"))
-            self._leave(request)
+        self._serving.fail(batch, f"the device ran out of memory: {result.failure.message}")
 
     # -- endings ----------------------------------------------------------------------
 
-    def _leave(self, request: Request) -> None:
-        """A request is over: everything that it holds goes back."""
-        if (closed := self.requests.remove(request)) is not None:
-            self._commands.append(closed)
-        if request.version is not None:
-            self.versions.release(request.version)
-
     def _drop_unread_versions(self) -> None:
-        if unread := self.adapters.take_unread():
+        if self._step is None and (unread := self.adapters.take_unread()):
             self._commands.extend(unread)
-            self._send_commands()  # at once: they are large, and there may be no further step
-
-    def _send_commands(self) -> None:
-        """Without a step to go with, commands go by themselves."""
-        while self._commands:
-            self.device.execute(self._commands.popleft())
+            self.flush_commands()  # at once: they are large, and there may be no further step
 
     def _take(self, is_wanted: Callable[[Event], bool]) -> list[Event]:
         """Events out of the outbox; the others stay for the next step."""

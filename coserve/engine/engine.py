@@ -38,7 +38,7 @@ Data = str | Path | Iterable[str] | Iterable[Mapping[str, Any]] | Iterable[Examp
 # Told what a start is at, how much of it is done, and of how much.
 LoadProgress = Callable[[str, int, int], None]
 
-# Steps without a plan after which a job is not waited for any longer.
+# Steps in a row without a plan, after which a request or a job is not waited for any longer.
 _MOST_EMPTY_STEPS = 1000
 
 
@@ -93,9 +93,10 @@ class Engine(EngineCore):
         end_tokens: Iterable[int] = (),
         latency: LatencyModel | None = None,
         progress: LoadProgress | None = None,
+        wrap: Callable[[Device], Device] | None = None,
     ) -> Self:
         """On torch, in this process, with weights that are there. The first start on a device measures its profile,
-        which takes some seconds.
+        which takes some seconds. wrap: puts something between the engine and the device.
 
         Raises:
             BudgetError: memory_bytes is too little for a request.
@@ -108,9 +109,11 @@ class Engine(EngineCore):
             memory_bytes=config.memory_bytes,
             block_tokens=config.block_tokens,
             profile=None if latency is None else latency.profile,
+            deterministic=config.deterministic,
             progress=_stage(progress, "measuring this device"),
         )
-        return cls(device, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
+        wrapped = device if wrap is None else wrap(device)
+        return cls(wrapped, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
 
     @classmethod
     def load(
@@ -124,6 +127,7 @@ class Engine(EngineCore):
         seed: int = 0,
         with_text: bool = True,
         progress: LoadProgress | None = None,
+        wrap: Callable[[Device], Device] | None = None,
     ) -> Self:
         """Load a model: a directory, a hub id, or a `dummy:` preset with random weights (from `seed`).
 
@@ -133,6 +137,7 @@ class Engine(EngineCore):
             device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one.
             with_text: whether chunks have text; without, there are token ids alone, in and out, and no stop strings.
             progress: told what is being done, how much of it is done, and how much there is.
+            wrap: puts something between the engine and the device.
         """
         from coserve.models.backbone import build_backbone, find_device
 
@@ -145,7 +150,12 @@ class Engine(EngineCore):
         tokenizer = load_tokenizer(source)
         ends = _end_tokens(source, tokenizer)
         return cls.from_backbone(
-            backbone, config, tokenizer=tokenizer if with_text else None, end_tokens=ends, progress=progress
+            backbone,
+            config,
+            tokenizer=tokenizer if with_text else None,
+            end_tokens=ends,
+            progress=progress,
+            wrap=wrap,
         )
 
     # -- requests -------------------------------------------------------------------
@@ -171,7 +181,7 @@ class Engine(EngineCore):
         What else happens meanwhile comes out of the next `step`; so it is with `stream` and `tune`.
 
         Raises:
-            RequestError: one of them cannot be served, or the device failed it; then none is.
+            RequestError: one of them cannot be served, the device failed it, or the policy never runs it; then none is.
         """
         if isinstance(prompts, str):
             raise RequestError("generate takes a list of prompts; for one prompt, a list of one")
@@ -179,8 +189,9 @@ class Engine(EngineCore):
         try:
             for prompt in prompts:
                 collected.expect(self.add(prompt, params, adapter=adapter))
+            num_empty = 0
             while any(name in self.requests for name in collected.names):
-                self._advance()
+                num_empty = self._serve(num_empty)
                 for event in self._take(collected.wants):
                     collected.take(event)
         finally:
@@ -192,7 +203,10 @@ class Engine(EngineCore):
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Generator[Chunk, None, None]:
-        """The chunks of one request as they come; closing the iterator early cancels it."""
+        """The chunks of one request as they come; closing the iterator early cancels it.
+
+        RequestError as in `generate`.
+        """
         name = self.add(prompt, params, adapter=adapter)
 
         def take() -> list[Chunk]:
@@ -200,8 +214,9 @@ class Engine(EngineCore):
             return [chunk for chunk in mine if isinstance(chunk, Chunk)]
 
         try:
+            num_empty = 0
             while name in self.requests:
-                self._advance()
+                num_empty = self._serve(num_empty)
                 yield from take()
             yield from take()  # if it was cancelled between two steps
         finally:
@@ -259,8 +274,7 @@ class Engine(EngineCore):
         events: list[Event] = []
         num_empty = 0
         while not self.jobs[job_id].is_terminal:
-            self._advance()
-            num_empty = num_empty + 1 if self.last_plan.runs_nothing else 0
+            num_empty = self._turn(num_empty)
             if num_empty == _MOST_EMPTY_STEPS:
                 self.cancel_job(job_id)
                 raise JobError(f"job {job_id} does not move on: policy {self.config.policy} runs no jobs")
@@ -268,6 +282,18 @@ class Engine(EngineCore):
         if self.jobs[job_id].state != "succeeded":
             raise JobError(f"job {job_id} has {self.jobs[job_id].state}: {self.jobs[job_id].error or ''}")
         return [event for event in events if isinstance(event, JobEvent)]
+
+    def _turn(self, num_empty: int) -> int:
+        """A step. Returns how many steps in a row have run nothing; num_empty: before this one."""
+        self._advance()
+        return num_empty + 1 if self.last_plan.runs_nothing else 0
+
+    def _serve(self, num_empty: int) -> int:
+        """The same for requests; RequestError once it is clear that they are not run."""
+        num_empty = self._turn(num_empty)
+        if num_empty == _MOST_EMPTY_STEPS:
+            raise RequestError(f"the request does not move on: policy {self.config.policy} runs no requests")
+        return num_empty
 
     def _examples(self, data: Data, config: TuningConfig) -> list[Example]:
         if isinstance(data, str | Path):

@@ -8,12 +8,13 @@ begun again, and everything else stands. Bookkeeping alone: the tensors are the 
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
 
 from coserve.devices.messages import BeginPack, LossRows, PackSums, Tasklets, TrainerOpened, WindowRows, group_bytes
 from coserve.engine.checkpoint import JobPosition
+from coserve.engine.memory_failures import MemoryFailures
 from coserve.errors import JobError
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.plan import JobPhase, JobView
@@ -31,12 +32,25 @@ _MAX_BAD_STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """What an optimizer step took of the device: its share, by rows, of the engine's steps that it was in. started_s:
+    when the first of these began; None if that is not known.
+    """
+
+    started_s: float | None = None
+    forward_s: float = 0.0
+    loss_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobEvent:
     """Something happened to a job after `step` optimizer steps.
 
     loss, token_accuracy: means over trained tokens, of the step or of the validation set. num_tokens (trained or not),
     learning_rate, norm (of the gradient before clipping; None: it was not finite, and the step was skipped): of a step.
-    version: its label.
+    seconds: of a step. version: its label.
     """
 
     job: str
@@ -49,6 +63,7 @@ class JobEvent:
     num_tokens: int = 0
     norm: float | None = None
     learning_rate: float | None = None
+    seconds: StepSeconds = field(default=StepSeconds(), compare=False)
     version: str | None = None
     message: str = ""
 
@@ -72,13 +87,18 @@ class Job:
         self.state: JobState = "running"
         self.order = TrainingOrder(examples, config)
         self.num_steps_done = 0
+        self.alone_until_step = 0  # until then, steps of the engine that work for it work for no other job
         self.num_rows_run = 0.0  # forward rows and reversed rows, for sharing the device among jobs
         self.moved_s = -inf  # when it last got on
         self.num_tokens_trained = 0  # rows of packs whose gradients are in
         self.num_drops = 0
+        self.memory_failures = MemoryFailures()
         self.error: str | None = None
         self.evaluating = False
+        self.follow_due = False  # whether what its last optimizer step brings with it is still to come
+        self.evaluated = False  # whether the validation set was measured after that step, before it was resumed
         self.sums = LossSums()  # of the packs that are done, of the step or the evaluation
+        self.seconds = StepSeconds()  # of the step so far
         self.pack_pages: PackPages | None = None
         self._cursor: Cursor | None = None
         self._validation = tuple(validation)
@@ -95,6 +115,11 @@ class Job:
         return self.state not in ("running", "paused")
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the steps of the engine that work for it work for no other job."""
+        return self.num_steps_done < self.alone_until_step
+
+    @property
     def wants_pack(self) -> PackMembers | None:
         """The pack to begin next, if it is time for one."""
         if self.state != "running" or self._pack is not None or not self._waiting:
@@ -107,7 +132,8 @@ class Job:
 
     @property
     def update_due(self) -> bool:
-        return self.state == "running" and self._pack is None and not self._waiting and not self.evaluating
+        busy = self._pack is not None or self._waiting or self.evaluating or self.follow_due
+        return self.state == "running" and not busy
 
     def group_bytes(self, num_rows: int) -> list[int]:
         """Bytes of each group of tensors of the next pack, if it has this many rows."""
@@ -119,23 +145,38 @@ class Job:
         """Parts of the model that the next pack runs backward."""
         return 0 if self.evaluating else self.costs.trained_parts
 
-    def view(self, now_s: float, num_pages: int) -> JobView | None:
-        """What a policy may do with it now; None: nothing. num_pages: of the pack in memory, or of the next one."""
+    @property
+    def phase(self) -> JobPhase | None:
+        """What it is at; None: nothing that a step could do."""
+        cursor = self._cursor
         if self.state != "running":
             return None
-        pack, cursor = self._pack or self.wants_pack, self._cursor
+        if cursor is None:
+            return "pack" if self._waiting else "update" if self.update_due else None
+        if not cursor.forward_done:
+            return "forward"
+        return "backward" if cursor.loss_done else "loss"
+
+    @property
+    def num_loss_rows_left(self) -> int:
+        """Trained rows of its pack that are still to go through the loss."""
+        assert self._cursor is not None
+        return self._cursor.num_trained - self._cursor.num_loss_rows
+
+    def view(self, now_s: float, num_pages: int) -> JobView | None:
+        """What a policy may do with it now; None: nothing. num_pages: of the pack in memory, or of the next one."""
+        pack, cursor, phase = self._pack or self.wants_pack, self._cursor, self.phase
+        if phase is None:
+            return None
         if pack is None:
-            return self._job_view("update", 0, 0, 0, 0.0, now_s, 0) if self.update_due else None
+            return self._job_view("update", 0, 0, 0, 0.0, now_s, 0)
         if cursor is None:
             parts = self.num_trained_parts
             return self._job_view("pack", pack.num_rows, pack.num_rows, parts, pack.mean_context_len, now_s, num_pages)
-        phase: JobPhase
-        if not cursor.forward_done:
-            phase, rows_left = "forward", cursor.num_rows - cursor.num_forward_rows
-        elif not cursor.loss_done:
-            phase, rows_left = "loss", cursor.num_trained - cursor.num_loss_rows
+        if phase == "forward":
+            rows_left = cursor.num_rows - cursor.num_forward_rows
         else:
-            phase, rows_left = "backward", cursor.num_backward_rows
+            rows_left = self.num_loss_rows_left if phase == "loss" else cursor.num_backward_rows
         parts = cursor.num_parts - cursor.num_parts_done
         return self._job_view(phase, cursor.num_rows, rows_left, parts, pack.mean_context_len, now_s, num_pages)
 
@@ -188,6 +229,12 @@ class Job:
         self._cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=self.num_trained_parts)
         self._num_rows_counted = 0.0
 
+    def count_seconds(self, started_s: float, **seconds: float) -> None:
+        """A step that began then has taken this for it, by the names of `StepSeconds`."""
+        so_far = self.seconds
+        added = {name: getattr(so_far, name) + value for name, value in seconds.items()}
+        self.seconds = replace(so_far, started_s=so_far.started_s or started_s, **added)
+
     def run_window(self, rows: WindowRows) -> None:
         """Rows have been through the forward pass."""
         assert self._cursor is not None
@@ -214,7 +261,7 @@ class Job:
             num_tokens_trained=self._num_tokens_at_step,
             num_rows_run=self.num_rows_run,
             num_bad_steps=self._num_bad_steps,
-            evaluated=not self.evaluating,
+            evaluated=not self.evaluating and (self.evaluated or not self.follow_due),
             num_steps=order.num_steps,
             num_examples=len(order.examples),
             num_tokens=sum(len(example.tokens) for example in order.examples),
@@ -223,17 +270,18 @@ class Job:
     def resume(self, position: JobPosition) -> None:
         """Take up a position, before anything has been run; JobError if it is another job's."""
         mine = self.position()
-        for field in ("num_steps", "num_examples", "num_tokens"):
-            if getattr(mine, field) != getattr(position, field):
+        for name in ("num_steps", "num_examples", "num_tokens"):
+            if getattr(mine, name) != getattr(position, name):
                 raise JobError(
-                    f"the checkpoint is of a job with {getattr(position, field)} {field.removeprefix('num_')}; "
-                    f"this one has {getattr(mine, field)}"
+                    f"the checkpoint is of a job with {getattr(position, name)} {name.removeprefix('num_')}; "
+                    f"this one has {getattr(mine, name)}"
                 )
         self.num_steps_done, self.num_rows_run = position.num_steps_done, position.num_rows_run
         self.num_tokens_trained = self._num_tokens_at_step = position.num_tokens_trained
         self._num_bad_steps = position.num_bad_steps
         if self.num_steps_done:
             self._waiting.clear()
+            self.follow_due, self.evaluated = True, position.evaluated
 
     def drop_pack(self) -> None:
         """Give the pack's memory back; it will be begun again."""
@@ -263,6 +311,7 @@ class Job:
     def finish_pack(self, sums: PackSums) -> bool:
         """Collect the sums of a pack that is done. Returns whether an evaluation is complete with it."""
         assert self._pack is not None
+        self.memory_failures.note_pack()
         self.sums.add(LossSums(loss=sums.loss, num_correct=sums.num_correct, num_trained=sums.num_trained))
         if not self.evaluating:
             self.num_tokens_trained += self._pack.num_rows
@@ -279,6 +328,7 @@ class Job:
         sums, step = self.sums, self.num_steps_done
         rate = self.config.optimizer.learning_rate_at(step, self.order.num_steps)
         self.num_steps_done += 1
+        self.follow_due, self.evaluated = True, False
         num_tokens = self.num_tokens_trained - self._num_tokens_at_step
         self._num_tokens_at_step = self.num_tokens_trained
         self._num_bad_steps = 0 if norm is not None else self._num_bad_steps + 1
@@ -297,6 +347,7 @@ class Job:
             num_tokens=num_tokens,
             norm=norm,
             learning_rate=rate,
+            seconds=self.seconds,
         )
 
     def start_evaluation(self) -> bool:
@@ -324,6 +375,7 @@ class Job:
         if self.num_steps_done == self.order.num_steps:
             return False
         self._waiting.extend(self.order.packs(self.num_steps_done))
+        self.seconds = StepSeconds()
         return True
 
     def end(self, state: JobState) -> None:

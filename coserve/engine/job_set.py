@@ -1,13 +1,12 @@
 """The jobs of an engine: what starts and ends them, and what follows from an optimizer step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol
 
 from coserve.devices.base import Device
 from coserve.devices.messages import (
-    BeginPack,
     CloseTrainer,
     Command,
     DropPack,
@@ -23,7 +22,7 @@ from coserve.engine.checkpoint import Checkpoint, JobPosition, TakenCopy
 from coserve.engine.job import EventKind, Job, JobEvent
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.served_adapters import ServedAdapters
-from coserve.errors import BudgetError, CoserveError, DeviceMemoryError, JobError
+from coserve.errors import BudgetError, DeviceGoneError, DeviceMemoryError, JobError
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.plan import JobView
@@ -31,16 +30,13 @@ from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 
 
-class PeftFields(Protocol):
-    """A PEFT method with its settings."""
-
-    def to_peft(self) -> dict[str, Any]:
-        """The fields of PEFT's adapter_config.json that say what it says."""
-        ...
-
-
 class JobSet(Mapping[str, Job]):
-    """Every job that has not been forgotten, by id."""
+    """Every job that has not been forgotten, by id.
+
+    A caller can be interrupted in any command to the device, and then does not know whether it was done. So what
+    happens is booked first. What the device must do for it is owed until it has been done (again, if need be), and is
+    done before anything else is asked of it; what follows from an optimizer step is due until it has followed.
+    """
 
     def __init__(
         self,
@@ -56,7 +52,8 @@ class JobSet(Mapping[str, Job]):
         self._device, self._pages, self._adapters, self._counters = device, pages, adapters, counters
         self._emit, self._send = emit, send
         self._jobs: dict[str, Job] = {}
-        self._num_tokens_forgotten = self._num_drops_forgotten = self._num_checkpoints = 0
+        self._num_tokens_forgotten = self._num_drops_forgotten = self._num_checkpoints = self._num_turns = 0
+        self._owed: deque[DropPack | CloseTrainer | DropTrainer] = deque()
 
     # -- questions ----------------------------------------------------------------
 
@@ -76,8 +73,9 @@ class JobSet(Mapping[str, Job]):
         return self._jobs[job_id]
 
     @property
-    def has_running(self) -> bool:
-        return any(job.state == "running" for job in self._jobs.values())
+    def num_running(self) -> int:
+        """Jobs that are neither over nor paused."""
+        return sum(job.state == "running" for job in self._jobs.values())
 
     @property
     def num_tokens_trained(self) -> int:
@@ -97,11 +95,26 @@ class JobSet(Mapping[str, Job]):
         """Whether a job that is not over will publish an adapter of this name."""
         return any(job.name == name and not job.is_terminal for job in self._jobs.values())
 
-    def views(self, now_s: float) -> tuple[JobView, ...]:
-        """Jobs that could do something, the one that has been served least first."""
-        running = [job for job in self._jobs.values() if job.state == "running"]
+    def views(self, now_s: float, *, without: Collection[str] = ()) -> tuple[JobView, ...]:
+        """Jobs that could do something, the one that has been served least first; without those that are held back.
+
+        Where some are to be alone, they and all others take turns.
+        """
+        jobs = [job for job in self._jobs.values() if job.id not in without and not job.memory_failures.num_turns]
+        running = [job for job in jobs if job.state == "running"]
         running.sort(key=lambda job: job.num_rows_run)
-        return tuple([view for job in running if (view := job.view(now_s, self._num_pages(job))) is not None])
+        views = tuple([view for job in running if (view := job.view(now_s, self._num_pages(job))) is not None])
+        return self._in_turn(views) if any(job.is_alone for job in running) else views
+
+    def _in_turn(self, views: tuple[JobView, ...]) -> tuple[JobView, ...]:
+        alone = sorted(view.id for view in views if self._jobs[view.id].is_alone)
+        groups = [[id] for id in alone]
+        if others := [view.id for view in views if view.id not in alone]:
+            groups.append(others)
+        if not groups:
+            return ()
+        chosen = groups[self._num_turns % len(groups)]
+        return tuple([view for view in views if view.id in chosen])
 
     def _num_pages(self, job: Job) -> int:
         if job.pack_pages is not None:
@@ -127,9 +140,10 @@ class JobSet(Mapping[str, Job]):
         tenant: str,
     ) -> Job:
         """Start a job, or continue one from a position; see `EngineCore.submit_examples`."""
-        costs = self._device.execute(start)
-        assert isinstance(costs, TrainerOpened)
+        self.settle()
         try:
+            costs = self._device.execute(start)
+            assert isinstance(costs, TrainerOpened)
             longest = max(len(example.tokens) for example in [*examples, *validation])
             job = Job(
                 id=job_id,
@@ -143,8 +157,10 @@ class JobSet(Mapping[str, Job]):
             if position is not None:
                 job.resume(position)
                 self._num_tokens_forgotten -= job.num_tokens_trained  # another engine's
-        except CoserveError:
-            self._device.execute(DropTrainer(job_id))
+        except BaseException:
+            self._owed.append(DropTrainer(job_id))
+            with suppress(DeviceGoneError):
+                self.settle()
             raise
         self._jobs[job_id] = job
         self._counters.arrive(tenant)
@@ -154,10 +170,11 @@ class JobSet(Mapping[str, Job]):
         """Let it rest where it is; its pack goes, and is begun again later."""
         job = self._living(job_id)
         if job.has_pack:
-            self.drop(job)
+            self._book_drop(job)
         if job.state == "running":
             self._counters.leave(job.tenant)
         job.state = "paused"
+        self.settle()
 
     def resume(self, job_id: str) -> None:
         """The inverse."""
@@ -168,8 +185,8 @@ class JobSet(Mapping[str, Job]):
 
     def cancel(self, job_id: str) -> None:
         """End it at once; versions that it has published stay."""
-        job = self._living(job_id)
-        self._end(job, "cancelled")
+        self._end(self._living(job_id), "cancelled")
+        self.settle()
 
     def forget(self, job_id: str) -> None:
         """Let go of a job that is over; versions that it has published stay."""
@@ -178,33 +195,58 @@ class JobSet(Mapping[str, Job]):
             raise JobError(f"job {job_id!r} is {job.state}: cancel it first")
         self._num_tokens_forgotten += job.num_tokens_trained
         self._num_drops_forgotten += job.num_drops
-        self._send(DropTrainer(job_id))
         del self._jobs[job_id]
+        # At once, as it is opened: another job may have the id before the next step.
+        self._owed.append(DropTrainer(job_id))
+        self.settle()
 
     def checkpoint(self, job_id: str) -> Checkpoint:
         """A copy of a job after its last whole optimizer step (of one that is over, without the optimizer's state)."""
         job = self.find(job_id)
         copy = f"{job_id}/{self._num_checkpoints}"
         self._num_checkpoints += 1
+        taken = TakenCopy(self._device, copy, self._send)  # first, so that the copy goes with it in any case
+        self.settle()
         self._device.execute(TakeCheckpoint(job_id, copy))
-        return Checkpoint(position=job.position(), state=TakenCopy(self._device, copy, self._send))
+        return Checkpoint(position=job.position(), state=taken)
+
+    def catch_up(self) -> None:
+        """Do what is owed and due."""
+        self.settle()
+        for job in list(self._jobs.values()):
+            if job.follow_due and not job.is_terminal:
+                self._follow_update(job)
+        self.settle()
+
+    def settle(self) -> None:
+        """Have the device do what is owed; one that is gone is owed nothing."""
+        try:
+            while self._owed:
+                self._device.execute(self._owed[0])
+                self._owed.popleft()
+        except DeviceGoneError:
+            self._owed.clear()
+            raise
 
     # -- packs ------------------------------------------------------------------------
 
     def begin(self, job_id: str) -> bool:
-        """Give a job the memory of its next pack; False, and nothing has changed, if it cannot be had."""
+        """Give a job the memory of its next pack; False, and it has none, if it cannot be had now."""
         job = self._jobs[job_id]
-        if (pack := job.wants_pack) is None:
+        if (pack := job.wants_pack) is None or self._waits_for_another(job):
             return False
         try:
             pages = self._pages.take_pack(self._group_pages(job, pack.num_rows), job.num_trained_parts)
         except BudgetError:  # enough pages, but not side by side
             return False
         try:
-            command: BeginPack = job.next_pack(pages)
-            self._device.execute(command)
-        except DeviceMemoryError:  # no memory beside the pages
+            self.settle()
+            self._device.execute(job.next_pack(pages))
+        except DeviceMemoryError as error:  # no memory beside the pages
             pages.release()
+            job.memory_failures.note_failure()
+            self._fail_if_too_many(job, str(error))
+            self.settle()
             return False
         except BaseException:
             pages.release()
@@ -214,23 +256,49 @@ class JobSet(Mapping[str, Job]):
 
     def drop(self, job: Job) -> None:
         """Take its pack's pages; the pack is begun again later."""
-        self._device.execute(DropPack(job.id))
+        self._book_drop(job)
+        self.settle()
+
+    def count_turn(self) -> None:
+        """The step loop turns: those that are held back come nearer to their return."""
+        self._num_turns += 1
+        for job in self._jobs.values():
+            job.memory_failures.note_turn()
+
+    def _book_drop(self, job: Job) -> None:
         job.drop_pack()
+        self._owed.append(DropPack(job.id))
         self._tell(job, "pack_dropped")
+
+    def _waits_for_another(self, job: Job) -> bool:
+        """Of jobs that ran out of memory, one at a time has a pack: what fails then is its own."""
+        return job.memory_failures.num_in_a_row > 0 and any(
+            other.has_pack and other.memory_failures.num_in_a_row for other in self._jobs.values()
+        )
+
+    def _fail_if_too_many(self, job: Job, message: str) -> None:
+        failures = job.memory_failures
+        if failures.too_many:
+            self._fail(
+                job,
+                f"the device ran out of memory {failures.num_in_a_row} times in a row in the same pack: {message}; "
+                "lower max_sequence_length, or give the engine fewer bytes for pages, so that more is left beside them",
+            )
 
     # -- what a step brought ------------------------------------------------------------
 
-    def apply(self, batch: StepBatch, result: StepResult, now_s: float) -> None:
-        """Move jobs on by what has run."""
+    def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
+        """Move jobs on by what has run; started_s: when the step began."""
+        self._count_seconds(batch, result, started_s)
         for update in batch.updates:
-            self._apply_update(self._jobs[update.job], result.norms[update.job], now_s)
+            self._book_update(self._jobs[update.job], result.norms[update.job], now_s)
         for window in batch.windows:
             self._jobs[window.job].run_window(window)
         for piece in batch.losses:
             self._jobs[piece.job].run_loss(piece)
         for tasklets in batch.tasklets:
             self._jobs[tasklets.job].run_tasklets(tasklets, result.num_tasklets[tasklets.job])
-        for job_id in jobs_in(batch):
+        for job_id in largest_pieces(batch):
             job = self._jobs[job_id]
             self._counters.charge(job.tenant, tuning=job.count_rows(now_s))
         for job_id, sums in result.packs.items():
@@ -238,33 +306,59 @@ class JobSet(Mapping[str, Job]):
             if job.finish_pack(sums):
                 self._emit(job.finish_evaluation(now_s))
                 self._next_step(job)
+        self.catch_up()
+
+    def _count_seconds(self, batch: StepBatch, result: StepResult, started_s: float) -> None:
+        """Each job's share of the step's sections, by rows."""
+        windows, losses = {w.job: w.num_rows for w in batch.windows}, {x.job: x.num_rows for x in batch.losses}
+        num_rows = sum([len(rows.tokens) for rows in batch.requests]) + sum(windows.values())
+        tasklets = {each.job: each.num_rows * result.num_tasklets[each.job] for each in batch.tasklets}
+        updates = {update.job: 1 for update in batch.updates}
+        for name, shares, whole, seconds in (
+            ("forward_s", windows, num_rows, result.forward_s),
+            ("loss_s", losses, sum(losses.values()), result.loss_s),
+            ("backward_s", tasklets, sum(tasklets.values()), result.backward_s),
+            ("update_s", updates, len(updates), result.update_s),
+        ):
+            for job, share in shares.items():
+                self._jobs[job].count_seconds(started_s, **{name: seconds * share / max(1, whole)})
 
     def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
         """The device ran out of memory within the step: optimizer steps that were made stand, one that was under way
-        fails its job, and packs that took part are dropped. Returns whether any of this freed something.
+        fails its job, and packs that took part are dropped; their jobs are held back for some turns, or have failed
+        if that was once too often. Returns whether any of this freed something.
         """
         assert result.failure is not None
         for job_id, norm in result.norms.items():
-            self._apply_update(self._jobs[job_id], norm, now_s)
+            self._book_update(self._jobs[job_id], norm, now_s)
         if result.failure.broken_update is not None:
             job = self._jobs[result.failure.broken_update]
             self._fail(job, f"out of memory within an optimizer step: {result.failure.message}")
-        return self.drop_all(batch) or bool(batch.updates)
+        largest = largest_pieces(batch)
+        moved = [job for job_id in largest if (job := self._jobs[job_id]).has_pack]
+        for job in moved:
+            self._book_drop(job)
+            job.memory_failures.note_failure(largest[job.id])
+            self._fail_if_too_many(job, result.failure.message)
+        self.catch_up()
+        return bool(moved) or bool(batch.updates)
 
     def abandon(self, batch: StepBatch, error: BaseException) -> None:
         """The device failed: the step's packs and updates are in an unknown state. All else is as it was."""
         for update in batch.updates:
             self._fail(self._jobs[update.job], f"the device failed within an optimizer step: {error!r}")
-        self.drop_all(batch)
+        for job_id in largest_pieces(batch):
+            if (job := self._jobs[job_id]).has_pack:
+                self._book_drop(job)
+        with suppress(DeviceGoneError):  # it may not take a command any more
+            self.settle()
 
-    def drop_all(self, batch: StepBatch) -> bool:
-        """Drop the packs that took part in a step; returns whether there were any."""
-        moved = [job for job_id in jobs_in(batch) if (job := self._jobs[job_id]).has_pack]
-        for job in moved:
-            self.drop(job)
-        return bool(moved)
+    def _book_update(self, job: Job, norm: float | None, now_s: float) -> None:
+        self._emit(job.finish_update(norm, now_s))
+        if job.error is not None:
+            self._fail(job, job.error)
 
-    def follow_update(self, job: Job, now_s: float, *, evaluated: bool = False) -> None:
+    def _follow_update(self, job: Job) -> None:
         """What an optimizer step brings with it: a version, an evaluation (unless that was done), the next step."""
         step, config = job.num_steps_done, job.config
         last = step == job.order.num_steps
@@ -274,16 +368,10 @@ class JobSet(Mapping[str, Job]):
             self._publish(job)
         if job.is_terminal:
             return
+        job.follow_due = False
         due = last or (config.evaluate_every_steps and step % config.evaluate_every_steps == 0)
-        if not (due and not evaluated and job.start_evaluation()):
+        if not (due and not job.evaluated and job.start_evaluation()):
             self._next_step(job)
-
-    def _apply_update(self, job: Job, norm: float | None, now_s: float) -> None:
-        self._emit(job.finish_update(norm, now_s))
-        if job.error is not None:
-            self._fail(job, job.error)
-        else:
-            self.follow_update(job, now_s)
 
     def _next_step(self, job: Job) -> None:
         """The next optimizer step, or the end."""
@@ -311,7 +399,7 @@ class JobSet(Mapping[str, Job]):
         if job.state == "running":
             self._counters.leave(job.tenant)
         job.end(state)
-        self._device.execute(CloseTrainer(job.id))
+        self._owed.append(CloseTrainer(job.id))
         self._tell(job, state, message=message)
 
     def _tell(self, job: Job, kind: EventKind, *, version: str | None = None, message: str = "") -> None:
@@ -346,31 +434,10 @@ class JobSet(Mapping[str, Job]):
         return config
 
 
-def trainer_start(
-    job_id: str,
-    config: TuningConfig,
-    examples: Sequence[Example],
-    *,
-    adapter: PeftFields | Mapping[str, Any] | None = None,
-    version: str | None = None,
-    checkpoint: str | Path | None = None,
-) -> OpenTrainer:
-    """What the device is told of a job: its trainer begins with a fresh adapter, a version, or a checkpoint."""
-    fields: dict[str, Any] | None = None
-    if adapter is not None:
-        fields = dict(adapter) if isinstance(adapter, Mapping) else adapter.to_peft()
-    num_tokens = sum(len(example.tokens) for example in examples)
-    return OpenTrainer(
-        job=job_id,
-        config=config,
-        mean_context_len=sum(len(example.tokens) ** 2 for example in examples) / num_tokens / 2,
-        adapter=fields,
-        version=version,
-        checkpoint=None if checkpoint is None else str(checkpoint),
-    )
-
-
-def jobs_in(batch: StepBatch) -> list[str]:
-    """The jobs whose packs move on in a step."""
-    windows, losses = [piece.job for piece in batch.windows], [piece.job for piece in batch.losses]
-    return list(dict.fromkeys([*windows, *losses, *[piece.job for piece in batch.tasklets]]))
+def largest_pieces(batch: StepBatch) -> dict[str, int]:
+    """The jobs whose packs move on in a step, and the rows of the largest piece of each."""
+    found: dict[str, int] = {}
+    for pieces in (batch.windows, batch.losses, batch.tasklets):
+        for piece in pieces:
+            found[piece.job] = max(piece.num_rows, found.get(piece.job, 0))
+    return found

@@ -1,14 +1,15 @@
 """Who holds which pages: requests' keys and values, packs of jobs, and prefixes that may be shared again."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from contextlib import suppress
 
 from coserve.errors import BudgetError
 from coserve.memory.kv_cache import OWNER as KV_OWNER
 from coserve.memory.kv_cache import KvCache
 from coserve.memory.pack_pages import OWNER as PACK_OWNER
-from coserve.memory.pack_pages import PackPages, take_runs
+from coserve.memory.pack_pages import PackPages, no_such_run, take_runs
 from coserve.memory.pages import PagePool
+from coserve.memory.run_search import RunSearch
 
 
 class PageBroker:
@@ -17,6 +18,9 @@ class PageBroker:
     def __init__(self, *, num_pages: int, page_bytes: int, block_tokens: int) -> None:
         self.pool = PagePool(num_pages, page_bytes)
         self.cache = KvCache(self.pool, block_tokens=block_tokens)
+        # Sizes of groups that could not be had since the last change, and why.
+        self._refused: dict[tuple[int, ...], str] = {}
+        self._refused_at = 0
 
     @property
     def num_available(self) -> int:
@@ -30,15 +34,20 @@ class PageBroker:
     def take_pack(self, group_pages: Sequence[int], num_trained_parts: int) -> PackPages:
         """Runs for a pack's groups; BudgetError, and nothing is taken, if one cannot be had.
 
-        Prefixes are forgotten for it only where that makes a run, and as few as that takes.
+        Prefixes are forgotten for it only where that makes a run, and as few as that takes. What cannot be had is not
+        looked for again until a page has become free or evictable.
         """
+        sizes, changes = tuple(group_pages), self._num_changes
+        if changes != self._refused_at:
+            self._refused.clear()
+            self._refused_at = changes
+        if (error := self._refused.get(sizes)) is not None:
+            raise BudgetError(error)
         try:
-            runs = take_runs(self.pool, group_pages, self._clear_run)
-        except BudgetError:
-            # Each group where it costs fewest prefixes may leave no run for the last: then all of them side by side.
-            if not self._clear_run(sum(group_pages)):
-                raise
-            runs = take_runs(self.pool, group_pages)
+            runs = self._take_runs(sizes)
+        except BudgetError as refused:
+            self._refused[sizes] = str(refused)
+            raise
         return PackPages(self.pool, runs, num_trained_parts)
 
     def check_integrity(self, held: set[int], packs: Sequence[PackPages]) -> None:
@@ -49,23 +58,25 @@ class PageBroker:
         assert kept == len(held), f"{kept} pages are in use, requests hold {len(held)}"
         assert owned.get(PACK_OWNER, 0) == sum(pack.num_pages for pack in packs)
 
-    def _clear_run(self, num_pages: int) -> bool:
-        """Free a run of this many neighbours: of all that are free or could be, the one with fewest prefixes in it."""
-        evictable = self.cache.prefixes.evictable
-        costs = [0 if free else 1 if page in evictable else None for page, free in enumerate(self.pool.free_flags())]
-        sums = [0, *accumulate(cost or 0 for cost in costs)]
-        best: tuple[int, int] | None = None
-        length = 0
-        for end, cost in enumerate(costs, 1):
-            length = 0 if cost is None else length + 1
-            if length >= num_pages:
-                start = end - num_pages
-                # Of equal ones the highest: requests take pages from the bottom.
-                found = sums[end] - sums[start], -start
-                best = found if best is None or found < best else best
-        if best is None:
-            return False
-        start = -best[1]
-        pages = [page for page in range(start, start + num_pages) if costs[page]]
-        self.cache.evict_pages(pages)
-        return True
+    @property
+    def _num_changes(self) -> int:
+        """Grows whenever a page becomes free or evictable that was neither."""
+        prefixes = self.cache.prefixes
+        return prefixes.num_released + self.pool.num_returned - prefixes.num_evicted
+
+    def _take_runs(self, sizes: Sequence[int]) -> list[range]:
+        if sum(sizes) <= self.pool.num_free:
+            with suppress(BudgetError):
+                return take_runs(self.pool, sizes)
+        search = RunSearch(self.pool.free_flags(), self.cache.prefixes.evictable)
+        runs = search.place(sizes)
+        if len(runs) < len(sizes):
+            first_without = sizes[len(runs)]
+            # Each group where it costs fewest prefixes may leave no run for the last: then all of them side by side.
+            runs = search.place_together(sizes)
+            if not runs:
+                raise no_such_run(self.pool, first_without)
+        self.cache.evict_pages([page for run in runs for page in run if page in self.cache.prefixes.evictable])
+        for run in runs:
+            self.pool.take_these(PACK_OWNER, run)
+        return runs

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from coserve.errors import CoserveError, RequestError
 from coserve.models.source import ModelSource
+from coserve.settings import is_whole
 from coserve.tuning.examples import template_message
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
 
 def tokens_of(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None", model: str) -> list[int]:
     """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt."""
-    if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-        return list(prompt)  # type: ignore[arg-type]
+    if not isinstance(prompt, str) and not any(isinstance(each, Mapping) for each in prompt):
+        return [_checked_id(each, index) for index, each in enumerate(prompt)]
     if tokenizer is None:
         raise RequestError(f"{model} has no tokenizer: prompts must be token ids")
     if isinstance(prompt, str):
@@ -43,6 +44,15 @@ def tokens_of(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None", model
     except Exception as error:  # templates raise what they like
         raise RequestError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
     return _text_tokens(text, tokenizer, special=False)
+
+
+def _checked_id(value: Any, index: int) -> int:
+    if not is_whole(value, -(2**63)):  # whether the model has it is asked later
+        raise RequestError(
+            f"element {index} of the prompt is {value!r}: token ids are whole numbers; "
+            "a prompt is text, token ids, or the messages of a chat"
+        )
+    return int(value)
 
 
 def _text_tokens(text: str, tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[int]:

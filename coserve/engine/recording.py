@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from coserve.devices.messages import OPTIMIZER_FILE, AdapterLoaded, DeviceInfo, LoadAdapter
-from coserve.devices.recording import DeviceLine, Executed, Recorder, RecordingDevice, read_frames
+from coserve.devices.messages import OPTIMIZER_FILE, DeviceInfo, OpenVersion, VersionOpened
+from coserve.devices.recording import DeviceLine, Executed, FrameWriter, RecordingDevice, read_frames
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import POSITION_FILE, Checkpoint
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.job_set import PeftFields
+from coserve.engine.job_start import PeftFields
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.engine.versions import AdapterVersion
 from coserve.errors import DataError
@@ -25,7 +25,7 @@ from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 
-_FORMAT = 1
+_FORMAT = 2
 # What a directory of an adapter or a checkpoint may hold.
 _FILES = ("adapter_config.json", "adapter_model.safetensors", OPTIMIZER_FILE, POSITION_FILE)
 
@@ -114,6 +114,7 @@ class SubmitExamples(msgspec.Struct, tag="submit_examples", frozen=True, kw_only
     job_id: str | None
     checkpoint: Files | None
     tenant: str
+    alone_until_step: int = 0
 
 
 class OnJob(msgspec.Struct, tag="on_job", frozen=True):
@@ -127,12 +128,12 @@ Input = Step | AddTokens | Cancel | Stop | LoadFiles | EnsureFiles | FinishLoad 
 
 
 class RecordingEngine(Engine):
-    """An engine that does everything in view of a recorder."""
+    """An engine that does everything in view of a recording."""
 
-    def __init__(self, plain: Engine, recorder: Recorder) -> None:
+    def __init__(self, plain: Engine, writer: FrameWriter) -> None:
         """Begin where an engine is that has not done anything yet; that one must not be used any more."""
-        self._recorder, self._depth, self._plain_device = recorder, 0, plain.device
-        recorder.write(
+        self._writer, self._depth, self._plain_device = writer, 0, plain.device
+        writer.write(
             Header(
                 format=_FORMAT,
                 info=plain.device.info,
@@ -142,7 +143,7 @@ class RecordingEngine(Engine):
             )
         )
         super().__init__(
-            RecordingDevice(plain.device, recorder),
+            RecordingDevice(plain.device, writer),
             plain.config,
             tokenizer=plain.tokenizer,
             end_tokens=tuple(sorted(plain.end_tokens)),
@@ -191,7 +192,7 @@ class RecordingEngine(Engine):
 
     def finish_load(self, load: AdapterLoad) -> None:
         with self._asked(FinishLoad(load.name, load.key, _read(load.directory))):
-            self._recorder.write(Executed(LoadAdapter(load.key, load.directory), AdapterLoaded(load.num_bypasses)))
+            self._writer.write(Executed(OpenVersion(load.key, load.directory), VersionOpened(load.num_bypasses)))
             super().finish_load(load)
 
     def load_adapter(self, name: str, directory: str) -> AdapterVersion:
@@ -217,6 +218,7 @@ class RecordingEngine(Engine):
         job_id: str | None = None,
         checkpoint: str | Path | None = None,
         tenant: str = "",
+        alone_until_step: int = 0,
     ) -> str:
         if adapter is not None and not isinstance(adapter, str | Mapping):
             adapter = adapter.to_peft()
@@ -229,6 +231,7 @@ class RecordingEngine(Engine):
             job_id=job_id,
             checkpoint=None if checkpoint is None else _read(checkpoint),
             tenant=tenant,
+            alone_until_step=alone_until_step,
         )
         with self._asked(line):
             return super().submit_examples(
@@ -240,6 +243,7 @@ class RecordingEngine(Engine):
                 job_id=job_id,
                 checkpoint=checkpoint,
                 tenant=tenant,
+                alone_until_step=alone_until_step,
             )
 
     def pause_job(self, job_id: str) -> None:
@@ -266,14 +270,14 @@ class RecordingEngine(Engine):
     def _asked(self, line: Input) -> Iterator[None]:
         """Write what was asked; not what one method asks another."""
         if not self._depth:
-            self._recorder.write(line)
+            self._writer.write(line)
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
             if not self._depth:
-                self._recorder.flush()
+                self._writer.flush()
 
 
 def record(engine: Engine, path: str) -> RecordingEngine:
@@ -283,7 +287,7 @@ def record(engine: Engine, path: str) -> RecordingEngine:
     """
     for number in count():
         try:
-            return RecordingEngine(engine, Recorder(f"{path}.{number}" if number else path))
+            return RecordingEngine(engine, FrameWriter(f"{path}.{number}" if number else path))
         except FileExistsError:
             continue
         except OSError as error:

@@ -8,8 +8,9 @@ from coserve.scheduling.slo import Slo
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """How a finished sequence was served. tpot_s: mean over its tokens after the first; None if there was but one. slo:
-    what it was served by. asked_slo: what it asked for, if that was beyond the device.
+    """How a finished sequence was served. queue_s: from its arrival to the step with its first rows. tpot_s: mean over
+    its tokens after the first; None if there was but one. slo: what it was served by. asked_slo: what it asked for, if
+    that was beyond the device.
     """
 
     request: str
@@ -21,6 +22,8 @@ class RequestRecord:
     num_output_tokens: int
     slo: Slo
     asked_slo: Slo | None = None
+    index: int = 0
+    queue_s: float = 0.0
 
     @property
     def attained(self) -> bool:
@@ -43,18 +46,23 @@ def record_of(request: Request) -> RequestRecord:
         num_output_tokens=request.num_output,
         slo=request.slo,
         asked_slo=request.asked_slo if request.asked_slo != request.slo else None,
+        index=request.index,
+        queue_s=max(0.0, (request.started_s or request.arrival_s) - request.arrival_s),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """The engine at this moment. num_tokens_trained: rows of packs whose gradients are in, of all jobs here.
-    num_slos_clamped: requests so far whose SLO was beyond the device.
+    """The engine at this moment. num_jobs: that are not over; num_jobs_running: of these, that are not paused.
+    num_tokens_trained: rows of packs whose gradients are in, of all jobs here.
+    num_slos_clamped: requests so far whose SLO was beyond the device. slo: of requests that bring none, by what is
+    known of the device now.
     """
 
     num_running: int
     num_waiting: int
     num_jobs: int
+    num_jobs_running: int
     num_steps: int
     num_tokens_trained: int
     num_preemptions: int
@@ -63,4 +71,5 @@ class EngineStats:
     num_pages_free: int
     num_pages_by_owner: dict[str, int]
     margin: float
-    num_slos_clamped: int = 0
+    num_slos_clamped: int
+    slo: Slo

@@ -1,10 +1,12 @@
 """A recording run again: the engine decides anew, by the recorded clock and results, and a device works along."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import msgspec
 
 from coserve.devices.base import Device
 from coserve.devices.replay import DivergedError, EndOfRecordingError, Lines, ReplayDevice
@@ -33,7 +35,7 @@ from coserve.models.source import find_model
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
-    """plans_equal: whether the engine did in every step what it did then; diverged: where it did not, in words.
+    """plans_equal: whether there were steps, and the engine did in each what it did then; diverged: why not, in words.
     max_loss_difference: of any pack's mean loss.
     """
 
@@ -58,19 +60,21 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
         if (recorded := getattr(header.info, name)) != (own := getattr(device.info, name)):
             raise DataError(f"the recording is of a device with {name} {recorded}; this one has {own}")
     stream = Lines(lines)
-    replayed = ReplayDevice(header.info, device, stream)
+    # Without the file of its profile, which is this machine's.
+    replayed = ReplayDevice(msgspec.structs.replace(header.info, profile_path=""), device, stream)
     diverged: str | None = None
     try:
         engine = _engine(header, replayed)
         while (line := stream.take()) is not None:
             if not isinstance(line, Input):
                 raise DivergedError(f"{line} was recorded, where the engine has nothing to do")
-            with suppress(CoserveError):  # as it was then: what it depends on is compared
-                _ask(engine, line)
+            _ask_again(engine, line, replayed)
     except EndOfRecordingError:
         pass
     except DivergedError as error:
         diverged = str(error)
+    if not replayed.num_steps and diverged is None:
+        diverged = "the recording has no step"
     return ReplayReport(
         steps=replayed.num_steps,
         plans_equal=diverged is None,
@@ -87,6 +91,17 @@ def _engine(header: Header, device: ReplayDevice) -> Engine:
     if tokenizer is None:
         raise ModelError(f"{header.info.model} had a tokenizer when it was recorded, and has none now")
     return Engine(device, header.config, tokenizer=tokenizer, end_tokens=header.end_tokens)
+
+
+def _ask_again(engine: EngineCore, line: Input, device: ReplayDevice) -> None:
+    """Do what the engine was asked to do. Errors are as they were then: what they depend on is compared."""
+    try:
+        _ask(engine, line)
+    except CoserveError:
+        pass
+    except Exception as error:
+        if error is not device.raised:
+            raise
 
 
 def _ask(engine: EngineCore, line: Input) -> None:
@@ -124,7 +139,7 @@ def _ask_with_files(engine: EngineCore, line: LoadFiles | EnsureFiles | FinishLo
             engine.ensure_adapter(line.name, str(directory))
     elif isinstance(line, FinishLoad):
         with _directory(line.files) as directory:
-            engine.finish_load(AdapterLoad(engine.device, line.name, line.key, str(directory)).read())
+            engine.finish_load(AdapterLoad(engine.device, engine.versions, line.name, line.key, str(directory)).read())
     else:
         with _directory(line.checkpoint or {}) as directory:
             engine.submit_examples(
@@ -136,6 +151,7 @@ def _ask_with_files(engine: EngineCore, line: LoadFiles | EnsureFiles | FinishLo
                 job_id=line.job_id,
                 checkpoint=None if line.checkpoint is None else directory,
                 tenant=line.tenant,
+                alone_until_step=line.alone_until_step,
             )
 
 

@@ -70,6 +70,7 @@ class Request:
         self.tokens = list(prompt)  # and the output after it
         self.num_output = 0
         self.sequence: PagedSequence | None = None
+        self.started_s: float | None = None  # when a step began that had its first rows
         self.first_token_s: float | None = None
         self.last_token_s = arrival_s
         self.finish_reason: FinishReason | None = None

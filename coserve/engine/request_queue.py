@@ -18,6 +18,7 @@ class RequestQueue:
     def __init__(self, cache: KvCache, counters: TokenCounters) -> None:
         self.waiting: dict[str, Request] = {}  # preempted ones first, then as they came
         self.running: dict[str, Request] = {}  # in the order of admission
+        self.num_preemptions = 0
         self._cache, self._counters = cache, counters
         self._members: dict[str, list[Request]] = {}
         self._keys: dict[str, list[bytes]] = {}  # of the blocks of those that wait
@@ -82,6 +83,7 @@ class RequestQueue:
         """Take its pages; it waits at the head of the queue, to be computed again."""
         closed = request.close()
         request.num_preemptions += 1
+        self.num_preemptions += 1
         del self.running[request.id]
         others, self.waiting = self.waiting, {}
         self._wait(request)

@@ -2,21 +2,31 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from coserve.devices.messages import Command, LossRows, StepBatch, StepResult, Tasklets, Update, WindowRows
 from coserve.engine.job import Job
 from coserve.engine.job_set import JobSet
+from coserve.engine.plan_checks import check_plan
 from coserve.engine.request_queue import RequestQueue
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import Plan, PlannedRows
+from coserve.scheduling.plan import Plan, PlannedLoss, PlannedRows, PlannedTasklets
+
+Piece = TypeVar("Piece", PlannedRows, PlannedLoss, PlannedTasklets)
 
 
 def carry_out(
-    plan: Plan, requests: RequestQueue, jobs: JobSet, *, send: Callable[[Command], None], max_requests: int
+    plan: Plan,
+    requests: RequestQueue,
+    jobs: JobSet,
+    *,
+    policy: str,
+    send: Callable[[Command], None],
+    max_requests: int,
 ) -> Plan:
     """Do what a plan says about pages, as far as they allow; returns the plan with what can run.
 
-    send: has the device do a command with the step.
+    policy: its name. send: has the device do a command with the step. PolicyError: the plan can never run.
     """
     for id in plan.preempt:
         if (request := requests.running.get(id)) is not None:
@@ -36,7 +46,9 @@ def carry_out(
     for job_id in plan.begin:
         if job_id in jobs:
             jobs.begin(job_id)
-    return runnable(plan, requests, jobs)
+    plan = runnable(plan, requests, jobs)
+    check_plan(plan, jobs, policy)
+    return plan
 
 
 def runnable(plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job]) -> Plan:
@@ -45,8 +57,12 @@ def runnable(plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job]) -> Pla
     Where something is left out, the sections' predictions are of another step: they become 0, and teach nothing.
     """
     rows = tuple([now for each in plan.rows if (now := _runnable_rows(each, requests, jobs)) is not None])
-    losses = tuple([piece for piece in plan.losses if _has_pack(jobs, piece.job)])
-    tasklets = tuple([part for part in plan.tasklets if _has_pack(jobs, part.job)])
+    losses = tuple([_limited(jobs[piece.job], piece) for piece in plan.losses if _has_pack(jobs, piece.job)])
+    # Tasklets may follow the last rows of the loss; not if these turned out not to be the last.
+    cut = {piece.job for piece in losses if piece not in plan.losses}
+    tasklets = tuple(
+        [_limited(jobs[part.job], part) for part in plan.tasklets if _has_pack(jobs, part.job) and part.job not in cut]
+    )
     updates = tuple([job for job in plan.updates if job in jobs and jobs[job].update_due])
     if rows == plan.rows and losses == plan.losses and tasklets == plan.tasklets and updates == plan.updates:
         return plan
@@ -65,7 +81,7 @@ def runnable(plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job]) -> Pla
 
 def _runnable_rows(planned: PlannedRows, requests: RequestQueue, jobs: Mapping[str, Job]) -> PlannedRows | None:
     if planned.kind == "window":
-        return planned if _has_pack(jobs, planned.item) else None
+        return _limited(jobs[planned.item], planned) if _has_pack(jobs, planned.item) else None
     request = requests.running.get(planned.item)
     if request is None or request.sequence is None:
         return None
@@ -76,6 +92,12 @@ def _runnable_rows(planned: PlannedRows, requests: RequestQueue, jobs: Mapping[s
     return (
         planned if (start, num_rows) == (planned.start, planned.rows) else planned._replace(start=start, rows=num_rows)
     )
+
+
+def _limited(job: Job, piece: Piece) -> Piece:
+    """A piece of a job, not larger than it may be."""
+    num_rows = job.memory_failures.limit(piece.rows)
+    return piece if num_rows == piece.rows else piece._replace(rows=num_rows)
 
 
 def _has_pack(jobs: Mapping[str, Job], job: str) -> bool:

@@ -1,9 +1,11 @@
 """Which adapters there are to serve: names, their immutable versions `name@step`, and who is reading them."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from coserve.errors import AdapterError
+from coserve.errors import AdapterError, CoserveError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class AdapterVersion:
 
 
 class AdapterVersions:
-    """The registry. Versions that are unloaded, or superseded in passing, stay until their last reader is gone."""
+    """The registry. Versions that are unloaded, or superseded, stay until their last reader is gone."""
 
     def __init__(self) -> None:
         self._versions: dict[str, dict[int, AdapterVersion]] = {}
@@ -82,6 +84,17 @@ class AdapterVersions:
             self.resolve(name)
         for version in self._versions.pop(name).values():
             self._forget(version)
+
+    @contextmanager
+    def given_up(self, key: str) -> Iterator[None]:
+        """While a version to come is made on the device: if that is interrupted, nobody knows whether it is there."""
+        try:
+            yield
+        except CoserveError:  # it is not
+            raise
+        except BaseException:
+            self._gone.append(key)
+            raise
 
     def take_gone(self) -> list[str]:
         """Keys that no request reads and no name finds any more, once each."""

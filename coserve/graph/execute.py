@@ -2,11 +2,12 @@
 more.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from coserve.graph.blocks import in_blocks
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Context, Values
 from coserve.graph.program import Program
@@ -14,13 +15,25 @@ from coserve.graph.program import Program
 
 def run_node(node: Node, values: Values, weights: Values, context: Context) -> dict[str, Tensor]:
     """Run one node on tensors by name; returns its outputs by name."""
-    results = node.operator.forward(_inputs(node, values, weights), node.attribute, context)
-    return {name: results[slot] for slot, name in node.outputs}
+    return run_nodes((node,), values, weights, context)
 
 
-def add_node(total: Tensor, node: Node, values: Values, weights: Values, context: Context) -> None:
-    """Run one node of one output, and add that to `total` in place."""
-    node.operator.forward_onto(total, _inputs(node, values, weights), node.attribute, context)
+def run_nodes(nodes: Sequence[Node], values: Values, weights: Values, context: Context) -> dict[str, Tensor]:
+    """The same for several that may run at once (`Graph.runs`); in blocks of rows, if the context asks for that."""
+    first, attributes = nodes[0].operator, [node.attribute for node in nodes]
+
+    def run(inputs: Sequence[Values]) -> list[dict[str, Tensor]]:
+        if len(nodes) == 1:
+            return [first.forward(inputs[0], attributes[0], context)]
+        return first.forward_all(list(zip(inputs, attributes, strict=True)), context)
+
+    inputs = [_inputs(node, values, weights) for node in nodes]
+    if context.block_rows is None or first.whole:
+        found = run(inputs)
+    else:
+        row_slots = [[slot for slot, name in node.inputs if name not in weights] for node in nodes]
+        found = in_blocks(run, inputs, row_slots, context.block_rows)
+    return {name: results[slot] for node, results in zip(nodes, found, strict=True) for slot, name in node.outputs}
 
 
 def _inputs(node: Node, values: Values, weights: Values) -> dict[str, Any]:
@@ -40,12 +53,7 @@ def run_graph(
     bypasses add to its output and to save tensors, before anything is let go.
     """
     for run in graph.runs:
-        if len(run) == 1:
-            values.update(run_node(run[0], values, weights, context))
-        else:
-            inputs = [(_inputs(node, values, weights), node.attribute) for node in run]
-            for node, results in zip(run, run[0].operator.forward_all(inputs, context), strict=True):
-                values.update({name: results[slot] for slot, name in node.outputs})
+        values.update(run_nodes(run, values, weights, context))
         for node in run:
             if after is not None:
                 after(node, values)

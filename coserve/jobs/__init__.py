@@ -1,1 +1,1 @@
-"""Fine-tuning jobs that survive: records in SQL, files and checkpoints on disk, and their lifecycle."""
+"""Fine-tuning jobs that survive: records in SQL, records and files of checkpoints, and their lifecycle."""

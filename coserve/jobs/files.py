@@ -1,22 +1,27 @@
 """Files: blobs on disk below one directory, each under its record's id. No name that a client gave is ever a path."""
 
+import logging
 import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from coserve.errors import DataError
+from coserve.errors import DataError, DiskFullError, LimitError
+from coserve.home import is_disk_full, make_private
 from coserve.jobs.records import FileRecord, new_id
-from coserve.jobs.store import Store
+from coserve.jobs.store import Store, Transaction
+
+_log = logging.getLogger(__name__)
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 RESULTS = "fine-tune-results"
+# What a tenant has too much of goes when its owner, or a job's end, takes it away: nobody knows when.
+QUOTA_RETRY_S = 60.0
 _CHUNK_BYTES = 1 << 20
-# A line is read and tokenized in one piece, at a hundred times its memory: a million tokens, and more.
-_MOST_LINE_BYTES = 8 << 20
+# A line is read and tokenized in one piece, at a hundred times its memory: a quarter of a million tokens of English.
+_MOST_LINE_BYTES = 1 << 20
 _PART = ".part"
 
 
@@ -26,15 +31,26 @@ class Files:
     def __init__(self, store: Store, directory: Path, *, max_bytes: int = 512 * 10**6) -> None:
         """max_bytes: of one file."""
         self._store, self._directory, self.max_bytes = store, directory, max_bytes
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private(directory)
 
     def create(
-        self, tenant: str, *, purpose: str, filename: str, source: BinaryIO, expires_after_s: int | None = None
+        self,
+        tenant: str,
+        *,
+        purpose: str,
+        filename: str,
+        source: BinaryIO,
+        expires_after_s: int | None = None,
+        max_total_bytes: int | None = None,
     ) -> FileRecord:
         """Keep what `source` holds. It is durable when this returns; on any error, nothing is left.
 
+        Args:
+            max_total_bytes: of all files of the tenant.
+
         Raises:
-            DataError: it is longer than max_bytes.
+            DataError: it is longer than max_bytes. LimitError: the tenant's files would be more than it may have.
+            DiskFullError: there is no room.
         """
         now = int(time.time())
         id = new_id("file-")
@@ -50,6 +66,7 @@ class Files:
         try:
             with self._store.write() as transaction:
                 expired = transaction.remove_expired_files()
+                _check_room(transaction, record, max_total_bytes)
                 transaction.add_file(record)
         except BaseException:
             self.remove_blob(id)
@@ -59,7 +76,10 @@ class Files:
         return record
 
     def write_blob(self, id: str, chunks: Iterable[bytes]) -> int:
-        """Write a blob whole, or not at all; returns its bytes. Without a record, it is gone after the next start."""
+        """Write a blob whole, or not at all; returns its bytes. Without a record, it is gone after the next start.
+
+        DiskFullError if there is no room for it.
+        """
         part, num_bytes = self._directory / f"{id}{_PART}", 0
         try:
             with part.open("wb") as file:
@@ -71,14 +91,18 @@ class Files:
                 file.flush()
                 os.fsync(file.fileno())
             part.rename(self._directory / id)
-        except BaseException:
+        except BaseException as error:
             part.unlink(missing_ok=True)
+            if isinstance(error, OSError) and is_disk_full(error):
+                raise DiskFullError(
+                    "the disk is full, and the file was not kept: free some space there, and try again"
+                ) from error
             raise
         return num_bytes
 
     def remove_blob(self, id: str) -> None:
-        """No error if it is not there."""
-        (self._directory / id).unlink(missing_ok=True)
+        """No error if it is not there, or cannot be removed: then it is gone after the next start."""
+        discard(self._directory / id)
 
     def path(self, record: FileRecord) -> Path:
         """Where its blob is."""
@@ -105,7 +129,18 @@ class Files:
             known = transaction.file_ids()
         for path in self._directory.iterdir():
             if path.name not in known:
-                path.unlink(missing_ok=True)
+                discard(path)
+
+
+def _check_room(transaction: Transaction, record: FileRecord, max_total_bytes: int | None) -> None:
+    there = transaction.file_bytes(record.tenant)
+    if max_total_bytes is not None and there + record.num_bytes > max_total_bytes:
+        raise LimitError(
+            f"This file has {record.num_bytes} bytes. Your files have {there}, and may have {max_total_bytes}: delete "
+            "some, and try again.",
+            what="files",
+            retry_after_s=QUOTA_RETRY_S,
+        )
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -120,7 +155,19 @@ def lines_of(path: Path) -> Iterator[str]:
                 raise DataError(f"line {number}: is not UTF-8 at byte {error.start}") from None
 
 
-def remove_tree(directory: Path) -> None:
-    """Remove a directory and all in it; no error if it is not there."""
-    with suppress(FileNotFoundError):
-        shutil.rmtree(directory)
+def discard(path: Path) -> bool:
+    """Remove a file, or a directory and all in it; returns whether it is gone now.
+
+    What cannot be removed is logged and left: nothing that matters hangs on it, and nothing waits for it.
+    """
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        _log.error("%s is not needed any more, and cannot be removed: %s", path, error)
+        return False
+    return True

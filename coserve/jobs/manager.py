@@ -1,12 +1,14 @@
 """What clients may ask of jobs, and what an engine reports of them: the room's front.
 
 All changes go through one task (`Turns`), and from there to the `Reconciler`, which brings each job from what it is to
-what should be. It waits for the store and for the engine, the event loop never does.
+what should be. That task waits for the store alone. Who asks for a change waits, besides, for what the engine answers
+about that job, and so for its checkpoints; nothing that is asked of another job does.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from math import inf
 from pathlib import Path
 
 from coserve.engine.job import JobEvent
@@ -14,10 +16,12 @@ from coserve.errors import JobError
 from coserve.jobs.catalogue import JobAdapters
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
+from coserve.jobs.machine import Gone
 from coserve.jobs.messages import Checkpointed, JobEngine
 from coserve.jobs.names import model_name
+from coserve.jobs.places import Places, TenantLimit
 from coserve.jobs.reconciler import Reconciler
-from coserve.jobs.recording import Recorder, Report
+from coserve.jobs.recording import JobReportWriter, Report
 from coserve.jobs.records import AdapterRef, JobRecord, new_id
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.states import Wish
@@ -39,15 +43,29 @@ class JobManager:
         engine: JobEngine,
         model: BaseModel,
         clock: Callable[[], float] = time.monotonic,
+        max_running: int | None = None,
+        max_running_of: TenantLimit = lambda tenant: None,
+        timeout_s: float = inf,
     ) -> None:
-        """directory: where jobs keep checkpoints."""
+        """directory: where jobs keep checkpoints. max_running, max_running_of: jobs that train at once, of all and of a
+        tenant. timeout_s: how long a job may run before it fails.
+        """
         self.store, self.files, self.model = store, files, model
         folders = Folders(directory)
         self._transitions = Transitions(store, files, folders)
         self.adapters = JobAdapters(store, model.name)
         self._reader = FileReader(files, folders, model, self._files_read)
         self._reconciler = Reconciler(
-            self._transitions, Recorder(store, folders), self.adapters, self._reader, engine, model.name, clock
+            self._transitions,
+            JobReportWriter(store, folders),
+            self.adapters,
+            self._reader,
+            engine,
+            model.name,
+            clock,
+            wake=lambda: self.turns.wake(),
+            places=Places(max_running, max_running_of),
+            timeout_s=timeout_s,
         )
         self._clock = clock
         self.turns = Turns(self._reconciler.settle)
@@ -65,34 +83,35 @@ class JobManager:
         self._reconciler.is_closing = True
         self._reader.stop_all()
         await self.turns.close()
+        await self._reconciler.close()
         await self._reader.wait()
 
     async def settled(self) -> None:
-        """Until files have been read, and all that was asked for and reported so far has been done."""
+        """Until files have been read, and all that was asked for, answered and reported so far has been done."""
         await self._reader.wait()
 
         async def nothing() -> None:
             return None
 
         await self.turns.call(nothing)
+        while calls := self._reconciler.calls:
+            await asyncio.wait(calls)
+            await self.turns.call(nothing)
 
     # -- what the engine says (on the event loop; returns at once) ------------------
 
     def engine_ready(self) -> None:
         """A fresh engine takes commands."""
         self._reconciler.put("ready")
-        self.turns.wake()
 
-    def engine_gone(self) -> None:
-        """It has died."""
-        self._reconciler.put("gone")
-        self.turns.wake()
+    def engine_gone(self, under_way: Collection[str] | None = None) -> None:
+        """It has died. under_way: the jobs that it may have died of; None: any of those that it had."""
+        self._reconciler.put(Gone(under_way=under_way))
 
     def engine_reported(self, events: Sequence[JobEvent], checkpoints: Sequence[Checkpointed]) -> None:
         """What it reports, in the order in which it was reported."""
         if events or checkpoints:
             self._reconciler.put(Report(events=events, checkpoints=checkpoints))
-            self.turns.wake()
 
     # -- what clients ask for -------------------------------------------------------
 
@@ -107,11 +126,13 @@ class JobManager:
         metadata: dict[str, str] | None,
         settings: JobSettings,
         start: AdapterRef | None,
+        max_jobs: int | None = None,
     ) -> JobRecord:
-        """A new job. model: as it was asked for. start: the adapter that it trains further.
+        """A new job. model: as it was asked for. start: the adapter that it trains further. max_jobs: of the tenant,
+        that have not ended.
 
         Raises:
-            JobError: names the field.
+            JobError: names the field. LimitError: the tenant has as many jobs as it may.
         """
         if start is not None and start.directory is None:
             raise JobError(f"{model} is still being trained: wait for it, or name a checkpoint", param="model")
@@ -131,27 +152,33 @@ class JobManager:
             settings=settings.to_data(),
             start=None if start is None else {"name": start.name, "directory": start.directory},
         )
-        return await self.turns.call(lambda: self._create(record))
+        return await self.turns.call(lambda: self._create(record, max_jobs))
 
     async def cancel(self, tenant: str, id: str) -> JobRecord:
         """End a job; JobError if there is none, or it has ended."""
-        return await self.turns.call(lambda: self._change(tenant, id, "end"))
+        return await self._change(tenant, id, "end")
 
     async def pause(self, tenant: str, id: str) -> JobRecord:
         """Let a job rest; JobError if there is none, or it has ended or is paused."""
-        return await self.turns.call(lambda: self._change(tenant, id, "rest"))
+        return await self._change(tenant, id, "rest")
 
     async def resume(self, tenant: str, id: str) -> JobRecord:
         """The inverse; JobError if it is not paused."""
-        return await self.turns.call(lambda: self._change(tenant, id, "run"))
+        return await self._change(tenant, id, "run")
 
-    async def delete_adapter(self, tenant: str, name: str) -> bool:
-        """Forget an adapter, and remove what is on disk of it; returns whether it was there.
+    async def delete_adapter(self, tenant: str, name: str) -> tuple[str, ...]:
+        """Forget an adapter, and remove what is on disk of it; with a model go all checkpoints of its job.
+
+        Returns the names that are gone: none if it was not there.
 
         Raises:
             JobError: a job that has not ended still needs it.
         """
         return await self.turns.call(lambda: self._delete_adapter(tenant, name))
+
+    def queue_position(self, job: JobRecord) -> int | None:
+        """Of one that waits for a place to train: 1 is the next."""
+        return self._reconciler.places.position(job.id)
 
     def estimated_finish(self, job: JobRecord) -> int | None:
         """Unix time; None unless it is running and has made a step since that began."""
@@ -161,38 +188,52 @@ class JobManager:
         seconds = meter.seconds_left(job.num_steps - job.num_steps_done, self._clock())
         return None if seconds is None else int(time.time() + seconds)
 
+    # -- outside of the turns ---------------------------------------------------------
+
+    async def _change(self, tenant: str, id: str, wish: Wish) -> JobRecord:
+        """Ask for it, and wait until it is so."""
+        while (asked := await self.turns.call(lambda: self._ask(tenant, id, wish))) is None:
+            if (earlier := self._reconciler.asked(id)) is not None:
+                await asyncio.wait([earlier])
+        # A client that gives up does not take back what it asked for.
+        job = await asyncio.shield(asked)
+        if not (wish == "end" and job.status == "cancelled"):  # then it may have ended while the engine was told
+            check_not_over(job, unless_resumed=wish == "run")
+        return job
+
     # -- in turn --------------------------------------------------------------------
 
-    async def _create(self, record: JobRecord) -> JobRecord:
-        await asyncio.to_thread(self._transitions.add, record)
-        return await self._reconciler.reconcile(record.id)
+    async def _create(self, record: JobRecord, max_jobs: int | None) -> JobRecord:
+        await asyncio.to_thread(self._transitions.add, record, max_jobs)
+        return await self._reconciler.settle_job(record.id) or record
 
     async def _files_read(self, id: str, found: Validated | JobError) -> None:
         await self.turns.call(lambda: self._reconciler.files_read(id, found))
 
-    async def _change(self, tenant: str, id: str, wish: Wish) -> JobRecord:
+    async def _ask(self, tenant: str, id: str, wish: Wish) -> "asyncio.Future[JobRecord] | None":
+        """None: something else has been asked of the job, and comes first."""
         job = await asyncio.to_thread(self._transitions.find, tenant, id)
         if job is None:
             raise JobError(f"There is no fine-tuning job {id!r}")
-        _check_not_over(job)
+        if self._reconciler.asked(id) is not None:
+            return None
+        check_not_over(job)
         if wish == "rest" and job.status == "paused":
             raise JobError(f"Job {id} is paused already")
         if wish == "run" and job.status != "paused":
             raise JobError(f"Job {id} is not paused: it is {job.status}")
         if wish == "run" and not job.validated and job.base != self.model.name:
             raise JobError(f"Job {id} is of the model {job.base}, which is not served now", param="model")
-        job = await self._reconciler.reconcile(id, wish)
-        if not (wish == "end" and job.status == "cancelled"):  # then it may have ended while the engine was told
-            _check_not_over(job, unless_resumed=wish == "run")
-        return job
+        return await self._reconciler.ask(id, wish)
 
-    async def _delete_adapter(self, tenant: str, name: str) -> bool:
+    async def _delete_adapter(self, tenant: str, name: str) -> tuple[str, ...]:
         is_live = self.adapters.is_live(tenant, name)
-        found = await asyncio.to_thread(lambda: self._transitions.delete_adapter(tenant, name, is_live=is_live))
+        gone = await asyncio.to_thread(lambda: self._transitions.delete_adapter(tenant, name, is_live=is_live))
         self.adapters.changed()
-        return found
+        return gone
 
 
-def _check_not_over(job: JobRecord, *, unless_resumed: bool = False) -> None:
+def check_not_over(job: JobRecord, *, unless_resumed: bool = False) -> None:
+    """JobError if nothing can be changed any more."""
     if job.is_terminal and not unless_resumed:
         raise JobError(f"Job {job.id} has already completed: it has {job.status}")

@@ -16,7 +16,7 @@ class JobStart:
     or start: one to train further. checkpoint: a directory that a `Checkpointed` named; then neither is used.
     checkpoints: the directory in which the engine writes `step-<n>`: every `checkpoint_every_steps` optimizer steps (0:
     not while it runs), at a pause, at a cancellation, and at the end. paused: it waits to be resumed. tenant: whose it
-    is.
+    is. alone_until_step: until then, no step of the engine works for another job as well.
     """
 
     id: str
@@ -31,6 +31,7 @@ class JobStart:
     checkpoint_every_steps: int = 0
     paused: bool = False
     tenant: str = ""
+    alone_until_step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,8 @@ class Checkpointed:
 
 
 class JobEngine(Protocol):
-    """An engine as the jobs' manager sees it. Every call raises JobError, AdapterError or DataError with one line, or
-    EngineGoneError if the engine died before it answered.
+    """An engine as the jobs' manager sees it. Every call raises JobError, AdapterError or DataError with one line,
+    EngineGoneError if the engine died before it answered, and but for `start_job` JobOverError if the job has ended.
     """
 
     async def start_job(self, job: JobStart) -> None:
@@ -56,7 +57,7 @@ class JobEngine(Protocol):
         ...
 
     async def pause_job(self, job: str) -> None:
-        """It rests; a checkpoint has been written when this returns."""
+        """It rests; a checkpoint has been written when this returns, or could not be, which is logged."""
         ...
 
     async def resume_job(self, job: str) -> None:
@@ -64,5 +65,5 @@ class JobEngine(Protocol):
         ...
 
     async def cancel_job(self, job: str) -> None:
-        """It is over; a checkpoint has been written when this returns."""
+        """It is over; likewise."""
         ...

@@ -3,65 +3,77 @@
 What the store says is true. A job is `running` if the engine that lives now has taken it. When an engine is ready, and
 when the server starts, every unfinished job resumes from its newest checkpoint; what its events say after that is
 forgotten, since it will happen again. So every step appears once, and every example is used once per epoch.
+
+The engine may answer late: a pause is answered when its checkpoint is on disk. Nothing here waits for that. What the
+engine answers comes in as its reports do, and until then the job that it is about is left as it is; others are not.
+
+Nothing here waits for a store that cannot be written (its disk is full, say) either. Who asks for something is told so.
+What the engine has reported stays where it is, in order, and a job that could not be settled is put off alone: both are
+tried again until they can be done, and so are kept, once.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from math import inf
+from typing import Any, Literal
 
-from coserve.errors import CoserveError, EngineGoneError, JobError, StoreError
+from coserve.errors import CoserveError, EngineGoneError, JobError, JobOverError, StoreError
+from coserve.jobs.calls import EngineCalls
 from coserve.jobs.catalogue import JobAdapters
+from coserve.jobs.deaths import MOST_DEATHS, note_death
 from coserve.jobs.estimate import ProgressMeter
+from coserve.jobs.machine import Answer, Asked, Gone, JobMachine, Told
 from coserve.jobs.messages import JobEngine
-from coserve.jobs.recording import Recorder, Report
+from coserve.jobs.places import Places
+from coserve.jobs.recording import JobReportWriter, Report
 from coserve.jobs.records import JobRecord, JobStatus
-from coserve.jobs.states import Action, Holding, Wish, next_action, wish_of
-from coserve.jobs.transitions import Transitions
+from coserve.jobs.states import Action, Wish, next_action, wish_of
+from coserve.jobs.store_retry import StoreRetry, store_error
+from coserve.jobs.transitions import TIMEOUT, Transitions
 from coserve.jobs.validation import FileReader, Validated
 
 _log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
+_Item = Report | Answer | Gone | Literal["ready"]
 
-_STORE_WAIT_S = 1.0
-# Engines that died in a row without a step of a job that they had: then it is what kills them, as far as one can know.
-_MOST_DEATHS = 10
-
-
-@dataclass
-class JobMachine:
-    """What this process alone knows of a job that has not ended."""
-
-    holding: Holding = "nothing"
-    has_succeeded: bool = False  # in the engine
-    num_deaths: int = 0  # of engines that had it, in a row
-    meter: ProgressMeter | None = None  # while it runs
-    resumed_step: int = 0  # where the engine began
-    was_resumed: bool = False  # by a client, since it was last written down
+# Reports that may wait for the store before the jobs that make them are held back.
+_MOST_WAITING_REPORTS = 1000
 
 
 class Reconciler:
-    """Called from one task (`Turns`), but for `put` and the questions."""
+    """Called from one task (`Turns`), but for `put`, `close` and the questions."""
 
     def __init__(
         self,
         transitions: Transitions,
-        recorder: Recorder,
+        report_writer: JobReportWriter,
         adapters: JobAdapters,
         reader: FileReader,
         engine: JobEngine,
         base: str,
         clock: Callable[[], float],
+        wake: Callable[[], None],
+        *,
+        places: Places,
+        timeout_s: float = inf,
     ) -> None:
-        """base: the model that is served; jobs of others wait."""
-        self._transitions, self._recorder, self._adapters, self._reader = transitions, recorder, adapters, reader
-        self._engine, self._base, self._clock = engine, base, clock
+        """base: the model that is served; jobs of others wait. wake: told that there is something to settle. timeout_s:
+        that a job may run.
+        """
+        self._transitions, self._report_writer = transitions, report_writer
+        self._adapters, self._reader = adapters, reader
+        self._base, self._clock, self._wake = base, clock, wake
+        self.places, self._timeout_s = places, timeout_s
         self.is_closing = False
         self._machines: dict[str, JobMachine] = {}
-        self._inbox: deque[Report | Literal["ready", "gone"]] = deque()
+        self._inbox: deque[_Item] = deque()
+        self._retry = StoreRetry(wake)
+        self._blocked: CoserveError | None = None  # why the first in the inbox could not be taken in
+        self._put_off: set[str] = set()  # jobs that could not be settled
         self._engine_is_up = False
+        self._calls = EngineCalls(engine, self.put)
+        self._num_lives_settled = 0  # engines that have died, as far as it has been taken in
 
     # -- questions ------------------------------------------------------------------
 
@@ -74,113 +86,237 @@ class Reconciler:
         machine = self._machines.get(id)
         return None if machine is None else machine.meter
 
+    def asked(self, id: str) -> "asyncio.Future[JobRecord] | None":
+        """When what a client asked of a job is so; None if nothing is asked of it now."""
+        machine = self._machines.get(id)
+        return None if machine is None or machine.asked is None or not machine.is_asked else machine.asked.done
+
+    @property
+    def calls(self) -> Sequence["asyncio.Task[None]"]:
+        """What the engine has not answered yet."""
+        return self._calls.open
+
     # -- what the engine says -------------------------------------------------------
 
-    def put(self, item: Report | Literal["ready", "gone"]) -> None:
+    def put(self, item: _Item) -> None:
         """Something to settle; returns at once."""
-        if not isinstance(item, Report):
+        if item == "ready" or isinstance(item, Gone):
             self._engine_is_up = item == "ready"
+            self._calls.num_lives += isinstance(item, Gone)
         self._inbox.append(item)
+        self._wake()
+
+    async def close(self) -> None:
+        """When no turn comes any more: no answer is waited for, and who asked for something gets EngineGoneError."""
+        self._retry.close()
+        await self._calls.close()
+        for machine in self._machines.values():
+            machine.refuse(EngineGoneError("the server is shutting down"))
 
     async def settle(self) -> None:
-        """Take in all that the engine has said so far."""
+        """Take in all that the engine has said so far, as far as the store takes it."""
+        is_early = self._retry.is_waiting and not self.is_closing
+        if self._blocked is not None and is_early:
+            return
+        await self._take_in_all()
+        if self._blocked is not None or is_early:
+            return
+        again, self._put_off = self._put_off, set()
+        for id in again:
+            await self.settle_job(id)
+        if not self._put_off:
+            self._retry.worked()
+        while (next := self.places.next()) is not None:
+            await self.settle_job(next)
+            if self.places.next() == next:  # it is put off
+                break
+
+    async def settle_job(self, id: str) -> JobRecord | None:
+        """Do what there is to do with a job now; the job as it is then. What the store does not take is put off, and
+        whatever goes wrong is the fault of no other job: then None.
+        """
+        try:
+            return await self.reconcile(id)
+        except (StoreError, OSError) as error:
+            reason = store_error(error)
+            self._put_off.add(id)
+            self._retry.failed(reason)
+            self.machine(id).put_off(reason)
+        except Exception as error:
+            _log.exception("job %s could not be settled: %s", id, error)
+            self.machine(id).refuse(JobError(f"Job {id} could not be changed; the server's log says why"))
+        return None
+
+    async def _take_in_all(self) -> None:
+        self._blocked = None
         while self._inbox:
-            batch: list[Report] = []
-            item = self._inbox[0]
-            while self._inbox and isinstance(self._inbox[0], Report):
-                batch.append(self._inbox[0])
-                self._inbox.popleft()
+            items = self._take_next()
             try:
-                if batch:
-                    await self._record(batch)
-                else:
-                    self._inbox.popleft()
-                    await (self.reconcile_all() if item == "ready" else self._lose_all())
+                await self._take_in(items)
+            except (StoreError, OSError) as error:
+                self._inbox.extendleft(reversed(items))
+                self._block(store_error(error))
+                return
             except Exception as error:  # the next job's fate must not hang on this one's
                 _log.exception("a job's report could not be taken in: %s", error)
 
+    def _take_next(self) -> list[_Item]:
+        """The first of the inbox, or all reports at its beginning."""
+        items = [self._inbox.popleft()]
+        while isinstance(items[0], Report) and self._inbox and isinstance(self._inbox[0], Report):
+            items.append(self._inbox.popleft())
+        return items
+
+    def _block(self, error: CoserveError) -> None:
+        """The store does not take what comes first. Who waits is told; jobs that report too much rest meanwhile: when
+        that has been taken in, they are resumed as any job is that should run and does not.
+        """
+        self._blocked = error
+        self._retry.failed(error)
+        for id, machine in self._machines.items():
+            machine.put_off(error)
+            if len(self._inbox) > _MOST_WAITING_REPORTS and machine.holding == "running" and machine.told is None:
+                self._tell("tell_pause", id)
+
+    async def _take_in(self, items: Sequence[_Item]) -> None:
+        """StoreError or OSError: nothing of it has been, and it can be tried again."""
+        first = items[0]
+        if isinstance(first, Report):
+            await self._record([item for item in items if isinstance(item, Report)])
+        elif isinstance(first, Answer):
+            await self._answered(first.told, first.error)
+        elif isinstance(first, Gone):
+            await self._lose_all(first)
+        else:
+            await self.reconcile_all()
+
     async def _record(self, reports: list[Report]) -> None:
-        recorded = await self._in_store(self._recorder.record, reports, self._is_here)
+        for id in {id for report in reports for id in report.jobs if id in self._machines}:
+            told = self.machine(id).told
+            if told is not None and told.action == "start":  # so it has been taken, and its answer is on the way
+                await self._answered(told, None)
+        recorded = await asyncio.to_thread(self._report_writer.record, reports, self._is_here)
         for id, num_steps in recorded.num_steps.items():
             machine = self.machine(id)
-            machine.num_deaths = 0
+            machine.deaths.note_step(recorded.last_step[id])
             if machine.meter is not None:
                 machine.meter.steps_done(num_steps, self._clock())
-        for id in recorded.published:
-            job = await asyncio.to_thread(self._transitions.job, id)
+        for job in recorded.published.values():
             if job.settings["live"] and not job.is_terminal:
                 self._adapters.add_live(job)
         if recorded.num_checkpoints:
             self._adapters.changed()
-        for id, error in recorded.ended.items():
-            if error is not None:
-                await self.end(id, "failed", {"code": "training_failed", "message": error, "param": None})
-        for id in recorded.left:
-            if id in self._machines:
-                self.machine(id).holding = "ended" if id in recorded.ended else "nothing"
-                self.machine(id).has_succeeded = id in recorded.ended
-        for id in [id for id, machine in self._machines.items() if machine.has_succeeded]:
-            # A job has succeeded when its last checkpoint is there.
-            if await self._in_store(self._transitions.has_last_checkpoint, id):
-                await self.end(id, "succeeded")
+        for id in recorded.left & self._machines.keys():
+            self.machine(id).left(recorded.ended.get(id), is_over=id in recorded.ended)
+        # A job has succeeded when its last checkpoint is there, which may come later.
+        await self._settle_jobs([id for id, machine in self._machines.items() if machine.has_ended])
 
     def _is_here(self, id: str) -> bool:
         """Whether a job is the living engine's to report on."""
         return id in self._machines and self.machine(id).holding != "nothing"
 
-    async def _lose_all(self) -> None:
+    async def _lose_all(self, gone: Gone) -> None:
         """The engine has died, and every job with it."""
         lost = [id for id in self._machines if self._is_here(id)]
+        requeued = await asyncio.to_thread(self._transitions.requeue, lost)
+        self._num_lives_settled += 1
         for machine in self._machines.values():
             machine.holding, machine.has_succeeded, machine.meter = "nothing", False, None
+            machine.rest(self._clock())
         self._adapters.remove_all_live()
-        for id in await self._in_store(self._transitions.requeue, lost):
-            await self._count_death(id)
+        self._blame([job for job in requeued if gone.under_way is None or job.id in gone.under_way])
+        await self._settle_jobs([job.id for job in requeued if self.machine(job.id).failure is not None])
 
-    async def _count_death(self, id: str) -> None:
-        machine = self.machine(id)
-        machine.num_deaths += 1
-        if machine.num_deaths == _MOST_DEATHS:
-            message = f"the engine died {_MOST_DEATHS} times in a row without a step of this job being done"
-            await self.end(id, "failed", {"code": "engine_died", "message": message, "param": None})
+    def _blame(self, under_way: Sequence[JobRecord]) -> None:
+        note_death(
+            [(self.machine(job.id).deaths, job.num_steps_done) for job in under_way],
+            [machine.deaths for machine in self._machines.values()],
+        )
+        for job in under_way:
+            machine = self.machine(job.id)
+            if machine.deaths.num == MOST_DEATHS:
+                message = f"the engine died, or stood still, {MOST_DEATHS} times while it worked for this job alone"
+                machine.failure = {"code": "engine_died", "message": message, "param": None}
 
     # -- the loop -------------------------------------------------------------------
 
     async def reconcile_all(self) -> None:
         """Every job that has not ended."""
-        for job in await self._in_store(self._transitions.unfinished):
-            await self.reconcile(job.id)
+        jobs = await asyncio.to_thread(self._transitions.unfinished)
+        await self._settle_jobs([job.id for job in jobs])
 
-    async def reconcile(self, id: str, wish: Wish | None = None) -> JobRecord:
-        """Do what there is to do with a job, one step after the other; the job as it is then.
+    async def _settle_jobs(self, ids: Collection[str]) -> None:
+        for id in ids:
+            await self.settle_job(id)
 
-        wish: what a client asks for; without, what follows from the job's status.
+    async def ask(self, id: str, wish: Wish) -> "asyncio.Future[JobRecord]":
+        """A client wants something of a job, of which nothing else is asked now.
+
+        StoreError or OSError: it cannot be kept now, and nothing has been done. JobError: an end that was asked for
+        before stands.
+        """
+        machine = self.machine(id)
+        assert not machine.is_asked, "one wish at a time"
+        if self._blocked is not None:
+            raise self._blocked
+        before = machine.asked
+        if before is not None and wish != before.wish:
+            raise JobError(f"Job {id} is being cancelled")
+        done: asyncio.Future[JobRecord] = asyncio.get_running_loop().create_future()
+        machine.asked = Asked(wish=wish, done=done)
+        try:
+            await self.reconcile(id)
+        except BaseException:
+            machine.asked = before
+            raise
+        return done
+
+    async def reconcile(self, id: str) -> JobRecord:
+        """Do what there is to do with a job now, one step after the other; the job as it is then.
+
+        What should be is what a client has asked for, or what follows from the job's status.
         """
         while True:
-            job = await self._in_store(self._transitions.job, id)
+            job = await asyncio.to_thread(self._transitions.job, id)
             if job.is_terminal:
+                return job
+            machine = self.machine(id)
+            if machine.failure is not None and machine.holding in ("nothing", "ended"):
+                return await self.end(id, "failed", machine.failure)
+            if machine.has_succeeded and await asyncio.to_thread(self._transitions.has_last_checkpoint, id):
+                return await self.end(id, "succeeded")
+            if machine.told is not None:
                 return job
             action = next_action(
                 job.status,
-                wish=wish or wish_of(job.status),
-                holding=self.machine(id).holding,
+                wish=machine.wish or wish_of(job.status),
+                holding=machine.holding,
                 is_validated=job.validated,
             )
             if action is None or not await self._do(action, job):
-                return await self._in_store(self._transitions.job, id)
+                break
+        job = await asyncio.to_thread(self._transitions.job, id)
+        machine.grant(job)
+        return job
 
     async def _do(self, action: Action, job: JobRecord) -> bool:
         """Whether it could be done; False: there is nothing to do now but wait."""
         if action == "read_files":
             self._read(job)
             return False
+        if action in ("start", "tell_resume") and not self._has_place(job):
+            if job.status == "paused":
+                await self._write("write_queued", job)
+            return False
         if action == "start":
             return await self._start(job)
+        if action == "tell_cancel":  # which cannot be taken back
+            await asyncio.to_thread(self._transitions.require_room, job.id)
         if action.startswith("tell_"):
-            await self._tell(action, job.id)
+            self._tell(action, job.id)
         elif action == "write_cancelled":
-            self._reader.stop(job.id)
             await self.end(job.id, "cancelled")
+            self._reader.stop(job.id)
         else:
             await self._write(action, job)
         return True
@@ -189,67 +325,108 @@ class Reconciler:
         if job.base == self._base:
             self._reader.begin(job)
 
+    def _has_place(self, job: JobRecord) -> bool:
+        return job.base == self._base and self.places.ask(job.id, job.tenant)
+
     @property
     def _may_start(self) -> bool:
         """Whether there is an engine, and all of its fate so far has been taken in."""
-        return self._engine_is_up and all(isinstance(item, Report) for item in self._inbox)
+        is_settled = self._calls.num_lives == self._num_lives_settled
+        return self._engine_is_up and is_settled and "ready" not in self._inbox
 
     async def _start(self, job: JobRecord) -> bool:
         """Have the engine run a queued job from its newest checkpoint."""
-        if job.base != self._base or not self._may_start:
+        if not self._may_start:
             return False
-        checkpoint, is_done = await self._in_store(self._transitions.roll_back, job)
+        checkpoint, is_done = await asyncio.to_thread(self._transitions.roll_back, job)
         self._adapters.changed()
         if is_done:
             await self.end(job.id, "succeeded")
             return True
         if not self._may_start:
             return False
-        start = self._transitions.start_of(job, None if checkpoint is None else checkpoint.directory)
         machine = self.machine(job.id)
+        directory, alone = None if checkpoint is None else checkpoint.directory, machine.deaths.alone_until_step
+        start = self._transitions.start_of(job, directory, alone_until_step=alone)
         machine.holding = "running"
         machine.resumed_step, machine.was_resumed = 0 if checkpoint is None else checkpoint.step, False
         self._measure_anew(job.id)
-        try:
-            await self._engine.start_job(start)
-        except EngineGoneError:  # while it had the job; that the engine has died is in the inbox by now
-            return False
-        except CoserveError as error:
-            await self._refused(job.id, str(error))
-        except Exception as error:  # a bug; of this job, and the others must not wait for it
-            _log.exception("job %s could not be started", job.id)
-            await self._refused(job.id, f"the job could not be started: {error!r}")
+        self._watch_time(job.id)
+        self._calls.start(machine, start, life=self._num_lives_settled)
         return True
 
-    async def _refused(self, id: str, message: str) -> None:
-        self.machine(id).holding = "nothing"
-        await self.end(id, "failed", {"code": "job_refused", "message": message, "param": None})
-
-    async def _tell(self, action: Action, id: str) -> None:
-        """Tell the engine something about a job that it has, and take in what came of it."""
-        machine = self.machine(id)
+    def _tell(self, action: Action, id: str) -> None:
         if action == "tell_resume":
             self._measure_anew(id)
-        try:
-            if action == "tell_pause":
-                await self._engine.pause_job(id)
-                machine.holding = "paused"
-            elif action == "tell_resume":
-                await self._engine.resume_job(id)
-                machine.holding, machine.was_resumed = "running", True
-            else:
-                await self._engine.cancel_job(id)
-                machine.holding = "ended"
-        except JobError:  # it has ended meanwhile
-            machine.holding = "ended"
-        except EngineGoneError:  # likewise, with the engine
+            self._watch_time(id)
+        elif action in ("tell_pause", "tell_cancel"):
+            self.machine(id).rest(self._clock())
+        self._calls.tell(self.machine(id), action, id, life=self._num_lives_settled)
+
+    def _watch_time(self, id: str) -> None:
+        """It runs from now on, and may do so for what is left of its time."""
+        machine, now_s = self.machine(id), self._clock()
+        machine.run(now_s)
+        if self._timeout_s < inf:
+            left_s = max(0.0, self._timeout_s - machine.ran_s(now_s))
+            asyncio.get_running_loop().call_later(left_s, self._check_time, id)
+
+    def _check_time(self, id: str) -> None:
+        machine = self._machines.get(id)
+        if machine is None or machine.failure is not None or machine.ran_s(self._clock()) < self._timeout_s:
+            return
+        message = f"the job has run for the {self._timeout_s:g} s that a job may (--job-timeout)"
+        machine.failure = {"code": TIMEOUT, "message": message, "param": None}
+        self._put_off.add(id)
+        self._wake()
+
+    # -- what the engine answers ------------------------------------------------------
+
+    async def _answered(self, told: Told, error: Exception | None) -> None:
+        machine = self._machines.get(told.job)
+        if machine is None or machine.told is not told:  # it has ended meanwhile, or has been seen to run
+            return
+        machine.told = None
+        if told.life != self._num_lives_settled or isinstance(error, EngineGoneError):
             machine.holding = "nothing"
-        finally:
-            await self.settle()
+            if isinstance(error, EngineGoneError) and told.life == self._calls.num_lives:  # of no death known here
+                machine.refuse(error)
+                return
+        elif told.action == "start":
+            if error is not None:
+                self._refused(told.job, error)
+        elif isinstance(error, JobOverError):
+            machine.holding = "ended"
+        elif error is not None:
+            _log.error("job %s: the engine did not do %r: %s", told.job, told.action, error)
+            machine.refuse(JobError(f"The engine could not do this with job {told.job}: {error}"))
+            return  # or it would be told the same for ever
+        else:
+            self._take_answer(told.action, machine)
+        await self.settle_job(told.job)
+
+    def _take_answer(self, action: Action, machine: JobMachine) -> None:
+        """The engine has done something."""
+        if machine.holding == "ended":  # and more than that
+            return
+        if action == "tell_pause":
+            machine.holding = "paused"
+        elif action == "tell_resume":
+            machine.holding, machine.was_resumed = "running", True
+        else:
+            machine.holding = "ended"
+
+    def _refused(self, id: str, error: Exception) -> None:
+        message = str(error)
+        if not isinstance(error, CoserveError):  # a bug; of this job, and the others must not wait for it
+            _log.error("job %s could not be started", id, exc_info=error)
+            message = f"the job could not be started: {error!r}"
+        self.machine(id).holding = "nothing"
+        self.machine(id).failure = {"code": "job_refused", "message": message, "param": None}
 
     def _measure_anew(self, id: str) -> None:
         self.machine(id).meter = ProgressMeter(self._clock())
-        self._recorder.begin(id)
+        self._report_writer.begin(id)
 
     async def _write(self, action: Action, job: JobRecord) -> None:
         """A state of a job that has not ended, with the event that tells it."""
@@ -258,6 +435,7 @@ class Reconciler:
         message: str | None = None
         if action == "write_paused":
             status, message, machine.meter = "paused", "Fine-tuning job paused", None
+            self.places.leave(job.id)
         elif action == "write_running":
             step = machine.resumed_step
             started = f"Fine-tuning resumes from step {step}" if step else "Fine-tuning job started"
@@ -265,39 +443,31 @@ class Reconciler:
         else:
             status = "validating_files" if action == "write_validating" else "queued"
             message = "Fine-tuning job resumed" if job.status == "paused" else None
-        await self._in_store(self._transitions.change, job.id, status, message)
+        await asyncio.to_thread(self._transitions.change, job.id, status, message)
 
     # -- other changes --------------------------------------------------------------
 
     async def files_read(self, id: str, found: Validated | JobError) -> None:
-        """What is in a job's files is known."""
-        job = await self._in_store(self._transitions.job, id)
+        """What is in a job's files is known. StoreError or OSError: that is to be told again."""
+        job = await asyncio.to_thread(self._transitions.job, id)
         if job.is_terminal:
-            await self._in_store(self._transitions.sweep, id)
+            await asyncio.to_thread(self._transitions.sweep, id)
         elif isinstance(found, JobError):
-            await self.end(
-                id, "failed", {"code": f"invalid_{found.param}", "message": str(found), "param": found.param}
-            )
-        else:
-            await self._in_store(self._transitions.validated, job, found)
-            await self.reconcile(id)
+            error = {"code": f"invalid_{found.param}", "message": str(found), "param": found.param}
+            await self.end(id, "failed", error)
+        elif not job.validated:
+            await asyncio.to_thread(self._transitions.validated, job, found)
+            await self.settle_job(id)
 
     async def end(
         self, id: str, status: Literal["succeeded", "failed", "cancelled"], error: dict[str, Any] | None = None
-    ) -> None:
+    ) -> JobRecord:
         """A job ends: what an engine may still say of it is too late."""
-        job = await self._in_store(self._transitions.end, id, status, error)
-        self._machines.pop(id, None)
+        job = await asyncio.to_thread(self._transitions.end, id, status, error)
+        machine = self._machines.pop(id, None)
+        self.places.leave(id)
         self._adapters.remove_live(job)
         self._adapters.changed()
-
-    async def _in_store(self, do: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Do something that must not get lost: as often as it takes, if the database is away or the disk is full."""
-        while True:
-            try:
-                return await asyncio.to_thread(do, *arguments)
-            except (StoreError, OSError) as error:
-                if self.is_closing:
-                    raise
-                _log.error("%s; it is tried again", error)
-                await asyncio.sleep(_STORE_WAIT_S)
+        if machine is not None:
+            machine.grant(job)
+        return job

@@ -20,23 +20,30 @@ class Report:
     events: Sequence[JobEvent] = ()
     checkpoints: Sequence[Checkpointed] = ()
 
+    @property
+    def jobs(self) -> set[str]:
+        """Those that it is about."""
+        return {event.job for event in self.events} | {each.job for each in self.checkpoints}
+
 
 @dataclass(kw_only=True)
 class Recorded:
     """What of reports matters beyond the records.
 
-    num_steps: how many each job has made. num_checkpoints: of all. ended: jobs that have succeeded or failed, with the
-    error. left: jobs that the engine does not run any more. published: jobs that have published.
+    num_steps: how many each job has made. last_step: the last of them. num_checkpoints: of all. ended: jobs that have
+    succeeded or failed, with the error. left: jobs that the engine does not run any more. published: those that
+    have published.
     """
 
     num_steps: dict[str, int] = field(default_factory=dict)
+    last_step: dict[str, int] = field(default_factory=dict)
     num_checkpoints: int = 0
     ended: dict[str, str | None] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
-    published: set[str] = field(default_factory=set)
+    published: dict[str, JobRecord] = field(default_factory=dict)
 
 
-class Recorder:
+class JobReportWriter:
     """Writes reports down: each batch whole, or not at all."""
 
     def __init__(self, store: Store, folders: Folders) -> None:
@@ -89,8 +96,9 @@ class Recorder:
             last_step_s[event.job] = event.now_s
             transaction.change_job(job.id, num_steps_done=event.step)
             recorded.num_steps[job.id] = recorded.num_steps.get(job.id, 0) + 1
+            recorded.last_step[job.id] = event.step
         elif event.kind == "version":
-            recorded.published.add(job.id)
+            recorded.published[job.id] = job
         elif event.kind in ("succeeded", "failed", "cancelled"):
             recorded.left.add(job.id)
             last_step_s.pop(job.id, None)

@@ -5,7 +5,8 @@ batch_size n / 16, from 1 to 16; learning_rate_multiplier 1. The multiplier is a
 `coserve.optimizer.learning_rate`, which is 1e-4 unless given.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
@@ -14,12 +15,16 @@ import msgspec
 from coserve.adapters.methods import method
 from coserve.errors import AdapterError, JobError
 from coserve.models.base import Architecture
-from coserve.settings import check_whole, is_number
+from coserve.settings import MOST_WHOLE, check_number, check_whole, shown
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 _Settings = TypeVar("_Settings")
 _LONGEST_SEQUENCE = 1024
-_MOST_STEPS = 2**31 - 1
+_MOST_MULTIPLIER = 1e6
+# Far beyond what trains anything: what is more is a slip that would fail a job much later.
+_MOST_OF_OPTIMIZER = {"learning_rate": 1e3, "eps": 1, "weight_decay": 1e3, "max_grad_norm": 1e9}
+# Of a field's name in a message.
+_LONGEST_NAME = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +125,11 @@ def job_settings(
         ("evaluate_every_steps", asked.evaluate_every_steps, 0),
         ("max_sequence_length", asked.max_sequence_length, 2),
     ):
-        if value is not None:
-            _check_whole(f"coserve.{name}", value, least, _MOST_STEPS)
+        if value is not None or name == "checkpoint_every_steps":
+            _check_whole(f"coserve.{name}", value, least, MOST_WHOLE)
     for name in ("shuffle", "live"):
         if not isinstance(getattr(asked, name), bool):
-            _refuse(f"coserve.{name}", f"must be true or false, not {getattr(asked, name)!r}")
+            _refuse(f"coserve.{name}", f"must be true or false, not {shown(getattr(asked, name))}")
     positions = architecture.max_positions
     length = asked.max_sequence_length or min(_LONGEST_SEQUENCE, positions)
     if length > positions:
@@ -146,10 +151,11 @@ def job_settings(
         live=asked.live,
         **known,
     )
-    try:
-        settings.tuning_config(1)
-    except ValueError as error:
-        raise JobError(str(error), param="hyperparameters") from None
+    with _of("hyperparameters"):
+        optimizer = settings.tuning_config(1).optimizer
+    for name, most in _MOST_OF_OPTIMIZER.items():
+        with _of(f"coserve.optimizer.{name}"):
+            check_number(f"coserve.optimizer.{name}", getattr(optimizer, name), least=0, most=most)
     return settings
 
 
@@ -161,8 +167,8 @@ def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
             _check_whole(f"hyperparameters.{name}", value, 1, most)
             known[name] = value
     if (factor := given.get("learning_rate_multiplier")) not in (None, "auto"):
-        if not is_number(factor) or factor <= 0:
-            _refuse("hyperparameters.learning_rate_multiplier", f'must be "auto" or a number above 0, not {factor!r}')
+        with _of("hyperparameters.learning_rate_multiplier"):
+            check_number("hyperparameters.learning_rate_multiplier", factor, above=0, most=_MOST_MULTIPLIER)
         known["learning_rate_multiplier"] = float(factor)
     return known
 
@@ -170,7 +176,7 @@ def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
 def _adapter(given: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     where = "coserve.adapter"
     if not isinstance(given, Mapping):
-        _refuse(where, f"must be an object, not {given!r}")
+        _refuse(where, f"must be an object, not {shown(given)}")
     try:
         kind = method(given.get("type", "lora"))
     except ValueError as error:
@@ -178,7 +184,7 @@ def _adapter(given: Mapping[str, Any], architecture: Architecture) -> dict[str, 
     asked = {name: value for name, value in given.items() if name != "type"}
     config = _build(kind, {**kind.job_defaults, **asked}, where)
     for name, wrong in config.misfits(architecture):
-        _refuse(f"{where}.{name}", wrong)
+        _refuse(f"{where}.{name[:_LONGEST_NAME]}", wrong)
     try:
         config.sites(architecture)
     except AdapterError as error:
@@ -189,10 +195,10 @@ def _adapter(given: Mapping[str, Any], architecture: Architecture) -> dict[str, 
 def _build(kind: type[_Settings], given: Any, where: str) -> _Settings:
     """A settings class from a client's object; JobError, naming the field."""
     if not isinstance(given, Mapping):
-        _refuse(where, f"must be an object, not {given!r}")
+        _refuse(where, f"must be an object, not {shown(given)}")
     known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
     if unknown := [name for name in given if name not in known]:
-        _refuse(f"{where}.{unknown[0]}", f"is not known; known: {', '.join(known)}")
+        _refuse(f"{where}.{unknown[0][:_LONGEST_NAME]}", f"is not known; known: {', '.join(known)}")
     try:
         return kind(**given)
     except (ValueError, TypeError) as error:
@@ -206,8 +212,15 @@ def _with_tuples(given: Any) -> Any:
 
 
 def _check_whole(name: str, value: Any, least: int, most: int) -> None:
-    try:
+    with _of(name):
         check_whole(name, value, least, most)
+
+
+@contextmanager
+def _of(name: str) -> Iterator[None]:
+    """What is wrong with a field, as JobError."""
+    try:
+        yield
     except ValueError as error:
         raise JobError(str(error), param=name) from None
 

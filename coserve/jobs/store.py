@@ -5,7 +5,6 @@ survives the process however that ends. Every question takes the tenant who asks
 Calls block; from any thread.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Engine, Select, create_engine, delete, event, func, inspect, select, update
+from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.exc import DatabaseError, IntegrityError, InterfaceError, SQLAlchemyError, TimeoutError
 from sqlalchemy.orm import Session
 
-from coserve.errors import JobError, StoreError
+from coserve.errors import DiskFullError, JobError, StoreError
+from coserve.home import make_private
+from coserve.jobs.copying import Row, copy_rows
+from coserve.jobs.databases import database_faults, open_database, without_password
 from coserve.jobs.records import (
     OVER,
     AdapterRecord,
@@ -28,21 +30,23 @@ from coserve.jobs.records import (
     JobRecord,
     Page,
 )
+from coserve.jobs.schema import claim, make_tables
 from coserve.jobs.tables import (
     AdapterTable,
     CheckpointTable,
     EventTable,
     FileTable,
     JobTable,
+    LoadedAdapterTable,
     SchemaTable,
     Table,
 )
 
-SCHEMA_VERSION = 1
-# How long another process (a backup, say) may hold the database.
-_BUSY_S = 30
+DATABASE_FILE = "coserve.db"
 _Record = TypeVar("_Record")
 _RENAMED = {"metadata": "labels"}
+# How SQLite says that its disk is full (the second: no room for the index of its log), and how PostgreSQL does.
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE", "53100")
 
 
 def _anything(row: Any) -> bool:
@@ -56,57 +60,85 @@ class Store:
         """Open it, and make its tables if it is new.
 
         Args:
-            url: in SQLAlchemy's form, such as "sqlite:////home/me/.coserve/coserve.db".
+            url: in SQLAlchemy's form, such as "sqlite:////home/me/.coserve/coserve.db" or "postgresql://me@host/coserve".
 
         Raises:
-            StoreError: it cannot be opened, or a newer coserve has written it.
+            StoreError: it cannot be opened, or a newer coserve has written it; DiskFullError: there is no room to.
         """
         try:
-            self._engine = create_engine(url, pool_pre_ping=True)
-            if self._engine.dialect.name == "sqlite":
-                _set_up_sqlite(self._engine)
-            self._writing = self._engine.execution_options(coserve_writes=True)
-            self._make_tables()
+            self._reading, self._writing = open_database(url)
+            make_tables(self._reading, self._writing)
         except (SQLAlchemyError, ImportError) as error:
+            if _is_full(error):
+                raise DiskFullError(
+                    f"the disk is full: the database {without_password(url)} cannot be opened"
+                ) from None
             shown = " ".join(str(error).split())
-            raise StoreError(f"the database {_without_password(url)} cannot be opened: {shown}") from None
+            if getattr(error, "name", None) == "psycopg":
+                shown += "; PostgreSQL needs pip install 'coserve[postgresql]'"
+            raise StoreError(f"the database {without_password(url)} cannot be opened: {shown}") from None
 
     @classmethod
-    def at(cls, home: Path) -> "Store":
-        """The one below a home directory, in SQLite."""
-        home.mkdir(parents=True, exist_ok=True)
-        return cls(f"sqlite:///{home / 'coserve.db'}")
+    def at(cls, home: Path, url: str | None = None) -> "Store":
+        """The one of a home directory: in SQLite below it; or at a URL, and then from now on this home's alone.
+
+        Raises:
+            StoreError: it cannot be opened, or is another home's.
+        """
+        if not home.is_dir():
+            make_private(home)
+        if url is None:
+            path = home / DATABASE_FILE
+            path.touch(mode=0o600)  # and SQLite gives its other files the mode of this one
+            return cls(f"sqlite:///{path}")
+        store = cls(url)
+        try:
+            with _store_errors(), store._writing.begin() as connection:
+                claim(connection, home)
+        except BaseException:
+            store.close()
+            raise
+        return store
 
     def close(self) -> None:
         """Give its connections back."""
-        self._engine.dispose()
+        self._reading.dispose()
 
     @contextmanager
     def read(self) -> Iterator["Transaction"]:
         """Questions that see one moment; StoreError if the database cannot be read now."""
-        with _store_errors(), Session(self._engine) as session, session.begin():
+        with _store_errors(), Session(self._reading) as session, session.begin():
             yield Transaction(session)
 
     @contextmanager
     def write(self) -> Iterator["Transaction"]:
-        """Changes that all happen at the end, or, on an error, none; StoreError if it cannot be written now."""
+        """Changes that all happen at the end, or, on an error, none; StoreError if it cannot be written now, and
+        DiskFullError if there is no room.
+        """
         with _store_errors(), Session(self._writing) as session, session.begin():
             yield Transaction(session)
 
-    def _make_tables(self) -> None:
-        known = inspect(self._engine).has_table(SchemaTable.__tablename__)
-        if known:
-            with Session(self._engine) as session:
-                version = session.scalar(select(func.max(SchemaTable.version))) or 0
-            if version > SCHEMA_VERSION:
-                raise StoreError(
-                    f"the database is of schema {version}, which a newer coserve has written; this one knows "
-                    f"{SCHEMA_VERSION}: update coserve, or give another COSERVE_HOME"
-                )
-        with self._writing.begin() as connection:
-            Table.metadata.create_all(connection)
-            if connection.scalar(select(func.count()).select_from(SchemaTable)) == 0:
-                connection.execute(SchemaTable.__table__.insert(), {"version": SCHEMA_VERSION})  # type: ignore[attr-defined]
+    def copy_to(
+        self,
+        other: "Store",
+        change: Callable[[Row], Row],
+        while_still: Callable[["Transaction"], None] = lambda transaction: None,
+    ) -> None:
+        """All that is in it at one moment, each row as `change` makes it, into another one, which is empty. Writers
+        wait no longer than `while_still` takes, which sees what is copied.
+        """
+        with _store_errors(), self._reading.begin() as source:
+            with Session(self._writing) as session, session.begin():
+                session.connection()  # nobody writes any more
+                source.execute(select(SchemaTable.version))  # from here on it sees this moment
+                while_still(Transaction(session))
+            with other._writing.begin() as target:
+                copy_rows(source, target, change)
+
+    def faults(self) -> list[str]:
+        """What is wrong with the database itself, in words."""
+        with _store_errors(), self._reading.begin() as connection:
+            return database_faults(connection, Table.metadata)
 
 
 class Transaction:
@@ -140,6 +172,11 @@ class Transaction:
         ids = list(self._session.scalars(select(FileTable.id).where(expired)))
         self._execute(delete(FileTable).where(expired))
         return ids
+
+    def file_bytes(self, tenant: str) -> int:
+        """Of all of its files."""
+        query = select(func.coalesce(func.sum(FileTable.num_bytes), 0)).where(FileTable.tenant == tenant)
+        return int(self._session.scalar(query) or 0)
 
     def file_ids(self) -> set[str]:
         """Of every tenant; for tidying up."""
@@ -177,9 +214,17 @@ class Transaction:
         """A job of whichever tenant: for the manager, who serves all."""
         return self._one(JobRecord, select(JobTable).where(JobTable.id == id))
 
+    def newest_job(self) -> JobRecord | None:
+        """Of every tenant."""
+        return self._one(JobRecord, select(JobTable).order_by(JobTable.seq.desc()).limit(1))
+
     def unfinished_jobs(self) -> tuple[JobRecord, ...]:
         """Of every tenant, the oldest first."""
         return self._all(JobRecord, select(JobTable).where(JobTable.status.not_in(OVER)).order_by(JobTable.seq))
+
+    def num_unfinished_jobs(self, tenant: str) -> int:
+        query = select(func.count()).where(JobTable.tenant == tenant, JobTable.status.not_in(OVER))
+        return int(self._session.scalar(query) or 0)
 
     def job_ids(self) -> set[str]:
         """Of every tenant; for tidying up."""
@@ -246,6 +291,10 @@ class Transaction:
     def remove_checkpoint(self, job: str, step: int) -> None:
         self._execute(delete(CheckpointTable).where(CheckpointTable.job == job, CheckpointTable.step == step))
 
+    def remove_checkpoints(self, job: str) -> None:
+        """All of a job's."""
+        self._execute(delete(CheckpointTable).where(CheckpointTable.job == job))
+
     def remove_checkpoint_of_name(self, job: str, name: str) -> None:
         self._execute(delete(CheckpointTable).where(CheckpointTable.job == job, CheckpointTable.name == name))
 
@@ -278,9 +327,51 @@ class Transaction:
         """All adapters in this directory."""
         return self._all(AdapterRecord, select(AdapterTable).where(AdapterTable.directory == directory))
 
+    def adapters_of(self, job: str) -> tuple[AdapterRecord, ...]:
+        """All that a job has made: its model, and its checkpoints."""
+        return self._all(AdapterRecord, select(AdapterTable).where(AdapterTable.job == job))
+
+    def adapter_directories(self) -> set[str]:
+        """Of every tenant's adapters and checkpoints; for tidying up."""
+        return {
+            directory
+            for table in (AdapterTable, CheckpointTable)
+            for directory in self._session.scalars(select(table.directory))
+            if directory is not None
+        }
+
     def remove_adapter(self, tenant: str, name: str) -> bool:
         """Returns whether it was there."""
         return self._execute(delete(AdapterTable).where(AdapterTable.tenant == tenant, AdapterTable.name == name)) > 0
+
+    # -- everything -------------------------------------------------------------------
+
+    def all_of(self, kind: type[_Record]) -> tuple[_Record, ...]:
+        """Every tenant's records of a kind, the oldest first; of adapters, those that jobs have made."""
+        tables = {JobRecord: JobTable, FileRecord: FileTable, CheckpointRecord: CheckpointTable}
+        table: Any = tables.get(kind, AdapterTable)
+        return self._all(kind, select(table).order_by(table.seq))
+
+    def all_loaded_adapters(self) -> tuple[AdapterRecord, ...]:
+        """Every tenant's, the oldest first."""
+        return self._all(AdapterRecord, select(LoadedAdapterTable).order_by(LoadedAdapterTable.seq))
+
+    # -- adapters that clients have loaded ---------------------------------------------
+
+    def put_loaded_adapter(self, record: AdapterRecord) -> None:
+        """Add it, or let it take the place of the one of this name."""
+        self.remove_loaded_adapter(record.tenant, record.name)
+        self._session.add(_row(LoadedAdapterTable, record))
+
+    def loaded_adapters(self, base: str) -> tuple[AdapterRecord, ...]:
+        """Every tenant's, on a model, the oldest first."""
+        query = select(LoadedAdapterTable).where(LoadedAdapterTable.base == base)
+        return self._all(AdapterRecord, query.order_by(LoadedAdapterTable.seq))
+
+    def remove_loaded_adapter(self, tenant: str, name: str) -> None:
+        """No error if it is not there."""
+        where = (LoadedAdapterTable.tenant == tenant, LoadedAdapterTable.name == name)
+        self._execute(delete(LoadedAdapterTable).where(*where))
 
     # -- shared ---------------------------------------------------------------------
 
@@ -328,8 +419,18 @@ def _store_errors() -> Iterator[None]:
     except IntegrityError:  # a bug
         raise
     except (DatabaseError, InterfaceError, TimeoutError) as error:
+        if _is_full(error):
+            raise DiskFullError(
+                "the disk of the database is full, and nothing was changed: free some space there, and try again"
+            ) from error
         reason = getattr(error, "orig", None) or error
         raise StoreError(f"the database cannot be used now: {' '.join(str(reason).split())}") from error
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether an error of SQLAlchemy's says that the database's disk is full."""
+    reason = getattr(error, "orig", None)
+    return getattr(reason, "sqlite_errorname", None) in _FULL or getattr(reason, "sqlstate", None) in _FULL
 
 
 def _stored(kind: Any) -> dict[str, str]:
@@ -342,26 +443,5 @@ def _record(kind: type[_Record], row: Any) -> _Record:
     return kind(**{name: getattr(row, column) for name, column in _stored(kind).items()})
 
 
-def _without_password(url: str) -> str:
-    return re.sub(r"://([^:@/]*):[^@/]*@", r"://\1:***@", url)
-
-
 def _row(table: type[Any], record: Any) -> Any:
     return table(**{column: getattr(record, name) for name, column in _stored(record).items()})
-
-
-def _set_up_sqlite(engine: Engine) -> None:
-    """Readers beside a writer (WAL), waiting for locks, foreign keys; and transactions that begin where they say so:
-    a writer takes its lock at once, so that it never finds later that another one was faster.
-    """
-
-    @event.listens_for(engine, "connect")
-    def on_connect(connection: Any, _: Any) -> None:
-        connection.isolation_level = None
-        for pragma in (f"busy_timeout={_BUSY_S * 1000}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
-            connection.execute(f"PRAGMA {pragma}")
-
-    @event.listens_for(engine, "begin")
-    def on_begin(connection: Any) -> None:
-        writes = connection.get_execution_options().get("coserve_writes")
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

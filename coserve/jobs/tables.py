@@ -22,6 +22,14 @@ class SchemaTable(Table):
     version: Mapped[int] = mapped_column(primary_key=True)
 
 
+class HomeTable(Table):
+    """One row at most: the home that a database elsewhere belongs to, and where that was at first."""
+
+    __tablename__ = "coserve_home"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    place: Mapped[str]
+
+
 class FileTable(Table):
     """See `FileRecord`."""
 
@@ -99,11 +107,9 @@ class CheckpointTable(Table):
     listed: Mapped[bool]
 
 
-class AdapterTable(Table):
-    """See `AdapterRecord`; those of live jobs that run are not in here."""
+class _AdapterColumns:
+    """See `AdapterRecord`."""
 
-    __tablename__ = "adapters"
-    __table_args__ = (UniqueConstraint("tenant", "name"),)
     seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
     tenant: Mapped[str] = mapped_column(String(128))
     name: Mapped[str] = mapped_column(String(512))
@@ -111,3 +117,17 @@ class AdapterTable(Table):
     directory: Mapped[str | None]
     job: Mapped[str] = mapped_column(String(64))
     created_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class AdapterTable(_AdapterColumns, Table):
+    """Those that jobs have made; those of live jobs that run are not in here."""
+
+    __tablename__ = "adapters"
+    __table_args__ = (UniqueConstraint("tenant", "name"),)
+
+
+class LoadedAdapterTable(_AdapterColumns, Table):
+    """Those that clients have loaded from directories."""
+
+    __tablename__ = "loaded_adapters"
+    __table_args__ = (UniqueConstraint("tenant", "name"),)

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from coserve.errors import JobError
-from coserve.jobs.files import RESULTS, Files, remove_tree
+from coserve.errors import JobError, LimitError
+from coserve.jobs.files import QUOTA_RETRY_S, RESULTS, Files, discard
 from coserve.jobs.folders import Folders, prune_records, resume_point
 from coserve.jobs.messages import JobStart
 from coserve.jobs.recording import adapter_of, job_event
@@ -16,6 +17,9 @@ from coserve.jobs.settings import JobSettings
 from coserve.jobs.states import is_legal
 from coserve.jobs.store import Store, Transaction
 from coserve.jobs.validation import Validated
+
+# The code of the error of a job that has run for as long as it may.
+TIMEOUT = "job_timeout"
 
 
 class Transitions:
@@ -49,7 +53,7 @@ class Transitions:
         with self._store.read() as transaction:
             return any(each.listed and each.step == job.num_steps for each in transaction.all_checkpoints(id))
 
-    def start_of(self, job: JobRecord, checkpoint: str | None) -> JobStart:
+    def start_of(self, job: JobRecord, checkpoint: str | None, *, alone_until_step: int) -> JobStart:
         """All that an engine needs to run a job. checkpoint: the directory to resume from."""
         settings = JobSettings.from_data(job.settings)
         return JobStart(
@@ -64,7 +68,15 @@ class Transitions:
             checkpoints=str(self._folders.checkpoints(job.id)),
             checkpoint_every_steps=settings.checkpoint_every_steps,
             tenant=job.tenant,
+            alone_until_step=alone_until_step,
         )
+
+    def require_room(self, id: str) -> None:
+        """StoreError if a change of a job cannot be written now."""
+        with self._store.write() as transaction:
+            job = transaction.any_job(id)
+            assert job is not None, f"job {id} is not in the store"
+            transaction.change_job(id, status=job.status)
 
     # -- from the beginning ---------------------------------------------------------
 
@@ -76,18 +88,26 @@ class Transitions:
                 if job.status == "running":
                     _change(transaction, job, "queued")
             jobs = transaction.unfinished_jobs()
-            known = transaction.job_ids()
-        self._folders.tidy(known)
+            known, kept = transaction.job_ids(), transaction.adapter_directories()
+        self._folders.tidy(known, {job.id for job in jobs}, kept)
         for id in self._folders.unswept():
             with self._store.read() as transaction:
-                found, kept = transaction.any_job(id), transaction.all_checkpoints(id)
+                found, checkpoints = transaction.any_job(id), transaction.all_checkpoints(id)
             if found is not None and found.is_terminal:
-                self._folders.sweep(id, kept, is_terminal=True)
+                self._folders.sweep(id, checkpoints, is_terminal=True)
         return jobs
 
-    def add(self, record: JobRecord) -> None:
-        """A new job; JobError for files that are not there, or not for fine-tuning."""
+    def add(self, record: JobRecord, max_jobs: int | None = None) -> None:
+        """A new job; JobError for files that are not there, or not for fine-tuning, LimitError if the tenant has
+        max_jobs that have not ended.
+        """
         with self._store.write() as transaction:
+            if max_jobs is not None and (there := transaction.num_unfinished_jobs(record.tenant)) >= max_jobs:
+                raise LimitError(
+                    f"You have {there} jobs that have not ended, and may have {max_jobs}: cancel one, or wait.",
+                    what="jobs",
+                    retry_after_s=QUOTA_RETRY_S,
+                )
             for field in ("training_file", "validation_file"):
                 if (id := getattr(record, field)) is None:
                     continue
@@ -130,13 +150,11 @@ class Transitions:
 
     # -- with engines that come and go ----------------------------------------------
 
-    def requeue(self, lost: Collection[str]) -> list[str]:
+    def requeue(self, lost: Collection[str]) -> list[JobRecord]:
         """The engine that had these jobs has died; those that wait for the next one now."""
         with self._store.write() as transaction:
             jobs = [job for job in transaction.unfinished_jobs() if job.id in lost and job.status != "paused"]
-            for job in jobs:
-                _change(transaction, job, "queued")
-        return [job.id for job in jobs]
+            return [_change(transaction, job, "queued") for job in jobs]
 
     def roll_back(self, job: JobRecord) -> tuple[CheckpointRecord | None, bool]:
         """The checkpoint to resume from; everything after it is forgotten, as if it had not been. And whether there is
@@ -165,6 +183,8 @@ class Transitions:
             return job
         results = self._write_results(job) if status == "succeeded" else None
         with self._store.write() as transaction:
+            if error is not None and error["code"] == TIMEOUT:
+                _list_newest(transaction, job)
             kept, _ = prune_records(transaction, job, is_terminal=True)
             if status == "succeeded":
                 assert results is not None
@@ -195,26 +215,38 @@ class Transitions:
             kept = transaction.all_checkpoints(id)
         self._folders.sweep(id, kept, is_terminal=True)
 
-    def delete_adapter(self, tenant: str, name: str, *, is_live: bool) -> bool:
-        """Forget an adapter and remove it from disk; whether it was there. JobError if a job needs it. is_live: a job
-        that runs serves it.
+    def delete_adapter(self, tenant: str, name: str, *, is_live: bool) -> tuple[str, ...]:
+        """Forget an adapter and remove it from disk: a checkpoint, or a model with all checkpoints of its job.
+
+        Returns the names that are gone; none if it was not there. JobError if a job needs it. is_live: a job that runs
+        serves it.
         """
         with self._store.write() as transaction:
             found = transaction.adapter(tenant, name)
             if found is None:
                 if is_live:
                     raise JobError(f"{name} is being trained: cancel its job first", param="model")
-                return False
-            for job in transaction.unfinished_jobs():
-                if job.id == found.job or (job.start is not None and job.start["directory"] == found.directory):
-                    raise JobError(f"job {job.id} needs {name}: cancel it first, or wait for it", param="model")
-            transaction.remove_adapter(tenant, name)
-            if found.job:
+                return ()
+            job = transaction.any_job(found.job)
+            is_model = job is not None and job.name == name
+            gone = transaction.adapters_of(found.job) if is_model else (found,)
+            directories = {each.directory for each in gone if each.directory is not None}
+            for other in transaction.unfinished_jobs():
+                if other.id == found.job or (other.start is not None and other.start["directory"] in directories):
+                    raise JobError(f"job {other.id} needs {name}: cancel it first, or wait for it", param="model")
+            for each in gone:
+                transaction.remove_adapter(tenant, each.name)
+            if is_model:
+                transaction.remove_checkpoints(found.job)
+            else:
                 transaction.remove_checkpoint_of_name(found.job, name)
-            is_unused = found.directory is not None and not transaction.adapters_in(found.directory)
-        if is_unused and found.directory is not None and self._folders.holds(Path(found.directory)):
-            remove_tree(Path(found.directory))
-        return True
+            unused = [Path(each) for each in directories if not transaction.adapters_in(each)]
+        for directory in unused:
+            if self._folders.holds(directory):
+                discard(directory)
+        if is_model:
+            self._folders.remove(found.job)
+        return tuple(each.name for each in gone)
 
     def _write_results(self, job: JobRecord) -> FileRecord:
         with self._store.read() as transaction:
@@ -233,6 +265,13 @@ class Transitions:
 def _change(transaction: Transaction, job: JobRecord, status: JobStatus, **values: Any) -> JobRecord:
     assert is_legal(job.status, status), f"job {job.id} cannot go from {job.status} to {status}"
     return transaction.change_job(job.id, status=status, **values)
+
+
+def _list_newest(transaction: Transaction, job: JobRecord) -> None:
+    """Keep the newest checkpoint of a job that is to end, also if it was not promised."""
+    if checkpoints := transaction.all_checkpoints(job.id):
+        newest = transaction.put_checkpoint(replace(checkpoints[-1], listed=True))
+        transaction.put_adapter(adapter_of(job, newest.name, newest.directory))
 
 
 def _is_final(checkpoint: CheckpointRecord, job: JobRecord) -> bool:

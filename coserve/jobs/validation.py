@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from coserve.errors import DataError, EngineGoneError, JobError, StoreError
+from coserve.home import is_disk_full
 from coserve.jobs.examples import read_training_file, write_examples_file
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+# Seconds before files are read again that could not be laid down, doubled each time.
+_FIRST_WAIT_S, _LONGEST_WAIT_S, _LOOK_S = 1.0, 32.0, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,7 @@ def validate(
 
     Raises:
         JobError: names the file's field, and the line and the reason of the first ten faults; or it is not wanted
-        any more.
+        any more. StoreError or OSError: the disk, say, is full.
     """
     settings = JobSettings.from_data(job.settings)
     examples = _read(job, "training_file", files, model, settings, is_wanted)
@@ -126,20 +131,50 @@ class FileReader:
 
     async def _read(self, job: JobRecord) -> None:
         try:
-            async with self._one_at_a_time:
-                found = await asyncio.to_thread(self._validate, job)
-            await self._done(job.id, found)
-        except (EngineGoneError, StoreError):
+            found = await self._again(job.id, lambda: self._validate_in_turn(job))
+            await self._again(job.id, lambda: self._done(job.id, found))
+        except (EngineGoneError, StoreError, OSError):
             pass  # shutting down: they are read again at the next start
         finally:  # not before: who resumes the job meanwhile must not begin to read them again
             del self._tasks[job.id]
             self._unwanted.discard(job.id)
+
+    async def _again(self, id: str, do: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Do something as often as it takes for the disk and the store to take it; a job that is not wanted any more is
+        tried once.
+        """
+        for wait_s in _waits_s():
+            try:
+                return await do()
+            except (StoreError, OSError) as error:
+                if id in self._unwanted:
+                    raise
+                _log.error("the files of job %s wait, and are read again in %.0f s: %s", id, wait_s, error)
+            while wait_s > 0 and id not in self._unwanted:
+                await asyncio.sleep(min(_LOOK_S, wait_s))
+                wait_s -= _LOOK_S
+        raise AssertionError
+
+    async def _validate_in_turn(self, job: JobRecord) -> Validated | JobError:
+        async with self._one_at_a_time:
+            return await asyncio.to_thread(self._validate, job)
 
     def _validate(self, job: JobRecord) -> Validated | JobError:
         try:
             return validate(job, self._files, self._folders, self._model, lambda: job.id not in self._unwanted)
         except JobError as error:
             return error
+        except StoreError:
+            raise
         except Exception as error:
+            if isinstance(error, OSError) and is_disk_full(error):
+                raise
             _log.exception("the files of %s could not be read", job.id)
             return JobError(f"the files could not be read: {error!r}", param="training_file")
+
+
+def _waits_s() -> Iterator[float]:
+    wait_s = _FIRST_WAIT_S
+    while True:
+        yield wait_s
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

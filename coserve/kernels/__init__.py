@@ -4,21 +4,17 @@ Every backend is tested against `plain/`. Which one runs is decided once per mod
 """
 
 import os
-from importlib import import_module
-from pkgutil import iter_modules
 
 import torch
 
+from coserve.discovery import variant_module, variant_names
 from coserve.errors import ModelError
 from coserve.kernels.base import Backend
 
-# Modules of this folder that are no backends.
-_SHARED = frozenset({"attention", "base", "bits", "dropout", "transfer", "weights"})
 
-
-def backend_names() -> list[str]:
-    """The folders (and modules) that are backends."""
-    return sorted(module.name for module in iter_modules(__path__) if module.name not in _SHARED)
+def backend_names() -> tuple[str, ...]:
+    """The folders here: each is a backend, and files are what they share."""
+    return variant_names(__path__, folders_only=True)
 
 
 def find_backend(device: torch.device, name: str | None = None) -> Backend:
@@ -38,5 +34,5 @@ def find_backend(device: torch.device, name: str | None = None) -> Backend:
 
 
 def _backend(name: str) -> type[Backend]:
-    found: type[Backend] = import_module(f"{__name__}.{name}").BACKEND
+    found: type[Backend] = variant_module(__name__, name).BACKEND
     return found

@@ -2,12 +2,12 @@
 
 A weight is [out, in] and multiplies rows [n, in]. It knows how it is stored; how fast that is multiplied is the
 backend's business, so each class asks the backend for the products of its own storage. Another kind of storage is one
-class more.
+class more, with a `format` by which it is asked for.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,19 @@ from coserve.errors import ModelError
 if TYPE_CHECKING:
     from coserve.kernels.base import Backend
 
-# What `--weights` may ask for: how the weights of linear layers are stored.
-WEIGHT_FORMATS = ("dense", "int8")
-
 
 class Weight(ABC):
-    """A matrix [out, in] of a linear layer."""
+    """A matrix [out, in] of a linear layer.
+
+    format: what `--weights` calls this storage; "" for what is only made of other weights.
+    """
+
+    format: ClassVar[str] = ""
+
+    @classmethod
+    def from_dense(cls, weight: Tensor, backend: "Backend") -> "Weight":
+        """A float weight [out, in], stored so."""
+        raise AssertionError(f"{cls.__name__} is not asked for by name")
 
     @property
     @abstractmethod
@@ -64,6 +71,12 @@ class Weight(ABC):
 class DenseWeight(Weight):
     """A float tensor as it is; `Backend.layout` says how it should lie."""
 
+    format = "dense"
+
+    @classmethod
+    def from_dense(cls, weight: Tensor, backend: "Backend") -> "DenseWeight":
+        return cls(backend.layout(weight))
+
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
@@ -97,6 +110,8 @@ class Int8Weight(Weight):
     Weight-only: rows stay in the compute dtype, and sums are float32.
     """
 
+    format = "int8"
+
     def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         """values int8 [out, in], scales float32 [out]; dtype: the compute dtype."""
         self.values, self.scales, self._dtype = values, scales, dtype
@@ -108,6 +123,10 @@ class Int8Weight(Weight):
         scales = wide.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny).div_(127)
         values = (wide / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         return cls(values.contiguous(), scales, weight.dtype)
+
+    @classmethod
+    def from_dense(cls, weight: Tensor, backend: "Backend") -> "Int8Weight":
+        return cls.quantised(weight)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -200,13 +219,17 @@ def join(
     return piece.members, piece.biases
 
 
-def make_weight(tensor: Tensor, weight_format: str, backend: "Backend") -> Weight:
-    """A float weight [out, in] stored as one of `WEIGHT_FORMATS`; ModelError for another format."""
-    if weight_format == "int8":
-        return Int8Weight.quantised(tensor)
-    if weight_format != "dense":
-        raise ModelError(f"weights {weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}")
-    return DenseWeight(backend.layout(tensor))
+def weight_formats() -> tuple[str, ...]:
+    """What `--weights` may ask for: how the weights of linear layers are stored."""
+    return tuple(each.format for each in Weight.__subclasses__() if each.format)
+
+
+def weight_class(weight_format: str) -> type[Weight]:
+    """The storage of this name; ModelError names those that there are."""
+    for each in Weight.__subclasses__():
+        if each.format and each.format == weight_format:
+            return each
+    raise ModelError(f"weights {weight_format!r} is not one of {', '.join(weight_formats())}")
 
 
 def as_weight(value: Tensor | Weight) -> Weight:

@@ -6,7 +6,7 @@ these only until the forward pass is done, whose windows needed their K and V. A
 tensors (`TrainingPass`). Bookkeeping alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from coserve.errors import BudgetError
@@ -61,24 +61,22 @@ class PackPages:
             self._pool.give_back(OWNER, run)
 
 
-def take_runs(
-    pool: PagePool, group_pages: Sequence[int], find_room: Callable[[int], bool] = lambda _: False
-) -> list[range]:
-    """A run of neighbours for each group; BudgetError, and nothing is taken, if one cannot be had.
-
-    find_room: asked to free a run of that many neighbours when there is none; says whether it did.
-    """
+def take_runs(pool: PagePool, group_pages: Sequence[int]) -> list[range]:
+    """A run of free neighbours for each group; BudgetError, and nothing is taken, if one cannot be had."""
     runs: list[range] = []
     for num_pages in group_pages:
         run = pool.take_run(OWNER, num_pages)
-        if run is None and find_room(num_pages):
-            run = pool.take_run(OWNER, num_pages)
         if run is None:
             for taken in runs:
                 pool.give_back(OWNER, taken)
-            raise BudgetError(
-                f"{num_pages} neighbouring pages asked for; {pool.num_free} are free, "
-                f"{pool.longest_free_run()} of them side by side"
-            )
+            raise no_such_run(pool, num_pages)
         runs.append(run)
     return runs
+
+
+def no_such_run(pool: PagePool, num_pages: int) -> BudgetError:
+    """There is no run of this many pages."""
+    return BudgetError(
+        f"{num_pages} neighbouring pages asked for; {pool.num_free} are free, "
+        f"{pool.longest_free_run()} of them side by side"
+    )

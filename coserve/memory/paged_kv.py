@@ -101,10 +101,18 @@ class _CacheRows(BatchRows):
         pages = [span.pages[position // block] for span in spans for position in range(span.start, span.end)]
         self.tokens, self.positions, self._pages = on_device([tokens, positions, pages], device).unbind()
         self._offsets = self.positions % block
-        self.segments = [Segment(num_rows=span.num_rows, num_keys=span.end, pages=span.pages) for span in spans]
+        self.segments = [segment for span in spans for segment in self._segments_of(span)]
         # What lies in a page after its tokens must be finite: kernels may read it, and give it no weight.
         if new := [page for span in spans for page in span.new_pages()]:
             cache.pages[:, :, on_device(new, device)] = 0
+
+    def _segments_of(self, span: _PagedRows) -> list[Segment]:
+        """One, or where results must not depend on how a prompt is cut, one for each row."""
+        if self._cache.backbone.block_rows is None:
+            return [Segment(num_rows=span.num_rows, num_keys=span.end, pages=span.pages)]
+        block, pages = self.block_tokens, span.pages
+        ends = range(span.start + 1, span.end + 1)
+        return [Segment(num_rows=1, num_keys=end, pages=pages[: -(-end // block)]) for end in ends]
 
     def keep(self, part: Part) -> Keep:
         return _keep(self._cache, part, self._pages, self._offsets)

@@ -14,7 +14,8 @@ _FREE_BYTE, _TAKEN_BYTE = _FREE[0], _TAKEN[0]
 
 
 class PagePool:
-    """Pages by number. Questions: `num_free`, `can_take`; verbs: `take`, `take_run`; inverse: `give_back`.
+    """Pages by number. Questions: `num_free`, `can_take`; verbs: `take`, `take_run`, `take_these`; inverse:
+    `give_back`.
 
     Invariant, held by `check_integrity`: every page is free or has one owner.
     """
@@ -26,6 +27,7 @@ class PagePool:
         self.num_pages, self.page_bytes = num_pages, page_bytes
         self._free = bytearray(_FREE * num_pages)
         self._num_free = num_pages
+        self.num_returned = 0  # pages that were ever given back
         self._owner: dict[int, str] = {}
         self._num_by_owner: Counter[str] = Counter()
 
@@ -57,6 +59,11 @@ class PagePool:
         self._lend(owner, run)
         return run
 
+    def take_these(self, owner: str, run: range) -> None:
+        """Pages that are free."""
+        assert self._free[run.start : run.stop] == _FREE * len(run), f"{run} is not all free"
+        self._lend(owner, run)
+
     def free_flags(self) -> bytes:
         """Of every page, 1 if it is free and 0 if not."""
         return bytes(self._free)
@@ -74,6 +81,7 @@ class PagePool:
             free[page] = _FREE_BYTE
             self._num_free += 1
             self._num_by_owner[owner] -= 1
+            self.num_returned += 1
 
     def num_pages_by_owner(self) -> dict[str, int]:
         """How many pages each owner has."""

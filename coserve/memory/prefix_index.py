@@ -22,6 +22,7 @@ class PrefixIndex:
         self._key: dict[int, bytes] = {}
         self._users: dict[int, int] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self.num_released = self.num_evicted = 0  # pages that ever became unused, and that were ever forgotten
 
     @property
     def evictable(self) -> KeysView[int]:
@@ -71,6 +72,7 @@ class PrefixIndex:
             del self._users[page]
             if page in self._key:
                 self._unused[page] = None
+                self.num_released += 1
             else:
                 loose.append(page)
         return loose
@@ -97,6 +99,7 @@ class PrefixIndex:
         for page in pages:
             del self._unused[page]
             del self._page[self._key.pop(page)]
+            self.num_evicted += 1
 
     def check_integrity(self) -> None:
         """Assert that known pages are used or unused, and never both."""

@@ -1,11 +1,12 @@
 """The backbone: one frozen copy of a model's weights on one device, with everything that is fixed once it is loaded."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from coserve.errors import ModelError
+from coserve.graph.blocks import split_rows
 from coserve.kernels import find_backend
 from coserve.kernels.base import Backend
 from coserve.models.base import Architecture
@@ -21,12 +22,20 @@ from coserve.models.weights import (
     random_weights,
 )
 
+# Rows of a block, where results must not depend on the company: about as many as cost little more than one, since
+# the weight has to come from memory.
+_BLOCK_ROWS = {"cpu": 16}
+_MANY_BLOCK_ROWS = 128
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """Read-only once it is loaded; requests and jobs share it."""
+    """Read-only once it is loaded; requests and jobs share it.
+
+    block_rows: see `Context`; of forward passes of requests (None: rows run as they come).
+    """
 
     name: str
     architecture: Architecture
@@ -36,13 +45,25 @@ class Backbone:
     device: torch.device
     backend: Backend = field(repr=False)
     weight_format: str = "dense"
+    block_rows: int | None = None
+
+    def deterministic(self, *, is_so: bool = True) -> "Backbone":
+        """The same weights; forward passes of requests give a row the same results in any company, or need not."""
+        return replace(self, block_rows=_BLOCK_ROWS.get(self.device.type, _MANY_BLOCK_ROWS) if is_so else None)
 
     def constants(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """What the graphs may read for these rows: tokens and positions int64 [n], cos and sin [n, head_dim]."""
         constants = {"tokens": tokens, "positions": positions}
         if self.rotary is not None:
-            constants["cos"], constants["sin"] = self.rotary.angles(positions, self.dtype)
+            constants["cos"], constants["sin"] = self._angles(self.rotary, positions)
         return constants
+
+    def _angles(self, rotary: RotaryTable, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self.block_rows is None:
+            return rotary.angles(positions, self.dtype)
+        parts = [rotary.angles(some, self.dtype) for some in split_rows(positions, self.block_rows)]
+        cos, sin = (torch.cat(each)[: positions.shape[0]] for each in zip(*parts, strict=True))
+        return cos, sin
 
 
 def load_backbone(

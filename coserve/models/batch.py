@@ -106,8 +106,10 @@ def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypass
     model.
     """
     assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], "the users' rows are all the rows"
-    groups = bypass_groups([(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device)
-    context, values = Context(backend=backbone.backend), {"x": hidden}
+    groups = bypass_groups(
+        [(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device, apart=bool(backbone.block_rows)
+    )
+    context, values = Context(backend=backbone.backend, block_rows=backbone.block_rows), {"x": hidden}
     graph = backbone.architecture.graphs["head"]
     run_graph(graph, values, backbone.weights["head"], context, _AfterNode("head", (), groups, context))
     return values[graph.outputs[0]]
@@ -138,14 +140,15 @@ class _Batch:
             self._keepers.append(_Keeper(own=own, rows=rows, attention=attention))
             users += [(span.num_rows, span.bypasses, own) for span in (first, *others)]
             start = rows.stop
-        self._groups = bypass_groups(users, backbone.device)
+        self._groups = bypass_groups(users, backbone.device, apart=bool(backbone.block_rows))
         tokens, positions = (_cat([getattr(k.own, name) for k in self._keepers]) for name in ("tokens", "positions"))
         self._constants = backbone.constants(tokens, positions)
 
     def run(self, part: Part, x: Tensor | None) -> Tensor:
         """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's output."""
         backbone, graph = self._backbone, self._backbone.architecture.graphs[part]
-        context = Context(backend=backbone.backend, attention=self._attention(part))
+        attention = self._attention(part)
+        context = Context(backend=backbone.backend, block_rows=backbone.block_rows, attention=attention)
         after = _AfterNode(part, self._keepers, self._groups, context)
         values: dict[str, Tensor] = dict(self._constants)
         if x is not None:
@@ -225,7 +228,7 @@ class _AfterNode:
         # The last node's result goes right into the sum, unless somebody wants it for itself, or it reads the base.
         last = bypass.nodes[-1]
         is_sum = last.outputs[0][1] == bypass.result and not self._is_kept(bypass.result)
-        is_sum &= bypass.base not in last.input.values()
+        is_sum &= bypass.base not in last.input.values() and self._context.block_rows is None
         for inner in bypass.nodes:
             for name in inner.input.values():
                 if name not in local and name not in parameters:

@@ -135,13 +135,17 @@ class _Member:
     own: Any
 
 
-def bypass_groups(users: Sequence[tuple[int, Bypasses | None, Any]], device: torch.device) -> list[BypassGroup]:
-    """Groups of the rows that have an adapter. users: (number of rows, bypasses, the `BatchRows` of the span)."""
+def bypass_groups(
+    users: Sequence[tuple[int, Bypasses | None, Any]], device: torch.device, *, apart: bool = False
+) -> list[BypassGroup]:
+    """Groups of the rows that have an adapter. users: (number of rows, bypasses, the `BatchRows` of the span). apart:
+    one group per adapter, so that no row's results depend on which others there are.
+    """
     found: dict[Hashable, list[_Member]] = {}
     start = 0
     for num_rows, bypasses, own in users:
         if bypasses is not None:
             member = _Member(rows=range(start, start + num_rows), bypasses=bypasses, own=own)
-            found.setdefault(bypasses.structure, []).append(member)
+            found.setdefault(bypasses if apart else bypasses.structure, []).append(member)
         start += num_rows
     return [BypassGroup(members, device) for members in found.values()]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coserve.errors import ModelError, WeightsError
+from coserve.errors import WeightsError
 from coserve.kernels.base import Backend
-from coserve.kernels.weights import WEIGHT_FORMATS, DenseWeight, Weight, join, make_weight
+from coserve.kernels.weights import DenseWeight, Weight, join, weight_class
 from coserve.models.base import Architecture, Part
 
 # What the nodes of a part read, by name: the weights of linear layers, and tensors (embeddings, norms, biases).
@@ -33,7 +33,7 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightStorage:
-    """How weights are held: the compute dtype, how those of linear layers are stored (`WEIGHT_FORMATS`; all others stay
+    """How weights are held: the compute dtype, how those of linear layers are stored (`weight_formats`; all others stay
     in the dtype), and whose layout they have.
     """
 
@@ -42,15 +42,18 @@ class WeightStorage:
     backend: Backend
 
     def __post_init__(self) -> None:
-        if self.weight_format not in WEIGHT_FORMATS:
-            raise ModelError(f"weights {self.weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}")
+        weight_class(self.weight_format)  # ModelError if there is none
+
+    def linear(self, tensor: Tensor) -> Weight:
+        """The weight of a linear layer as it is stored."""
+        return weight_class(self.weight_format).from_dense(tensor, self.backend)
 
     def made(self, architecture: Architecture, name: str, tensor: Tensor) -> "Tensor | Weight":
         """A tensor of the checkpoint as it is held. The table of embeddings that is also the head stays a tensor, in
         the layout of a weight.
         """
         if name.removesuffix(".weight") in architecture.linear_sites and name.endswith(".weight"):
-            return make_weight(tensor, self.weight_format, self.backend)
+            return self.linear(tensor)
         return self.backend.layout(tensor) if architecture.is_tied_table(name) else tensor
 
 
@@ -186,7 +189,7 @@ def by_part(architecture: Architecture, weights: dict[str, Tensor | Weight], sto
         table = weights[f"{architecture.embedding_name}.weight"]
         assert isinstance(table, Tensor)
         is_dense = storage.weight_format == "dense"
-        head = DenseWeight(table) if is_dense else make_weight(table, storage.weight_format, storage.backend)
+        head = DenseWeight(table) if is_dense else storage.linear(table)
         weights = {**weights, _HEAD: head}
     return {
         part: {

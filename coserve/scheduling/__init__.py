@@ -1,4 +1,4 @@
-"""Scheduling: what a policy sees (View), what it decides (Plan), what it believes steps cost (LatencyModel)."""
+"""Scheduling: what a policy sees (View), what it decides (Plan), what steps will cost (LatencyModel), and SLOs."""
 
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View

@@ -23,12 +23,13 @@ class PlanBuilder:
     def __init__(self, view: View, latency: LatencyModel, *, margin: float | None = None) -> None:
         """margin: by which predictions may be too low (default: what recent ones were)."""
         self._latency, self._max_rows = latency, view.max_rows
-        self._patience = 1 + (latency.margin if margin is None else margin)
+        self._late_factor = 1 + (latency.margin if margin is None else margin)
         self._load = ForwardLoad()
         self._rows: list[PlannedRows] = []
         self._losses: list[PlannedLoss] = []
         self._tasklets: list[PlannedTasklets] = []
         self._updates: list[str] = []
+        self._decode_share = self._prefill_s = 0.0
         self._forward_s = self._window_s = self._loss_s = self._backward_s = self._update_s = 0.0
         self._until_s = inf  # what jobs were given
         self._longest_tasklet_s = 0.0
@@ -41,7 +42,7 @@ class PlanBuilder:
     @property
     def late_s(self) -> float:
         """What it takes if predictions are off by the margin; backward work has none, as it stops in time."""
-        return (self._forward_s + self._loss_s + self._update_s) * self._patience + self._backward_s
+        return (self._forward_s + self._loss_s + self._update_s) * self._late_factor + self._backward_s
 
     def build(self, memory: MemoryPlan | None = None) -> Plan:
         """The plan; memory: the pages that change hands before it."""
@@ -56,10 +57,12 @@ class PlanBuilder:
             updates=tuple(self._updates),
             backward_limit_s=self._backward_limit_s(),
             forward_s=self._forward_s,
+            prefill_s=self._prefill_s,
             window_s=self._window_s,
             loss_s=self._loss_s,
             backward_s=self._backward_s,
             update_s=self._update_s,
+            decode_share=self._decode_share,
         )
 
     def decode(self, requests: Sequence[RequestView]) -> None:
@@ -69,6 +72,8 @@ class PlanBuilder:
         self._load.add_decodes(requests)
         self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
         self._forward_s = self._latency.forward_s(self._load)
+        if requests:
+            self._decode_share = self._forward_s * sum([1 / request.tpot_s for request in requests]) / len(requests)
 
     def prefill(self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
@@ -83,10 +88,11 @@ class PlanBuilder:
                 return False
             if not must and self._with_prompt_s(request, least) > budget_s:
                 return False
-            rows = _most(least, longest, lambda rows, r=request: self._with_prompt_s(r, rows) <= budget_s)  # type: ignore[misc]
+            rows = self._most_prompt_rows(request, least, longest, budget_s)
             self._load.add_request(request, rows)
             self._rows.append(PlannedRows(request.id, "prefill", request.num_past, rows))
-            self._forward_s = self._latency.forward_s(self._load)
+            before_s, self._forward_s = self._forward_s, self._latency.forward_s(self._load)
+            self._prefill_s += self._forward_s - before_s
             if rows < request.num_rows:
                 return False
         return True
@@ -110,15 +116,15 @@ class PlanBuilder:
             spare_s = until_s - self.late_s
             if spare_s <= 0:
                 break
-            left_s = spare_s / self._patience
+            left_s = spare_s / self._late_factor
             if job.phase == "update":
                 self._update(job, left_s)
             elif job.phase == "backward":
                 self._backward(job, spare_s)
             elif job.phase == "loss":
-                self._loss(job, left_s, patient=job.waited_s < max_defer_s)
+                self._loss(job, left_s, may_wait=job.waited_s < max_defer_s)
             elif job.phase == "forward":
-                self._window(job, left_s, patient=job.waited_s < max_defer_s)
+                self._window(job, left_s, may_wait=job.waited_s < max_defer_s)
         if least_share:
             self._age(jobs, least_share)
         if jobs and not (self._rows or self._losses or self._tasklets or self._updates):
@@ -127,7 +133,7 @@ class PlanBuilder:
     def _age(self, jobs: Sequence[JobView], least_share: float) -> None:
         """The smallest piece of the job that has waited longest, if that is long enough."""
         oldest = max(jobs, key=_waited_s, default=None)
-        if oldest is None or self._has(oldest.id):
+        if oldest is None or not oldest.waited_s or self._has(oldest.id):
             return
         rows = min(oldest.num_rows_left, LEAST_WINDOW_ROWS)
         if oldest.phase == "update":
@@ -152,8 +158,8 @@ class PlanBuilder:
         """When the last tasklet must have begun, so that all else is done in time."""
         if not self._tasklets or self._until_s == inf:
             return None
-        after_s = (self._forward_s + self._update_s) * self._patience
-        return max(0.0, self._until_s - after_s - self._longest_tasklet_s * self._patience)
+        after_s = (self._forward_s + self._update_s) * self._late_factor
+        return max(0.0, self._until_s - after_s - self._longest_tasklet_s * self._late_factor)
 
     def _least(self, job: JobView) -> None:
         """The smallest piece of a job."""
@@ -196,7 +202,7 @@ class PlanBuilder:
         self._backward_s += seconds
         self._longest_tasklet_s = max(self._longest_tasklet_s, self._latency.tasklet_s(job, rows))
 
-    def _loss(self, job: JobView, left_s: float, *, patient: bool) -> None:
+    def _loss(self, job: JobView, left_s: float, *, may_wait: bool) -> None:
         """As many rows as possible; after the last ones, tasklets."""
         longest = job.num_rows_left
         least = min(longest, LEAST_WINDOW_ROWS)
@@ -205,16 +211,16 @@ class PlanBuilder:
         rows = _most(least, longest, lambda rows: self._latency.loss_s(rows) <= left_s)
         seconds = self._latency.loss_s(rows)
         good = min(longest, GOOD_ROWS)
-        if patient and rows < good and seconds / rows > MOST_ROW_COST * self._latency.loss_s(good) / good:
+        if may_wait and rows < good and seconds / rows > MOST_ROW_COST * self._latency.loss_s(good) / good:
             return
         self._losses.append(PlannedLoss(job.id, rows))
         self._loss_s += seconds
         if rows == longest and job.num_parts_left:
             self._backward(
-                job._replace(phase="backward", num_rows_left=job.num_rows), (left_s - seconds) * self._patience
+                job._replace(phase="backward", num_rows_left=job.num_rows), (left_s - seconds) * self._late_factor
             )
 
-    def _window(self, job: JobView, left_s: float, *, patient: bool) -> None:
+    def _window(self, job: JobView, left_s: float, *, may_wait: bool) -> None:
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
         least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
         before_s = self._forward_s
@@ -226,7 +232,7 @@ class PlanBuilder:
             return
         rows = _most(least, longest, lambda rows: extra_s(rows) <= left_s)
         good = min(longest, GOOD_ROWS)
-        if patient and rows < good and extra_s(rows) / rows > MOST_ROW_COST * extra_s(good) / good:
+        if may_wait and rows < good and extra_s(rows) / rows > MOST_ROW_COST * extra_s(good) / good:
             return
         self._add_window(job, rows)
 
@@ -235,6 +241,9 @@ class PlanBuilder:
         self._rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, rows))
         before_s, self._forward_s = self._forward_s, self._latency.forward_s(self._load)
         self._window_s += max(0.0, self._forward_s - before_s)
+
+    def _most_prompt_rows(self, request: RequestView, least: int, longest: int, budget_s: float) -> int:
+        return _most(least, longest, lambda rows: self._with_prompt_s(request, rows) <= budget_s)
 
     def _with_prompt_s(self, request: RequestView, rows: int) -> float:
         return self._latency.with_request_s(self._load, request, rows)

@@ -36,7 +36,7 @@ class Deadlines:
 
 
 def due_at_s(request: RequestView, *, max_gap_tpots: float, reserve_tpots: float = 0.0) -> float:
-    """When a request's next token is due, with so much of the bank kept once the request is under way."""
+    """When a request's next token is due, with this much of the bank kept once the request is under way."""
     if request.first_token_s is None:
         return request.arrival_s + request.ttft_s
     reserve = reserve_tpots * min(1.0, request.num_output / RESERVE_TOKENS)
@@ -94,6 +94,6 @@ def decode_deadlines(
         due_s = banked_s - reserve_tpots * kept_s
         if due_s < jobs_s:
             jobs_s = due_s
-        if limited:
-            extra_s = min(extra_s, jobs_share * tpot_s * num_output - spent_s)
+        if limited and jobs_share * tpot_s * num_output - spent_s < extra_s:
+            extra_s = jobs_share * tpot_s * num_output - spent_s
     return Deadlines(prompts_s=min(prompts_s, gap_s), jobs_s=min(jobs_s, gap_s), gap_s=gap_s, extra_s=max(0.0, extra_s))

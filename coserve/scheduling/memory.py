@@ -102,8 +102,9 @@ class MemoryPlan:
             self.free -= job.num_pages
             self.begin.append(job.id)
             self.jobs.append(job._replace(phase="forward", num_rows_left=job.num_rows))
-        turns = {job.id: turn for turn, job in enumerate(jobs)}
-        self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))
+        if self.begin or jobs is not self._view.jobs:
+            turns = {job.id: turn for turn, job in enumerate(jobs)}
+            self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))
 
     def _growth(self, seconds: float) -> int:
         """Pages that the requests that run may take within this time; at least the spare ones."""

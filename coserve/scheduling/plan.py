@@ -82,10 +82,15 @@ class TenantView(NamedTuple):
 class NeedView(NamedTuple):
     """What recent requests would have needed of their SLOs without jobs, 99 of 100 of them; 0 if nothing is known. At 1
     there is nothing left for jobs (`scheduling.attainment`).
+
+    late_share: of those that needed more than 1. time: the most that they needed lately of some seconds, for prompts
+    and to decode at the pace of their SLOs.
     """
 
     ttft: float = 0.0
     tpot: float = 0.0
+    late_share: float = 0.0
+    time: float = 0.0
 
 
 _UNKNOWN_NEED = NeedView()
@@ -151,7 +156,8 @@ class Plan:
     this order. The tokens of requests come out at the end of the step, where their deadlines are compared with it.
 
     backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no limit). The
-    predictions are in seconds, without the margin for error; window_s: what windows add to forward_s.
+    predictions are in seconds, without the margin for error; prefill_s, window_s: what prompts and windows add to
+    forward_s. decode_share: of a TPOT, what a step that only decodes takes, in the mean over the requests that do.
     """
 
     preempt: tuple[str, ...] = ()
@@ -164,10 +170,12 @@ class Plan:
     updates: tuple[str, ...] = ()
     backward_limit_s: float | None = None
     forward_s: float = 0.0
+    prefill_s: float = 0.0
     window_s: float = 0.0
     loss_s: float = 0.0
     backward_s: float = 0.0
     update_s: float = 0.0
+    decode_share: float = 0.0
 
     @property
     def predicted_s(self) -> float:

@@ -1,7 +1,5 @@
 """How a server is set up. The options of `coserve up` are these fields: all that is to say of one stands here once."""
 
-import hashlib
-import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -9,45 +7,16 @@ from typing import Any
 
 from coserve.engine.config import EngineConfig
 from coserve.home import home_directory
+from coserve.logs import FORMATS, LEVELS
 from coserve.scheduling.policies import DEFAULT_POLICY, policy_names
 from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, LEAST_DEFAULT_TPOT_S
+from coserve.server.hosts import check_hosts
+from coserve.server.keys import DEFAULT_TENANT, tenant_and_digest
+from coserve.server.limits import Limits
+from coserve.server.units import bytes_of, seconds_of, slo_seconds
 from coserve.settings import check_whole, is_number
 
-_UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0}
-# The tenant of a server without keys.
-DEFAULT_TENANT = "default"
-
-
-def bytes_of(text: str) -> int:
-    """A number of bytes such as 512MB, 4GiB or 1000000."""
-    number, unit = _number_and_unit(text)
-    name = unit.removesuffix("b") if unit != "b" else unit
-    if name not in _UNITS:
-        raise ValueError(f"{text!r} is no size; give one such as 512MB or 4GiB")
-    return int(number * _UNITS[name])
-
-
-def seconds_of(text: str) -> float:
-    """A duration such as 40ms, 2s, or 0.5."""
-    number, unit = _number_and_unit(text)
-    if unit not in _DURATIONS:
-        raise ValueError(f"{text!r} is no duration; give one such as 40ms or 2s")
-    return number * _DURATIONS[unit]
-
-
-def objective_of(text: str) -> float:
-    """A duration with its unit: milliseconds are usual here, so a bare number would be taken for seconds by mistake."""
-    number, unit = _number_and_unit(text)
-    if not unit:
-        raise ValueError(f"{text!r} has no unit; give {number:g}ms (which is {number / 1e3:g}s), or {number:g}s")
-    return seconds_of(text)
-
-
-def _number_and_unit(text: str) -> tuple[float, str]:
-    if (found := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())) is None:
-        raise ValueError(f"{text!r} is no number with a unit")
-    return float(found[1]), found[2].lower()
+__all__ = ["DEFAULT_TENANT", "Option", "ServerConfig", "bytes_of", "option_of", "seconds_of", "slo_seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +45,9 @@ class ServerConfig:
     port: int = _option(8000, "--port", "Port to listen at; 0 for any that is free.")
     dtype: str = _option("auto", "--dtype", "float32, bfloat16, float16, or auto: the model's own.")
     weights: str = _option(
-        "dense", "--weights", "How weights of linear layers are stored: dense, or int8 (half the bytes of bfloat16)."
+        "dense",
+        "--weights",
+        "How weights of linear layers are stored: dense, or such as int8 (docs/kernels.md has all).",
     )
     device: str = _option("auto", "--device", "Such as cpu or cuda:0; auto takes a GPU if there is one.")
     memory_bytes: int | None = _option(
@@ -91,7 +62,7 @@ class ServerConfig:
         2.0,
         "--slo-ttft",
         "SLO: time to the first token, such as 500ms or 2s.",
-        parse=objective_of,
+        parse=slo_seconds,
         metavar="TIME",
         shown="2s",
     )
@@ -99,7 +70,7 @@ class ServerConfig:
         None,
         "--slo-tpot",
         "SLO: mean time per later token, such as 40ms or 0.04s.",
-        parse=objective_of,
+        parse=slo_seconds,
         metavar="TIME",
         shown=f"{DEFAULT_TPOT_STEPS} × a decode step alone, at least {1e3 * LEAST_DEFAULT_TPOT_S:g}ms",
     )
@@ -119,14 +90,85 @@ class ServerConfig:
         metavar="N",
         shown="one for a small model, all for others",
     )
+    deterministic: bool = _option(
+        False,
+        "--deterministic",
+        "Answers and adapters are the same bit for bit, whatever runs beside them; steps take longer.",
+    )
     max_requests: int = _option(256, "--max-requests", "Sequences that run at once.")
     max_adapters: int = _option(64, "--max-adapters", "Adapters on the device; the least used ones make room.")
+    max_running_jobs: int = _option(
+        8, "--max-running-jobs", "Jobs that train at once; the others are queued, and tenants take turns."
+    )
+    job_timeout_s: float | None = _option(
+        None,
+        "--job-timeout",
+        "How long a job may run, such as 2h; then it fails, and its newest checkpoint is kept.",
+        parse=seconds_of,
+        metavar="TIME",
+        shown="as long as it needs",
+    )
     api_keys: tuple[str, ...] = _option(
         (),
         "--api-key",
-        "KEY or TENANT=KEY that clients must bring; may be given several times.",
+        "KEY or TENANT=KEY that clients must bring; may be given several times. Better --api-keys-file or "
+        "COSERVE_API_KEYS: ps shows this one to all users of the machine.",
         metavar="KEY",
         shown="none needed",
+    )
+    api_keys_file: str | None = _option(
+        None,
+        "--api-keys-file",
+        "More keys, by their digests, and limits of tenants; read again on SIGHUP (coserve keys new).",
+        metavar="FILE",
+        shown="none",
+    )
+    operators: tuple[str, ...] = _option(
+        (),
+        "--operator",
+        "Tenant whose keys see metrics and status of all tenants; may be given several times.",
+        metavar="TENANT",
+        shown="without keys, all",
+    )
+    tenant_max_requests: int | None = _option(
+        None,
+        "--tenant-max-requests",
+        "Sequences that a tenant may have under way at once.",
+        parse=int,
+        metavar="N",
+        shown="no limit",
+    )
+    tenant_tokens_per_minute: int | None = _option(
+        None,
+        "--tenant-tokens-per-minute",
+        "Tokens of a tenant's prompts and answers.",
+        parse=int,
+        metavar="N",
+        shown="no limit",
+    )
+    tenant_max_jobs: int | None = _option(
+        None,
+        "--tenant-max-jobs",
+        "Jobs of a tenant that have not ended.",
+        parse=int,
+        metavar="N",
+        shown="no limit",
+    )
+    tenant_max_running_jobs: int | None = _option(
+        None,
+        "--tenant-max-running-jobs",
+        "Jobs of a tenant that train at once.",
+        parse=int,
+        metavar="N",
+        shown="no limit",
+    )
+    tenant_max_file_bytes: int | None = _option(
+        None,
+        "--tenant-max-files",
+        "Of all files of a tenant, such as 10GB.",
+        parse=bytes_of,
+        metavar="SIZE",
+        shown="no limit",
     )
     allow_adapter_paths: tuple[Path, ...] = _option(
         (),
@@ -143,19 +185,99 @@ class ServerConfig:
         shown="$COSERVE_HOME or ~/.coserve",
     )
     database: str | None = _option(
-        None, "--database", "Where files and jobs are recorded: any URL of SQLAlchemy.", shown="SQLite in --home"
+        None,
+        "--database",
+        "Where files and jobs are recorded, as SQLAlchemy's URL, such as postgresql://me@host/coserve. One with a "
+        "password better in COSERVE_DATABASE: ps shows this one to all users of the machine.",
+        metavar="URL",
+        shown="$COSERVE_DATABASE or SQLite in --home",
     )
     max_upload_bytes: int = _option(
         512 * 10**6, "--max-upload", "Of a file.", parse=bytes_of, metavar="SIZE", shown="512MB"
     )
     max_body_bytes: int = _option(
-        32 * 10**6, "--max-body", "Of any other request.", parse=bytes_of, metavar="SIZE", shown="32MB"
+        8 * 10**6,
+        "--max-body",
+        "Of a completion's request; others may have 1MB.",
+        parse=bytes_of,
+        metavar="SIZE",
+        shown="8MB",
+    )
+    max_connections: int = _option(
+        2048, "--max-connections", "Connections at once; the longest idle one makes room for another."
+    )
+    timeout_headers_s: float = _option(
+        20.0,
+        "--timeout-headers",
+        "How long the headers of a request may take to come.",
+        parse=seconds_of,
+        metavar="TIME",
+        shown="20s",
+    )
+    timeout_body_s: float = _option(
+        30.0,
+        "--timeout-body",
+        "How long a body may take to come, unless it comes at 10 kB/s.",
+        parse=seconds_of,
+        metavar="TIME",
+        shown="30s",
+    )
+    timeout_keep_alive_s: float = _option(
+        # Longer than clients keep an idle connection (httpx: 5 s): one that is closed just as it is used again loses a
+        # request.
+        75.0,
+        "--timeout-keep-alive",
+        "How long a connection may be idle after an answer.",
+        parse=seconds_of,
+        metavar="TIME",
+        shown="75s",
+    )
+    request_timeout_s: float | None = _option(
+        None,
+        "--request-timeout",
+        "How long a completion may take from its request to its last token, such as 10min; then it ends with an error.",
+        parse=seconds_of,
+        metavar="TIME",
+        shown="as long as it needs",
+    )
+    max_queued_requests: int = _option(
+        2048, "--max-queued-requests", "Requests that wait for their first token; more are answered with 503."
+    )
+    ssl_certfile: str | None = _option(
+        None, "--ssl-certfile", "Certificate chain in PEM's format: serve https.", shown="http"
+    )
+    ssl_keyfile: str | None = _option(None, "--ssl-keyfile", "Its private key.", shown="in --ssl-certfile")
+    allowed_hosts: tuple[str, ...] = _option(
+        (),
+        "--allowed-hosts",
+        "Name that requests may call the server by, such as *.example.com, or * for any; may be given several times.",
+        metavar="HOST",
+        shown="localhost if --host is only this machine's; else any",
+    )
+    log_format: str = _option("text", "--log-format", f"Of the lines on stderr: {' or '.join(FORMATS)}.")
+    log_level: str = _option(
+        "warning", "--log-level", f"Least that is logged: {', '.join(LEVELS)}; info has a line for each request."
+    )
+    otlp_endpoint: str | None = _option(
+        None,
+        "--otlp-endpoint",
+        "Send OpenTelemetry traces to the collector at this URL, such as http://localhost:4318 (docs/operations.md).",
+        metavar="URL",
+        shown="$OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     )
     record: str | None = _option(
         None,
         "--record",
         "Write all that the engine is asked and does to this file, for coserve replay.",
         shown="nothing",
+    )
+    engine_timeout_s: float = _option(
+        30.0,
+        "--engine-timeout",
+        "An engine that has not answered for this long is ended and started again; its jobs resume.",
+        parse=seconds_of,
+        metavar="TIME",
+        shown="30s",
     )
     drain_s: float = _option(
         30.0,
@@ -168,14 +290,34 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_whole("port", self.port, 0, 65535)
-        for name in ("max_adapters", "max_body_bytes", "max_upload_bytes"):
+        counts = ("max_running_jobs", "max_adapters", "max_connections", "max_queued_requests")
+        for name in (*counts, "max_body_bytes", "max_upload_bytes"):
             check_whole(name, getattr(self, name), 1)
         if self.threads is not None:
             check_whole("threads", self.threads, 1)
+        if not is_number(self.engine_timeout_s) or self.engine_timeout_s < 2:
+            raise ValueError(f"engine_timeout_s must be a number of seconds, 2 or more, not {self.engine_timeout_s!r}")
         if not is_number(self.drain_s) or self.drain_s < 0:
             raise ValueError(f"drain_s must be a number of seconds, 0 or more, not {self.drain_s!r}")
+        limits = ("timeout_headers_s", "timeout_body_s", "timeout_keep_alive_s", "request_timeout_s", "job_timeout_s")
+        for name in limits:
+            value = getattr(self, name)
+            if value is not None and (not is_number(value) or value <= 0):
+                raise ValueError(f"{name} must be a number of seconds above 0, not {value!r}")
+        for name, allowed in (("log_format", FORMATS), ("log_level", LEVELS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"otlp_endpoint must be a URL of http or https, not {self.otlp_endpoint!r}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile needs ssl_certfile")
+        check_hosts(self.allowed_hosts)
         if len(self.tenants) != len(self.api_keys):
             raise ValueError("api_keys must differ from one another")
+        # Known by their digests from now on.
+        hashed = tuple(f"{tenant}={digest}" for digest, tenant in self.tenants.items())
+        object.__setattr__(self, "api_keys", hashed)
+        assert self.tenant_limits is not None  # checks them
         assert self.engine is not None  # checks the rest
 
     @property
@@ -192,17 +334,13 @@ class ServerConfig:
 
     @property
     def tenants(self) -> dict[str, str]:
-        """Tenants by key; empty if no key is needed. A key without a name gives its tenant one that does not tell the
-        key.
-        """
-        found = {}
-        for given in self.api_keys:
-            if not given:
-                raise ValueError("api_keys must be KEY or TENANT=KEY, and no key may be empty")
-            named = re.fullmatch(r"([\w.-]{1,64})=([^=].*)", given)
-            name, key = named.groups() if named else (f"key-{hashlib.sha256(given.encode()).hexdigest()[:8]}", given)
-            found[key] = name
-        return found
+        """Tenants by the digests of their keys, of those given here."""
+        return {digest: tenant for tenant, digest in map(tenant_and_digest, self.api_keys)}
+
+    @property
+    def tenant_limits(self) -> Limits:
+        """Of tenants that have none of their own."""
+        return Limits(**{each.name: getattr(self, f"tenant_{each.name}") for each in fields(Limits)})
 
 
 def _settings_of(given: tuple[str, ...]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, cast
@@ -13,11 +14,18 @@ from coserve.jobs.manager import JobManager
 from coserve.jobs.records import AdapterRecord
 from coserve.scheduling.slo import Slo
 from coserve.server.adapters import AdapterCatalogue, LoadedAdapters, find_adapter
+from coserve.server.admission import Admission
+from coserve.server.bodies import BodyReader
 from coserve.server.config import ServerConfig
+from coserve.server.keys_file import Keys
 from coserve.server.ledger import Entry, Ledger
+from coserve.server.limits import Limits
 from coserve.server.metrics import Metrics
 from coserve.server.prompts import Prompts
+from coserve.server.readiness import Readiness
 from coserve.server.status import StatusBoard
+from coserve.server.tracing import Tracing
+from coserve.server.waiting import WaitingRequests
 from coserve.version import VERSION
 from coserve.worker.link import EngineLink
 from coserve.worker.protocol import AddRequest, Ready
@@ -35,13 +43,21 @@ class ServerContext:
     catalogues: list[AdapterCatalogue] = field(default_factory=list)
     job_manager: JobManager | None = None
     ledger: Ledger = field(default_factory=Ledger)
+    bodies: BodyReader = field(default_factory=BodyReader)
+    tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.catalogues.insert(0, self.loaded)
+        self.keys = Keys(self.config)
+        self.admission = Admission(self.keys, self.ledger)
         self.board, self.metrics = StatusBoard(self.ledger), Metrics(self.ledger)
-        self.link.listen(self.board)
-        self.link.listen(self.metrics)
+        self.waiting = WaitingRequests(self.config.max_queued_requests)
+        self.readiness = Readiness(self.link)
+        for listener in (self.board, self.metrics, self.waiting, self.admission, self.readiness):
+            self.link.listen(listener)
+        if self.tracing is not None:
+            self.link.listen(self.tracing)
 
     @property
     def jobs(self) -> JobManager:
@@ -73,6 +89,16 @@ class ServerContext:
             raise EngineGoneError("the server is starting; try again in a few seconds")
         return ready
 
+    def admit(self) -> Ready:
+        """`require_ready`, for a request that would wait for its first token; ApiError if too many do."""
+        ready = self.require_ready()
+        self.waiting.check()
+        return ready
+
+    def limits_of(self, tenant: str) -> Limits:
+        """As the keys that are in force now say."""
+        return self.keys.ring.limits_of(tenant)
+
     def find_adapter(self, tenant: str, name: str) -> AdapterRecord | None:
         """By a name that the tenant knows. Blocks."""
         return find_adapter(self.catalogues, tenant, name)
@@ -86,9 +112,24 @@ class ServerContext:
         return await asyncio.to_thread(lambda: [known for each in self.catalogues for known in each.list(tenant)])
 
     def open(self, requests: list[AddRequest], *, tenant: str, adapter: str | None, slo: Slo) -> RequestStream:
-        """Send requests of one tenant to the engine; to be closed in any case. adapter: as the tenant calls it."""
-        stream = self.link.open(requests, self.prompts.text_tokenizer)
+        """Send requests of one tenant to the engine; to be closed in any case. adapter: as the tenant calls it.
+
+        Raises:
+            ApiError: too many wait. LimitError: the tenant has too many under way, or has used its tokens.
+            EngineGoneError: there is no engine now. RequestError: stop strings without a tokenizer.
+        """
+        self.waiting.check()
+        number = _num_sequences(requests)
+        self.admission.begin(
+            tenant, num_sequences=number, num_prompt_tokens=sum(len(request.prompt) for request in requests)
+        )
+        try:
+            stream = self.link.open(requests, self.prompts.text_tokenizer)
+        except BaseException:
+            self.admission.end(tenant, num_sequences=number)
+            raise
         for request in requests:
+            self.waiting.begin(request.id)
             entry = Entry(
                 tenant=tenant,
                 adapter=adapter,
@@ -101,8 +142,15 @@ class ServerContext:
     def close(self, stream: RequestStream) -> None:
         """Its chunks are no longer wanted."""
         self.link.close(stream)
+        if (entry := self.ledger.find(stream.requests[0].id)) is not None:
+            self.admission.end(entry.tenant, num_sequences=_num_sequences(stream.requests))
         for request in stream.requests:
             self.ledger.end(request.id)
+            self.waiting.end(request.id)
+
+
+def _num_sequences(requests: Sequence[AddRequest]) -> int:
+    return sum(request.params.n for request in requests)
 
 
 def _context(request: Request) -> ServerContext:
@@ -113,6 +161,11 @@ def _tenant(request: Request) -> str:
     return cast(str, request.state.tenant)
 
 
+def _is_operator(request: Request) -> bool:
+    return cast(bool, request.state.is_operator)
+
+
 # Parameters of routes.
 Context = Annotated[ServerContext, Depends(_context)]
 Tenant = Annotated[str, Depends(_tenant)]
+IsOperator = Annotated[bool, Depends(_is_operator)]

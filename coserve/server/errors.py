@@ -1,8 +1,20 @@
 """Errors as OpenAI's API gives them: `{"error": {"message", "type", "param", "code"}}` with the status that it uses."""
 
+import math
 from typing import Any
 
-from coserve.errors import AdapterError, CoserveError, EngineGoneError, StoreError
+from coserve.errors import (
+    AdapterError,
+    AdapterTooLargeError,
+    CoserveError,
+    DiskFullError,
+    EngineGoneError,
+    LimitError,
+    StoreError,
+)
+
+# Messages and names that repeat what a client sent are cut to these characters.
+_MOST_MESSAGE, _MOST_PARAM = 1000, 200
 
 
 class ApiError(Exception):
@@ -22,12 +34,17 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message, self.status, self.kind, self.param, self.code = message, status, kind, param, code
+        self.message, self.status, self.kind, self.code = _cut(message, _MOST_MESSAGE), status, kind, code
+        self.param = None if param is None else _cut(param, _MOST_PARAM)
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
         """As JSON."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def not_found(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -39,8 +56,27 @@ def as_api_error(error: CoserveError) -> ApiError:
     """One of coserve's own errors, as a client sees it."""
     if isinstance(error, EngineGoneError):
         return ApiError(str(error), status=503, kind="server_error", headers={"Retry-After": "2"})
+    if isinstance(error, AdapterTooLargeError):
+        return ApiError(str(error), status=503, kind="server_error")
     if isinstance(error, AdapterError):
         return not_found(str(error), param="model", code="model_not_found")
+    if isinstance(error, DiskFullError):
+        # OpenAI's clients would send a file again at once, and time alone makes no room.
+        return ApiError(
+            str(error), status=507, kind="server_error", code="disk_full", headers={"x-should-retry": "false"}
+        )
     if isinstance(error, StoreError):
         return ApiError(str(error), status=503, kind="server_error", headers={"Retry-After": "2"})
+    if isinstance(error, LimitError):
+        return _over_limit(error)
     return ApiError(str(error), param=getattr(error, "param", None))
+
+
+def _over_limit(error: LimitError) -> ApiError:
+    """429. OpenAI's clients try again by themselves, which is of use where time alone brings what is missing."""
+    is_rate = error.what in ("requests", "tokens") and error.retry_after_s is not None
+    headers = {"x-should-retry": "true" if is_rate else "false"}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    code = "rate_limit_exceeded" if error.what in ("requests", "tokens") else "insufficient_quota"
+    return ApiError(str(error), status=429, kind=error.what, code=code, headers=headers)

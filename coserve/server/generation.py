@@ -8,12 +8,14 @@ from typing import Any
 from uuid import uuid4
 
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.prompts import Prompt
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
 from coserve.jobs.records import AdapterRecord
 from coserve.scheduling.slo import Slo
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error, not_found
+from coserve.server.prompts import Prompts, num_characters
 from coserve.server.schemas import SamplingBody
 from coserve.server.texts import check_texts
 from coserve.worker.protocol import AddRequest, Ready
@@ -116,7 +118,7 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
 
 
 def slo_of(body: SamplingBody, default: Slo) -> Slo:
-    """A request's objectives: its own, or the server's."""
+    """A request's SLOs: its own, or the server's."""
     if body.slo is None:
         return default
     ttft_ms, tpot_ms = body.slo.ttft_ms, body.slo.tpot_ms
@@ -124,6 +126,20 @@ def slo_of(body: SamplingBody, default: Slo) -> Slo:
         ttft_s=default.ttft_s if ttft_ms is None else ttft_ms / 1e3,
         tpot_s=default.tpot_s if tpot_ms is None else tpot_ms / 1e3,
     )
+
+
+def check_length(prompts: Prompts, prompt: Prompt, ready: Ready, *, param: str) -> None:
+    """What would be too long however it were tokenized, before that is tried. As vLLM does it: no token of the model
+    has more than `longest_token` characters.
+    """
+    most, characters = most_tokens(ready) * prompts.longest_token, num_characters(prompt)
+    if characters > most > 0:
+        raise ApiError(
+            f"This model's maximum context length is {most_tokens(ready)} tokens, which {most} characters at most can "
+            f"be. However, your prompt has {characters} characters. Please reduce the length of the prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param: str) -> None:
@@ -157,6 +173,7 @@ async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGene
     """
     adapter = None if generation.adapter is None else generation.adapter.name
     stream = context.open(generation.requests(), tenant=generation.tenant, adapter=adapter, slo=generation.slo)
+    trace = None if context.tracing is None else context.tracing.open(generation.id, generation.model, stream.requests)
     places = {request.id: place for place, request in enumerate(stream.requests)}
     try:
         async for batch in stream.batches():
@@ -165,11 +182,15 @@ async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGene
                 _check(chunk)
                 by_place.setdefault(places[chunk.request], []).append(chunk)
             for place, chunks in by_place.items():
+                if trace is not None:
+                    trace.take(place, chunks)
                 yield place, chunks
     except CoserveError as error:
         raise as_api_error(error) from error
     finally:
         context.close(stream)
+        if trace is not None:
+            trace.close()
 
 
 def _check(chunk: Chunk) -> None:

@@ -1,16 +1,22 @@
 """One server at a time in a home directory."""
 
 import fcntl
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from coserve.errors import CoserveError
+from coserve.home import close_files, make_private
+
+LOCK_FILE = "lock"
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
-def lock_home(directory: Path) -> Iterator[None]:
-    """Keep other servers out of it; the system releases the lock when this process ends, however it ends.
+def lock_home(directory: Path, *, close: bool = True) -> Iterator[None]:
+    """Keep other servers out of it; the system releases the lock when this process ends, however it ends. close: and
+    other users, too.
 
     Two servers in one home would take up the same jobs, and tidy away what the other is writing.
 
@@ -18,8 +24,13 @@ def lock_home(directory: Path) -> Iterator[None]:
         CoserveError: another server is there, or it cannot be written.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / "lock").open("a")
+        if not close:
+            pass
+        elif make_private(directory):
+            close_files(directory)
+        else:
+            _log.warning("%s is not this user's alone: others may read files and jobs there", directory)
+        file = (directory / LOCK_FILE).open("a")
     except OSError as error:
         reason = error.strerror or error
         raise CoserveError(f"{directory} cannot be written: {reason}; choose another --home") from None
@@ -28,6 +39,6 @@ def lock_home(directory: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CoserveError(
-                f"another server uses {directory}: end it, or choose another --home (or COSERVE_HOME)"
+                f"a server uses {directory}: end it, or choose another --home (or COSERVE_HOME)"
             ) from None
         yield

@@ -1,8 +1,10 @@
 """Prometheus's view of the server, at `/metrics`. docs/grafana-dashboard.json shows it."""
 
 import time
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
 
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
@@ -40,7 +42,7 @@ class Metrics:
         self._tpot = histogram("tpot_seconds", "Mean seconds per later token of a request.", _WHO)
         self._gap = histogram("token_gap_seconds", "Between two tokens of a request.", _WHO)
         self._finished = counter("requests_finished", "Sequences that came to their end.", _WHO)
-        self._attained = counter("requests_attained", "Those that held both their objectives.", _WHO)
+        self._attained = counter("requests_attained", "Those that held both their SLOs.", _WHO)
         self._tokens = counter("tokens", "By kind: prompt, cached (of the prompt's), generated.", ("kind", *_WHO))
         self._tuned = counter("tuned_tokens", "Tokens that fine-tuning got through: the harvest.")
         self._job_tokens = counter("job_trained_tokens", "Tokens with a loss that a job has trained on.", ("job",))
@@ -64,9 +66,9 @@ class Metrics:
         self._ready = gauge("engine_ready", "1 if the engine takes requests.")
         self._deaths = counter("engine_deaths", "Times that the engine died and was started again.")
 
-    def text(self) -> bytes:
-        """For a scraper."""
-        return generate_latest(self.registry)
+    def text(self, tenant: str | None = None) -> bytes:
+        """For a scraper. tenant: whose samples alone; None: all."""
+        return generate_latest(self.registry if tenant is None else _of_tenant(self.registry, tenant))
 
     # -- what the engine says ---------------------------------------------------------
 
@@ -142,3 +144,23 @@ class Metrics:
         """Adapter and tenant."""
         entry = self._ledger.find(request)
         return (entry.adapter or "", entry.tenant) if entry is not None else ("", "")
+
+
+class _Own(Collector):
+    """Of a registry, what bears a tenant's label."""
+
+    def __init__(self, registry: CollectorRegistry, tenant: str) -> None:
+        self._registry, self._tenant = registry, tenant
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            own = [sample for sample in metric.samples if sample.labels.get("tenant") == self._tenant]
+            if own:
+                metric.samples = own
+                yield metric
+
+
+def _of_tenant(registry: CollectorRegistry, tenant: str) -> CollectorRegistry:
+    found = CollectorRegistry()
+    found.register(_Own(registry, tenant))
+    return found

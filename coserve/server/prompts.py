@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import re
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # Characters of a prompt that takes a tenth of a second, or longer.
 _LONG = 100_000
+# Long prompts that are read at once.
+_NUM_LONG = 2
 
 
 class Prompts:
@@ -24,7 +27,12 @@ class Prompts:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._thread, self._slow_thread = ThreadPoolExecutor(1, "tokenizer"), ThreadPoolExecutor(1, "long prompts")
+        self._thread, self._slow_threads = (
+            ThreadPoolExecutor(1, "tokenizer"),
+            ThreadPoolExecutor(_NUM_LONG, "long prompts"),
+        )
+        self._copies = threading.local()  # a tokenizer for each of the slow threads
+        self.longest_token = 0  # characters; 0 without a tokenizer
         self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self.text_tokenizer: PreTrainedTokenizerBase | None = None  # for the event loop alone
@@ -38,20 +46,32 @@ class Prompts:
         source = find_model(self._model, with_weights=False)
         self._tokenizer = load_tokenizer(source)
         self.text_tokenizer = copy.deepcopy(self._tokenizer)
+        if self._tokenizer is not None:
+            self.longest_token = max(map(len, self._tokenizer.get_vocab()))
         self._source = source
 
     def close(self) -> None:
         """End the threads."""
-        for thread in (self._thread, self._slow_thread):
+        for thread in (self._thread, self._slow_threads):
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def tokens(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids; RequestError for one that cannot be read."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(prompt)  # type: ignore[arg-type]
-        thread = self._slow_thread if _length(prompt) > _LONG else self._thread
-        tokens: list[int] = await self._run(thread, tokens_of, prompt, self._tokenizer, self._model)
+        is_long = num_characters(prompt) > _LONG
+        tokens: list[int] = await self._run(
+            self._slow_threads if is_long else self._thread, self._tokens, prompt, is_long
+        )
         return tokens
+
+    def _tokens(self, prompt: Prompt, is_long: bool) -> list[int]:
+        tokenizer = self._tokenizer
+        if is_long:
+            if not hasattr(self._copies, "tokenizer"):
+                self._copies.tokenizer = self.tokenizer
+            tokenizer = self._copies.tokenizer
+        return tokens_of(prompt, tokenizer, self._model)
 
     @property
     def is_loaded(self) -> bool:
@@ -97,8 +117,8 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
 
 
-def _length(prompt: Prompt) -> int:
-    """Characters of text, or of a chat's messages."""
+def num_characters(prompt: Prompt) -> int:
+    """Of text, or of a chat's messages; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(str(text)) for message in prompt if isinstance(message, Mapping) for text in message.values())

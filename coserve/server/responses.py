@@ -79,7 +79,6 @@ async def answer(
     *,
     whole: Coroutine[Any, Any, Any] | None = None,
     events: AsyncGenerator[bytes, None] | None = None,
-    headers: dict[str, str],
 ) -> Response:
     """JSON, or a stream of events. Neither is made any further once the client is gone.
 
@@ -88,9 +87,9 @@ async def answer(
     try:
         if events is not None:
             first = await until_disconnect(request.receive, _first(events))
-            return EventStream(first, events, headers)
+            return EventStream(first, events)
         assert whole is not None
-        return json_response(await until_disconnect(request.receive, whole), headers=headers)
+        return json_response(await until_disconnect(request.receive, whole))
     except ClientGoneError:
         if events is not None:
             await events.aclose()
@@ -106,8 +105,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._events = first, events
 

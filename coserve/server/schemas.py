@@ -3,17 +3,59 @@
 Values are checked where they are used (`SamplingParams`), so that a library's user and a client read the same words.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _MAX_PROMPTS = 2048
+_MAX_MESSAGES = 10_000
+T = TypeVar("T")
+# The first element that is wrong ends the reading: of a million, each would be an error of its own.
+List = Annotated[list[T], Field(fail_fast=True)]
+# Longer than any path that a model is named by.
+_LONGEST_NAME = 4096
+
+
+def _short(name: str) -> str:
+    """Not pydantic's own check, which has no words for half a character."""
+    if len(name) > _LONGEST_NAME:
+        raise ValueError(f"it must have at most {_LONGEST_NAME} characters")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_short)]
+
+
+def _first_wrong(*kinds: type) -> Callable[[Any], Any]:
+    """Of an object whose values must be of certain kinds, the first that is not, alone: see `List`."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        wrong = next((pair for pair in value.items() if type(pair[1]) not in kinds), None)
+        return value if wrong is None else dict([wrong])
+
+    return check
+
+
+Texts = Annotated[dict[str, str], BeforeValidator(_first_wrong(str))]
+Numbers = Annotated[dict[str, float], BeforeValidator(_first_wrong(int, float))]
 
 
 class Body(BaseModel):
     """Strict: a number in a string is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, data: Any) -> Any:
+        """Of names that no field has, the first alone: see `List`."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        unknown = next(name for name in data if name not in cls.model_fields)
+        return {name: data[name] for name in (*cls.model_fields, unknown) if name in data}
 
 
 class StreamOptions(Body):
@@ -24,7 +66,7 @@ class StreamOptions(Body):
 
 
 class SloBody(Body):
-    """A request's own objectives; those that are not given are the server's."""
+    """A request's own SLOs; those that are not given are the server's."""
 
     ttft_ms: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
     tpot_ms: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
@@ -33,17 +75,17 @@ class SloBody(Body):
 class SamplingBody(Body):
     """What both kinds of completions take."""
 
-    model: str
+    model: Name
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: str | Annotated[List[str], Field(max_length=4)] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Numbers | None = None
     max_tokens: int | None = None
     # Of no effect here.
     user: str | None = None
@@ -55,7 +97,7 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: List[int] | None = None
 
 
 class CompletionBody(SamplingBody):
@@ -63,9 +105,9 @@ class CompletionBody(SamplingBody):
 
     prompt: (
         str
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
-        | Annotated[list[list[int]], Field(min_length=1, max_length=_MAX_PROMPTS)]
+        | Annotated[List[int], Field(min_length=1)]
+        | Annotated[List[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
+        | Annotated[List[List[int]], Field(min_length=1, max_length=_MAX_PROMPTS)]
     )
     echo: bool | None = None
     logprobs: int | None = None
@@ -84,12 +126,12 @@ class Message(Body):
     """One message of a chat; an answer's message may come back as it was given, nulls and all."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | List[TextPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: List[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    annotations: list[dict[str, Any]] | None = None  # of no effect
+    annotations: List[dict[str, Any]] | None = None  # of no effect
     audio: None = None
     function_call: None = None
 
@@ -104,16 +146,16 @@ class ResponseFormat(Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[List[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: List[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: List[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[str] | None = None
+    modalities: List[str] | None = None
     audio: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
     moderation: dict[str, Any] | None = None
@@ -133,7 +175,7 @@ class ChatBody(SamplingBody):
 class LoadAdapterBody(Body):
     """POST /v1/load_lora_adapter, as vLLM has it."""
 
-    lora_name: str | None = None
+    lora_name: Name | None = None
     lora_path: str | None = None
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
@@ -142,5 +184,5 @@ class LoadAdapterBody(Body):
 class UnloadAdapterBody(Body):
     """POST /v1/unload_lora_adapter."""
 
-    lora_name: str | None = None
+    lora_name: Name | None = None
     lora_int_id: int | None = None

@@ -8,29 +8,39 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import uvicorn
+from fastapi import FastAPI
 
 from coserve.errors import CoserveError
+from coserve.home import private_files
+from coserve.models.source import find_model
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
+from coserve.server.connections import ACCEPT_AT_ONCE, Connections, most_connections, protocol_of
 from coserve.server.context import ServerContext
 from coserve.server.home_lock import lock_home
 from coserve.server.job_service import start_jobs, stop_jobs
 from coserve.server.prompts import Prompts
+from coserve.server.tracing import open_tracing
+from coserve.worker.fork_server import ForkServer
 from coserve.worker.link import EngineLink
+from coserve.worker.process import main as run_engine
 from coserve.worker.protocol import EngineSettings, Ready, StartProgress, StepReport
+from coserve.worker.run_directory import clear_socket_directories
 
 _log = logging.getLogger(__name__)
 
 # For answers that are whole, but not sent yet.
 _LAST_ANSWERS_S = 5
-# Longer than clients keep an idle connection (httpx: 5 s): one that is closed just as it is used again loses a request.
-_KEEP_ALIVE_S = 75
+# Connections that the system keeps until they are accepted.
+_BACKLOG = 2048
 _POLL_S = 0.05
 
 
@@ -51,7 +61,14 @@ class Watcher(Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `serve`."""
+    """Leaves signals to `serve`, and connections to the system until they can be looked at."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # asyncio takes one number for both: how many the system keeps, and how many are accepted before any is looked
+        # at, of which each may be one too many.
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,7 +82,9 @@ def listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(2048)
+        # Of a client whose machine is gone, the system finds out.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listening.listen(_BACKLOG)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CoserveError(f"cannot listen at {host}:{port}: {reason}; choose another --port or --host") from None
@@ -78,14 +97,17 @@ async def serve(config: ServerConfig, watcher: Watcher) -> None:
     Raises:
         ModelError: the engine cannot start as it was asked. CoserveError: the port or the home cannot be had.
     """
-    with lock_home(config.directory):
+    with private_files(), lock_home(config.directory):
+        clear_socket_directories(config.directory)
         await _serve_at_home(config, watcher)
 
 
 async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
+    check_certificate(config.ssl_certfile, config.ssl_keyfile)
     listening = listen(config.host, config.port)
     host, port = listening.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    scheme = "http" if config.ssl_certfile is None else "https"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     settings = EngineSettings(
         address="",
         model=config.model,
@@ -94,33 +116,79 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
         device=config.device,
         threads=config.threads,
         record=None if config.record is None else str(Path(config.record).absolute()),
+        log_format=config.log_format,
+        log_level=config.log_level,
         engine=config.engine,
     )
-    context = ServerContext(
-        config=config,
-        link=EngineLink(settings, home=config.directory, on_progress=watcher.progress),
-        prompts=Prompts(config.model),
+    fork_server = _start_fork_server(config, watcher)
+    link = EngineLink(
+        settings,
+        launch=None if fork_server is None else fork_server.launch,
+        home=config.directory,
+        on_progress=watcher.progress,
+        timeout_s=config.engine_timeout_s,
     )
+    tracing = open_tracing(config.otlp_endpoint)
+    context = ServerContext(config=config, link=link, prompts=Prompts(config.model), tracing=tracing)
     first = _FirstReady()
     context.link.listen(first)
-    server = _Server(
-        uvicorn.Config(
-            create_app(context),
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=_LAST_ANSWERS_S,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            lifespan="off",
-        )
-    )
+    server = _Server(_http_settings(config, create_app(context)))
     try:
-        with _signals() as signalled:
+        with _signals() as signalled, _reloading(context):
             await _serve(
                 server, listening, context, signalled, watcher, lambda: _announce(context, first, watcher, url)
             )
     finally:
         listening.close()
         context.prompts.close()
+        context.bodies.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
+        if fork_server is not None:
+            fork_server.close()
+
+
+def _start_fork_server(config: ServerConfig, watcher: Watcher) -> ForkServer | None:
+    """None where processes do not outlive a fork of one that has frameworks in it (macOS), or there is none.
+
+    Before this process has threads; it imports here what it would have to import anyway, to read the model's tokenizer.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    if sys.platform != "linux":
+        return None
+    watcher.progress(StartProgress(f"starting {config.model}", 0, 0))
+    find_model(config.model, with_weights=False)  # with what transformers needs for its family
+    return ForkServer(run_engine)
+
+
+def _http_settings(config: ServerConfig, app: FastAPI) -> uvicorn.Config:
+    connections = Connections(most=most_connections(config.max_connections), timeout_headers_s=config.timeout_headers_s)
+    return uvicorn.Config(
+        app,
+        http=protocol_of(connections),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        backlog=ACCEPT_AT_ONCE,
+        timeout_graceful_shutdown=_LAST_ANSWERS_S,
+        timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type]  # it is given to the event loop
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        lifespan="off",
+    )
+
+
+def check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """CoserveError if they cannot be used."""
+    if certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        files = f"--ssl-certfile {certfile}" + (f" and --ssl-keyfile {keyfile}" if keyfile else "")
+        raise CoserveError(f"{files} cannot be used: {error.strerror or error}") from None
 
 
 async def _serve(
@@ -170,6 +238,8 @@ async def _drain(context: ServerContext, signalled: "_Signals") -> None:
     context.link.close_to_requests()
     until_s = asyncio.get_running_loop().time() + context.config.drain_s
     while context.link.num_open and asyncio.get_running_loop().time() < until_s and not signalled.second.is_set():
+        if context.link.is_silent:  # then nothing of them will come
+            break
         await asyncio.sleep(_POLL_S)
     context.link.fail_open_requests("the server is shutting down")
 
@@ -200,6 +270,20 @@ class _Signals:
     def take(self) -> None:
         """One more."""
         (self.second if self.first.is_set() else self.first).set()
+
+
+@contextmanager
+def _reloading(context: ServerContext) -> Iterator[None]:
+    """Read the keys' file again on SIGHUP; without one, SIGHUP ends the server as it ends others."""
+    if context.config.api_keys_file is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, context.keys.reload)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 @contextmanager

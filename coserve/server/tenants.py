@@ -1,11 +1,12 @@
 """Who asks: the tenant that a key names, put into every request before any route sees it."""
 
-import hashlib
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from coserve.server.config import DEFAULT_TENANT
+from coserve.server.admission import Admission
 from coserve.server.errors import ApiError
+from coserve.server.keys import DEFAULT_TENANT
+from coserve.server.keys_file import Keys
 from coserve.server.responses import error_response
 
 # Probes bring no keys.
@@ -13,13 +14,12 @@ _OPEN_PATHS = ("/health", "/ready")
 
 
 class TenantMiddleware:
-    """Puts `tenant` into the request's state; 401 without a right key, where keys are needed."""
+    """Puts `tenant` and `is_operator` into the request's state; 401 without a right key, where keys are needed. What is
+    left of a tenant's limits goes back with every answer.
+    """
 
-    def __init__(self, app: ASGIApp, tenants: dict[str, str]) -> None:
-        """tenants: by key; without any, all clients are one tenant."""
-        self._app = app
-        # By digest, so that how long a look-up takes says nothing about keys.
-        self._tenants = {_digest(key): tenant for key, tenant in tenants.items()}
+    def __init__(self, app: ASGIApp, keys: Keys, admission: Admission) -> None:
+        self._app, self._keys, self._admission = app, keys, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let it pass, or answer 401."""
@@ -27,27 +27,32 @@ class TenantMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            scope.setdefault("state", {})["tenant"] = self._tenant(scope)
+            tenant = self._tenant(scope)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        ring = self._keys.ring
+        scope.setdefault("state", {}).update(tenant=tenant, is_operator=ring.is_operator(tenant))
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(self._admission.headers(tenant))
+            await send(message)
+
+        await self._app(scope, receive, send_with_limits)
 
     def _tenant(self, scope: Scope) -> str:
-        if not self._tenants or scope["path"] in _OPEN_PATHS:
+        ring = self._keys.ring
+        if ring.is_open or scope["path"] in _OPEN_PATHS:
             return DEFAULT_TENANT
         given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
         kind, _, key = given.partition(" ")
         if kind.lower() != "bearer" or not key.strip():
             raise _unauthorized("You didn't provide an API key: send the header Authorization: Bearer KEY.", None)
-        tenant = self._tenants.get(_digest(key.strip()))
+        tenant = ring.tenant_of(key.strip())
         if tenant is None:
             raise _unauthorized("Incorrect API key provided.", "invalid_api_key")
         return tenant
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _unauthorized(message: str, code: str | None) -> ApiError:

@@ -32,6 +32,11 @@ class Hardware:
     call_s: float
 
 
+# With 80 GB.
+A100 = Hardware(name="A100", flops_per_s=2.2e14, bytes_per_s=1.6e12, call_s=5e-6)
+H100 = Hardware(name="H100", flops_per_s=6.0e14, bytes_per_s=2.7e12, call_s=4e-6)
+
+
 def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
     """The profile of a model (on the "meta" device, or any) on hardware that is not here.
 

@@ -14,7 +14,6 @@ from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import adapter_config, read_config
 from coserve.devices.counting import device_info, trainer_opened
 from coserve.devices.messages import (
-    AdapterLoaded,
     BeginPack,
     CloseRequest,
     CloseTrainer,
@@ -23,9 +22,9 @@ from coserve.devices.messages import (
     DropPack,
     DropTrainer,
     DropVersion,
-    LoadAdapter,
     OpenRequest,
     OpenTrainer,
+    OpenVersion,
     PackSums,
     PublishVersion,
     Reply,
@@ -38,6 +37,7 @@ from coserve.devices.messages import (
     Tasklets,
     TokenLogprob,
     TrainerOpened,
+    VersionOpened,
     WriteCheckpoint,
 )
 from coserve.errors import AdapterError
@@ -118,7 +118,7 @@ class ModelledDevice:
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             OpenRequest: self._open_request,
             CloseRequest: self._close_request,
-            LoadAdapter: self._load_adapter,
+            OpenVersion: self._open_version,
             DropVersion: self._drop_version,
             OpenTrainer: self._open_trainer,
             CloseTrainer: lambda command: self._trainers[command.job].drop(),
@@ -136,7 +136,7 @@ class ModelledDevice:
         return self._handlers[type(command)](command)
 
     def submit(self, batch: StepBatch) -> None:
-        assert self._result is None, "the step before was not collected"
+        self._result = None
         for command in batch.commands:
             self.execute(command)
         failure, self.fail_next = self.fail_next, None
@@ -157,12 +157,12 @@ class ModelledDevice:
         self._requests[command.request] = command
 
     def _close_request(self, command: CloseRequest) -> None:
-        del self._requests[command.request]
+        self._requests.pop(command.request, None)
 
-    def _load_adapter(self, command: LoadAdapter) -> AdapterLoaded:
+    def _open_version(self, command: OpenVersion) -> VersionOpened:
         config = read_config(Path(command.directory))
         self._serve(command.version, config, len(Adapter(self._backbone, config, every_target=False).sites))
-        return AdapterLoaded(self._num_bypasses[command.version])
+        return VersionOpened(self._num_bypasses[command.version])
 
     def _publish(self, command: PublishVersion) -> None:
         trainer = self._trainers[command.job]
@@ -172,7 +172,8 @@ class ModelledDevice:
         self._versions[version], self._num_bypasses[version] = config, num_bypasses
 
     def _drop_version(self, command: DropVersion) -> None:
-        del self._versions[command.version], self._num_bypasses[command.version]
+        self._versions.pop(command.version, None)
+        self._num_bypasses.pop(command.version, None)
 
     def _open_trainer(self, command: OpenTrainer) -> TrainerOpened:
         if command.checkpoint is not None:
@@ -188,7 +189,7 @@ class ModelledDevice:
         return opened
 
     def _drop_trainer(self, command: DropTrainer) -> None:
-        del self._trainers[command.job]
+        self._trainers.pop(command.job, None)
 
     def _refuse_to_save(self, command: Command) -> None:
         raise AdapterError("a modelled adapter has no parameters to save")

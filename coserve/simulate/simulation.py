@@ -22,6 +22,7 @@ class Arrival:
     num_output_tokens: int
     slo: Slo | None = None
     adapter: str | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ class Simulation:
                 slo=arrival.slo,
                 adapter=arrival.adapter,
                 arrival_s=arrival.at_s,
+                tenant=arrival.tenant,
             )
 
     def _wait(self, until_s: float) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from math import cos, pi
 
-from coserve.settings import check_whole, is_number
+from coserve.settings import MOST_WHOLE, check_number, check_whole, is_number, shown
 
 _SCHEDULES = ("constant", "linear", "cosine")
 
@@ -27,20 +27,18 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps"):
-            if not is_number(getattr(self, name)) or getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)!r}")
+            check_number(name, getattr(self, name), above=0)
         for name in ("weight_decay", "max_grad_norm"):
-            if not is_number(getattr(self, name)) or getattr(self, name) < 0:
-                raise ValueError(f"{name} must be a number of at least 0, not {getattr(self, name)!r}")
+            check_number(name, getattr(self, name), least=0)
         if (
             not isinstance(self.betas, tuple)
             or len(self.betas) != 2
             or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         ):
-            raise ValueError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
+            raise ValueError(f"betas must be two numbers of at least 0 and below 1, not {shown(self.betas)}")
         if self.schedule not in _SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}, not {self.schedule!r}")
-        check_whole("warmup_steps", self.warmup_steps, 0)
+            raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}, not {shown(self.schedule)}")
+        check_whole("warmup_steps", self.warmup_steps, 0, MOST_WHOLE)
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """The learning rate of a job's step (from 0) out of `num_steps`."""
@@ -83,13 +81,13 @@ class TuningConfig:
             ("evaluate_every_steps", 0),
             ("publish_every_steps", 0),
         ):
-            check_whole(name, getattr(self, name), least)
+            check_whole(name, getattr(self, name), least, MOST_WHOLE)
         if self.max_pack_tokens is not None:
-            check_whole("max_pack_tokens", self.max_pack_tokens, 2)
-        check_whole("seed", self.seed, 0)
+            check_whole("max_pack_tokens", self.max_pack_tokens, 2, MOST_WHOLE)
+        check_whole("seed", self.seed, 0, 2**63 - 1)
         for name in ("shuffle", "live"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         if not isinstance(self.optimizer, OptimizerConfig):
             raise ValueError(f"optimizer must be an OptimizerConfig, not {self.optimizer!r}")
 

@@ -7,8 +7,10 @@ so that tokens are those of the whole text.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_FAULTS = 10
+# A conversation is rendered once for each of its turns, up to there: the time grows with the square.
+_MAX_MESSAGES = 500
 _MESSAGE_FIELDS = (
     "role",
     "content",
@@ -156,15 +160,13 @@ class _Reader:
             verbose=False,
         )
         tokens, trained = list(encoded["input_ids"]), []
-        ends, end = [], 0
-        for piece, mark in pieces:
-            end += len(piece)
-            ends.append((end, mark))
+        ends = list(accumulate(len(piece) for piece, _ in pieces))
         added = encoded["special_tokens_mask"] if special else [0] * len(tokens)
         for (start, stop), around in zip(encoded["offset_mapping"], added, strict=True):
             # A token of spaces that the tokenizer trims away has no width, and lies in the piece that continues there.
             last = stop if stop > start else stop + 1
-            trained.append(not around and next((mark for limit, mark in ends if last <= limit), ends[-1][1]))
+            place = min(bisect_left(ends, last), len(ends) - 1)
+            trained.append(not around and pieces[place][1])
         eos = self._tokenizer.eos_token_id
         if special and eos is not None:
             if tokens and tokens[-1] == eos and not trained[-1]:
@@ -223,6 +225,8 @@ def _text(record: Mapping[str, Any], name: str) -> str:
 def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise DataError("messages must be a list that is not empty")
+    if len(value) > _MAX_MESSAGES:
+        raise DataError(f"has {len(value)} messages; at most {_MAX_MESSAGES} are read: split the conversation")
     for index, message in enumerate(value):
         if not isinstance(message, dict):
             raise DataError(f"messages[{index}] must be an object")

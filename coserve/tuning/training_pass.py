@@ -163,6 +163,10 @@ class TrainingPass:
         self._tasklet = Tasklet(self, part, start, end)
         return self._tasklet
 
+    def run_tasklet(self, max_rows: int) -> None:
+        """The next tasklet as a whole."""
+        self.next_tasklet(max_rows).run()
+
     def _start_block(self) -> None:
         """Clear the accumulators of dK and dV; one pair serves all blocks in turn."""
         for name in (_KEY_GRADS, _VALUE_GRADS):
@@ -358,4 +362,4 @@ def run_alone(training: TrainingPass, *, forward_rows: int, backward_rows: int) 
     while not training.loss_done:
         training.run_loss(forward_rows)
     while not training.done:
-        training.next_tasklet(backward_rows).run()
+        training.run_tasklet(backward_rows)

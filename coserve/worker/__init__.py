@@ -1,1 +1,1 @@
-"""The engine in a process of its own: its loop, its link to the process that started it, and commands of jobs."""
+"""The engine in a process of its own: its loop, its link to the server, commands, when checkpoints are taken."""

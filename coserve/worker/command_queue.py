@@ -16,7 +16,7 @@ Reading = Callable[[], Any] | None
 
 
 @dataclass
-class _Waiting:
+class _QueuedCommand:
     keys: frozenset[str]
     prepare: Callable[[], Reading]
     do: Callable[[Any], None]
@@ -28,7 +28,7 @@ class CommandQueue:
     """Belongs to one thread, which calls `poll` between steps."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_QueuedCommand] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "reader")
 
     @property
@@ -49,7 +49,7 @@ class CommandQueue:
         prepare: called when its turn has come; returns what a thread is to read. do: takes a call that returns what was
         read, or raises what went wrong. label: to discard it by.
         """
-        self._waiting.append(_Waiting(frozenset(keys), prepare, do, label))
+        self._waiting.append(_QueuedCommand(frozenset(keys), prepare, do, label))
         self.poll()
 
     def discard(self, label: str) -> bool:
@@ -68,7 +68,7 @@ class CommandQueue:
             self._waiting.remove(each)
             each.do(each.reading.result if each.reading is not None else lambda: None)
 
-    def _is_read(self, each: _Waiting) -> bool:
+    def _is_read(self, each: _QueuedCommand) -> bool:
         if each.reading is None:
             reading = each.prepare()
             if reading is None:

@@ -1,11 +1,13 @@
 """What the server commands, done by the engine: at once, or when the files that a command needs have been read."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from coserve.engine.engine import Engine
-from coserve.errors import CoserveError
+from coserve.errors import AdapterError, CoserveError
 from coserve.jobs.records import AdapterRef
+from coserve.worker.activity import Activity
 from coserve.worker.command_queue import CommandQueue
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.protocol import (
@@ -19,13 +21,20 @@ from coserve.worker.protocol import (
     UnloadAdapter,
 )
 
+_log = logging.getLogger(__name__)
+
 
 class Commands:
     """Called between steps; no call waits for a disk."""
 
-    def __init__(self, engine: Engine, jobs: JobCommands, send: Callable[[Any], None]) -> None:
-        """send: takes what answers a command at once; other answers come out of `JobCommands.take_pending`."""
+    def __init__(
+        self, engine: Engine, jobs: JobCommands, send: Callable[[Any], None], activity: Activity | None = None
+    ) -> None:
+        """send: takes what answers a command at once; other answers come out of `JobCommands.take_pending`. activity:
+        told whose command is being done.
+        """
         self._engine, self._jobs, self._send = engine, jobs, send
+        self._activity = activity or Activity(None)
         self._queue = CommandQueue()
 
     @property
@@ -102,8 +111,10 @@ class Commands:
         )
 
     def _handle(self, command: Any, read: Callable[[], Any] | None = None) -> None:
+        id = command.job.id if isinstance(command, StartJob) else command.id
         try:
-            self._jobs.handle(command, read)
+            with self._activity.of(id):
+                self._jobs.handle(command, read)
         except CoserveError as error:
             self._send(Reply(command.call, str(error), type(error).__name__))
 
@@ -124,7 +135,7 @@ class Commands:
 
         def finish(read: Callable[[], Any]) -> None:
             try:
-                self._jobs.finish_adapter(adapter, read())
+                self._jobs.finish_adapter(adapter, _what_was_read(adapter, read))
             except CoserveError as error:
                 errors.append(error)
 
@@ -138,6 +149,19 @@ class Commands:
 
 def _nothing() -> None:
     return None
+
+
+def _what_was_read(adapter: AdapterRef, read: Callable[[], Any]) -> Any:
+    """Whatever an adapter's files do to those who read them is the adapter's fault, and no reason for the engine to
+    end: AdapterError.
+    """
+    try:
+        return read()
+    except CoserveError:
+        raise
+    except Exception as error:
+        _log.exception("the adapter %s could not be read", adapter.name)
+        raise AdapterError(f"{adapter.directory} could not be read as an adapter: {error!r}") from error
 
 
 def _adapter_key(name: str) -> str:

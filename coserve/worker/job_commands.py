@@ -1,8 +1,10 @@
 """What the engine's process does about adapters and jobs: it starts and ends them, and writes their checkpoints.
 
-Checkpoints are copied between two steps, and written by a thread, in order. What follows from one (the reply to a
-pause, the event that a job has succeeded) is told when it is on disk, and not before. A job that makes checkpoints
-faster than the disk takes them is held back, alone: no step ever waits for a disk.
+Checkpoints are copied between two steps, and written by a thread of their job, in order. What follows from one (the
+reply to a pause, the event that a job has succeeded) is told when it is on disk, and not before. A pause or a
+cancellation holds even if its checkpoint cannot be written: that is logged. A job that makes checkpoints faster than
+the disk takes them is held back, alone: no step and no other job ever waits for its disk. So is one whose disk is full:
+its checkpoints wait until there is room, but no pause, cancellation or shutdown waits for that.
 """
 
 import logging
@@ -13,14 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import NoReturn
 
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.peft_directory import adapter_config
+from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.served_adapters import AdapterLoad
-from coserve.errors import AdapterError, CoserveError
+from coserve.errors import AdapterError, CoserveError, DiskFullError, JobOverError
 from coserve.jobs.examples import read_examples_file
 from coserve.jobs.messages import Checkpointed, JobStart
 from coserve.jobs.records import AdapterRef
@@ -31,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 # Copies of a job's tensors that may wait for the disk.
 _MOST_COPIES = 2
+# How often it is tried again to write one to a disk that is full.
+_FULL_DISK_WAIT_S = 1.0
 _READ_BYTES = 1 << 20
 
 
@@ -47,7 +53,7 @@ class PendingReports:
 
 
 @dataclass(kw_only=True)
-class _Waiting:
+class _PendingReport:
     """What is to be told when a checkpoint is on disk. written: None if there was nothing to write. is_new: whether the
     checkpoint itself is to be told. name: of the adapter on the device that is on disk with it.
     """
@@ -68,9 +74,10 @@ class JobCommands:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._starts: dict[str, JobStart] = {}
-        self._writer = ThreadPoolExecutor(1, "checkpoints")
-        self._waiting: dict[str, deque[_Waiting]] = {}  # by job
-        self._last: dict[str, _Waiting] = {}  # checkpoint of each job
+        self._writers: dict[str, ThreadPoolExecutor] = {}  # by job: none waits for the disk of another
+        self._urgent: dict[str, Event] = {}  # by job: set where nobody waits for room on the disk
+        self._waiting: dict[str, deque[_PendingReport]] = {}  # by job
+        self._last: dict[str, _PendingReport] = {}  # checkpoint of each job
         self._held: set[str] = set()  # jobs that wait for the disk
 
     # -- adapters -------------------------------------------------------------------
@@ -111,26 +118,32 @@ class JobCommands:
     def handle(
         self, command: StartJob | PauseJob | ResumeJob | CancelJob, read: "Callable[[], JobFiles] | None" = None
     ) -> None:
-        """Do it; `take_pending` brings the reply. CoserveError if it is refused. read: gives the files of a job that
-        starts, if they have been read.
+        """Do it; `take_pending` brings the reply. read: gives the files of a job that starts, if they have been read.
+
+        Raises:
+            JobOverError: the job has ended. CoserveError: it is refused.
         """
         if isinstance(command, StartJob):
             self._start(command.job, read() if read is not None else self.read_files(command.job))
             self._tell(command.job.id, Reply(command.call))
-        elif isinstance(command, ResumeJob):
+            return
+        if command.id not in self._starts:
+            raise JobOverError(f"the engine does not have the job {command.id!r}: it is over, or was never started")
+        if isinstance(command, ResumeJob):
+            self._urgent[command.id].clear()
             self._engine.resume_job(command.id)
-            self._tell(command.id, Reply(command.call))
         elif isinstance(command, PauseJob):
+            self._urgent[command.id].set()
             self._engine.pause_job(command.id)
             self._held.discard(command.id)
-            self._checkpoint(command.id, listed=False, call=command.call)
+            self._checkpoint(command.id, listed=False)
         else:
+            self._urgent[command.id].set()
             # Before the end, which the optimizer's state does not outlive.
-            if not self._engine.job(command.id).is_terminal:
-                self._checkpoint(command.id, listed=False)
+            self._checkpoint(command.id, listed=False)
             self._engine.cancel_job(command.id)
             self._forget(command.id, keep_versions=False)
-            self._tell(command.id, Reply(command.call))
+        self._tell(command.id, Reply(command.call))
 
     def _start(self, job: JobStart, files: "JobFiles") -> None:
         if job.start is not None and job.checkpoint is None and job.start.directory is not None:
@@ -149,13 +162,17 @@ class JobCommands:
             job_id=job.id,
             checkpoint=job.checkpoint,
             tenant=job.tenant,
+            alone_until_step=job.alone_until_step,
         )
         self._starts[job.id] = job
+        self._urgent[job.id] = Event()
         if job.paused:
             self._engine.pause_job(job.id)
 
     def checkpoint_all(self, call: int) -> None:
         """Of every job that is not over; the reply comes after the last."""
+        for urgent in self._urgent.values():
+            urgent.set()
         for job in self._starts:
             self._checkpoint(job, listed=False)
         wait([each.written for lane in self._waiting.values() for each in lane if each.written is not None])
@@ -188,6 +205,10 @@ class JobCommands:
                 self._finish(lane.popleft(), pending)
             if not lane:
                 del self._waiting[job]
+                if job not in self._starts:
+                    self._urgent.pop(job, None)
+                    if (writer := self._writers.pop(job, None)) is not None:
+                        writer.shutdown()
         for job in [job for job in self._held if self._num_copies(job) < _MOST_COPIES]:
             self._held.discard(job)
             self._engine.resume_job(job)
@@ -204,10 +225,13 @@ class JobCommands:
         return bool(self._waiting)
 
     def close(self) -> None:
-        """End the thread, when all is written."""
-        self._writer.shutdown()
+        """End the threads, when all is written that there is room for."""
+        for urgent in self._urgent.values():
+            urgent.set()
+        for writer in self._writers.values():
+            writer.shutdown()
 
-    def _finish(self, done: _Waiting, pending: PendingReports) -> None:
+    def _finish(self, done: _PendingReport, pending: PendingReports) -> None:
         error: CoserveError | None = None
         directory = ""
         if done.written is not None:
@@ -223,30 +247,28 @@ class JobCommands:
                 self._engine.ensure_adapter(done.name, directory)  # it is there; from now on it may make room
             else:
                 self._engine.unload_adapter(done.name)
-        if done.event is not None:
-            failed = error is not None and done.event.kind == "succeeded"
+        is_success = done.event is not None and done.event.kind == "succeeded"
+        if done.event is not None and not (is_success and isinstance(error, DiskFullError)):
+            # Without room for its last checkpoint, which only a shutdown does not wait for, it is not over: it resumes.
+            failed = error is not None and is_success
             pending.events.append(replace(done.event, kind="failed", message=str(error)) if failed else done.event)
         if done.call is not None:
-            pending.replies.append(
-                Reply(done.call) if error is None else Reply(done.call, str(error), type(error).__name__)
-            )
+            pending.replies.append(Reply(done.call))
 
     def _tell(self, job: str, reply: Reply) -> None:
         """After all that waits of this job."""
-        self._append(_Waiting(job=job, step=0, listed=False, call=reply.call))
+        self._append(_PendingReport(job=job, step=0, listed=False, call=reply.call))
 
     def _tell_event(self, event: JobEvent) -> None:
-        self._append(_Waiting(job=event.job, step=event.step, listed=False, event=event))
+        self._append(_PendingReport(job=event.job, step=event.step, listed=False, event=event))
 
-    def _append(self, waiting: _Waiting) -> None:
+    def _append(self, waiting: _PendingReport) -> None:
         self._waiting.setdefault(waiting.job, deque()).append(waiting)
 
-    def _checkpoint(
-        self, job: str, *, listed: bool, event: JobEvent | None = None, call: int | None = None
-    ) -> _Waiting:
+    def _checkpoint(self, job: str, *, listed: bool, event: JobEvent | None = None) -> _PendingReport:
         """Copy a job as it is now, and have it written, unless that step is on disk (or on its way) already."""
         step, last = self._engine.job(job).num_steps_done, self._last.get(job)
-        waiting = _Waiting(job=job, step=step, listed=listed, event=event, call=call)
+        waiting = _PendingReport(job=job, step=step, listed=listed, event=event)
         if last is not None and last.step == step and last.listed >= listed and not _failed(last):
             waiting.written, waiting.is_new = last.written, False
         else:
@@ -270,7 +292,9 @@ class JobCommands:
             failed: Future[Path] = Future()
             failed.set_exception(error)
             return failed
-        return self._writer.submit(checkpoint.write, self._starts[job].checkpoints)
+        if job not in self._writers:
+            self._writers[job] = ThreadPoolExecutor(1, "checkpoints")
+        return self._writers[job].submit(_write, checkpoint, self._starts[job].checkpoints, self._urgent[job])
 
     def _forget(self, job: str, *, keep_versions: bool) -> None:
         """keep_versions: of the adapter that it has made; those of a job that did not succeed cannot be asked for."""
@@ -290,9 +314,24 @@ class JobFiles:
     validation: list[Example]
 
 
-def _is_ready(waiting: _Waiting) -> bool:
+def _is_ready(waiting: _PendingReport) -> bool:
     """Whether it may be told."""
     return waiting.written is None or waiting.written.done()
+
+
+def _write(checkpoint: Checkpoint, parent: str, urgent: Event) -> Path:
+    """Write a checkpoint, as soon as there is room for it; DiskFullError if there is none now and it is urgent."""
+    is_told = False
+    while True:
+        try:
+            return checkpoint.write(parent)
+        except DiskFullError as error:
+            if urgent.is_set():
+                raise
+            if not is_told:
+                _log.error("%s; it is tried again until there is room", error)
+            is_told = True
+        urgent.wait(_FULL_DISK_WAIT_S)
 
 
 def _read_ahead(directory: Path) -> None:
@@ -308,7 +347,7 @@ def _raise(error: CoserveError) -> NoReturn:
     raise error
 
 
-def _failed(waiting: _Waiting) -> bool:
+def _failed(waiting: _PendingReport) -> bool:
     """Whether it could not be written."""
     written = waiting.written
     return written is not None and written.done() and written.exception() is not None

@@ -1,18 +1,17 @@
 """The engine's process: it owns the device, does what the server commands, and reports what came of it.
 
-It is told what to be by the first line of its standard input; when that ends, so does the process, whatever it is
-doing: no engine outlives its server. Signals that a terminal or a supervisor sends to all processes are the server's
-affair. An error that no request or job caused ends the process; the server sees that, and starts another.
+It is told what to be by the first line of its standard input. When the server ends, so does this process, whatever it
+is doing: a thread waits for the end of the input, and on Linux the kernel kills a process that hangs. Signals that a
+terminal or a supervisor sends to all processes are the server's affair. An error that no request or job caused ends the
+process; the server sees that, and starts another.
 """
 
 import logging
 import os
-import shutil
 import signal
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +19,9 @@ import torch
 import zmq
 
 from coserve.devices.cpu_threads import worthwhile_threads
-from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
+from coserve.devices.messages import StepResult
+from coserve.devices.parent_death import end_with_parent
+from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
 from coserve.engine.core import Event
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
@@ -28,16 +29,23 @@ from coserve.engine.recording import record
 from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
+from coserve.logs import configure_logs
+from coserve.worker.activity import Activity, WatchedDevice
 from coserve.worker.commands import Commands
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.protocol import (
+    CancelJob,
     EngineSettings,
+    PauseJob,
+    Ping,
+    Pong,
     Ready,
     Shutdown,
     StartFailed,
     StartProgress,
     StepRecord,
     StepReport,
+    UnloadAdapter,
     decode_command,
     encode,
 )
@@ -52,6 +60,8 @@ _COMMANDS_S = 5e-3
 _NO_PLAN_WAIT_MS = 10
 # When there is none, but files are being read or written.
 _FILES_WAIT_MS = 10
+# When there is nothing at all: threads may still have let go of copies, which the device is to be told.
+_IDLE_WAIT_MS = 1000
 # Reports that may wait for a server that is busy, before the engine does.
 _MOST_WAITING_REPORTS = 10_000
 _LINGER_MS = 2000
@@ -61,16 +71,18 @@ _STDIN = 0
 class EngineProcess:
     """Commands in, steps, reports out."""
 
-    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
-        self._engine, self._socket = engine, socket
+    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", activity: Activity | None = None) -> None:
+        """activity: that of the engine's device."""
+        self._engine, self._socket, self._activity = engine, socket, activity or Activity(None)
         self._jobs = JobCommands(engine)
-        self._commands = Commands(engine, self._jobs, self._send)
+        self._commands = Commands(engine, self._jobs, self._send, self._activity)
         self._steps: list[StepRecord] = []
         # Pages by owner after the step that left fewest free, since the last report.
         self._fullest: dict[str, int] | None = None
         self._reported_s = 0.0
         self._unreported = True
         self._running = True
+        self._has_freed = False  # what the system may have back when there is no work
 
     def run(self) -> None:
         """Until it is told to shut down."""
@@ -86,11 +98,17 @@ class EngineProcess:
 
     def _take_commands(self) -> None:
         """Those that are there, as far as there is time; without work, wait for one."""
-        wait_ms: int | None = 0
+        wait_ms = 0
         if not self._engine.has_work:
+            self._activity.note(frozenset())
             self._report_batch()
-            wait_ms = _FILES_WAIT_MS if self._jobs.is_waiting or self._commands.is_waiting else None
-        elif self._engine.last_plan.runs_nothing and not self._engine.has_requests:
+            self._engine.flush_commands()
+            waits_for_files = self._jobs.is_waiting or self._commands.is_waiting
+            wait_ms = _FILES_WAIT_MS if waits_for_files else _IDLE_WAIT_MS
+            if self._has_freed and not waits_for_files:
+                give_back_freed_memory()
+                self._has_freed = False
+        elif self._engine.last_plan.runs_nothing:
             wait_ms = _NO_PLAN_WAIT_MS
         until_s: float | None = None
         while self._running and self._socket.poll(wait_ms):
@@ -103,7 +121,11 @@ class EngineProcess:
             self._report([], whole=True)
 
     def _take(self, command: Any) -> None:
+        if isinstance(command, Ping):
+            self._send(Pong())
+            return
         self._unreported = True
+        self._has_freed |= isinstance(command, CancelJob | PauseJob | UnloadAdapter)
         if isinstance(command, Shutdown):
             self._jobs.checkpoint_all(command.call)
             self._running = False
@@ -117,32 +139,16 @@ class EngineProcess:
         events = self._engine.step()
         end_s = time.monotonic()
         self._unreported = True
-        if not self._engine.last_plan.runs_nothing:
-            self._steps.append(self._step_record(end_s, end_s - start_s))
+        result = self._engine.last_result
+        if result is not None and result.failure is None:
+            self._steps.append(_step_record(self._engine, result, end_s, end_s - start_s))
         pages = self._engine.pool.num_pages_by_owner()
         if self._fullest is None or sum(pages.values()) > sum(self._fullest.values()):
             self._fullest = pages
         job_events = [event for event in events if isinstance(event, JobEvent)]
         self._jobs.take(job_events)
+        self._has_freed |= any(event.kind in ("succeeded", "failed") for event in job_events)
         self._report(events, whole=bool(job_events) or end_s - self._reported_s >= _BATCH_S)
-
-    def _step_record(self, end_s: float, step_s: float) -> StepRecord:
-        plan = self._engine.last_plan
-        rows = {"decode": 0, "prefill": 0, "window": 0}
-        for planned in plan.rows:
-            rows[planned.kind] += planned.rows
-        num_reversed = sum(part.rows * part.num_tasklets for part in plan.tasklets)
-        num_reversed += sum(piece.rows for piece in plan.losses)
-        num_parts = self._engine.device.info.num_layers + 1  # and the head
-        return StepRecord(
-            end_s=end_s,
-            step_s=step_s,
-            predicted_s=plan.predicted_s,
-            decode_rows=rows["decode"],
-            prefill_rows=rows["prefill"],
-            window_rows=rows["window"],
-            backward_rows=num_reversed / num_parts,
-        )
 
     # -- reports --------------------------------------------------------------------
 
@@ -190,7 +196,27 @@ class EngineProcess:
         self._socket.send(encode(report))
 
 
-def start(settings: EngineSettings, socket: "zmq.Socket[bytes]") -> Engine | None:
+def _step_record(engine: Engine, result: StepResult, end_s: float, step_s: float) -> StepRecord:
+    """A step that has run; of its tasklets, those that there was time for."""
+    plan = engine.last_plan
+    rows = {"decode": 0, "prefill": 0, "window": 0}
+    for planned in plan.rows:
+        rows[planned.kind] += planned.rows
+    num_reversed = sum(part.rows * result.num_tasklets[part.job] for part in plan.tasklets)
+    num_reversed += sum(piece.rows for piece in plan.losses)
+    num_parts = engine.device.info.num_layers + 1  # and the head
+    return StepRecord(
+        end_s=end_s,
+        step_s=step_s,
+        predicted_s=plan.predicted_s,
+        decode_rows=rows["decode"],
+        prefill_rows=rows["prefill"],
+        window_rows=rows["window"],
+        backward_rows=num_reversed / num_parts,
+    )
+
+
+def start(settings: EngineSettings, socket: "zmq.Socket[bytes]", activity: Activity) -> Engine | None:
     """The engine, when it is ready; None if it cannot be started as it was asked, which has been reported then."""
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -209,6 +235,7 @@ def start(settings: EngineSettings, socket: "zmq.Socket[bytes]") -> Engine | Non
             device=settings.device,
             with_text=False,
             progress=progress,
+            wrap=lambda device: WatchedDevice(device, activity),
         )
         if settings.record is not None:
             engine = record(engine, settings.record)
@@ -237,11 +264,10 @@ def _ready(engine: Engine) -> Ready:
     )
 
 
-def _end_with_the_server(address: str) -> None:
-    """Wait for the end of standard input; then clear away the socket, and end, whatever other threads do."""
+def _end_with_the_server() -> None:
+    """Wait for the end of standard input, then end, whatever other threads do."""
     while os.read(_STDIN, 4096):
         pass
-    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(0)
 
 
@@ -259,23 +285,25 @@ def _read_settings() -> EngineSettings | None:
 
 def main() -> int:
     """The process: 0 after a shutdown, 1 if the engine could not start; dying of an error is neither."""
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     settings = _read_settings()
     if settings is None:
         return 0
-    threading.Thread(target=_end_with_the_server, args=(settings.address,), daemon=True).start()
+    configure_logs(settings.log_format, settings.log_level)
+    threading.Thread(target=_end_with_the_server, daemon=True).start()
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(_MOST_WAITING_REPORTS)
     socket.linger = _LINGER_MS
     socket.connect(settings.address)
     try:
-        engine = start(settings, socket)
+        activity = Activity(settings.activity)
+        engine = start(settings, socket, activity)
         if engine is None:
             return 1
-        EngineProcess(engine, socket).run()
+        EngineProcess(engine, socket, activity).run()
         return 0
     finally:
         socket.close()

@@ -22,17 +22,21 @@ from coserve.scheduling.slo import Slo
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine's process is to be, as JSON. address: of the socket that the server has bound. threads: of the
-    CPU; None: as many as the model is worth. record: a file to write all that the engine does to.
+    """What the engine's process is to be, as JSON. address: of the socket that the server has bound. activity: a file
+    for `coserve.worker.activity`. threads: of the CPU; None: as many as the model is worth. record: a file to write all
+    that the engine does to. log_format, log_level: see `coserve.logs`.
     """
 
     address: str
+    activity: str | None = None
     model: str
     dtype: str
     weights: str = "dense"
     device: str
     threads: int | None = None
     record: str | None = None
+    log_format: str = "text"
+    log_level: str = "warning"
     engine: EngineConfig
 
 
@@ -112,6 +116,10 @@ class CancelJob(msgspec.Struct, tag=True, frozen=True):
     id: str
 
 
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Say that the step loop is alive, by a `Pong`."""
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Write a checkpoint of every job that is not over, reply, and end the process."""
 
@@ -121,7 +129,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 # fmt: off
 Command = (
     AddRequest | CancelRequest | StopSequence | LoadAdapter | UnloadAdapter
-    | StartJob | PauseJob | ResumeJob | CancelJob | Shutdown
+    | StartJob | PauseJob | ResumeJob | CancelJob | Ping | Shutdown
 )
 # fmt: on
 
@@ -137,7 +145,7 @@ class StartProgress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The engine takes commands. threads: of the CPU. slo: of requests that bring none."""
+    """The engine takes commands. threads: of the CPU. slo: of requests that bring none; it follows what steps take."""
 
     model: str
     dtype: str
@@ -150,6 +158,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     page_bytes: int
     block_tokens: int
     weight_bytes: int
+
+
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """The step loop has come round: the answer to a `Ping`."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
@@ -200,7 +212,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     stats: EngineStats | None = None
 
 
-Report = StartProgress | Ready | StartFailed | Reply | Refused | StepReport
+Report = StartProgress | Ready | Pong | StartFailed | Reply | Refused | StepReport
 
 _command_decoder = msgspec.msgpack.Decoder(Command)
 _report_decoder = msgspec.msgpack.Decoder(Report)

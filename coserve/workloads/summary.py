@@ -1,4 +1,4 @@
-"""What a run comes to: percentiles, and how many requests held their objectives."""
+"""What a run comes to: percentiles, and how many requests held their SLOs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class RequestOutcome:
     error: str | None = None
 
     def attained(self, *, ttft_s: float, tpot_s: float) -> bool:
-        """Whether both objectives were held; a request that failed held none."""
+        """Whether both SLOs were held; a request that failed held none."""
         if self.error is not None or self.ttft_s is None:
             return False
         return self.ttft_s <= ttft_s and (self.tpot_s is None or self.tpot_s <= tpot_s)
@@ -41,7 +41,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(outcomes: Sequence[RequestOutcome], *, ttft_s: float, tpot_s: float) -> dict[str, Any]:
-    """As JSON: counts, percentiles in milliseconds (null without a value), and the share that held both objectives."""
+    """As JSON: counts, percentiles in milliseconds (null without a value), and the share that held both SLOs."""
     firsts = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
     means = [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]
     gaps = [gap for outcome in outcomes for gap in outcome.gaps_s]

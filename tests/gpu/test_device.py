@@ -57,7 +57,7 @@ def test_gradients_are_the_cpus(family):
     assert worst_error(results[1], results[0]) < 1e-4
 
 
-def test_an_optimizer_goes_on_from_its_state():
+def test_an_optimizer_resumes_from_its_state():
     results = []
     for device in ("cpu", "cuda"):
         masters = {"w": torch.linspace(-1, 1, 12, device=device).view(3, 4)}

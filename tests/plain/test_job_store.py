@@ -14,8 +14,8 @@ from coserve.jobs.store import Store
 
 
 @pytest.fixture
-def store(tmp_path):
-    made = Store.at(tmp_path)
+def store(database):
+    made = Store(database)
     yield made
     made.close()
 
@@ -39,7 +39,7 @@ def checkpoint(step, *, listed=True, id=None):
     )
 
 
-def test_records_come_out_as_they_went_in(store, tmp_path):
+def test_records_come_out_as_they_went_in(store, database):
     file = FileRecord(id="file-1", tenant="a", purpose="p", filename="ü.jsonl", num_bytes=2**40, created_at=5)
     full = job(metadata={"k": "v"}, start={"name": "n", "directory": None}, error={"code": "c"}, num_tokens=2**40)
     plain = job("ftjob-2")
@@ -53,7 +53,7 @@ def test_records_come_out_as_they_went_in(store, tmp_path):
         transaction.put_checkpoint(checkpoint(3))
         transaction.put_adapter(adapter)
     store.close()
-    again = Store.at(tmp_path)
+    again = Store(database)
     with again.read() as transaction:
         assert transaction.file("a", "file-1") == file
         assert [transaction.job("a", each.id) for each in (full, plain)] == [full, plain]

@@ -1,9 +1,13 @@
 """Pages for packs: neighbours, and no more of the known prefixes forgotten than that takes."""
 
+from random import Random
+
 import pytest
 
 from coserve.engine.page_broker import PageBroker
 from coserve.errors import BudgetError
+from coserve.memory.pages import PagePool
+from coserve.memory.run_search import RunSearch
 from coserve.tuning.cursor import Cursor
 
 BLOCK, PAGE_BYTES = 4, 64
@@ -62,6 +66,69 @@ def test_a_pack_that_fits_is_placed_however_prefixes_lie():
     pack.release()
     broker.check_integrity(set(), [])
     assert broker.pool.num_free == 10
+
+
+@pytest.fixture
+def num_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often all pages of a pool were looked at, as the only item."""
+    look, found = PagePool.free_flags, [0]
+
+    def counted(pool: PagePool) -> bytes:
+        found[0] += 1
+        return look(pool)
+
+    monkeypatch.setattr(PagePool, "free_flags", counted)
+    return found
+
+
+def test_a_pack_of_many_groups_is_placed_in_one_pass_over_the_pages(num_passes: list[int]):
+    broker = broker_with_prefixes(400, [10] * 40)
+    assert broker.pool.num_free == 0
+    pack = broker.take_pack([9, *[6] * 33], 33)
+    assert (num_passes, pack.num_pages) == ([1], 9 + 6 * 33)
+    assert broker.num_available == 400 - pack.num_pages
+    pack.release()
+    broker.check_integrity(set(), [])
+
+
+def test_what_cannot_be_had_is_not_looked_for_again_until_pages_have_changed(num_passes: list[int]):
+    broker = broker_with_prefixes(40, [8, 8, 8, 8])
+    held = broker.cache.open((), BLOCK)
+    held.reserve(BLOCK)  # the page in the middle: 32 before it, 7 after it
+    for _ in range(3):
+        with pytest.raises(BudgetError, match="33 neighbouring pages asked for; 7 are free"):
+            broker.take_pack([33], 1)
+    assert num_passes == [1]
+    held.reserve(9 * BLOCK)  # it takes what is free and evicts a prefix: that makes no room
+    with pytest.raises(BudgetError, match="33 neighbouring"):
+        broker.take_pack([33], 1)
+    assert num_passes == [1]
+    held.close()
+    broker.take_pack([33], 1)
+    assert num_passes == [2]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_run_is_the_cheapest_that_there_is_and_of_these_the_highest(seed: int):
+    rng = Random(seed)
+    num_pages = rng.choice((30, 300, 900))
+    costs = [rng.choice((0, 0, 1, 1, 1, None)) if rng.random() < 0.3 else 1 for _ in range(num_pages)]
+    lengths = [rng.choice((0, 1, 3, 5, 8)) for _ in range(rng.randrange(1, 25))]
+    search = RunSearch(bytes(cost == 0 for cost in costs), [page for page, cost in enumerate(costs) if cost == 1])
+    for run, length in zip(search.place(lengths), lengths, strict=False):
+        assert len(run) == length
+        if not length:
+            continue
+        found = [
+            (sum(window), -start)
+            for start in range(num_pages - length + 1)
+            if None not in (window := costs[start : start + length])
+        ]
+        assert min(found) == (sum(costs[run.start : run.stop]), -run.start)
+        costs[run.start : run.stop] = [None] * length
+    if len(search.place(lengths)) < len(lengths):
+        length = lengths[len(search.place(lengths))]
+        assert all(None in costs[start : start + length] for start in range(num_pages - length + 1))
 
 
 def test_a_packs_groups_go_back_as_it_moves_on():

@@ -97,7 +97,7 @@ def test_the_page_has_every_part_and_is_well_formed():
         "Memory: pages in use by owner, of 4,000",
         "98.3%",
         "60% of the job alone",
-        "objective 2,000 ms",
+        "SLO 2,000 ms",
         "gap between two pieces of text, p99",
         "can be several tokens long",
         "Arr, matey!",

@@ -8,6 +8,7 @@ import pytest
 import coserve
 from coserve.home import home_directory
 from coserve.settings import check_whole, is_whole
+from coserve.tuning.config import TuningConfig
 
 ROOT = Path(coserve.__file__).parent
 
@@ -23,6 +24,13 @@ def test_bounds_belong_to_the_range():
     check_whole("r", 3, 1, 3)
     with pytest.raises(ValueError, match=r"^r must be a whole number from 1 to 3, not 4$"):
         check_whole("r", 4, 1, 3)
+
+
+def test_a_seed_is_one_that_generators_take():
+    assert TuningConfig(seed=2**63 - 1).seed == 2**63 - 1
+    for seed in (2**63, 2**64, -1):
+        with pytest.raises(ValueError, match=rf"^seed must be a whole number from 0 to {2**63 - 1}, not {seed}$"):
+            TuningConfig(seed=seed)
 
 
 def test_every_range_of_whole_numbers_is_checked_by_the_one_function():

@@ -77,7 +77,7 @@ def test_the_demos_screen_fits_and_says_what_matters(width, name):
     assert len(lines) <= 24 and "…" not in text
     assert "job alone" in text and "3 decode" in text and "128 forward" in text and "240 keys and values" in text
     if name != "job":
-        assert "50 answered, 3 open" in text and "held both objectives" in text and "of 2,000 ms" in text
+        assert "50 answered, 3 open" in text and "held both SLOs" in text and "of 2,000 ms" in text
     if name != "requests":
         assert "step 45 of 200" in text and "tokens/s" in text
     height = len(lines)

@@ -171,7 +171,7 @@ def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(served, many_examples
     environment = {**os.environ, "COSERVE_URL": served.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "coserve", "tune", str(many_examples), "--epochs", "50", "--batch-size", "1"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Whoever runs the tests in the background has SIGINT ignored, and so would the command.
+    # Who runs the tests in the background has SIGINT ignored, and so would the command.
     with subprocess.Popen(command, env=environment, preexec_fn=_heed_interrupts, **pipes) as run:
         job = run.stdout.readline().split()[1]
         served.wait_until(lambda: "running" in served.get(f"/v1/fine_tuning/jobs/{job}").text)

@@ -2,15 +2,24 @@
 
 import inspect
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from coserve.cli.commands.up import up
 from coserve.cli.main import main
 from coserve.scheduling.policies import make_policy, policy_names
-from coserve.server.config import ServerConfig, bytes_of, objective_of, seconds_of
+from coserve.server import routes
+from coserve.server.admission import Admission
+from coserve.server.app import create_app
+from coserve.server.config import ServerConfig, bytes_of, seconds_of, slo_seconds
+from coserve.server.keys import digest_of
+from coserve.server.keys_file import Keys
+from coserve.server.ledger import Ledger
 
 
 def test_options_are_the_fields_of_the_configuration():
@@ -19,9 +28,14 @@ def test_options_are_the_fields_of_the_configuration():
     assert [(mark.default, *(mark.param_decls or ()))[-1] for mark in marks] == [
         ...,  # the model
         *("--host", "--port", "--dtype", "--weights", "--device", "--memory", "--slo-ttft", "--slo-tpot", "--policy"),
-        *("--policy-setting", "--threads"),
-        *("--max-requests", "--max-adapters", "--api-key", "--allow-adapter-paths", "--home", "--database"),
-        *("--max-upload", "--max-body", "--record", "--drain"),
+        *("--policy-setting", "--threads", "--deterministic"),
+        *("--max-requests", "--max-adapters", "--max-running-jobs", "--job-timeout"),
+        *("--api-key", "--api-keys-file", "--operator"),
+        *("--tenant-max-requests", "--tenant-tokens-per-minute", "--tenant-max-jobs"),
+        *("--tenant-max-running-jobs", "--tenant-max-files", "--allow-adapter-paths", "--home", "--database"),
+        *("--max-upload", "--max-body", "--max-connections", "--timeout-headers", "--timeout-body"),
+        *("--timeout-keep-alive", "--request-timeout", "--max-queued-requests", "--ssl-certfile", "--ssl-keyfile"),
+        *("--allowed-hosts", "--log-format", "--log-level", "--otlp-endpoint", "--record", "--engine-timeout", "--drain"),
     ]
     assert all(mark.help for mark in marks)
 
@@ -38,20 +52,20 @@ def test_durations(text: str, number: float):
     assert seconds_of(text) == pytest.approx(number)
 
 
-def test_an_objective_has_a_unit():
-    assert [objective_of(text) for text in ("40ms", "2s", ".5 S")] == pytest.approx([0.04, 2, 0.5])
+def test_an_slo_has_a_unit():
+    assert [slo_seconds(text) for text in ("40ms", "2s", ".5 S")] == pytest.approx([0.04, 2, 0.5])
     for text, words in (
         ("50", "'50' has no unit; give 50ms (which is 0.05s), or 50s"),
         ("0.5", "0.5ms"),
         ("x", "is no"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
-            objective_of(text)
+            slo_seconds(text)
 
 
 @pytest.mark.parametrize("option", ["--slo-ttft", "--slo-tpot"])
 @pytest.mark.parametrize("name", ["up", "demo"])
-def test_a_bare_number_is_no_objective(monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, option: str):
+def test_a_bare_number_is_no_slo(monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, option: str):
     monkeypatch.setattr("sys.argv", ["coserve", name, option, "50"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -70,12 +84,14 @@ def test_what_is_neither(text: str):
 
 def test_keys_name_tenants_and_do_not_tell_themselves():
     config = ServerConfig(api_keys=("ann=one", "two", "abc==", "x=y=z"))
-    assert config.tenants["one"] == "ann"
-    assert config.tenants["y=z"] == "x"
-    assert set(config.tenants) == {"one", "two", "abc==", "y=z"}
+    assert config.tenants[digest_of("one")] == "ann"
+    assert config.tenants[digest_of("y=z")] == "x"
+    assert set(config.tenants) == set(map(digest_of, ("one", "two", "abc==", "y=z")))
     for key in ("two", "abc=="):
-        assert config.tenants[key].startswith("key-")
-        assert key not in config.tenants[key]
+        assert config.tenants[digest_of(key)].startswith("key-")
+        assert key not in config.tenants[digest_of(key)]
+    assert not any(key in repr(config.api_keys) for key in ("one", "two", "abc==")), "only their digests are kept"
+    assert ServerConfig(api_keys=config.api_keys).tenants == config.tenants
     with pytest.raises(ValueError, match="differ"):
         ServerConfig(api_keys=("a=one", "b=one"))
     with pytest.raises(ValueError, match="empty"):
@@ -84,7 +100,18 @@ def test_keys_name_tenants_and_do_not_tell_themselves():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"port": 70000}, {"port": True}, {"drain_s": -1.0}, {"max_body_bytes": 0}, {"policy": "greed"}, {"ttft_s": 0}],
+    [
+        *(
+            {"port": 70000},
+            {"port": True},
+            {"drain_s": -1.0},
+            {"max_body_bytes": 0},
+            {"policy": "greed"},
+            {"ttft_s": 0},
+        ),
+        *({"max_connections": 0}, {"timeout_headers_s": 0.0}, {"request_timeout_s": -1.0}, {"max_queued_requests": 0}),
+        *({"ssl_keyfile": "key.pem"}, {"allowed_hosts": ("http://x",)}, {"log_format": "xml"}, {"log_level": "loud"}),
+    ],
     ids=str,
 )
 def test_values_that_are_wrong_are_named(wrong: dict[str, Any]):
@@ -117,3 +144,17 @@ def test_where_state_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert ServerConfig(home="/elsewhere").directory == Path("/elsewhere")
     monkeypatch.delenv("COSERVE_HOME")
     assert ServerConfig().directory == Path.home() / ".coserve"
+
+
+def test_a_file_more_is_a_group_of_routes_more(monkeypatch, tmp_path):
+    """Nothing else has to be told of it."""
+    greeting = "from fastapi import APIRouter\n\nrouter = APIRouter()\n\n\n@router.get('/v1/greeting')\n"
+    (tmp_path / "greeting.py").write_text(greeting + "def greeting() -> str:\n    return 'hello'\n")
+    (tmp_path / "_shared.py").write_text("")
+    monkeypatch.setattr(routes, "__path__", [*routes.__path__, str(tmp_path)])
+    config = ServerConfig()
+    keys = Keys(config)
+    context: Any = SimpleNamespace(config=config, keys=keys, admission=Admission(keys, Ledger()), tracing=None)
+    client = TestClient(create_app(context), base_url="http://localhost")
+    monkeypatch.delitem(sys.modules, "coserve.server.routes.greeting")
+    assert client.get("/v1/greeting").json() == "hello"

@@ -2,18 +2,24 @@
 
 import asyncio
 import gc
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
-import zmq
-import zmq.asyncio
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
+from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
 from coserve.errors import EngineGoneError, ModelError
+from coserve.scheduling.slo import Slo
+from coserve.server.readiness import Readiness
+from coserve.worker.launch import program
 from coserve.worker.link import EngineLink
-from coserve.worker.protocol import AddRequest, CancelRequest, EngineSettings
+from coserve.worker.protocol import AddRequest, CancelRequest, EngineSettings, Ready, StepReport
 from coserve.worker.streams import RequestStream
+from coserve.worker.supervisor import Supervisor
 
 
 def make_stream(n: int = 1) -> RequestStream:
@@ -34,7 +40,7 @@ def test_what_comes_while_a_batch_is_sent_is_not_lost():
     assert asyncio.run(read()) == ["a", "b", "c"]
 
 
-def test_an_error_comes_behind_what_was_there():
+def test_an_error_comes_after_what_was_there():
     async def read(texts: list[str]) -> None:
         stream = make_stream(n=2)
         stream.put(Chunk(request="r", text="a", finish_reason="stop"))
@@ -50,62 +56,132 @@ def test_an_error_comes_behind_what_was_there():
     assert texts == ["a", "b"]
 
 
+def test_a_default_slo_that_the_engine_corrects_reaches_the_server():
+    first, later = Slo(ttft_s=2.0, tpot_s=1.0), Slo(ttft_s=2.0, tpot_s=0.1)
+    numbers = dict.fromkeys(("vocab_size", "max_positions", "num_pages", "page_bytes", "block_tokens"), 10)
+    ready = Ready(model="none", dtype="float32", device="cpu", threads=1, slo=first, weight_bytes=1, **numbers)
+    counts = dict.fromkeys(("num_running", "num_waiting", "num_jobs", "num_steps", "num_tokens_trained"), 0)
+    counts |= dict.fromkeys(
+        ("num_jobs_running", "num_preemptions", "num_packs_dropped", "num_pages", "num_pages_free"), 0
+    )
+    stats = EngineStats(num_pages_by_owner={}, margin=1.0, num_slos_clamped=0, slo=later, **counts)
+
+    link = EngineLink(SETTINGS)
+    found = []
+    for report in (ready, StepReport(), StepReport(stats=stats)):
+        link.engine_said(report)
+        found.append(link.require_ready().slo)
+    assert found == [first, first, later]
+
+
 SETTINGS = EngineSettings(address="", model="none", dtype="auto", device="cpu", engine=EngineConfig())
 
 
-def test_an_engine_that_cannot_be_understood_is_ended():
-    async def listen() -> int:
-        link, context = EngineLink(SETTINGS), zmq.asyncio.Context()
-        here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        here.bind("inproc://engine")
-        there.connect("inproc://engine")
-        process = await asyncio.create_subprocess_exec("sleep", "60")
-        for _ in range(2):
-            await there.send(b"no report")
-        receiving = asyncio.create_task(link._receive(here, process))
-        await asyncio.wait_for(receiving, 30)
-        await asyncio.wait_for(link._take_last_words(here, receiving), 30)
-        context.destroy(linger=0)
-        link._context.destroy()
-        return await process.wait()
+READY = """Ready(model="none", dtype="float32", device="cpu", threads=1, slo=Slo(ttft_s=1, tpot_s=1), vocab_size=1,
+    max_positions=1, num_pages=1, page_bytes=1, block_tokens=1, weight_bytes=1)"""
+# The beginning of what stands for an engine's process.
+CONNECTED = """
+import sys, time
+from pathlib import Path
+import msgspec, zmq
+from coserve.scheduling.slo import Slo
+from coserve.worker.protocol import EngineSettings, Ready, StartFailed, encode
+socket = zmq.Context().socket(zmq.PAIR)
+socket.connect(msgspec.json.decode(sys.stdin.readline(), type=EngineSettings).address)
+"""
+DIES = f"socket.send(encode({READY}))"
+HANGS = f"{DIES}; time.sleep(60)"
+FAILS = "socket.send(encode(StartFailed('no memory')))"
 
-    assert asyncio.run(listen()) < 0
+
+class Owner:
+    """Remembers what it is told; there are two engines at most."""
+
+    def __init__(self, script: str, home: Path, **settings: float) -> None:
+        command = (sys.executable, "-c", CONNECTED + script)
+        self.supervisor = Supervisor(SETTINGS, self, program(command), home=home, **settings)
+        self.said: list[Any] = []
+        self.lost: list[str] = []
+
+    def engine_said(self, report: Any) -> None:
+        self.said.append(report)
+
+    def engine_lost(self, reason: str) -> None:
+        self.lost.append(reason)
+        if len(self.lost) == 2:
+            self.supervisor.close()
+
+    def run(self) -> "Owner":
+        asyncio.run(asyncio.wait_for(self.supervisor.run(), 60))
+        return self
+
+
+def test_an_engine_that_cannot_be_understood_is_ended(tmp_path: Path):
+    with pytest.raises(ModelError, match="status -9 before it was ready"):
+        Owner("socket.send(b'no report'); time.sleep(60)", tmp_path).run()
+
+
+def test_an_engine_that_dies_is_started_again(tmp_path: Path):
+    owner = Owner(DIES, tmp_path).run()
+    assert owner.lost == ["the engine died"] * 2
+    assert len(owner.said) == 2 and all(isinstance(report, Ready) for report in owner.said)
+    assert owner.supervisor.num_restarts == 1
+
+
+def test_an_engine_that_says_nothing_more_is_ended_and_started_again(tmp_path: Path):
+    owner = Owner(HANGS, tmp_path, timeout_s=1).run()
+    assert owner.lost == ["the engine has not answered for 1 s and was ended"] * 2
+
+
+def test_only_the_first_start_must_succeed(tmp_path: Path):
+    with pytest.raises(ModelError, match="no memory"):
+        Owner(FAILS, tmp_path).run()
+    marker = f"Path({str(tmp_path / 'once')!r})"
+    owner = Owner(f"if {marker}.exists():\n    {FAILS}\nelse:\n    {marker}.touch()\n    {DIES}", tmp_path).run()
+    assert len(owner.lost) == 2
 
 
 def test_a_command_to_nobody_is_no_error():
     async def send() -> list[str]:
-        link, unheard = EngineLink(SETTINGS), []
+        supervisor, unheard = Supervisor(SETTINGS, EngineLink(SETTINGS), program()), []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context["message"]))
-        link._socket = link._context.socket(zmq.PAIR)
-        link._socket.bind("inproc://nobody")
-        link._send(CancelRequest("r"))
+        supervisor.send(CancelRequest("r"))
         gc.collect()
         await asyncio.sleep(0)
-        link._context.destroy(linger=0)
         return unheard
 
     assert asyncio.run(send()) == []
 
 
-@pytest.mark.parametrize("was_ready", [False, True])
-def test_only_the_first_start_must_succeed(was_ready: bool):
-    class Failing(EngineLink):
-        num_lives = 0
+# Answers whether its loop comes round; and with STEPS, a request with a token.
+ANSWERS_PINGS = """
+from coserve.engine.request import Chunk
+from coserve.worker.protocol import AddRequest, Ping, Pong, StepReport, decode_command
+while True:
+    command = decode_command(socket.recv())
+    if isinstance(command, Ping):
+        socket.send(encode(Pong()))
+    if STEPS and isinstance(command, AddRequest):
+        chunk = Chunk(request=command.id, tokens=(1,), finish_reason="length")
+        socket.send(encode(StepReport(chunks=[chunk])))
+"""
 
-        async def _live(self) -> None:
-            self.num_lives += 1
-            self._was_ready = was_ready
-            self._failed = ModelError("no memory")
-            self._closing = self.num_lives == 2
 
-    async def run() -> int:
-        link = Failing(SETTINGS)
-        if was_ready:
-            await link.run()
-        else:
-            with pytest.raises(ModelError, match="no memory"):
-                await link.run()
-        link._context.destroy()
-        return link.num_lives
+@pytest.mark.parametrize("steps", [True, False])
+def test_an_engine_is_ready_if_it_makes_a_step(tmp_path: Path, steps: bool):
+    async def ask() -> list[str]:
+        script = f"{CONNECTED}{DIES}\nSTEPS = {steps}\n{ANSWERS_PINGS}"
+        link = EngineLink(SETTINGS, launch=program((sys.executable, "-c", script)), home=tmp_path)
+        readiness = Readiness(link, proof_s=60.0 if steps else 0.5)
+        link.listen(readiness)
+        running = asyncio.create_task(link.run())
+        while link.ready is None:
+            await asyncio.sleep(0.02)
+        said = await asyncio.gather(*[readiness.require() for _ in range(3)], return_exceptions=True)
+        link.close_to_requests()
+        link.supervisor.kill()
+        await running
+        return [str(each) for each in said]
 
-    assert asyncio.run(run()) == 1 + was_ready
+    outcome = "None" if steps else "the engine was asked for a step and has made none in 0.5 s"
+    assert asyncio.run(asyncio.wait_for(ask(), 60)) == [outcome] * 3

@@ -254,6 +254,14 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"coserve": {"optimizer": {"learning_rate": "high"}}}, "coserve.optimizer"),
         ({"coserve": {"optimizer": {"lr": 1}}}, "coserve.optimizer.lr"),
         ({"coserve": {"optimizer": {"betas": [1, 2, 3]}}}, "coserve.optimizer"),
+        ({"coserve": {"optimizer": {"warmup_steps": 2**70}}}, "coserve.optimizer"),
+        ({"coserve": {"optimizer": {"eps": float("nan")}}}, "coserve.optimizer"),
+        ({"coserve": {"checkpoint_every_steps": None}}, "coserve.checkpoint_every_steps"),
+        ({"coserve": {"evaluate_every_steps": 2**70}}, "coserve.evaluate_every_steps"),
+        ({"seed": 10**4000}, "seed"),
+        ({"model": "x" * 5000}, "model"),
+        ({"training_file": "file-" + "x" * 5000}, "training_file"),
+        ({"validation_file": "file-" + "x" * 5000}, "validation_file"),
     ],
 )
 def test_jobs_that_are_refused(body, param, served, client):
@@ -313,7 +321,7 @@ def test_a_tenant_sees_only_its_own(served, client):
         other.files.list(after=file.id)
 
 
-def test_models_go_on_being_trained_and_are_deleted(served, client):
+def test_models_are_trained_further_and_are_deleted(served, client):
     first = finished(served, client, create(client))
     same = {key: value for key, value in QUICK.items() if key != "adapter"}
     second = create(client, model=first.fine_tuned_model, coserve=same)
@@ -328,12 +336,12 @@ def test_models_go_on_being_trained_and_are_deleted(served, client):
             call(first.fine_tuned_model)
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model=first.fine_tuned_model, prompt="a", max_tokens=1)
-    for each in client.fine_tuning.jobs.checkpoints.list(first.id):
-        client.completions.create(model=each.fine_tuned_model_checkpoint, prompt="a", max_tokens=1)
+    assert list(client.fine_tuning.jobs.checkpoints.list(first.id)) == []
+    assert client.completions.create(model=second.fine_tuned_model, prompt="a", max_tokens=1)
 
 
 def test_the_pages_of_a_job_are_seen_while_it_runs(served, client):
-    """Just behind an optimizer step a job holds none, and that is when most reports come."""
+    """Just after an optimizer step a job holds none, and that is when most reports come."""
     key = {"headers": {"authorization": f"Bearer {client.api_key}"}}
     cursor = served.get("/v1/status/steps", **key).json()["cursor"]
     job = finished(served, client, create(client, n_epochs=20, coserve={**QUICK, "checkpoint_every_steps": 0}))

@@ -146,7 +146,7 @@ def test_a_server_that_ends_in_good_order_loses_no_step(undisturbed):
         assert all(step >= done for step in starts)
 
 
-def test_a_job_that_goes_on_with_an_adapter_ends_where_peft_ends(tmp_path):
+def test_a_job_that_continues_with_an_adapter_ends_where_peft_ends(tmp_path):
     """LoRA from PEFT's directory, loaded by path; three epochs as the lines stand; float32."""
     start = tmp_path / "start"
     settings = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")

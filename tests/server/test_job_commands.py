@@ -9,12 +9,12 @@ from engines import examples_of, make_engine
 
 from coserve.adapters import LoraConfig
 from coserve.engine.job import JobEvent
-from coserve.errors import JobError
+from coserve.errors import JobOverError
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
 from coserve.tuning.config import TuningConfig
 from coserve.worker.job_commands import JobCommands, PendingReports
-from coserve.worker.protocol import CancelJob, PauseJob, ResumeJob, StartJob
+from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 
 NUM_STEPS = 6
 
@@ -44,7 +44,7 @@ class Process:
             time.sleep(0.001)
 
     def run(self, num_steps: int | None = None) -> None:
-        """To the end, or until so many optimizer steps are made."""
+        """To the end, or until this many optimizer steps are made."""
         while self.engine.has_work or self.commands.is_waiting:
             self.step()
             if num_steps is not None and self.engine.job("j").num_steps_done == num_steps:
@@ -103,7 +103,30 @@ def test_a_pause_is_answered_when_it_is_on_disk(process: Process, tmp_path: Path
     assert [(each.step, each.listed) for each in process.news.checkpoints] == [(3, False), (6, True)]
 
 
-def test_another_engine_goes_on_where_one_was_shut_down(process: Process, tmp_path: Path):
+def test_a_pause_holds_although_its_checkpoint_cannot_be_written(process: Process, tmp_path: Path, caplog: Any):
+    (tmp_path / "checkpoints").write_text("in the way")
+    process.commands.handle(StartJob(1, job(tmp_path, checkpoint_every_steps=0)))
+    process.run(3)
+    process.commands.handle(PauseJob(2, "j"))
+    process.hear_all()
+    assert process.news.replies == [Reply(1), Reply(2)]
+    assert (process.news.checkpoints, process.engine.job("j").state) == ([], "paused")
+    assert "cannot write a checkpoint" in caplog.text
+    process.commands.handle(ResumeJob(3, "j"))
+    (tmp_path / "checkpoints").unlink()
+    process.run()
+    assert process.kinds() == ["step"] * NUM_STEPS + ["succeeded"]
+
+
+def test_what_is_asked_of_a_job_that_is_over_is_refused_as_that(process: Process, tmp_path: Path):
+    process.commands.handle(StartJob(1, job(tmp_path)))
+    process.run()
+    for command in (PauseJob(2, "j"), ResumeJob(3, "j"), CancelJob(4, "j")):
+        with pytest.raises(JobOverError, match="does not have the job 'j': it is over"):
+            process.commands.handle(command)
+
+
+def test_another_engine_resumes_where_one_was_shut_down(process: Process, tmp_path: Path):
     process.commands.handle(StartJob(1, job(tmp_path)))
     process.run(3)
     process.commands.checkpoint_all(9)
@@ -128,7 +151,7 @@ def test_a_cancelled_job_keeps_what_it_had(process: Process, tmp_path: Path):
     assert [(each.step, each.listed) for each in process.news.checkpoints] == [(2, False)]
     assert (Path(process.news.checkpoints[0].directory) / "optimizer.safetensors").exists()
     assert process.kinds() == ["step", "step", "cancelled"]
-    with pytest.raises(JobError):
+    with pytest.raises(JobOverError):
         process.commands.handle(CancelJob(3, "j"))
 
 

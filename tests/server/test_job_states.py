@@ -16,7 +16,7 @@ from job_data import DATA
 from job_engine import TENANT, World
 
 from coserve.engine.job import JobEvent
-from coserve.errors import EngineGoneError, JobError
+from coserve.errors import EngineGoneError, JobError, JobOverError
 from coserve.jobs.messages import Checkpointed
 from coserve.jobs.recording import Report
 
@@ -67,7 +67,7 @@ class CountingEngine:
         if not self.is_alive:
             raise EngineGoneError("dead")
         if job is not None and job not in self.steps:
-            raise JobError("there is no such job, or it is over")
+            raise JobOverError("there is no such job, or it is over")
 
     def step(self, job):
         """One optimizer step, or what follows the last."""
@@ -241,7 +241,7 @@ class Lives(RuleBasedStateMachine):
                     self.expect_done()
                 self.engine.is_alive = False
                 self.engine = self.world.link.engine = None
-                self.world.manager.engine_gone()
+                self.world.manager.engine_gone(())
                 self.expect_lost()
             if comes_back:
                 self.new_engine()

@@ -20,6 +20,7 @@ from openai import OpenAI
 from served import Served, expected, is_alive, model_directory, serving, tokenizer
 
 from coserve.cli.commands.up import stop_line
+from coserve.home import share_measurements
 from coserve.server.home_lock import lock_home
 
 LONG: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
@@ -46,7 +47,7 @@ def slow_stream(client: OpenAI) -> Any:
 def test_the_start_line_says_it_all(own: Served):
     assert re.fullmatch(
         r"coserve serves small \(float32, cpu\): weights \S+ kB, pool 16 MB for [\d,]+ tokens; "
-        r"objectives TTFT 2 s, TPOT \S+ m?s; http://127\.0\.0\.1:\d+/v1\n",
+        r"SLOs TTFT 2 s, TPOT \S+ m?s; http://127\.0\.0\.1:\d+/v1\n",
         own.start_line,
     )
 
@@ -74,6 +75,15 @@ def test_a_client_that_goes_away_cancels_its_request(own: Served, stream: bool):
     assert events["requests"] == []  # cancelled, not finished
 
 
+def stop_next_engine(served: Served, before: int) -> int:
+    """Stop the engine that comes after another one as soon as there is a process of it, which it returns."""
+    children = Path(f"/proc/{served.fork_server_pid()}/task/{served.fork_server_pid()}/children")
+    while not (found := [int(pid) for pid in children.read_text().split() if int(pid) != before]):
+        time.sleep(0.001)
+    os.kill(found[0], signal.SIGSTOP)
+    return found[0]
+
+
 def test_an_engine_that_dies_ends_streams_clearly_and_is_started_again(own: Served):
     client = own.client()
     before = own.engine_pid()
@@ -82,6 +92,7 @@ def test_an_engine_that_dies_ends_streams_clearly_and_is_started_again(own: Serv
         whole = pool.submit(lambda: client.completions.create(**{**LONG, "n": 16}))
         own.wait_until(lambda: running(own) == 32)
         os.kill(before, signal.SIGKILL)
+        after = stop_next_engine(own, before)  # or it would be ready within a moment
         with pytest.raises(openai.APIError, match="the engine died"):
             list(stream)
         with pytest.raises(openai.InternalServerError, match="the engine died") as raised:
@@ -96,8 +107,9 @@ def test_an_engine_that_dies_ends_streams_clearly_and_is_started_again(own: Serv
     assert own.get("/health").status_code == 200
     assert own.get("/v1/status").json()["ready"] is False
 
+    os.kill(after, signal.SIGCONT)
     own.wait_until(lambda: own.get("/ready").status_code == 200)
-    assert own.engine_pid() != before
+    assert own.engine_pid() == after
     assert not is_alive(before)
     prompt = list(tokenizer()("Hello")["input_ids"])
     answer = client.completions.create(model="small", prompt="Hello", max_tokens=4, temperature=0)
@@ -107,7 +119,7 @@ def test_an_engine_that_dies_ends_streams_clearly_and_is_started_again(own: Serv
 
 def test_what_is_sent_to_an_engine_that_has_just_died_is_refused_without_a_traceback():
     body = json.dumps({"model": "small", "prompt": "x", "max_tokens": 2}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
     with serving() as served, ExitStack() as stack:
         stream = slow_stream(served.client())
@@ -122,28 +134,91 @@ def test_what_is_sent_to_an_engine_that_has_just_died_is_refused_without_a_trace
         with pytest.raises(openai.APIError, match="the engine died"):
             list(stream)
         served.wait_until(lambda: served.get("/ready").status_code == 200)
+        # Without the process that forks engines there is none, and the next one is started without it.
+        os.kill(served.fork_server_pid(), signal.SIGKILL)
+        served.wait_until(lambda: served.get("/ready").status_code == 503)
+        served.wait_until(lambda: served.get("/ready").status_code == 200)
+        assert served.client().completions.create(model="small", prompt="x", max_tokens=2).choices
     assert served.log.read_text().splitlines() == [
-        "ERROR coserve.worker.link: the engine has died; it is started again in 0.2 s"
+        f"ERROR coserve.worker.supervisor: the engine died; it is started again in {wait_s} s" for wait_s in (0.2, 0.4)
     ]
 
 
-def left_behind(served: Served) -> list[Path]:
+def left_over(served: Served) -> list[Path]:
     """Sockets between server and engine, and their directories."""
-    return sorted(served.temporary.glob("coserve-*"))
+    return sorted([*(served.home / "run").iterdir(), *served.temporary.glob("coserve-*")])
 
 
-def test_a_server_that_is_killed_leaves_no_engine():
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_server_that_is_killed_leaves_no_engine(is_stopped: bool):
+    """Not even one that is stopped, as one that hangs without Python's lock would be."""
     served = Served()
-    assert len(left_behind(served)) == 1
+    assert len(left_over(served)) == 1
     engine = served.engine_pid()
     stream = slow_stream(served.client())
+    if is_stopped:
+        os.kill(engine, signal.SIGSTOP)
     served.process.kill()
     served.process.wait()
     with pytest.raises((httpx.HTTPError, openai.APIError)):
         list(stream)
     served.wait_until(lambda: not is_alive(engine))
-    served.wait_until(lambda: not left_behind(served))
     served.stop()
+
+
+def test_what_a_killed_server_left_over_is_removed_at_the_next_start(tmp_path: Path):
+    with serving(home=tmp_path) as served:
+        old = left_over(served)
+        served.process.kill()
+        served.process.wait()
+    assert left_over(served) == old
+    with serving(home=tmp_path) as served:
+        assert len(left_over(served)) == 1
+        assert set(left_over(served)).isdisjoint(old)
+    assert left_over(served) == []
+
+
+def test_a_long_path_of_the_home_is_no_hindrance(tmp_path: Path):
+    home = tmp_path / ("long" * 30)
+    home.mkdir()
+    with serving(home=home) as served:
+        assert served.client().completions.create(model="small", prompt="x", max_tokens=2).choices[0].text
+        [link] = (home / "run").iterdir()
+        elsewhere = link.resolve()
+        assert link.is_symlink() and elsewhere.is_dir()
+        served.process.kill()
+        served.process.wait()
+    with serving(home=home) as served:
+        assert not elsewhere.exists()
+    assert left_over(served) == []
+
+
+def test_an_engine_that_stands_still_is_not_ready_and_is_ended_and_started_again():
+    with serving("--engine-timeout", "8s") as served:
+        client, engine = served.client(), served.engine_pid()
+        stream = slow_stream(client)
+        os.kill(engine, signal.SIGSTOP)
+        served.wait_until(lambda: served.get("/ready").status_code == 503)
+        assert "has not answered" in served.get("/ready").json()["error"]["message"]
+        assert served.get("/health").status_code == 200
+        with pytest.raises(openai.APIError, match="has not answered for 8 s and was ended"):
+            list(stream)
+        assert not is_alive(engine)
+        served.wait_until(lambda: served.get("/ready").status_code == 200)
+        assert client.completions.create(model="small", prompt="x", max_tokens=2).choices[0].text
+
+
+def test_a_signal_ends_a_server_whose_engine_stands_still():
+    """Without the engine's time limit, and without waiting for its open requests and checkpoints."""
+    with serving("--engine-timeout", "10min", "--drain", "10min") as served:
+        engine, stream = served.engine_pid(), slow_stream(served.client())
+        os.kill(engine, signal.SIGSTOP)
+        served.wait_until(lambda: served.get("/ready").status_code == 503)
+        os.kill(served.process.pid, signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        assert served.process.wait(60) == 0
+        assert not is_alive(engine)
 
 
 def test_a_signal_lets_streams_end_and_refuses_new_requests():
@@ -158,7 +233,7 @@ def test_a_signal_lets_streams_end_and_refuses_new_requests():
     assert reasons == ["length"] * 16
     assert served.stop() == 0
     assert not is_alive(engine)
-    assert not left_behind(served)
+    assert not left_over(served)
     assert served.log.read_text() == ""
 
 
@@ -203,13 +278,18 @@ def test_streams_that_last_too_long_are_ended():
         assert served.process.wait(30) == 0
 
 
-def up(*options: str) -> "subprocess.CompletedProcess[str]":
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "NO_COLOR": "1"}
+def up(home: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "NO_COLOR": "1",
+        "COSERVE_HOME": str(home),
+    }
     command = [sys.executable, "-m", "coserve", "up", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
-def test_mistakes_are_one_line():
+def test_mistakes_are_one_line(tmp_path: Path):
+    share_measurements(tmp_path)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -220,7 +300,7 @@ def test_mistakes_are_one_line():
             ((str(model_directory()), "--port", "0", "--memory", "1kB"), "the page pool needs"),
             (("--slo-tpot", "soon"), "is no number with a unit"),
         ):
-            result = up(*options)
+            result = up(tmp_path, *options)
             assert result.returncode != 0
             assert result.stdout == ""
             lines = result.stderr.strip().splitlines()
@@ -232,8 +312,8 @@ def test_mistakes_are_one_line():
 def test_a_home_has_one_server(tmp_path: Path):
     (tmp_path / "file").touch()
     with lock_home(tmp_path / "home"):
-        for home, words in (("home", "another server uses"), ("file", "cannot be written")):
-            result = up(str(model_directory()), "--port", "0", "--home", str(tmp_path / home))
+        for home, words in (("home", "a server uses"), ("file", "cannot be written")):
+            result = up(tmp_path / home, str(model_directory()), "--port", "0")
             assert result.returncode != 0
             [line] = result.stderr.strip().splitlines()
             assert words in line

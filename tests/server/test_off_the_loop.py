@@ -1,5 +1,6 @@
 """What takes long is not done between steps: text, files of jobs and adapters, and the disk."""
 
+import errno
 import threading
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ from coserve.worker.protocol import (
     AddRequest,
     CancelRequest,
     LoadAdapter,
+    PauseJob,
     Refused,
     Reply,
     StartJob,
@@ -93,18 +95,18 @@ def worker() -> Any:
 
 
 class SlowDisk:
-    """Of one file: whoever reads it waits until it is let go."""
+    """Of one file: who reads it waits until it is let go."""
 
     def __init__(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may_read = threading.Event()
-        for name in ("read_text", "read_bytes"):
+        for name in ("open", "read_text", "read_bytes"):
             monkeypatch.setattr(Path, name, self._slow(file, getattr(Path, name)))
 
     def _slow(self, file: Path, read: Any) -> Any:
-        def slow_read(path: Path, *arguments: Any) -> Any:
+        def slow_read(path: Path, *arguments: Any, **more: Any) -> Any:
             if path == file:
                 assert self._may_read.wait(LIMIT_S)
-            return read(path, *arguments)
+            return read(path, *arguments, **more)
 
         return slow_read
 
@@ -164,6 +166,31 @@ def test_an_adapter_that_cannot_be_read_is_refused_to_all_who_wait(worker: Worke
     assert [each.kind for each in worker.said] == ["AdapterError"] * 3
 
 
+def test_an_adapter_whose_files_are_nonsense_is_refused_and_the_engine_lives(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    nested, broken, odd = (adapter_on_disk(tmp_path / name) for name in ("nested", "broken", "odd"))
+    (tmp_path / "nested" / "adapter_config.json").write_text("[" * 200_000)
+    open_file = Path.open
+
+    def failing_open(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path.parent.name == "broken":
+            raise OSError(errno.EIO, "Input/output error")
+        if path.parent.name == "odd":
+            raise ZeroDivisionError
+        return open_file(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", failing_open)
+    for call, adapter in enumerate((nested, broken, odd)):
+        worker.commands.take(LoadAdapter(call, adapter))
+    worker.until(lambda: len(worker.said) == 3)
+    errors = {each.call: each.error for each in worker.said}
+    assert "nested too deeply" in errors[0] and "cannot be read: Input/output error" in errors[1]
+    assert "odd could not be read as an adapter: ZeroDivisionError()" in errors[2]
+    assert [each.kind for each in worker.said] == ["AdapterError"] * 3
+    assert len(worker.answer("bare")) == 5
+
+
 def job(directory: Path, id: str = "j", **more: Any) -> JobStart:
     path = directory / f"{id}-examples"
     write_examples_file(path, examples_of([8] * 6))
@@ -211,8 +238,12 @@ def test_a_job_that_is_faster_than_the_disk_is_held_back_alone(
     worker.until(lambda: quick.is_terminal)
     assert worker.engine.job("slow").num_steps_done == 2, "two copies wait for the disk, and there is no third"
     assert len(worker.answer("bare")) == 5
+    worker.commands.take(StartJob(3, job(tmp_path, "other", checkpoint_every_steps=0, paused=True)))
+    worker.commands.take(PauseJob(4, "other"))
+    worker.until(lambda: Reply(4) in worker.said)
+    assert len(list((tmp_path / "other-checkpoints").iterdir())) == 1, "written, while another job's disk takes nothing"
     may_write.set()
-    worker.until(lambda: "slow" not in worker.engine.jobs)
+    worker.until(lambda: "slow" not in worker.engine.jobs and not worker.jobs.is_waiting)
     assert len(list((tmp_path / "slow-checkpoints").iterdir())) == 6
 
 

@@ -19,11 +19,11 @@ def test_status_counts_what_was_served(served: Served, client: OpenAI):
     settings: Any = {"model": "small", "prompt": "Hello", "max_tokens": 8, "extra_body": {"ignore_eos": True}}
     names = {client.completions.create(**settings).id for _ in range(3)}
 
-    def behind() -> Any:
+    def all_three() -> Any:
         found = served.get(f"/v1/status/steps?after={cursor}").json()
         return found if len(found["requests"]) >= 3 else None
 
-    found = served.wait_until(behind)
+    found = served.wait_until(all_three)
     assert {request["request"] for request in found["requests"]} == names
     for request in found["requests"]:
         assert request["num_output_tokens"] == 8
@@ -51,7 +51,7 @@ def test_status_counts_what_was_served(served: Served, client: OpenAI):
     assert status["steps"]["prediction_error"]["median"] >= 0
 
 
-def test_a_requests_own_objectives_decide_what_was_attained(served: Served, client: OpenAI):
+def test_a_requests_own_slos_decide_what_was_attained(served: Served, client: OpenAI):
     cursor = served.get("/v1/status/steps").json()["cursor"]
     for slo in ({"ttft_ms": 1e8, "tpot_ms": 1e8}, {"ttft_ms": 1e-3}):
         client.completions.create(model="small", prompt="Hello", max_tokens=2, extra_body={"slo": slo})

@@ -1,6 +1,7 @@
 """Whatever a client sends, the server answers, and never with an error of its own."""
 
 import json
+import os
 from contextlib import suppress
 
 import httpx
@@ -11,9 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from served import Served
 
+# `make fuzz` makes more calls, each time others: there are about 55 kinds of them.
+_NUM_CALLS = int(os.environ.get("COSERVE_FUZZ_CALLS", "0"))
 _SETTINGS = settings(
-    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+    max_examples=max(12, _NUM_CALLS // 55),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    derandomize=not _NUM_CALLS,
 )
+_QUERY = ["%ff", "%00", "after", "limit", "=", "&", "9999999999", "[", "]", "metadata", "a"]
 _ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/load_lora_adapter", "/v1/fine_tuning/jobs", "/v1/files")
 
 
@@ -74,7 +82,7 @@ def test_values_that_are_right_by_type_alone(served: Served):
     )
     with httpx.Client(base_url=served.url, timeout=60) as connection:
 
-        @settings(_SETTINGS, max_examples=150)
+        @settings(_SETTINGS, max_examples=max(150, _NUM_CALLS // 55))
         @given(body=bodies)
         def never_fails(body: dict[str, object]) -> None:
             content = json.dumps({"max_tokens": 2, **body}).encode()
@@ -83,6 +91,56 @@ def test_values_that_are_right_by_type_alone(served: Served):
 
         never_fails()
     assert served.get("/ready").status_code == 200
+
+
+def test_headers_and_queries_of_any_bytes(served: Served):
+    """h11 refuses what is no header; the rest comes to the routes as it is."""
+    names = st.sampled_from(
+        ["authorization", "content-type", "content-length", "x-request-id", "host", "accept", "range"]
+    )
+    values = st.binary(max_size=50).filter(lambda value: value.strip() == value and not set(value) & set(b"\0\r\n"))
+    paths = st.sampled_from([*_ROUTES, "/v1/models", "/v1/status/steps", "/v1/fine_tuning/jobs?limit=1", "/health"])
+    with httpx.Client(base_url=served.url, timeout=60) as connection:
+
+        @_SETTINGS
+        @given(
+            headers=st.dictionaries(names, values, max_size=3),
+            path=paths,
+            query=st.lists(st.sampled_from(_QUERY)).map("".join),
+            method=st.sampled_from(["GET", "POST", "DELETE"]),
+        )
+        def never_fails(headers: dict[str, bytes], path: str, query: str, method: str) -> None:
+            with suppress(httpx.LocalProtocolError):  # the client's own refusal
+                answer = connection.request(
+                    method, f"{path}?{query}", headers=[(name.encode(), value) for name, value in headers.items()]
+                )
+                assert answer.status_code < 500, answer.text
+
+        never_fails()
+    assert served.get("/health").status_code == 200
+
+
+def test_json_that_is_hardly_any(served: Served):
+    """Duplicated names, deep nesting, huge numbers, NULs and half characters, at any place of a body."""
+    odd = st.sampled_from(
+        [
+            *('{"a": 1, "a": 2}', "[" * 3000, '{"a":' * 3000, "1" * 5000, "1e999", "-1e999", "NaN", "-Infinity", "-0"),
+            *('"\\ud800"', '"\\u0000"', '"' + "a" * 5000 + '"', "[]", "{}", "null", "[[[[[]]]]]", "true", '"\\'),
+        ]
+    )
+    names = st.sampled_from(
+        ["model", "prompt", "messages", "stop", "seed", "n", "logit_bias", "metadata", "slo", "lora_name"]
+    )
+    with httpx.Client(base_url=served.url, timeout=60) as connection:
+
+        @_SETTINGS
+        @given(pairs=st.lists(st.tuples(names, odd), max_size=5), path=st.sampled_from(_ROUTES[:-1]))
+        def never_fails(pairs: list[tuple[str, str]], path: str) -> None:
+            content = "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
+            answer = connection.post(path, content=content, headers={"Content-Type": "application/json"})
+            assert 400 <= answer.status_code < 500, (content, answer.text)
+
+        never_fails()
 
 
 def test_addresses(served: Served):

@@ -15,7 +15,8 @@ ROOT = str(Path(__file__).parents[2])
 
 def test_keys_and_what_they_open():
     peft_model()
-    options = ("--api-key", "ann=secret-1", "--api-key", "ben=secret-2", "--api-key", "bare-key")
+    options: tuple[str, ...] = ("--api-key", "ann=secret-1", "--api-key", "ben=secret-2", "--api-key", "bare-key")
+    options += ("--api-key", "ops=secret-3", "--operator", "ops")
     with serving(*options, "--allow-adapter-paths", str(adapter_root())) as served:
         for path in ("/v1/models", "/v1/status", "/metrics", "/v1/nothing"):
             answer = served.get(path)
@@ -49,7 +50,10 @@ def test_keys_and_what_they_open():
         seen = served.wait_until(lambda: ben.get("/status/steps", cast_to=dict[str, Any])["requests"])
         assert [request["adapter"] for request in seen] == ["mine"]
         assert ann.get("/status/steps", cast_to=dict[str, Any])["requests"] == []
-        metrics = served.get("/metrics", headers={"Authorization": "Bearer bare-key"}).text
+        for key, others in (("secret-2", ("ann",)), ("bare-key", ("ann", "ben", "mine"))):
+            metrics = served.get("/metrics", headers={"Authorization": f"Bearer {key}"}).text
+            assert not any(other in metrics for other in others), "who is no operator sees its own"
+        metrics = served.get("/metrics", headers={"Authorization": "Bearer secret-3"}).text
         assert 'coserve_requests_finished_total{adapter="mine",tenant="ben"} 1.0' in metrics
         assert "secret" not in metrics
         assert "secret" not in served.log.read_text()

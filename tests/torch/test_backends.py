@@ -2,8 +2,10 @@
 and fine-tuned on.
 """
 
+import re
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +70,47 @@ def test_a_folder_that_is_added_is_a_backend(monkeypatch, tmp_path):
     assert worst_error(*gradients) == 0
 
 
+def test_files_beside_the_folders_are_no_backends(monkeypatch, tmp_path):
+    (tmp_path / "util.py").write_text("SHARED = 1\n")
+    (tmp_path / "_common").mkdir()
+    (tmp_path / "_common" / "__init__.py").write_text("")
+    names = kernels.backend_names()
+    monkeypatch.setattr(kernels, "__path__", [*kernels.__path__, str(tmp_path)])
+    assert kernels.backend_names() == names
+    load()
+
+
+# -- storages of weights ----------------------------------------------------------------
+
+
+def test_a_class_that_is_added_is_a_storage_of_weights(monkeypatch):
+    """It is found by its format, and runs a model."""
+    made = []
+
+    class Doubled(kernel_weights.DenseWeight):
+        format = "doubled"
+
+        @classmethod
+        def from_dense(cls, weight, backend):
+            made.append(weight.shape)
+            return cls(2 * weight)
+
+    storages = [*kernel_weights.Weight.__subclasses__(), Doubled]
+    monkeypatch.setattr(kernel_weights.Weight, "__subclasses__", lambda: storages)
+    assert kernel_weights.weight_formats() == ("dense", "int8", "doubled")
+    tokens, backbone = random_tokens(9, 0), load(weights="doubled")
+    logits(backbone, forward(backbone, [CachedSequence(backbone, 9).extend(tokens)]))
+    assert len(made) == 7 * backbone.architecture.num_layers + 1
+    with pytest.raises(ModelError, match="weights 'int3' is not one of dense, int8, doubled"):
+        load(weights="int3")
+
+
+def test_the_table_of_formats_has_all_of_them():
+    page = (Path(kernels.__file__).parents[2] / "docs" / "kernels.md").read_text()
+    table = page.split("| format |")[1].split("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == kernel_weights.weight_formats()
+
+
 # -- operations do not grow with requests ---------------------------------------------
 
 
@@ -94,7 +137,7 @@ class Operations(TorchDispatchMode):
 
 
 def decode_operations(num_requests, *, num_adapters=0):
-    """Of a step in which so many requests decode, each after a prompt of its own length."""
+    """Of a step in which this many requests decode, each after a prompt of its own length."""
     backbone = load(kernels="plain")
     pages = PagedKv(backbone, num_pages=64 * 3, block_tokens=16)
     pages.storage.zero_()

@@ -5,7 +5,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from engines import examples_of, make_engine, random_policy
+from engines import examples_of, make_engine
+from random_plans import random_policy
 from safetensors.torch import load_file
 
 from coserve.adapters import LoraConfig
@@ -26,7 +27,7 @@ def submit(engine, *, config=CONFIG, data=DATA, **settings):
 
 
 def run(engine, num_steps=10_000):
-    """Up to so many engine steps; the job's events."""
+    """Up to this many engine steps; the job's events."""
     events: list[Any] = []
     for _ in range(num_steps):
         if engine.jobs["job"].is_terminal:
@@ -138,7 +139,7 @@ def test_a_job_that_is_over_keeps_its_adapter_for_a_last_checkpoint_until_it_is_
     assert engine.versions.resolve("mine")
 
 
-def test_a_live_job_is_served_as_soon_as_it_goes_on(tmp_path):
+def test_a_live_job_is_served_as_soon_as_it_resumes(tmp_path):
     config = TuningConfig(num_epochs=3, batch_size=2, live=True)
     engine = make_engine()
     submit(engine, config=config, adapter=LORA)

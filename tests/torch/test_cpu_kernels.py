@@ -14,13 +14,13 @@ import torch
 
 from coserve.kernels import find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
-from coserve.kernels.cpu import CpuBackend, library
+from coserve.kernels.cpu import CpuBackend, compiled
 from coserve.kernels.cpu.amx import AmxProducts
 from coserve.kernels.cpu.attention import run_backward, run_forward
 from coserve.kernels.cpu.products import CpuProducts
 from coserve.kernels.plain import PlainBackend
 
-KERNELS = library.compiled_kernels()
+KERNELS = compiled.compiled_kernels()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="needs g++")
 needs_amx = pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs g++ and AMX")
 DEVICE = torch.device("cpu")
@@ -84,7 +84,7 @@ assert (ours.float() - q[:20, 0].float() @ weight.float().T).abs().max() < 0.2
 
 @needs_amx
 def test_kernels_are_whole_with_fewer_threads_than_they_ask_for():
-    places = [str(Path(library.__file__).parents[3]), str(Path(__file__).parent)]
+    places = [str(Path(compiled.__file__).parents[3]), str(Path(__file__).parent)]
     environment = {**os.environ, "OMP_THREAD_LIMIT": "1", "PYTHONPATH": os.pathsep.join(places)}
     subprocess.run([sys.executable, "-c", FEWER_THREADS], check=True, env=environment, timeout=120)
 
@@ -339,21 +339,22 @@ def test_other_pages_take_the_plain_way(case):
 
 @pytest.fixture
 def afresh(monkeypatch, tmp_path):
-    """As in a process that has not asked for kernels yet, at a home of its own."""
+    """As in a process that has not asked for kernels yet, at a home of its own; they compile faster than they run."""
+    monkeypatch.setattr(compiled, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in compiled._FLAGS))
     monkeypatch.delenv("COSERVE_KERNELS", raising=False)
     monkeypatch.setenv("COSERVE_HOME", str(tmp_path))
-    library.compiled_kernels.cache_clear()
+    compiled.compiled_kernels.cache_clear()
     yield monkeypatch
-    library.compiled_kernels.cache_clear()
+    compiled.compiled_kernels.cache_clear()
 
 
 @needs_kernels
 def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
-    assert library.compiled_kernels() is not None
+    assert compiled.compiled_kernels() is not None
     [made] = (tmp_path / "kernels").iterdir()
-    library.compiled_kernels.cache_clear()
+    compiled.compiled_kernels.cache_clear()
     afresh.setattr("subprocess.run", None)  # cannot be called
-    assert library.compiled_kernels() is not None
+    assert compiled.compiled_kernels() is not None
     assert list((tmp_path / "kernels").iterdir()) == [made]
 
 
@@ -362,23 +363,54 @@ def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
     "damage", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda data: b""]
 )
 def test_a_damaged_library_is_compiled_again(afresh, tmp_path, damage):
-    assert library.compiled_kernels() is not None
+    assert compiled.compiled_kernels() is not None
     [made] = (tmp_path / "kernels").iterdir()
     whole = made.read_bytes()
     made.unlink()  # it is in use here
     made.write_bytes(damage(whole))
-    library.compiled_kernels.cache_clear()
-    assert library.compiled_kernels() is not None
+    compiled.compiled_kernels.cache_clear()
+    assert compiled.compiled_kernels() is not None
     assert made.read_bytes() == whole
 
 
 @needs_kernels
+@pytest.mark.parametrize("opened", ["the file", "the directory"])
+def test_a_library_that_others_could_have_written_is_not_loaded(afresh, tmp_path, caplog, opened):
+    assert compiled.compiled_kernels() is not None
+    directory = tmp_path / "kernels"
+    [made] = directory.iterdir()
+    foreign = tmp_path / "foreign.so"
+    foreign.write_bytes(made.read_bytes() + b"whatever")  # a library for all that, and of the right name
+    made.unlink()
+    foreign = foreign.rename(directory / f"{made.stem.split('-')[0]}-{compiled._digest(foreign)}.so")
+    (foreign if opened == "the file" else directory).chmod(0o777)
+    compiled.compiled_kernels.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert compiled.compiled_kernels() is not None
+    assert f"another user can write {foreign}, so it is not loaded" in caplog.text
+    assert made.exists(), "it has been compiled anew"
+    assert directory.stat().st_mode & 0o077 == made.stat().st_mode & 0o077 == 0
+
+
+@needs_kernels
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+def test_in_a_directory_of_another_user_nothing_is_loaded_or_kept(afresh, tmp_path, caplog):
+    directory = tmp_path / "kernels"
+    directory.mkdir()
+    os.chown(directory, 12345, 12345)
+    with caplog.at_level(logging.WARNING):
+        assert compiled.compiled_kernels() is not None
+    assert "is not this user's alone" in caplog.text
+    assert not list(directory.iterdir())
+
+
+@needs_kernels
 def test_kernels_are_those_of_this_processor_and_source(afresh):
-    openmp = library._openmp()
-    before = library._identity(openmp)
-    assert library._identity(openmp) == before
-    afresh.setattr(library, "_FLAGS", (*library._FLAGS, "-g"))
-    assert library._identity(openmp) != before
+    openmp = compiled._openmp()
+    before = compiled._identity(openmp)
+    assert compiled._identity(openmp) == before
+    afresh.setattr(compiled, "_FLAGS", (*compiled._FLAGS, "-g"))
+    assert compiled._identity(openmp) != before
 
 
 def test_the_environment_may_ask_for_the_plain_kernels(afresh, tmp_path):
@@ -389,16 +421,16 @@ def test_the_environment_may_ask_for_the_plain_kernels(afresh, tmp_path):
 
 @pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "a home that is a file"])
 def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, tmp_path, fault):
-    if library._openmp() is None:
+    if compiled._openmp() is None:
         pytest.skip("PyTorch has no OpenMP of GNU's")
     if fault == "no compiler":
         afresh.setenv("PATH", str(tmp_path))
     elif fault == "a compiler that fails":
-        afresh.setattr(library, "_FLAGS", ("-no-such-flag",))
+        afresh.setattr(compiled, "_FLAGS", ("-no-such-flag",))
     else:
         afresh.setenv("COSERVE_HOME", __file__)
     with caplog.at_level(logging.WARNING):
-        assert library.compiled_kernels() is None and library.compiled_kernels() is None
+        assert compiled.compiled_kernels() is None and compiled.compiled_kernels() is None
     [record] = caplog.records
     assert "the slower plain ones run" in record.message and "\n" not in record.message
     assert type(find_backend(DEVICE)) is PlainBackend
@@ -406,11 +438,23 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
-    found = library.signatures()
+    found = compiled.signatures()
     assert len(found) == 18 and all(found.values())
-    sources = "".join(path.read_text() for path in Path(library.__file__).parent.glob("*.cpp"))
+    sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert f'extern "C" void {name}(' in sources or f"PAGED_ATTENTION({name}" in sources
+
+
+@needs_kernels
+def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_loaded(afresh, caplog):
+    declared = compiled.signatures()
+    amx = {"attention_forward", "attention_backward", "product", "to_low_rank", "from_low_rank", "low_rank_gradient"}
+    assert compiled.kernels_for_amx() == amx and amx <= declared.keys()
+    afresh.setattr(compiled, "signatures", lambda: {**declared, "softmax": [ctypes.c_void_p]})
+    with caplog.at_level(logging.WARNING):
+        assert compiled.compiled_kernels() is None
+    assert "lacks the kernel softmax, which kernels.h declares" in caplog.text
+    assert type(find_backend(DEVICE)) is PlainBackend
 
 
 @needs_kernels

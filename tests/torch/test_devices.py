@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,9 +39,9 @@ from coserve.devices.messages import (
     DropPack,
     DropTrainer,
     DropVersion,
-    LoadAdapter,
     LossRows,
     OpenRequest,
+    OpenVersion,
     PublishVersion,
     RequestRows,
     SaveAdapter,
@@ -57,6 +58,7 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.torch_device import TorchDevice
 from coserve.devices.torch_trainer import TorchTrainer
+from coserve.devices.wire import Connection, FromDevice, Started
 from coserve.errors import AdapterError, DeviceGoneError, UnknownModelError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import Backbone, load_backbone
@@ -129,7 +131,7 @@ def test_a_request_gets_the_tokens_of_transformers_in_any_chunks(driver):
 
 def test_requests_of_several_versions_share_a_step(driver):
     lora: dict[str, Any] = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
-    loaded = driver.device.execute(LoadAdapter("v", adapter_directory(**lora)))
+    loaded = driver.device.execute(OpenVersion("v", adapter_directory(**lora)))
     assert loaded.num_bypasses == 6
     rows = []
     for number, version in enumerate(("", "v")):
@@ -140,7 +142,7 @@ def test_requests_of_several_versions_share_a_step(driver):
     assert (result.tokens["1"].token,) == expected_tokens(prompt(9), 1, **lora)
     driver.step(commands=[CloseRequest("1"), DropVersion("v")])
     with pytest.raises(AdapterError, match="has no adapter_config"):
-        driver.device.execute(LoadAdapter("w", "/nowhere"))
+        driver.device.execute(OpenVersion("w", "/nowhere"))
 
 
 def test_pages_can_be_shared_with_an_earlier_request(driver):
@@ -216,7 +218,7 @@ def test_forbidden_tokens_do_not_come(driver):
 
 def open_from_peft(driver: Driver, config: TuningConfig = CONFIG):
     """A job that continues `peft_twin()`."""
-    driver.device.execute(LoadAdapter("start", adapter_directory()))
+    driver.device.execute(OpenVersion("start", adapter_directory()))
     return driver.open_trainer("job", config, version="start")
 
 
@@ -348,6 +350,31 @@ def test_a_version_is_a_copy_and_a_checkpoint_continues_exactly(driver, tmp_path
     driver.device.execute(DropTrainer("job"))
 
 
+def test_a_result_that_nobody_took_is_never_the_next_steps(driver):
+    """Who waited was interrupted: the engine forgets that step, and so must the device."""
+    driver.open("r", greedy(1))
+    forgotten = RequestRows("r", 0, prompt(5), driver.pages_for(11), samples=True)
+    driver.device.submit(StepBatch(step=7, requests=(forgotten,)))
+    rows = RequestRows("r", 0, prompt(11), samples=True)
+    driver.device.submit(StepBatch(step=7, requests=(rows,)))  # numbers of steps that failed are used again
+    assert (driver.device.collect().tokens["r"].token,) == expected_tokens(prompt(11), 1)
+
+
+def test_a_pack_that_was_done_when_nobody_listened_counts_once(driver):
+    """It is dropped, and begun again: its gradients must not be there already."""
+    opened = driver.open_trainer("one", CONFIG, adapter=LORA)
+    driver.train("one", opened, SEQUENCES[:1])
+    driver.train("one", opened, SEQUENCES[1:])
+    once = driver.step(updates=[Update("one", NUM_TRAINED, 1)])
+    opened = driver.open_trainer("job", CONFIG, adapter=LORA)
+    driver.train("job", opened, SEQUENCES[:1])
+    assert driver.train("job", opened, SEQUENCES[1:]).packs.keys() == {"job"}
+    driver.device.execute(DropPack("job"))
+    driver.train("job", opened, SEQUENCES[1:])
+    again = driver.step(updates=[Update("job", NUM_TRAINED, 1)])
+    assert again.norms["job"] == pytest.approx(once.norms["one"], rel=1e-6)
+
+
 def test_a_gradient_that_is_not_finite_skips_the_step(driver, tmp_path):
     opened = driver.open_trainer("job", CONFIG, adapter=LORA)
     before = saved(driver, tmp_path)
@@ -411,6 +438,25 @@ def test_running_out_of_memory_is_a_result(monkeypatch, tmp_path):
     monkeypatch.setattr(TorchTrainer, "update", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         driver.try_step(updates=updates[1:])
+
+
+def test_numbers_are_read_one_by_one_where_there_is_no_memory_to_put_them_together(monkeypatch):
+    """Optimizer steps have been made by then: the result is to say so."""
+    driver = Driver(make_device())
+    opened = driver.open_trainer("job", CONFIG, adapter=LORA)
+    driver.train("job", opened, SEQUENCES)
+    driver.open("r", greedy(1, logprobs=2))
+    rows = RequestRows("r", 0, prompt(11), driver.pages_for(11), samples=True)
+    driver.device.submit(StepBatch(step=0, updates=(Update("job", NUM_TRAINED, 1),), requests=(rows,)))
+
+    def full(*args, **named):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "cat", full)
+    result = driver.device.collect()
+    monkeypatch.undo()
+    assert result.failure is None and result.norms["job"] > 0
+    assert (result.tokens["r"].token,) == expected_tokens(prompt(11), 1) and len(result.tokens["r"].top) == 2
 
 
 class Waits(TorchDispatchMode):
@@ -488,7 +534,7 @@ def test_a_step_in_another_process_leaves_this_one_free(process_device, tmp_path
         driver.device.execute(WriteCheckpoint("beside", "/proc/nowhere/at/all"))
 
 
-def test_a_bug_in_a_step_of_another_process_is_told_and_it_goes_on(process_device):
+def test_a_bug_in_a_step_of_another_process_is_told_and_it_keeps_running(process_device):
     driver = Driver(process_device)
     with pytest.raises(RuntimeError, match="KeyError: 'nobody'"):
         driver.try_step(updates=[Update("nobody", 1, 1)])
@@ -537,6 +583,63 @@ def test_the_process_ends_with_the_one_that_started_it():
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
     raise AssertionError("the device outlived its parent by ten seconds")
+
+
+NONSENSE = b"\x05" + 7 * b"\0" + b"\xc1oops"  # a frame of five bytes, which are no msgpack
+
+
+def test_a_device_that_is_told_nonsense_ends():
+    own, its = socket.socketpair()
+    with own, its:
+        command = [sys.executable, "-m", "coserve.devices.process_main", str(its.fileno())]
+        process = subprocess.Popen(command, pass_fds=(its.fileno(),), stderr=subprocess.PIPE, text=True)
+        own.sendall(NONSENSE)
+        _, log = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "cannot be understood" in log
+
+
+def test_nobody_waits_for_a_device_that_talks_nonsense(monkeypatch, tmp_path):
+    started = msgspec.msgpack.encode(Started(make_device().info))
+    (tmp_path / "frames").write_bytes(len(started).to_bytes(8, "little") + started)
+    (tmp_path / "device").write_text(
+        f"#!{sys.executable}\n"
+        "import pathlib, socket, sys\n"
+        "end = socket.socket(fileno=int(sys.argv[-1]))\n"
+        "end.recv(1 << 16)\n"
+        f"end.sendall(pathlib.Path({str(tmp_path / 'frames')!r}).read_bytes())\n"
+        "end.recv(1 << 16)\n"
+        f"end.sendall({NONSENSE!r})\n"
+        "while end.recv(1 << 16): pass\n"
+    )
+    (tmp_path / "device").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "device"))
+    device = ProcessDevice(settings())
+    with ThreadPoolExecutor() as pool:
+        with pytest.raises(DeviceGoneError, match="has ended"):
+            pool.submit(device.execute, TakeCheckpoint("job", "c")).result(timeout=60)
+        device.submit(StepBatch(step=0))
+        with pytest.raises(DeviceGoneError, match="has ended"):
+            pool.submit(device.collect).result(timeout=60)
+    device.close()
+
+
+def test_a_frame_that_was_sent_in_part_is_the_last():
+    """What follows could not be told from the rest of it."""
+    own, its = socket.socketpair()
+
+    class Interrupted(socket.socket):
+        def sendall(self, data, flags=0):
+            super().sendall(data[: len(data) // 2])
+            raise KeyboardInterrupt
+
+    sender = Connection(Interrupted(fileno=own.detach()), FromDevice)
+    with pytest.raises(KeyboardInterrupt):
+        sender.send(Started(make_device().info))
+    with its, pytest.raises(EOFError):
+        Connection(its, FromDevice).receive()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        sender.send(Started(make_device().info))
 
 
 # -- the messages -----------------------------------------------------------------------

@@ -18,17 +18,17 @@ from engines import (
     greedy,
     make_engine,
     prompts_of,
-    random_policy,
     tokens_by_request,
     watched,
     word_tokenizer,
 )
 from peft import PeftModel
+from random_plans import random_policy
 from safetensors.torch import load_file
 from support import FAMILIES, make_backbone, make_model, summed_loss
 
 from coserve.adapters import Adapter, LoraConfig, save_adapter
-from coserve.devices.messages import BeginPack
+from coserve.devices.messages import BeginPack, DropCheckpoint, DropTrainer
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.torch_trainer import TorchTrainer
 from coserve.engine.job import JobEvent
@@ -301,7 +301,7 @@ def test_a_paused_job_rests_and_an_engine_with_nothing_else_has_no_work():
     assert job.state == "succeeded"
 
 
-def test_a_job_goes_on_from_a_version(tmp_path):
+def test_a_job_continues_from_a_version(tmp_path):
     engine = make_engine()
     engine.load_adapter("start", adapter_directory(r=3))
     examples = examples_of(LENGTHS)
@@ -363,6 +363,31 @@ def test_an_adapter_of_the_same_name_and_step_shares_nothing_with_the_one_before
         answers.append(tokens_by_request(events)[request])
         engine.unload_adapter("same")
     assert answers[0] != answers[1]
+
+
+def test_a_job_may_have_the_id_of_one_that_was_forgotten():
+    engine = make_engine()
+    for _ in range(3):
+        engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA, job_id="same")
+        engine.step()
+        engine.cancel_job("same")
+        engine.forget_job("same")
+    engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA, job_id="same")
+    run_jobs(engine)
+    assert engine.jobs["same"].state == "succeeded"
+
+
+def test_a_copy_that_nobody_has_any_more_is_let_go_of_without_a_further_step():
+    engine = make_engine()
+    engine.tune(examples_of(LENGTHS), CONFIG, adapter=LORA)
+    checkpoint = engine.checkpoint("job-0")
+    engine.forget_job("job-0")
+    del checkpoint
+    assert not engine.has_work
+    engine.flush_commands()
+    told = watched(engine).commands
+    assert sum(isinstance(command, DropCheckpoint) for command in told) == 1
+    assert sum(isinstance(command, DropTrainer) for command in told) == 1
 
 
 # -- failure -----------------------------------------------------------------------------
@@ -558,3 +583,21 @@ def test_adapters_make_the_round_trip_through_pefts_format(tmp_path):
     assert (
         distance(saved(engine, "back", tmp_path / "again"), load_file(tmp_path / "ours/adapter_model.safetensors")) == 0
     )
+
+
+def test_jobs_that_are_to_be_alone_take_turns():
+    engine = make_engine()
+    alone = engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA, alone_until_step=5)
+    other, third = (engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA) for _ in range(2))
+    company = set()
+    while engine.has_work:
+        was_alone = engine.job(alone).is_alone
+        engine.step()
+        plan = engine.last_plan
+        jobs = {rows.item for rows in plan.rows} | {piece.job for piece in plan.losses}
+        jobs |= {part.job for part in plan.tasklets} | set(plan.updates)
+        assert not (was_alone and alone in jobs and len(jobs) > 1)
+        company.add(frozenset(jobs))
+    assert {frozenset((alone,)), frozenset((other, third))} <= company
+    assert any(alone in jobs and len(jobs) > 1 for jobs in company), "when it need not be alone any more"
+    assert all(engine.job(id).state == "succeeded" for id in (alone, other, third))

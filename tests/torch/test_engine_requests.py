@@ -1,4 +1,4 @@
-"""Requests of an engine: tokens equal to transformers' and PEFT's in every company; nothing is left behind."""
+"""Requests of an engine: tokens equal to transformers' and PEFT's in every company; nothing is left over."""
 
 from random import Random
 from typing import Any
@@ -16,11 +16,11 @@ from engines import (
     make_engine,
     oracle,
     prompts_of,
-    random_policy,
     tokens_by_request,
     watched,
     word_tokenizer,
 )
+from random_plans import random_policy
 from support import CONFIGS, FAMILIES, VOCAB, make_backbone, random_tokens
 
 from coserve.adapters import Adapter, LoraConfig
@@ -408,7 +408,7 @@ def test_cancellation_at_any_moment_gives_everything_back():
     assert moments >= {"waiting", "mid-prefill", "decoding", "preempted"}
 
 
-def test_all_sequences_of_a_request_are_cancelled_with_it_and_others_go_on():
+def test_all_sequences_of_a_request_are_cancelled_with_it_and_others_continue():
     engine = make_engine()
     one, other = prompts_of((9, 9))
     many = engine.add(one, SamplingParams(max_tokens=30, n=3))
@@ -449,6 +449,8 @@ def test_a_preempted_request_is_the_youngest_even_if_all_came_at_once():
         ([1], {"stop": ("x",)}, "stop strings need a tokenizer, and this model has none"),
         ([1], {"logit_bias": {VOCAB: 1.0}}, f"logit_bias names token {VOCAB}; the model has {VOCAB}"),
         ([1], {"stop_token_ids": (VOCAB,)}, f"stop_token_ids names token {VOCAB}; the model has {VOCAB}"),
+        ([True, 3], {}, "element 0 of the prompt is True: token ids are whole numbers"),
+        ([1, 2.0], {}, "element 1 of the prompt is 2.0: token ids are whole numbers; a prompt is text, token ids, or"),
         ("text", {}, "llama.*has no tokenizer: prompts must be token ids"),
         ([{"role": "user", "content": "x"}], {}, "has no tokenizer: prompts must be token ids"),
     ],
@@ -500,7 +502,7 @@ def test_an_engine_needs_two_pages_and_its_settings_must_mean_something():
         Slo(ttft_s=1.0, tpot_s=0.0)
 
 
-def test_generate_that_refuses_one_prompt_leaves_nothing_behind():
+def test_generate_that_refuses_one_prompt_leaves_nothing_over():
     engine = make_engine()
     with pytest.raises(RequestError, match="the prompt has no tokens"):
         engine.generate([[1, 2, 3], [4, 5], []], greedy())
@@ -509,7 +511,7 @@ def test_generate_that_refuses_one_prompt_leaves_nothing_behind():
     assert engine.step() == [], "requests whose names nobody knows leave no chunks"
 
 
-def test_generate_that_fails_midway_leaves_nothing_behind(monkeypatch):
+def test_generate_that_fails_midway_leaves_nothing_over(monkeypatch):
     engine = make_engine()
     collect, device = watched(engine).inner.collect, watched(engine)
 
@@ -675,7 +677,7 @@ def test_a_request_that_the_device_has_no_memory_for_fails_with_the_reason():
     assert engine.step() == []
 
 
-def test_a_job_goes_on_after_steps_had_to_be_small():
+def test_a_job_continues_after_steps_had_to_be_small():
     engine = make_engine()
     limit_rows(engine, 0)
     engine.add(prompts_of((20,))[0], greedy())
@@ -760,7 +762,17 @@ def test_adapters_on_disk_come_and_go_by_use():
         engine.ensure_adapter(name, directory)
     assert sorted(engine.versions.labels()) == ["d@0", "e@0", "kept@0"]
     events = drain(engine)
-    assert len(tokens_by_request(events)[reading]) == NUM_TOKENS - 1, "a request goes on with what it began with"
+    assert len(tokens_by_request(events)[reading]) == NUM_TOKENS - 1, "a request continues with what it began with"
     with pytest.raises(AdapterError, match="has no adapter_config"):
         engine.ensure_adapter("f", directory + "-elsewhere")
     assert sorted(engine.versions.labels()) == ["d@0", "e@0", "kept@0"]
+
+
+def test_a_request_that_the_policy_never_runs_is_not_waited_for_for_ever():
+    engine = make_engine(policy="tuning-only")
+    message = "the request does not move on: policy tuning-only runs no requests"
+    with pytest.raises(RequestError, match=message):
+        engine.generate(prompts_of((9, 5)), greedy())
+    with pytest.raises(RequestError, match=message):
+        list(engine.stream(prompts_of((9,))[0], greedy()))
+    assert_nothing_is_held(engine)

@@ -137,6 +137,7 @@ def test_long_lines_are_cut(tokenizer):
         ({"text": 3}, "text must be a string"),
         ({"prompt": "hello"}, "completion must be a string; it is missing"),
         ({"prompt": "hello", "completion": "x", "weight": 1}, "unknown field 'weight'"),
+        (chat(*[("assistant", "x")] * 501), "has 501 messages; at most 500 are read"),
         ({"messages": []}, "messages must be a list that is not empty"),
         ({"messages": ["x"]}, r"messages\[0\] must be an object"),
         (chat(("alien", "x")), r"messages\[0\].role must be one of system, .* not 'alien'"),

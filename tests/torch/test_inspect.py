@@ -172,7 +172,7 @@ def test_more_tokens_than_the_model_was_made_for_are_remarked(monkeypatch, capsy
     [
         (["dummy:gpt-5"], "no preset or config.json 'gpt-5'"),
         (["dummy:smollm2-135m", "--targets", "fc1"], "'fc1' matches no linear layer of this llama; it has q_proj"),
-        (["dummy:smollm2-135m", "--r", "0"], "rank r must be a whole number of at least 1"),
+        (["dummy:smollm2-135m", "--r", "0"], "rank r must be a whole number from 1 to"),
         (["dummy:smollm2-135m", "--r", "x"], "'--r'"),
         (["dummy:smollm2-135m", "--seq", "0"], "'--seq'"),
         (["dummy:smollm2-135m", "--budget", "5"], "keeps at least 1920 bytes per token; 5 is not enough"),

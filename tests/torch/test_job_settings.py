@@ -91,6 +91,48 @@ def test_settings_that_cannot_be_are_refused_by_name(given, param):
     assert str(caught.value).startswith(param.rpartition(".")[0])
 
 
+NOT_NUMBERS: list[object] = [float("nan"), float("inf"), -1, 2**70, 10**5000, -float("inf"), "1", True, [1], {}, None]
+OPTIMIZER = ("learning_rate", "weight_decay", "eps", "max_grad_norm", "warmup_steps", "betas", "schedule")
+COUNTS = ("checkpoint_every_steps", "max_sequence_length", "evaluate_every_steps")
+ADAPTER = ("r", "alpha", "dropout", "use_rslora", "rank_pattern", "alpha_pattern")
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS, ids=lambda value: repr(type(value)))
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        *(("optimizer", name) for name in OPTIMIZER),
+        *((None, name) for name in COUNTS),
+        *(("adapter", name) for name in ADAPTER),
+        *(("hyperparameters", name) for name in ("n_epochs", "batch_size", "learning_rate_multiplier")),
+    ],
+)
+def test_every_number_that_is_out_of_range_is_refused_by_name(place, name, value):
+    optional = {"evaluate_every_steps", "max_sequence_length", "n_epochs", "batch_size", "learning_rate_multiplier"}
+    is_right = (value is None and name in optional) or (value is True and name == "use_rslora")
+    if is_right or (value == {} and name.endswith("_pattern")):
+        return
+    asked = {name: value}
+    if place != "hyperparameters":
+        asked = {"extension": asked if place is None else {place: asked}}
+    with pytest.raises(JobError) as caught:
+        settings(**asked)
+    assert name in str(caught.value)
+    assert "must be" in str(caught.value)
+    assert str(caught.value.param).startswith("hyperparameters" if place == "hyperparameters" else "coserve")
+    assert len(str(caught.value)) < 500
+
+
+def test_numbers_that_are_far_too_large_are_slips():
+    for optimizer in ({"learning_rate": 1e4}, {"eps": 2}, {"weight_decay": 1e4}, {"max_grad_norm": 1e10}):
+        with pytest.raises(JobError, match="and at most"):
+            settings({"optimizer": optimizer})
+    with pytest.raises(JobError, match="learning_rate must be a number of at least 0 and at most 1,000"):
+        settings({"optimizer": {"learning_rate": 10}}, learning_rate_multiplier=1e6)
+    with pytest.raises(JobError, match="alpha must be a number above 0 and at most"):
+        settings({"adapter": {"alpha": 1e300}})
+
+
 def test_names_of_models():
     assert model_name("tiny", "default", None).startswith("ft:tiny:coserve::")
     assert model_name("org/Some Model", "acme:x", "s").startswith("ft:Some-Model:acme-x:s:")

@@ -42,6 +42,7 @@ def _tolerance(dtype: torch.dtype) -> dict[str, Any]:
 
 @each_backend
 @each_dtype
+@pytest.mark.parametrize("width", [16, 32])
 @pytest.mark.parametrize("sliding_window", [None, 1, 40])
 @pytest.mark.parametrize(
     "lengths",
@@ -52,12 +53,12 @@ def _tolerance(dtype: torch.dtype) -> dict[str, Any]:
         [(1, 1), (1, 64), (1, 65), (1, 300)],
     ],
 )
-def test_attention_of_packed_segments_and_its_gradients(backend, dtype, sliding_window, lengths):
+def test_attention_of_packed_segments_and_its_gradients(backend, dtype, sliding_window, width, lengths):
     """Segments (rows, keys) whose keys stand one after another."""
     torch.manual_seed(0)
     spec = AttentionSpec(scale=0.3, sliding_window=sliding_window)
     n, m = (sum(sizes) for sizes in zip(*lengths, strict=True))
-    q, grad, k, v = (torch.randn(rows, heads, 16).to(dtype) for rows, heads in ((n, 6), (n, 6), (m, 2), (m, 2)))
+    q, grad, k, v = (torch.randn(rows, heads, width).to(dtype) for rows, heads in ((n, 6), (n, 6), (m, 2), (m, 2)))
     starts = [sum(keys for _, keys in lengths[:index]) for index in range(len(lengths))]
     segments = [
         Segment(num_rows=rows, num_keys=keys, first_key=start)
@@ -68,9 +69,9 @@ def test_attention_of_packed_segments_and_its_gradients(backend, dtype, sliding_
     stores = k.flatten(1)[None], v.flatten(1)[None]
     out, lse = backend.attention(q, *stores, batch, spec)
     assert out.shape == q.shape and out.dtype == dtype and lse.dtype == torch.float32
-    sums = [torch.full((1, m, 32), 2.0) for _ in range(2)]  # what was in them before stays
+    sums = [torch.full((1, m, 2 * width), 2.0) for _ in range(2)]  # what was in them before stays
     dq = backend.attention_gradient(grad, q, *stores, out, lse, batch, spec, key_grads=sums[0], value_grads=sums[1])
-    dk, dv = (total.sub_(2).view(m, 2, 16) for total in sums)
+    dk, dv = (total.sub_(2).view(m, 2, width) for total in sums)
     tolerance = 2e-5 if dtype == torch.float32 else 5e-2
     row = 0
     for (rows, keys), start in zip(lengths, starts, strict=True):
@@ -85,10 +86,11 @@ def test_attention_of_packed_segments_and_its_gradients(backend, dtype, sliding_
 
 @each_backend
 @each_dtype
+@pytest.mark.parametrize("width", [16, 32, 64])
 @pytest.mark.parametrize("sliding_window", [None, 5])
-def test_attention_of_rows_whose_keys_lie_in_pages(backend, dtype, sliding_window):
+def test_attention_of_rows_whose_keys_lie_in_pages(backend, dtype, sliding_window, width):
     torch.manual_seed(0)
-    pages, lengths, block, heads, width = ((3, 1, 6), (5,), (0, 2)), (11, 2, 8), 4, 2, 16
+    pages, lengths, block, heads = ((3, 1, 6), (5,), (0, 2)), (11, 2, 8), 4, 2
     num_rows = (1, 2, 1)
     q = torch.randn(sum(num_rows), 6, width).to(dtype)
     k, v = (torch.randn(7, block, heads * width).to(dtype) for _ in range(2))

@@ -118,7 +118,7 @@ def test_a_tied_checkpoint_may_store_its_head_if_it_is_the_embedding(tmp_path):
 
 
 def test_the_files_are_those_that_transformers_reads(directory):
-    """One whole file before an index that was left behind; other safetensors in the directory are not the model's."""
+    """One whole file before an index that was left over; other safetensors in the directory are not the model's."""
     spoilt = {name: tensor + 1 for name, tensor in load_file(directory / "model.safetensors").items()}
     for name in ("consolidated.safetensors", "zz.safetensors", "model-00001-of-00001.safetensors"):
         save_file(spoilt, directory / name)

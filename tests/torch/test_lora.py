@@ -197,7 +197,7 @@ def test_masters_are_float32_and_the_compute_copy_is_in_the_backbones_dtype():
     assert torch.equal(adapter.parameters(1)[name], master.bfloat16())
 
 
-def test_directories_come_and_go_on_a_bfloat16_backbone_without_rounding(tmp_path):
+def test_directories_are_read_and_written_on_a_bfloat16_backbone_without_rounding(tmp_path):
     adapter = make_adapter(make_backbone("llama"))
     save_adapter(adapter, tmp_path / "in")
     half = load_adapter(make_backbone("llama", "bfloat16"), tmp_path / "in")
@@ -220,13 +220,13 @@ def test_in_float32_the_trained_tensors_are_the_served_tensors():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"r": 0}, "rank r must be a whole number of at least 1, not 0"),
+        ({"r": 0}, "rank r must be a whole number from 1 to 2147483647, not 0"),
         ({"r": 2.5}, "rank r must be a whole number"),
-        ({"rank_pattern": {"q_proj": -1}}, "rank q_proj must be a whole number of at least 1, not -1"),
+        ({"rank_pattern": {"q_proj": -1}}, "rank q_proj must be a whole number from 1 to 2147483647, not -1"),
         ({"alpha": 0}, "alpha must be a number above 0"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, not 1.0"),
         ({"r": 0, "rank_pattern": {"r": 4}}, "rank r must be a whole number"),
-        ({"alpha": float("inf")}, "alpha must be a number above 0, not inf"),
+        ({"alpha": float("inf")}, r"alpha must be a number above 0 and at most 1e\+09, not inf"),
         ({"dropout": "x"}, "dropout must be at least 0"),
         ({"use_rslora": "false"}, "use_rslora must be true or false"),
         ({"rank_pattern": {1: 2}}, "rank_pattern must be a mapping"),

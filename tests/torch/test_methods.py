@@ -138,7 +138,7 @@ class Prefix(Prompt):
 
 
 def with_virtual(sequences, num_virtual: int):
-    """The sequences behind virtual tokens, which are not trained on."""
+    """The sequences after virtual tokens, which are not trained on."""
     virtual = [-1 - j for j in range(num_virtual)]
     return [(virtual + ids, [False] * num_virtual + marks) for ids, marks in sequences]
 

@@ -86,7 +86,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert all(torch.equal(after[name], state[name]) for name in state if name != "num_steps_done")
 
 
-def test_a_restored_optimizer_goes_on_as_if_it_had_not_stopped():
+def test_a_restored_optimizer_continues_as_if_it_had_not_stopped():
     straight, resumed = masters(), masters()
     config = OptimizerConfig(learning_rate=0.1, schedule="cosine", warmup_steps=2)
     one = AdapterOptimizer(straight, config)

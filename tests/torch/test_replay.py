@@ -16,7 +16,8 @@ from coserve.cli.main import app
 from coserve.devices.clock import WallClock
 from coserve.devices.loading import torch_device
 from coserve.devices.messages import StepBatch, StepFailure
-from coserve.devices.recording import Collected, Executed, Submitted
+from coserve.devices.profile_store import write_profile
+from coserve.devices.recording import Collected, Executed, FrameWriter, RecordingDevice, Submitted
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
@@ -26,6 +27,7 @@ from coserve.errors import AdapterError, DataError, RequestError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling.latency import Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 NUM_PAGES = 50
@@ -175,9 +177,7 @@ def test_a_recording_needs_no_other_files(recording):
 def changed(recording: Path, file: Path, change) -> Path:
     """The recording with other lines."""
     header, lines = read_recording(recording)
-    from coserve.devices.recording import Recorder
-
-    recorder = Recorder(file)
+    recorder = FrameWriter(file)
     recorder.write(header)
     for line in lines:
         recorder.write(change(line))
@@ -241,3 +241,117 @@ def test_a_recording_is_never_overwritten(tmp_path):
         assert len(list(lines)) > 4
     with pytest.raises(DataError, match="cannot be written"):
         record(Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "no" / "file"))
+
+
+def test_adapters_may_be_loaded_after_others_whose_loading_began_beside_steps(tmp_path):
+    engine = record(Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file"))
+    abandoned = engine.begin_load("abandoned", adapter_directory(**LORA))
+    beside = engine.begin_load("beside", adapter_directory(**LORA))
+    assert abandoned is not None and beside is not None
+    engine.load_adapter("first", adapter_directory(**LORA))
+    engine.finish_load(beside.read())
+    engine.ensure_adapter("second", adapter_directory(**LORA))
+    for name in ("first", "beside", "second"):
+        engine.add_tokens([1, 2], greedy(2), adapter=name)
+    while engine.has_work:
+        engine.step()
+    engine.device.close()
+    header, lines = read_recording(tmp_path / "file")
+    report = replay(header, lines, make_device())
+    assert report.plans_equal and report.tokens_equal, report.diverged
+
+
+def test_a_replay_leaves_this_machines_profile_alone(tmp_path):
+    """Though the recorded engine corrected its own: its device took ten times what the profile said."""
+    slow = Hardware(name="slow", flops_per_s=2e8, bytes_per_s=5e8, call_s=1e-4)
+    backbone, path = make_backbone(), tmp_path / "profile.json"
+
+    def device() -> ModelledDevice:
+        made = ModelledDevice(backbone, roofline_profile(backbone, slow), num_pages=NUM_PAGES, block_tokens=BLOCK)
+        made.info = msgspec.structs.replace(made.info, profile=profile(), profile_path=str(path))
+        return made
+
+    write_profile(path, {}, profile())
+    before = path.read_text()
+    engine = record(
+        Engine(device(), EngineConfig(block_tokens=BLOCK, ttft_s=60.0, tpot_s=10.0)), str(tmp_path / "file")
+    )
+    while engine.num_steps < 520:
+        if not engine.has_requests:
+            engine.add_tokens([1, 2, 3], greedy(90))
+        engine.step()
+    engine.device.close()
+    assert path.read_text() != before, "it has corrected its own"
+    path.write_text(before)
+    header, lines = read_recording(tmp_path / "file")
+    report = replay(header, lines, device())
+    assert (report.steps, report.plans_equal) == (520, True)
+    assert path.read_text() == before
+
+
+def lines_of(file: Path) -> list[Any]:
+    return list(read_recording(file)[1])
+
+
+def test_the_step_that_killed_the_process_is_in_the_recording(tmp_path):
+    """It is there before the device runs it, and what came of it before anything else happens."""
+    watched = WatchedDevice(make_device(), WallClock())
+    engine = record(Engine(watched, EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file"))
+    seen: list[Any] = []
+
+    def look(batch: StepBatch) -> None:
+        seen.append(lines_of(tmp_path / "file")[-1])
+
+    watched.fail = look
+    engine.add_tokens([1, 2, 3], greedy(8))
+    engine.step()
+    assert isinstance(seen[0], Submitted) and seen[0].batch == watched.batches[0]
+
+    device = RecordingDevice(watched, FrameWriter(tmp_path / "device"))
+    device.submit(StepBatch(step=9))
+    device.collect()
+    (tmp_path / "headed").write_bytes((tmp_path / "file").read_bytes() + (tmp_path / "device").read_bytes())
+    last = lines_of(tmp_path / "headed")[-1]
+    assert isinstance(last, Collected) and last.result is not None and last.result.step == 9
+    device.close()
+    engine.device.close()
+
+
+def test_a_step_that_raised_an_error_raises_it_again_and_is_compared(tmp_path, monkeypatch):
+    inner = make_device()
+    engine = record(Engine(inner, EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file"))
+    engine.add_tokens([1, 2, 3], greedy(8))
+    engine.step()
+    collect = inner.collect
+
+    def break_down():
+        collect()
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(inner, "collect", break_down)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.device.close()
+    header, lines = read_recording(tmp_path / "file")
+    report = replay(header, lines, make_device())
+    assert (report.steps, report.plans_equal, report.diverged) == (2, True, None)
+
+
+def test_tokens_that_did_not_come_are_a_difference_and_no_error(tmp_path):
+    engine = record(Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file"))
+    engine.add_tokens([1, 2, 3], greedy(3))
+    engine.step()
+    engine.device.close()
+    device = make_device()
+    collect = device.collect
+    device.collect = lambda: msgspec.structs.replace(collect(), tokens={})
+    header, lines = read_recording(tmp_path / "file")
+    report = replay(header, lines, device)
+    assert (report.steps, report.plans_equal, report.tokens_equal) == (1, True, False)
+
+
+def test_a_recording_without_steps_says_nothing_about_plans(tmp_path):
+    record(Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file")).device.close()
+    header, lines = read_recording(tmp_path / "file")
+    report = replay(header, lines, make_device())
+    assert (report.steps, report.plans_equal, report.diverged) == (0, False, "the recording has no step")

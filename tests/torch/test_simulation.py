@@ -173,7 +173,7 @@ def test_a_burst_in_an_idle_moment_waits_no_longer_than_it_says(hardware, num_jo
     simulation, bound_s = Simulation(engine, arrivals), arrival_wait_s(engine)
     ends = [0.0, *(snapshot.now_s for snapshot in simulation.run(620.0))]
     waits = [min(end for end in ends if end >= t) - t for t in times]
-    assert 0.8 * bound_s < max(waits) <= bound_s + 1e-9, "and there are steps that take about so long"
+    assert 0.8 * bound_s < max(waits) <= bound_s + 1e-9, "and there are steps that take about that long"
     assert max(record.ttft_s for record in engine.records) <= 2 * bound_s + 1e-9
 
 
@@ -222,7 +222,7 @@ def random_load(seed: int, number: int = 120) -> Load:
 
 
 def latencies(load: Load, policy: str) -> tuple[float, float, float]:
-    """p99 of TTFT and of TPOT in units of their objectives, and tokens trained per second."""
+    """p99 of TTFT and of TPOT in units of their SLOs, and tokens trained per second."""
     engine = make_engine(
         policy,
         hardware=load.hardware,
@@ -244,7 +244,7 @@ def latencies(load: Load, policy: str) -> tuple[float, float, float]:
 def test_loads_that_requests_alone_serve_are_served_beside_fine_tuning():
     """Invariant 7, as `policies/slack.py` states it."""
     found, trained = {}, 0.0
-    for seed in range(18):
+    for seed in range(12):
         load = random_load(seed)
         ttft, tpot, _ = latencies(load, "inference-only")
         if max(ttft, tpot) > 1.0:
@@ -257,11 +257,11 @@ def test_loads_that_requests_alone_serve_are_served_beside_fine_tuning():
         found[seed] = held, (ttft, tpot), (both_ttft, both_tpot)
         trained += rate > 0
     assert all(held for held, *_ in found.values()), found
-    assert len(found) >= 12 and trained == len(found), "loads that say something, with training in all of them"
+    assert len(found) >= 8 and trained == len(found), "loads that say something, with training in all of them"
 
 
 def test_a_long_prompt_on_an_idle_device_waits_for_one_step_alone():
-    """One that takes most of its TTFT objective by itself."""
+    """One that takes most of its TTFT SLO by itself."""
     arrivals = [Arrival(at_s=7.3 * i, num_prompt_tokens=1200, num_output_tokens=1) for i in range(1, 25)]
     engines = make_engine(num_jobs=0), make_engine()
     for engine in engines:
@@ -270,7 +270,7 @@ def test_a_long_prompt_on_an_idle_device_waits_for_one_step_alone():
     assert 0.7 * 2.0 < alone_s < both_s <= alone_s + arrival_wait_s(engines[1]) + 1e-9
 
 
-def test_fine_tuning_takes_what_was_banked_up_to_the_objective():
+def test_fine_tuning_takes_what_was_banked_up_to_the_slo():
     """Where there is time, requests are served just in time: that is what jobs live on."""
     engine = make_engine(noise=0.05)
     run(engine, poisson(0.3, 300), 330.0)
@@ -376,7 +376,7 @@ def test_a_job_that_comes_later_does_not_stop_the_others():
     run(engine, [], 120.0)
     second = list(engine.jobs.values())[1]
     assert second.num_rows_run > 0
-    assert first.num_rows_run - ran_before > 0.25 * second.num_rows_run
+    assert first.num_rows_run - ran_before > 0.3 * second.num_rows_run
 
 
 # -- too little memory ------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def test_requests_and_jobs_get_through_a_pool_that_is_too_small_for_all_of_them(
     assert engine.cache.num_available == engine.pool.num_pages
 
 
-def test_requests_keep_their_objectives_while_packs_are_dropped():
+def test_requests_keep_their_slos_while_packs_are_dropped():
     engine = make_engine(num_pages=890)
     run(engine, poisson(0.4, 300, seed=4), 330.0)
     assert engine.stats().num_packs_dropped > 0

@@ -114,7 +114,7 @@ def test_a_system_message_sets_its_manner(engine):
     assert answers(engine, [asked]) == ["Beep. Grass is green. Boop."]
 
 
-def test_it_goes_on_with_plain_text(engine):
+def test_it_continues_with_plain_text(engine):
     assert answers(engine, ["The opposite of hot is"], max_tokens=2) == [" cold."]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from coserve.adapters.base import AdapterConfig
 from coserve.discovery import variant_class, variant_names
+from coserve.settings import shown
 
 
 def method_names() -> tuple[str, ...]:
@@ -17,6 +18,6 @@ def method_names() -> tuple[str, ...]:
 def method(name: Any) -> type[AdapterConfig]:
     """The config class of a method; ValueError lists those that there are."""
     if not isinstance(name, str) or name not in method_names():
-        raise ValueError(f"{name!r} is not supported; supported: {', '.join(method_names())}")
+        raise ValueError(f"{shown(name)} is not supported; supported: {', '.join(method_names())}")
     found: type[AdapterConfig] = variant_class(__name__, name, AdapterConfig)
     return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import sqrt
 from typing import Any, ClassVar, Self
 from zlib import crc32
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.base import AdapterConfig
-from coserve.adapters.targets import Targets, by_pattern, check_pattern
+from coserve.adapters.patterns import ByPattern
+from coserve.adapters.targets import Targets
 from coserve.errors import AdapterError
 from coserve.graph.bypass import Bypass
 from coserve.graph.ir import GraphBuilder
 from coserve.models.base import Architecture, Part
-from coserve.settings import check_whole, is_number
+from coserve.settings import MOST_WHOLE, check_number, check_whole, is_number, shown
 
 # Fields of PEFT's config that say nothing about the numbers of a trained adapter.
 _HARMLESS = frozenset(
@@ -33,6 +35,7 @@ _READ = frozenset(
 )
 # Initial values that leave the backbone's weights alone; the others (PiSSA, OLoRA, LoftQ, …) come with changed weights.
 _PLAIN_INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
+_MOST_ALPHA = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +70,26 @@ class LoraConfig(AdapterConfig):
             object.__setattr__(self, "exclude_modules", ())
         for name, values in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             if not isinstance(values, Mapping) or not all(isinstance(pattern, str) for pattern in values):
-                raise ValueError(f"{name} must be a mapping from patterns to numbers, not {values!r}")
-            for pattern in values:
-                check_pattern(name, pattern)
+                raise ValueError(f"{name} must be a mapping from patterns to numbers, not {shown(values)}")
         for name, rank in (("r", self.r), *self.rank_pattern.items()):
-            check_whole(f"LoRA's rank {name}", rank, 1)
+            check_whole(f"LoRA's rank {_shortened(name)}", rank, 1, MOST_WHOLE)
         for name, alpha in (("alpha", self.alpha), *self.alpha_pattern.items()):
-            if not is_number(alpha) or alpha <= 0:
-                raise ValueError(f"LoRA's {name} must be a number above 0, not {alpha!r}")
+            check_number(f"LoRA's {_shortened(name)}", alpha, above=0, most=_MOST_ALPHA)
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
-            raise ValueError(f"LoRA's dropout must be at least 0 and below 1, not {self.dropout!r}")
+            raise ValueError(f"LoRA's dropout must be at least 0 and below 1, not {shown(self.dropout)}")
         if not isinstance(self.use_rslora, bool):
-            raise ValueError(f"LoRA's use_rslora must be true or false, not {self.use_rslora!r}")
-        self._targets  # noqa: B018 (checks itself)
+            raise ValueError(f"LoRA's use_rslora must be true or false, not {shown(self.use_rslora)}")
+        self._targets, self._ranks, self._alphas  # noqa: B018 (they check themselves)
 
-    @property
+    @cached_property
+    def _ranks(self) -> ByPattern[int]:
+        return ByPattern("rank_pattern", self.rank_pattern, self.r)
+
+    @cached_property
+    def _alphas(self) -> ByPattern[float]:
+        return ByPattern("alpha_pattern", self.alpha_pattern, self.alpha)
+
+    @cached_property
     def _targets(self) -> Targets:
         return Targets(
             modules=self.target_modules,
@@ -103,12 +111,12 @@ class LoraConfig(AdapterConfig):
 
     def rank(self, module: str) -> int:
         """The rank at a module."""
-        return by_pattern(self.rank_pattern, module, self.r)
+        return self._ranks.at(module)
 
     def scaling(self, module: str) -> float:
         """The factor on B A at a module."""
         rank = self.rank(module)
-        return by_pattern(self.alpha_pattern, module, self.alpha) / (sqrt(rank) if self.use_rslora else rank)
+        return self._alphas.at(module) / (sqrt(rank) if self.use_rslora else rank)
 
     def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
         b, rank = GraphBuilder(), self.rank(module)
@@ -164,7 +172,7 @@ class LoraConfig(AdapterConfig):
         if fields.get("init_lora_weights", True) not in _PLAIN_INITIAL_VALUES:
             unsupported.append("init_lora_weights")
         if unsupported:
-            used = ", ".join(f"{name}={fields[name]!r}" for name in unsupported)
+            used = ", ".join(f"{name}={shown(fields[name])}" for name in unsupported)
             raise AdapterError(
                 f"the adapter uses {used}, which is not supported; "
                 "supported is LoRA on linear layers with r, alpha, rsLoRA, dropout and patterns"
@@ -187,3 +195,7 @@ class LoraConfig(AdapterConfig):
             raise AdapterError(f"the adapter's config lacks {error.args[0]!r}") from None
         except (TypeError, ValueError) as error:
             raise AdapterError(f"the adapter's config is not valid: {error}") from None
+
+
+def _shortened(pattern: str) -> str:
+    return pattern if len(pattern) <= 40 else f"{pattern[:40]}…"

@@ -3,17 +3,15 @@
 Files import what is heavy inside their functions, so that `coserve --help` stays fast.
 """
 
-from importlib import import_module
-
 import typer
 
-from coserve.discovery import variant_names
+from coserve.discovery import variant_module, variant_names
 
 
 def add_to(app: typer.Typer) -> None:
     """Add every command to the application."""
     for name in variant_names(__path__):
-        module = import_module(f"{__name__}.{name.replace('-', '_')}")
+        module = variant_module(__name__, name)
         if group := getattr(module, "app", None):
             app.add_typer(group, name=name)
         else:

@@ -18,18 +18,21 @@ def bench(
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, or best: what this machine has instructions for.")
     ] = "best",
-    weights: Annotated[str, typer.Option(help="How weights of linear layers are stored: dense or int8.")] = "dense",
+    weights: Annotated[str, typer.Option(help="How weights of linear layers are stored, as in up.")] = "dense",
     device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; auto takes a GPU if there is one.")] = "auto",
     runs: Annotated[int, typer.Option(min=1, help="Turns that each side takes; numbers are medians over them.")] = 5,
     streams: Annotated[int, typer.Option(min=1, help="coserve: requests that decode at once.")] = 4,
     jobs: Annotated[int, typer.Option(min=1, help="coserve: jobs that run at once.")] = 1,
     seconds: Annotated[float, typer.Option(min=1, help="coserve: time for each policy.")] = 60.0,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="coserve: also what --deterministic of up costs.")
+    ] = False,
 ) -> None:
     """Measure EXPERIMENT and print a table, then one line of JSON.
 
     **decode**: a step of 1, 4 and 8 requests at context 512, against reading the weights and the cache once at this
     machine's bandwidth, and against transformers' generate. **train**: tokens per second and activation memory against
-    PEFT, on sequences of 512 and 1,024 tokens. **coserve**: steady streams with an objective for the time per output
+    PEFT, on sequences of 512 and 1,024 tokens. **coserve**: steady streams with an SLO for the time per output
     token of 2.5 × their step alone, and fine-tuning in what they leave over; with the same under inference-only and
     tuning-only, and PEFT alone.
     """
@@ -50,7 +53,9 @@ def bench(
     elif experiment == "train":
         found = train.run(backbone, runs=runs)
     else:
-        found = whole.run(backbone, runs=runs, streams=streams, num_jobs=jobs, seconds=seconds)
+        found = whole.run(
+            backbone, runs=runs, streams=streams, num_jobs=jobs, seconds=seconds, deterministic=deterministic
+        )
     result = {
         "experiment": experiment,
         "model": model,
@@ -108,11 +113,11 @@ def _coserve_table(table: "Table", result: dict[str, Any]) -> "Table":
     for name in ("", "co-serving", "requests alone", "jobs alone", "PEFT alone"):
         table.add_column(name, justify="left" if not name else "right")
     r = result
-    objective = f"(objective {r['objective_tpot_ms']:.0f})"
-    ttft = f"(objective {r['objective_ttft_ms']:.0f})"
+    slo = f"(SLO {r['objective_tpot_ms']:.0f})"
+    ttft = f"(SLO {r['objective_ttft_ms']:.0f})"
     rows: list[tuple[str, ...]] = [
         ("TPOT p50 ms", f"{r['tpot_p50_ms']:.1f}", f"{r['inference_only_tpot_p50_ms']:.1f}", "", ""),
-        (f"TPOT p99 ms {objective}", f"{r['tpot_p99_ms']:.1f}", f"{r['inference_only_tpot_p99_ms']:.1f}", "", ""),
+        (f"TPOT p99 ms {slo}", f"{r['tpot_p99_ms']:.1f}", f"{r['inference_only_tpot_p99_ms']:.1f}", "", ""),
         (f"TTFT p99 ms {ttft}", f"{r['ttft_p99_ms']:.0f}", f"{r['inference_only_ttft_p99_ms']:.0f}", "", ""),
         ("attainment", f"{r['attainment']:.1%}", f"{r['inference_only_attainment']:.1%}", "", ""),
         (
@@ -125,6 +130,13 @@ def _coserve_table(table: "Table", result: dict[str, Any]) -> "Table":
         ("prediction error, median", f"{r['prediction_error_median']:.1%}", "", "", ""),
         ("prediction error, p95", f"{r['prediction_error_p95']:.1%}", "", "", ""),
     ]
+    if (d := r.get("deterministic")) is not None:
+        rows += [
+            ("deterministic: decode step", "", f"{d['cost_decode']:.2f} ×", "", ""),
+            ("deterministic: prompt", "", f"{d['cost_prompt']:.2f} ×", "", ""),
+            ("deterministic: time per trained token", "", "", f"{d['cost_training']:.2f} ×", ""),
+            ("deterministic: fine-tuning tokens/s", f"{d['tuning_tokens_per_s']:.0f}", "", "", ""),
+        ]
     for row in rows:
         table.add_row(*row)
     return table

@@ -14,24 +14,24 @@ import typer
 
 from coserve.cli.connection import own_server
 from coserve.errors import CoserveError
-from coserve.server.config import objective_of
+from coserve.server.config import slo_seconds
 
 if TYPE_CHECKING:
     from coserve.bench.demo import DemoConfig, DemoState
 
 LessonName = Literal["pirate", "zub"]
 # For the built-in model: enough pages for all that is asked here, few enough to see in a chart; and answers at
-# 25 tokens a second, faster than people read. The usual objective, 2.5 times a step of some 3 ms, is less than what
+# 25 tokens a second, faster than people read. The usual SLO, 2.5 times a step of some 3 ms, is less than what
 # requests alone took at p99 on two cores that server, engine and clients share (8 to 10 ms).
 _TINY_OPTIONS = {"--memory": "256MB", "--slo-ttft": "500ms", "--slo-tpot": "40ms"}
 _QUICK: dict[str, Any] = {"seconds": 3.0, "rate": 4.0, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
 
 
-def _objective(text: str | None) -> str | None:
+def _slo(text: str | None) -> str | None:
     """As it was given, for the server; a mistake is said before one is started."""
     if text is not None:
         try:
-            objective_of(text)
+            slo_seconds(text)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     return text
@@ -55,16 +55,16 @@ def demo(
         str | None,
         typer.Option(
             metavar="TIME",
-            callback=_objective,
-            help="Objective: time to the first token, such as 500ms or 2s. [tiny: 500ms]",
+            callback=_slo,
+            help="SLO: time to the first token, such as 500ms or 2s. [tiny: 500ms]",
         ),
     ] = None,
     slo_tpot: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            callback=_objective,
-            help="Objective: mean time per later token, such as 40ms or 0.04s. [tiny: 40ms]",
+            callback=_slo,
+            help="SLO: mean time per later token, such as 40ms or 0.04s. [tiny: 40ms]",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the lesson, the trace and the job.")] = 0,
@@ -74,7 +74,7 @@ def demo(
 
     Starts a server; asks it some questions; plays a bursty trace of requests alone, runs a fine-tuning job alone, then
     both at once; asks the same questions again, of what was learned meanwhile. Leaves `report.html` with the latency
-    of every request against its objective, `results.json`, and `adapter/` in PEFT's format.
+    of every request against its SLO, `results.json`, and `adapter/` in PEFT's format.
     """
     from coserve.bench.demo import DemoConfig
     from coserve.workloads.traces import read_trace

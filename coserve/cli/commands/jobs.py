@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from coserve.cli.at_rest import Database, Home, store_at_rest
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url
 from coserve.client.http import Client
 from coserve.errors import JobError
@@ -118,9 +119,26 @@ def resume(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: 
 
 
 @app.command()
-def cancel(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
+def cancel(
+    job: JobId,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="On record, while no server uses the home: before one starts again.")
+    ] = False,
+    home: Home = None,
+    database: Database = None,
+) -> None:
     """End a job; its checkpoints stay, and can be asked."""
-    _do("cancel", job, url, api_key, as_json)
+    if not offline:
+        _do("cancel", job, url, api_key, as_json)
+        return
+    from coserve.jobs.offline import cancel_job
+
+    with store_at_rest(home, database) as (directory, store):
+        record = cancel_job(store, directory, None if job == "last" else job)
+    print(json.dumps({"id": record.id, "status": record.status}) if as_json else f"{record.id}: {record.status}")
 
 
 def _do(verb: str, job: str, url: str, api_key: str | None, as_json: bool) -> None:

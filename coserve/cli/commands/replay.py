@@ -78,6 +78,7 @@ def _open(header: "Header", device: On) -> "Device":
         memory_bytes=info.num_pages * info.page_bytes,
         block_tokens=info.block_tokens,
         profile=info.profile,
+        deterministic=info.deterministic,
     )
     if device is On.process:
         from coserve.devices.process_device import ProcessDevice

@@ -87,7 +87,7 @@ def tune(
     """Upload FILE, start a fine-tuning job on it, and watch it learn.
 
     The job takes the time that requests leave over: a busy server trains slowly, an idle one at full speed, and the
-    view shows what requests see meanwhile against their objectives. What is not given is chosen by the server. The
+    view shows what requests see meanwhile against their SLOs. What is not given is chosen by the server. The
     finished model answers at once: `coserve chat --adapter SUFFIX`.
     """
     extensions = {

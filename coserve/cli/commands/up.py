@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from coserve.errors import CoserveError
+from coserve.logs import configure_logs
 from coserve.server.config import ServerConfig, option_of
+from coserve.server.keys import is_digest
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -20,18 +23,25 @@ if TYPE_CHECKING:
     from coserve.server.context import ServerContext
     from coserve.worker.protocol import Ready, StartProgress
 
+_log = logging.getLogger(__name__)
+
 
 def _up(**given: Any) -> None:
     """Serve MODEL: OpenAI's API for requests and for fine-tuning jobs, both at once on one device.
 
     Without MODEL it is the small built-in one, so that you can try everything at once. Point any OpenAI client at
-    `http://127.0.0.1:8000/v1`. Jobs run in whatever time the objectives of requests leave over. Ctrl-C ends it in
+    `http://127.0.0.1:8000/v1`. Jobs run in whatever time the SLOs of requests leave over. Ctrl-C ends it in
     good order: open answers are finished, jobs keep their last checkpoints and resume at the next start.
     """
     try:
         config = ServerConfig(**given)
     except ValueError as error:
         raise CoserveError(str(error)) from None
+    configure_logs(config.log_format, config.log_level)
+    if any(not is_digest(text.rpartition("=")[2]) for text in given.get("api_keys", ())):
+        _log.warning(
+            "ps shows the key of --api-key to all users of this machine: use --api-keys-file or COSERVE_API_KEYS"
+        )
     from coserve.server.serve import serve
 
     with _Screen() as screen:
@@ -87,12 +97,12 @@ class _Screen:
 
 
 def start_line(ready: "Ready", model: str, url: str) -> str:
-    """Model, dtype, memory, objectives and URL."""
+    """Model, dtype, memory, SLOs and URL."""
     pool = ready.num_pages * ready.page_bytes
     return (
         f"coserve serves {model} ({ready.dtype}, {ready.device}): weights {_size(ready.weight_bytes)}, "
         f"pool {_size(pool)} for {ready.num_pages * ready.block_tokens:,} tokens; "
-        f"objectives TTFT {_time(ready.slo.ttft_s)}, TPOT {_time(ready.slo.tpot_s)}; {url}/v1"
+        f"SLOs TTFT {_time(ready.slo.ttft_s)}, TPOT {_time(ready.slo.tpot_s)}; {url}/v1"
     )
 
 

@@ -1,32 +1,11 @@
-"""The operator table: one entry per operator, one file per family of operators. Adding one is adding a class to a
-file and to `_TABLE`.
-"""
+"""The operator table: one entry per operator, one file per family of operators. Every class in them is an entry."""
 
+from coserve.discovery import variant_classes, variant_names
 from coserve.errors import GraphError
-from coserve.graph.operators import activations, attention, elementwise, linear, loss, norms, positions
 from coserve.graph.operators.base import Operator
 
 _TABLE: dict[str, Operator] = {
-    entry.name: entry
-    for entry in (
-        linear.Linear(),
-        linear.LowRank(),
-        linear.DropoutLowRank(),
-        linear.Embedding(),
-        norms.RmsNorm(),
-        norms.LayerNorm(),
-        positions.Rope(),
-        attention.Attention(),
-        activations.Silu(),
-        activations.Gelu(),
-        activations.Relu(),
-        activations.SiluMul(),
-        activations.SignBits(),
-        elementwise.Add(),
-        elementwise.Mul(),
-        elementwise.Scale(),
-        loss.CrossEntropy(),
-    )
+    entry.name: entry() for family in variant_names(__path__) for entry in variant_classes(__name__, family, Operator)
 }
 
 

@@ -43,10 +43,12 @@ class Context:
 
     attention: for all rows, in their order. key_grads, value_grads: the accumulators' rows of the window that runs
     backward, float32 [n, Hkv * D]. Windows run from the last to the first, so once a window's own attention has been
-    reversed, they are complete (FlexLLM section 6.1, figure 8).
+    reversed, they are complete (FlexLLM section 6.1, figure 8). block_rows: forward, row-wise operators run on this
+    many rows at a time (None: on all at once), so that a row's results do not depend on which others there are.
     """
 
     backend: Backend
+    block_rows: int | None = None
     attention: tuple[AttentionRows, ...] = ()
     key_grads: Tensor | None = None
     value_grads: Tensor | None = None

@@ -1,7 +1,7 @@
 """The backend for CPUs: compiled kernels (`*.cpp`) for what PyTorch runs in many passes or rearranges first, PyTorch's
 own products for the rest, and the plain way for what neither is for (other dtypes and layouts, unusual attention).
 
-It is available where g++ compiles the kernels (`library.py`); elsewhere `plain/` runs, and one warning says why.
+It is available where g++ compiles the kernels (`compiled.py`); elsewhere `plain/` runs, and one warning says why.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
 from coserve.kernels.base import Factor, Grouped, SiluMulGradients
 from coserve.kernels.cpu import rows
 from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
-from coserve.kernels.cpu.library import compiled_kernels
+from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.cpu.products import CpuProducts, layout
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.plain.attention import Part

@@ -11,7 +11,7 @@ Each function gives None, or False, when it is not for these tensors.
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu.library import Library
+from coserve.kernels.cpu.compiled import Library
 
 # Up to how many rows our product is the faster one; `benchmarks/products.py` measures it.
 _MOST_ROWS = 192

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionSpec
-from coserve.kernels.cpu.library import Library
+from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import has_native_bf16, rounded_factors
 from coserve.kernels.plain.attention import Part, PlainAttentionBatch
 

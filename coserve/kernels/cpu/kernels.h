@@ -1,5 +1,6 @@
 // Every kernel that Python may call. This is the one place where their arguments are stated: the definitions are
-// compiled against it, and `library.py` reads it when it loads them. An argument is an address, an i64 or a double.
+// compiled against it, and `compiled.py` reads it when it loads them. An argument is an address, an i64 or a double.
+// Groups whose comment says (AMX) are compiled for processors that have it; all others must be there.
 #pragma once
 
 #include "common.h"

@@ -334,8 +334,8 @@ void attend(const Problem<T>& p, i64 num_threads) {
             while (share(before + first * size) < thread) first++;
             while (share(before + (end - 1) * size) > thread) end--;
             const i64 at = c * per_chunk;
-            const bool goes_on = c + 1 < count && share((keys_before[c] + size) * heads) == thread;
-            const Chunk* next = goes_on ? &chunks[c + 1] : nullptr;
+            const bool is_continued = c + 1 < count && share((keys_before[c] + size) * heads) == thread;
+            const Chunk* next = is_continued ? &chunks[c + 1] : nullptr;
             worker.attend(chunks[c], next, first, end, {all.values + at * p.width, all.largest + at, all.weights + at});
         }
     };

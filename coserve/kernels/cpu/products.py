@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.cpu.amx import AmxProducts
-from coserve.kernels.cpu.library import Library
+from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.plain import products as plain
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
@@ -74,10 +74,10 @@ class CpuProducts:
 
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Backend.int8_product`."""
-        is_native = has_native_bf16(x)
-        if 0 < x.shape[0] <= (_MOST_INT8_ROWS_NATIVE if is_native else _MOST_INT8_ROWS) and _is_for_int8(x, bias):
+        has_native = has_native_bf16(x)
+        if 0 < x.shape[0] <= (_MOST_INT8_ROWS_NATIVE if has_native else _MOST_INT8_ROWS) and _is_for_int8(x, bias):
             return self._int8_skinny_gemm(x, values, scales, bias)
-        if not is_native:
+        if not has_native:
             return plain.int8_product(x, values, scales, bias)
         y = torch.empty(x.shape[0], values.shape[0], dtype=x.dtype)
         for tile, weight in self._bfloat16_tiles(values, scales):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.base import SiluMulGradients
-from coserve.kernels.cpu.library import Library
+from coserve.kernels.cpu.compiled import Library
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
 

@@ -7,15 +7,18 @@ what is left, and stop before any of these would be late:
 - A little of every bank is never spent, so that a step that takes longer than predicted finds it there.
 - No step with fine-tuning in it is planned to last longer than `arrival_wait_s`, which bounds what a request that
   arrives just after planning waits for: with nothing else running, its first row enters the next step.
-- Where recent requests by themselves needed nearly all of their SLO, jobs may take of each only what they left.
+- Where recent requests by themselves needed nearly all of their SLO, jobs may take of each only what they left, and the
+  less the more of the time requests filled lately: a queue that hardly ever empties makes all that come later late by
+  what jobs take now.
 - Jobs that stretch requests keep pages and slots occupied: as these get scarce, jobs give way, and wholly while a
   request that can still be in time waits for them.
 
-In any case jobs get `least_share` of the time, in smallest pieces, so that none stands still.
+In any case jobs get `least_share` of the time, in smallest pieces, so that none stands still; where requests just hold
+their SLOs, a fiftieth of it.
 
 The aim: SLOs that requests alone hold at p99, they hold at p99 beside jobs. tests/torch/test_simulation.py holds random
-loads against it. It is not reached everywhere: of recorded loads that requests alone hold at just 99%, with nothing to
-spare, some fall a little below (to 0.985) beside jobs.
+loads against it, benchmarks/slo_edge.py loads that requests alone just hold: of these some still fall below, where
+the queue grows from the first second on and what jobs took before that was known is never made up for.
 """
 
 from collections.abc import Sequence
@@ -27,7 +30,7 @@ from coserve.scheduling.building import PlanBuilder
 from coserve.scheduling.deadlines import Deadlines, decode_deadlines, due_at_s
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.memory import MemoryPlan, rows_to_go
-from coserve.scheduling.plan import JobView, Plan, RequestView, View
+from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 
 # Prompts leave one TPOT in every bank as long as they need less than this share of the time to be in time; then they
@@ -39,13 +42,18 @@ MOST_ARRIVAL_SHARE = 0.5
 # Requests that by themselves need more of their SLO than this are near its edge: each may lose to jobs no more than
 # was left. A step of jobs may take no more than the second share of what TTFTs left, in units of what they needed.
 EDGE, WAIT_SHARE_OF_REST = 0.75, 0.3
+# Near the edge jobs get less the more of the time requests needed lately: from the first of these shares on; nothing
+# above the second. A queue that forms then never ends, so that what jobs take is taken from all that come later.
+FILLED = 0.8, 0.9
+# There jobs get this much of `least_share`; unless more than this share of requests would be late without any jobs.
+EDGE_LEAST_SHARE, MOST_LATE_SHARE = 0.02, 0.05
 # Below this share of free pages, or of free slots, jobs get less the fewer there are.
 SCARCE = 0.25
 # A request waits for pages or a slot once it has waited this share of its TTFT SLO.
 QUEUED_SHARE = 0.05
 # A job that has stood still for as many of the longest steps has its turn: one that came later and catches up, or one
 # whose pieces are always cheaper, would keep it waiting.
-AGED_WAITS = 5.0
+AGED_WAITS = 3.0
 # Beside requests a pack takes about this many times the time that it takes alone.
 PACK_STRETCH = 2.0
 # A request waits for a pack to be done only if it has this many times the time.
@@ -67,7 +75,11 @@ class Slack(Policy):
     arrival_share: float = setting(
         0.1, "Share of the TTFT SLO that an arrival may wait for a step with fine-tuning in it to end.", most=1
     )
-    least_share: float = setting(0.005, "Share of the time that jobs get however much requests press.", most=0.5)
+    least_share: float = setting(
+        0.005,
+        "Share of the time that jobs get however much requests press; a fiftieth of it where SLOs are just held.",
+        most=0.5,
+    )
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         return self.plan_steps(view, latency, tunes=True)
@@ -78,7 +90,7 @@ class Slack(Policy):
 
         def can_wait(request: RequestView, job: JobView) -> bool:
             left_s = self.due_at_s(request, self.reserve_tpots) - view.now_s
-            return max(view.need) < EDGE and CAN_WAIT_TIMES * _wait_for_pack_s(request, job, latency) < left_s
+            return nearness(view) < EDGE and CAN_WAIT_TIMES * _wait_for_pack_s(request, job, latency) < left_s
 
         memory.grow(can_wait)
         memory.admit_waiting(_lost_last(self.queue(view), view, latency), can_wait)
@@ -91,7 +103,8 @@ class Slack(Policy):
             until_s = self._until_s(build, deadlines, memory, view, latency, wait_s) if all_in else 0.0
             # As long as a request's token may, a job's piece may wait for more time than there is; where there can be.
             max_defer_s = self.max_gap_tpots * tightest_tpot_s(view, memory.requests) if until_s < wait_s else 0.0
-            build.tune(self.shares(memory.jobs, view), until_s, max_defer_s=max_defer_s, least_share=self.least_share)
+            least_share = self._least_share(view)
+            build.tune(self.shares(memory.jobs, view), until_s, max_defer_s=max_defer_s, least_share=least_share)
         return build.build(memory)
 
     def queue(self, view: View) -> Sequence[RequestView]:
@@ -141,7 +154,7 @@ class Slack(Policy):
             max_gap_tpots=self.max_gap_tpots,
             prompt_reserve_tpots=0.0 if share > URGENT_SHARE else 1.0,
             reserve_tpots=self.reserve_tpots,
-            jobs_share=jobs_share(view.need.tpot),
+            jobs_share=jobs_share(view.need),
         )
         if not prompts:
             return deadlines, True
@@ -194,6 +207,13 @@ class Slack(Policy):
 
     # -- jobs -------------------------------------------------------------------------
 
+    def _least_share(self, view: View) -> float:
+        """What jobs get in any case. Where requests just hold their SLOs by themselves, each is late by all that jobs
+        took since the device was last idle: there it is next to nothing.
+        """
+        at_edge = nearness(view) > EDGE and view.need.late_share < MOST_LATE_SHARE
+        return self.least_share * (EDGE_LEAST_SHARE if at_edge else 1.0)
+
     def _until_s(
         self,
         build: PlanBuilder,
@@ -214,16 +234,24 @@ class Slack(Policy):
         return requests_s + extra_s
 
 
+def nearness(view: View) -> float:
+    """How near recent requests came to one of their SLOs by themselves; 1: just held."""
+    return max(view.need.ttft, view.need.tpot)
+
+
 def tightest_tpot_s(view: View, requests: Sequence[RequestView]) -> float:
     """The least TPOT SLO of these requests; without any, of the next."""
     return min([request.tpot_s for request in requests], default=view.tpot_s)
 
 
-def jobs_share(need: float) -> float:
-    """What jobs may take of a request's time per token, in all, where requests need this share of it themselves: as
-    much as they like below the edge, nothing at 1.
+def jobs_share(need: NeedView) -> float:
+    """What jobs may take of a request's time per token, in all: as much as they like where requests need no more than
+    EDGE of it themselves; nothing where they need all of it, or where the time was filled lately.
     """
-    return inf if need <= EDGE else max(0.0, 1 - need) ** 2 / (need - EDGE)
+    if need.tpot <= EDGE:
+        return inf
+    unfilled = max(0.0, min(1.0, (FILLED[1] - need.time) / (FILLED[1] - FILLED[0])))
+    return unfilled * max(0.0, 1 - need.tpot) ** 2 / (need.tpot - EDGE)
 
 
 def wait_share(need: float) -> float:

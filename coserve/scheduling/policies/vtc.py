@@ -2,16 +2,23 @@
 
 Whose request is admitted next, and whose job gets tokens next, is decided by the least counter (`scheduling.fairness`):
 first requests, then jobs, as in the algorithm. How much time a step has for either is `slack`'s rule.
+
+An SLO can claim a device without using it: between tokens that are due in little more than a decode step, no one else
+gets on. Among several tenants a TPOT is therefore planned for as far as the share of its tenant goes: with N of them,
+none tighter than what N requests alone, one after the other, could be given; and none is ever widened beyond the
+default.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from coserve.scheduling.fairness import TokenWeights
-from coserve.scheduling.plan import JobView, RequestView, View
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.plan import JobView, Plan, RequestView, View
 from coserve.scheduling.policies.base import setting
 from coserve.scheduling.policies.slack import Slack
+from coserve.scheduling.slo import LEAST_TIMES_ALONE, SOLO_CONTEXT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +34,9 @@ class Vtc(Slack):
     @property
     def token_weights(self) -> TokenWeights:
         return TokenWeights(self.w_p, self.w_q, self.w_r)
+
+    def plan(self, view: View, latency: LatencyModel) -> Plan:
+        return super().plan(_within_shares(view, latency), latency)
 
     def queue(self, view: View) -> Sequence[RequestView]:
         """Again and again the earliest request of the tenant with the least counter, which pays for its prompt."""
@@ -57,3 +67,27 @@ class Vtc(Slack):
         served = {tenant.name: tenant.served for tenant in view.tenants}
         least = min([served.get(job.tenant, 0.0) for job in jobs], default=0.0)
         return [job for job in jobs if served.get(job.tenant, 0.0) <= least + self.w_r * view.max_rows]
+
+
+def _within_shares(view: View, latency: LatencyModel) -> View:
+    """The view with TPOTs that are no tighter than the shares of their tenants.
+
+    How near requests came to their SLOs is then not known of the TPOTs that are planned for.
+    """
+    tenants = {each.tenant for group in (view.requests, view.waiting, view.jobs) for each in group}
+    if len(tenants) < 2:
+        return view
+    alone_s = LEAST_TIMES_ALONE * latency.decode_s(num_requests=1, context=SOLO_CONTEXT)
+    least_s = min(view.tpot_s, len(tenants) * alone_s)
+    if all(request.tpot_s >= least_s for request in (*view.requests, *view.waiting)):
+        return view
+    return replace(
+        view,
+        requests=_no_tighter(view.requests, least_s),
+        waiting=_no_tighter(view.waiting, least_s),
+        need=view.need._replace(tpot=0.0),
+    )
+
+
+def _no_tighter(requests: Sequence[RequestView], least_s: float) -> tuple[RequestView, ...]:
+    return tuple([each if each.tpot_s >= least_s else each._replace(tpot_s=least_s) for each in requests])

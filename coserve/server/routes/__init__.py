@@ -1,1 +1,1 @@
-"""One file per group of routes, each with its `router`."""
+"""Routes, one file per group, found by the file: its `router`."""

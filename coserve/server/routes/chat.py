@@ -11,11 +11,13 @@ from starlette.responses import Response
 from coserve.devices.messages import TokenLogprob
 from coserve.devices.sampling_params import MAX_LOGPROBS
 from coserve.engine.request import Chunk
+from coserve.server.bodies import JsonRoute
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
 from coserve.server.generation import (
     Generation,
     Usage,
+    check_length,
     check_prompt,
     chunks_of,
     find_model,
@@ -27,10 +29,11 @@ from coserve.server.generation import (
     slo_of,
 )
 from coserve.server.prompts import Prompts
+from coserve.server.request_log import note_completion
 from coserve.server.responses import answer, server_sent_event
 from coserve.server.schemas import ChatBody, Message
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -40,11 +43,11 @@ async def chat_completions(body: ChatBody, request: Request, context: Context, t
     _refuse_what_is_not_there(body)
     generation = await _generation(body, context, tenant, arrival_s)
     usage = Usage(num_prompt=len(generation.prompts[0]))
-    headers = {"x-request-id": generation.id}
+    note_completion(request, generation.id)
     if body.stream:
         events = _events(context, generation, usage, body)
-        return await answer(request, events=events, headers=headers)
-    return await answer(request, whole=_whole(context, generation, usage), headers=headers)
+        return await answer(request, events=events)
+    return await answer(request, whole=_whole(context, generation, usage))
 
 
 def _refuse_what_is_not_there(body: ChatBody) -> None:
@@ -78,9 +81,11 @@ def _refuse_what_is_not_there(body: ChatBody) -> None:
 
 
 async def _generation(body: ChatBody, context: ServerContext, tenant: str, arrival_s: float) -> Generation:
-    ready = context.require_ready()
+    ready = context.admit()
     adapter = await find_model(context, tenant, body.model)
-    tokens = await context.prompts.tokens([_plain(message) for message in body.messages])
+    messages = [_plain(message) for message in body.messages]
+    check_length(context.prompts, messages, ready, param="messages")
+    tokens = await context.prompts.tokens(messages)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked: int | None = getattr(body, limit)
     if asked is not None and asked < 1:

@@ -10,11 +10,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from coserve.devices.messages import TokenLogprob
+from coserve.server.bodies import JsonRoute
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
 from coserve.server.generation import (
     Generation,
     Usage,
+    check_length,
     check_prompt,
     chunks_of,
     find_model,
@@ -25,10 +27,11 @@ from coserve.server.generation import (
     slo_of,
 )
 from coserve.server.prompts import Prompts, TokenPiece
+from coserve.server.request_log import note_completion
 from coserve.server.responses import answer, server_sent_event
 from coserve.server.schemas import CompletionBody
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 # OpenAI's default.
 _MAX_TOKENS = 16
@@ -50,11 +53,11 @@ async def completions(body: CompletionBody, request: Request, context: Context, 
         if body.echo
     ]
     writer = _Writer(context, generation, echoes if body.echo else None)
-    headers = {"x-request-id": generation.id}
+    note_completion(request, generation.id)
     if body.stream:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return await answer(request, events=writer.events(with_usage=with_usage), headers=headers)
-    return await answer(request, whole=writer.whole(), headers=headers)
+        return await answer(request, events=writer.events(with_usage=with_usage))
+    return await answer(request, whole=writer.whole())
 
 
 def _refuse_what_is_not_there(body: CompletionBody) -> None:
@@ -82,13 +85,15 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
 async def _generation(
     body: CompletionBody, prompts: list[str | list[int]], context: ServerContext, tenant: str, arrival_s: float
 ) -> Generation:
-    ready = context.require_ready()
+    ready = context.admit()
     adapter = await find_model(context, tenant, body.model)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens < 0 or (max_tokens == 0 and not body.echo):
         raise ApiError("max_tokens must be at least 1; 0 needs echo", param="max_tokens")
     if len(prompts) * (body.n or 1) > _MOST_CHOICES:
         raise ApiError(f"{len(prompts)} prompts, n times each, are more than {_MOST_CHOICES} choices", param="n")
+    for prompt in prompts:
+        check_length(context.prompts, prompt, ready, param="prompt")
     tokens = [tuple(await context.prompts.tokens(prompt)) for prompt in prompts]
     for each in tokens:
         check_prompt(each, max_tokens, ready, param="prompt")

@@ -48,6 +48,7 @@ async def create_file(request: Request, context: Context, tenant: Tenant) -> Res
             filename=filename,
             source=upload.file,
             expires_after_s=_expires_after_s(form),
+            max_total_bytes=context.limits_of(tenant).max_file_bytes,
         )
     return json_response(_file(record))
 

@@ -16,13 +16,14 @@ from coserve.jobs.names import SUFFIX, organization
 from coserve.jobs.records import AdapterRef, CheckpointRecord, EventRecord, JobRecord, Page
 from coserve.jobs.results import by_step
 from coserve.jobs.settings import JobSettings, job_settings
+from coserve.server.bodies import JsonRoute
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
 from coserve.server.responses import json_response
-from coserve.server.schemas import Body
+from coserve.server.schemas import Body, List, Name, Texts
 from coserve.server.texts import check_texts
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 _JOBS = "/v1/fine_tuning/jobs"
 _MOST_SEED = 2**31 - 1
@@ -58,30 +59,23 @@ class Method(Body):
 class CreateJobBody(Body):
     """POST /v1/fine_tuning/jobs."""
 
-    model: str
-    training_file: str
-    validation_file: str | None = None
+    model: Name
+    training_file: Name
+    validation_file: Name | None = None
     suffix: str | None = None
     seed: Annotated[int, Field(ge=0, le=_MOST_SEED)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Texts | None = None
     method: Method | None = None
     hyperparameters: Hyperparameters | None = None
-    integrations: list[dict[str, Any]] | None = None
+    integrations: List[dict[str, Any]] | None = None
     coserve: dict[str, Any] | None = None
 
 
 @router.post(_JOBS)
 async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> Response:
     """A new job."""
-    _check(body)
-    start = await run_in_threadpool(_start, context, tenant, body.model)
-    settings = job_settings(
-        hyperparameters=_hyperparameters(body),
-        extension=body.coserve or {},
-        seed=secrets.randbelow(_MOST_SEED + 1) if body.seed is None else body.seed,
-        architecture=context.jobs.model.architecture,
-        is_fresh=start is None,
-    )
+    # Not here: to match patterns with all of a model's modules takes a moment.
+    start, settings = await run_in_threadpool(_read, body, context, tenant)
     job = await context.jobs.create(
         tenant,
         model=body.model,
@@ -91,6 +85,7 @@ async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> R
         metadata=body.metadata,
         settings=settings,
         start=start,
+        max_jobs=context.limits_of(tenant).max_jobs,
     )
     return json_response(_job(context, job))
 
@@ -166,18 +161,34 @@ def list_checkpoints(
 
 @router.delete("/v1/models/{model:path}")
 async def delete_model(model: str, context: Context, tenant: Tenant) -> Response:
-    """Forget a model that a job has made."""
+    """Forget a model that a job has made, with its checkpoints; or one of those."""
     name = unquote(model)
-    if name in context.base_names or context.loaded.find(tenant, name) is not None:
+    if name in context.base_names or context.loaded.knows(tenant, name):
         raise ApiError(f"The model '{name}' was not made by fine-tuning, and cannot be deleted.", param="model")
-    if not await context.jobs.delete_adapter(tenant, name):
+    gone = await context.jobs.delete_adapter(tenant, name)
+    if not gone:
         raise not_found(f"The model '{name}' does not exist", param="model", code="model_not_found")
     with suppress(EngineGoneError):  # then it is not there either
-        await context.link.unload_adapter(name)
+        for each in gone:
+            await context.link.unload_adapter(each)
     return json_response({"id": name, "object": "model", "deleted": True})
 
 
 # -- from bodies ------------------------------------------------------------------------
+
+
+def _read(body: CreateJobBody, context: ServerContext, tenant: str) -> tuple[AdapterRef | None, JobSettings]:
+    """The adapter that the job trains further, and its settings."""
+    _check(body)
+    start = _start(context, tenant, body.model)
+    settings = job_settings(
+        hyperparameters=_hyperparameters(body),
+        extension=body.coserve or {},
+        seed=secrets.randbelow(_MOST_SEED + 1) if body.seed is None else body.seed,
+        architecture=context.jobs.model.architecture,
+        is_fresh=start is None,
+    )
+    return start, settings
 
 
 def _check(body: CreateJobBody) -> None:
@@ -266,7 +277,12 @@ def _job(context: ServerContext, job: JobRecord) -> dict[str, Any]:
         "user_provided_suffix": job.suffix,
         "metadata": job.metadata,
         "integrations": [],
-        "coserve": {"step": job.num_steps_done, "total_steps": job.num_steps or None, "adapter": job.name},
+        "coserve": {
+            "step": job.num_steps_done,
+            "total_steps": job.num_steps or None,
+            "adapter": job.name,
+            "queue_position": context.jobs.queue_position(job),
+        },
     }
 
 

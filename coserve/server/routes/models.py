@@ -1,15 +1,19 @@
 """GET /v1/models: the base, and every adapter that the tenant can name; vLLM's routes that load and unload them."""
 
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
-from coserve.errors import AdapterError
+from coserve.errors import AdapterError, EngineGoneError, StoreError
 from coserve.jobs.records import AdapterRecord
-from coserve.server.adapters import adapter_at
+from coserve.server.adapters import adapter_at, lies_in
+from coserve.server.bodies import JsonRoute
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
 from coserve.server.generation import most_tokens
@@ -17,7 +21,9 @@ from coserve.server.responses import json_response
 from coserve.server.schemas import LoadAdapterBody, UnloadAdapterBody
 from coserve.server.texts import check_texts
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
+# Characters: of what the store keeps, and of what any system takes as a path.
+_LONGEST_NAME, _LONGEST_PATH = 256, 4096
 
 
 @router.get("/v1/models")
@@ -70,11 +76,14 @@ async def load_lora_adapter(body: LoadAdapterBody, context: Context, tenant: Ten
     name = body.lora_name
     check_texts(name, param="lora_name")
     check_texts(body.lora_path, param="lora_path")
+    if len(name) > _LONGEST_NAME:
+        raise _invalid(f"'lora_name' has {len(name)} characters; {_LONGEST_NAME} are allowed.", "lora_name")
     if "@" in name:
-        raise _invalid("'lora_name' must not have an @, which begins a version.")
+        raise _invalid("'lora_name' must not have an @, which begins a version.", "lora_name")
     if name in context.base_names:
-        raise _invalid(f"'{name}' is the name of the base model.")
-    directory = _allowed(body.lora_path, context.config.allow_adapter_paths)
+        raise _invalid(f"'{name}' is the name of the base model.", "lora_name")
+    context.require_ready()
+    directory = await run_in_threadpool(_allowed, body.lora_path, context.config.allow_adapter_paths)
     async with context.loaded.lock:
         there = await context.look_up(tenant, name)
         if there is not None and (not body.load_inplace or context.loaded.find(tenant, name) is None):
@@ -87,44 +96,63 @@ async def load_lora_adapter(body: LoadAdapterBody, context: Context, tenant: Ten
             await context.link.load_adapter(record.ref)
         except AdapterError as error:
             raise ApiError(str(error), param="lora_path") from error
-        context.loaded.add(record)
+        try:
+            await run_in_threadpool(context.loaded.add, record)
+        except StoreError:
+            await _unload(context, record)
+            raise
         if there is not None:
-            await context.link.unload_adapter(there.ref.name)
+            await _unload(context, there)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(body: UnloadAdapterBody, context: Context, tenant: Tenant) -> Response:
-    """Serve it no longer; requests that use it run to their end."""
+    """Serve it no longer, nor after a restart; requests that use it run to their end."""
     if not body.lora_name:
-        raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
+        raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
     async with context.loaded.lock:
-        known = context.loaded.find(tenant, body.lora_name)
-        if known is None:
-            message = f"The lora adapter '{body.lora_name}' cannot be found."
+        if not context.loaded.knows(tenant, body.lora_name):
+            message = f"The lora adapter '{body.lora_name[:_LONGEST_NAME]}' cannot be found."
             raise ApiError(message, status=404, kind="NotFoundError", param="lora_name")
-        await context.link.unload_adapter(known.ref.name)
-        context.loaded.remove(tenant, body.lora_name)
+        known = context.loaded.find(tenant, body.lora_name)
+        await run_in_threadpool(context.loaded.remove, tenant, body.lora_name)
+        if known is not None:
+            await _unload(context, known)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
+async def _unload(context: ServerContext, adapter: AdapterRecord) -> None:
+    with suppress(EngineGoneError):  # then it is not there either
+        await context.link.unload_adapter(adapter.ref.name)
+
+
 def _allowed(given: str, allowed: tuple[Path, ...]) -> Path:
-    """A directory that may be read, with all links followed."""
+    """A directory that may be read, with all links followed. Blocks."""
     if not allowed:
         raise ApiError(
             "no path may be read: start the server with --allow-adapter-paths", status=403, param="lora_path"
         )
+    if len(given) > _LONGEST_PATH:
+        raise _invalid(f"'lora_path' has {len(given)} characters; {_LONGEST_PATH} are allowed.", "lora_path")
     try:
         path = Path(given).resolve()
-        inside = any(path.is_relative_to(directory.resolve()) for directory in allowed)
+        inside = lies_in(path, allowed)
     except (ValueError, OSError, RuntimeError):  # no path at all, or links in a circle
-        raise _invalid("'lora_path' is no path.") from None
+        raise _invalid("'lora_path' is no path.", "lora_path") from None
     if not inside:
         raise ApiError("lora_path does not lie below a directory that --allow-adapter-paths names", status=403)
-    if not path.is_dir():
-        raise ApiError(f"No adapter found for '{given}'.", status=404, kind="NotFoundError", param="lora_path")
+    try:
+        is_directory = stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        message = f"No adapter found for '{given}'."
+        raise ApiError(message, status=404, kind="NotFoundError", param="lora_path") from None
+    except OSError as error:
+        raise _invalid(f"'lora_path' cannot be read: {error.strerror}.", "lora_path") from None
+    if not is_directory:
+        raise _invalid("'lora_path' is a file: give the directory that PEFT's save_pretrained wrote.", "lora_path")
     return path
 
 
-def _invalid(message: str) -> ApiError:
-    return ApiError(message, kind="InvalidUserInput")
+def _invalid(message: str, param: str | None = None) -> ApiError:
+    return ApiError(message, kind="InvalidUserInput", param=param)

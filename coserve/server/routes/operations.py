@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from coserve.server.context import Context, Tenant
+from coserve.server.context import Context, IsOperator, Tenant
 from coserve.server.responses import json_response
 
 router = APIRouter()
@@ -20,24 +20,30 @@ async def health() -> Response:
 
 @router.get("/ready")
 async def ready(context: Context) -> Response:
-    """200 if requests are answered now, 503 otherwise."""
+    """200 if requests are answered now: the engine has made a step in the last seconds, or makes one for this; 503
+    otherwise.
+    """
     context.require_ready()
+    await context.readiness.require()
     return json_response({"status": "ready"})
 
 
 @router.get("/v1/status")
-async def status(context: Context, tenant: Tenant) -> Response:
-    """How it goes, over the last minute; of finished requests, a tenant's own."""
-    return json_response(context.board.status(context.link.ready, context.model_name, tenant))
+async def status(context: Context, tenant: Tenant, is_operator: IsOperator) -> Response:
+    """How it goes, over the last minute; of finished requests a tenant's own, for operators all."""
+    whose = None if is_operator else tenant
+    return json_response(context.board.status(context.link.ready, context.model_name, whose))
 
 
 @router.get("/v1/status/steps")
-async def steps(context: Context, tenant: Tenant, after: Annotated[int, Query(ge=0)] = 0) -> Response:
-    """All steps and requests after a cursor."""
-    return json_response(context.board.steps(after, tenant))
+async def steps(
+    context: Context, tenant: Tenant, is_operator: IsOperator, after: Annotated[int, Query(ge=0)] = 0
+) -> Response:
+    """All steps after a cursor, and requests: a tenant's own, for operators all."""
+    return json_response(context.board.steps(after, None if is_operator else tenant))
 
 
 @router.get("/metrics")
-async def metrics(context: Context) -> Response:
-    """In Prometheus's format."""
-    return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+async def metrics(context: Context, tenant: Tenant, is_operator: IsOperator) -> Response:
+    """In Prometheus's format: for operators all, for others what has their own tenant's label."""
+    return Response(context.metrics.text(None if is_operator else tenant), media_type=CONTENT_TYPE_LATEST)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from coserve.home import home_directory
+from coserve.home import home_directory, is_trusted, make_private
 
 _log = logging.getLogger(__name__)
 
@@ -38,14 +38,18 @@ class Library:
     """The compiled functions, by name; and what this CPU can do."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if it cannot be loaded."""
+        """Raises OSError if it cannot be loaded, RuntimeError if it lacks a kernel that this processor can run."""
         found = ctypes.CDLL(str(path))
-        for name, arguments in signatures().items():
-            if (function := getattr(found, name, None)) is not None:  # some are for processors with AMX alone
-                function.argtypes, function.restype = arguments, None
-                setattr(self, name, function)
         # Instructions for products of tiles of bfloat16 (AMX), which a process must ask the system for.
         self.has_amx = bool(found.request_amx())
+        for_amx = kernels_for_amx()
+        for name, arguments in signatures().items():
+            function = getattr(found, name, None)
+            if function is not None:
+                function.argtypes, function.restype = arguments, None
+                setattr(self, name, function)
+            elif self.has_amx or name not in for_amx:
+                raise RuntimeError(f"error: {path.name} lacks the kernel {name}, which kernels.h declares")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no kernel {name}")
@@ -53,9 +57,19 @@ class Library:
 
 def signatures() -> dict[str, list[Any]]:
     """The types of the arguments of every kernel, as its header declares them: addresses, int64 and doubles."""
-    header = re.sub(r"//.*", "", (_SOURCES / "kernels.h").read_text())
-    found = re.findall(r"^void (\w+)\(([^)]*)\);", header, re.MULTILINE)
+    found = _declarations((_SOURCES / "kernels.h").read_text())
     return {name: [_type(argument) for argument in arguments.split(",")] for name, arguments in found}
+
+
+def kernels_for_amx() -> set[str]:
+    """Those that are compiled for processors with AMX alone: of groups whose comment in the header says (AMX)."""
+    groups = (_SOURCES / "kernels.h").read_text().split("\n\n")
+    return {name for group in groups if "(AMX)" in group.partition("\n")[0] for name, _ in _declarations(group)}
+
+
+def _declarations(header: str) -> list[tuple[str, str]]:
+    """Names and arguments."""
+    return re.findall(r"^void (\w+)\(([^)]*)\);", re.sub(r"//.*", "", header), re.MULTILINE)
 
 
 def _type(argument: str) -> Any:
@@ -74,8 +88,7 @@ def compiled_kernels() -> Library | None:
         _log.info("PyTorch has no OpenMP of GNU's here: the plain kernels run")
         return None
     try:
-        directory, identity = _directory(), _identity(openmp)
-        return Library(_kept(directory, identity) or _compile(directory, identity, openmp))
+        return _library(_directory(), _identity(openmp), openmp)
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()
         lines = [line for line in said if "error" in line] or said or [repr(error)]
@@ -107,10 +120,27 @@ def _identity(openmp: Path) -> str:
     return digest.hexdigest()[:24]
 
 
+def _library(directory: Path, identity: str, openmp: Path) -> Library:
+    """From what was compiled before, or compiled now; kept where no other user can put code."""
+    if (kept := _kept(directory, identity)) is not None:
+        return Library(kept)
+    if make_private(directory):
+        return Library(_compile(directory, identity, openmp))
+    _log.warning("%s is not this user's alone, so the CPU kernels are compiled at every start", directory)
+    with tempfile.TemporaryDirectory(prefix="coserve-kernels-") as place:
+        return Library(_compile(Path(place), identity, openmp))
+
+
 def _kept(directory: Path, identity: str) -> Path | None:
-    """What was compiled before. Its name ends with a digest of it, since a damaged library would kill the process."""
-    whole = (path for path in directory.glob(f"{identity}-*.so") if path.stem == f"{identity}-{_digest(path)}")
-    return next(whole, None)
+    """What was compiled before. Its name ends with a digest of it, since a damaged library would kill the process; and
+    nobody else may have written it, since it runs as this user.
+    """
+    for path in directory.glob(f"{identity}-*.so"):
+        if not is_trusted(path):
+            _log.warning("another user can write %s, so it is not loaded: the CPU kernels are compiled anew", path)
+        elif path.stem == f"{identity}-{_digest(path)}":
+            return path
+    return None
 
 
 def _digest(path: Path) -> str:
@@ -119,7 +149,6 @@ def _digest(path: Path) -> str:
 
 def _compile(directory: Path, identity: str, openmp: Path) -> Path:
     _log.info("compiling the CPU kernels, once")
-    directory.mkdir(parents=True, exist_ok=True)
 
     def run(*arguments: str | Path) -> None:
         command = ["g++", *_FLAGS, *map(str, arguments)]
@@ -132,5 +161,6 @@ def _compile(directory: Path, identity: str, openmp: Path) -> Path:
         made = Path(place) / "kernels.so"
         # Of two OpenMP libraries only the one named here.
         run("-shared", "-Wl,--as-needed", *objects.values(), openmp, "-o", made)
+        made.chmod(0o600)
         # At once: another process may be doing the same.
         return made.replace(directory / f"{identity}-{_digest(made)}.so")

@@ -1,0 +1,98 @@
+"""Tensors in safetensors files. What is in one is known before any of it is read, so that it can be checked.
+
+Format: eight bytes with the header's length, the header as JSON, the tensors
+(https://huggingface.co/docs/safetensors/index#format).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coserve.adapters.whole_files import replace_file
+from coserve.errors import AdapterError
+from coserve.settings import MOST_WHOLE, is_whole
+
+# Of the names and shapes alone: enough for some fifty thousand tensors.
+_MOST_HEADER_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHeader:
+    """What a file says of a tensor. dtype: in safetensors' words, such as "BF16"."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_floating_point(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
+
+class TensorFile:
+    """An open file; its tensors are read one by one."""
+
+    def __init__(self, path: Path, headers: Mapping[str, TensorHeader], stack: ExitStack) -> None:
+        """stack: closes it."""
+        self.headers = headers
+        self._path, self._stack = path, stack
+        self._file: Any = None
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU."""
+        from safetensors import safe_open
+
+        if self._file is None:  # not before: this maps the whole file, whatever its size
+            self._file = self._stack.enter_context(safe_open(self._path, framework="pt"))
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[TensorFile]:
+    """A safetensors file; AdapterError if it is missing, cannot be read, or is damaged."""
+    from safetensors import SafetensorError
+
+    try:
+        if not path.is_file():
+            raise AdapterError(f"{path.parent} has no {path.name}; save the adapter with safetensors")
+        with ExitStack() as stack:
+            yield TensorFile(path, _read_headers(path), stack)
+    except PermissionError as error:
+        raise AdapterError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{path} is damaged or cut short ({error}); fetch it again") from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file, whole or not at all."""
+    from safetensors.torch import save
+
+    replace_file(path, save({name: tensor.cpu() for name, tensor in tensors.items()}, metadata={"format": "pt"}))
+
+
+def _read_headers(path: Path) -> dict[str, TensorHeader]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER_BYTES:
+            raise AdapterError(
+                f"{path} is damaged, or no safetensors file: its header would have {length:,} bytes; "
+                f"{_MOST_HEADER_BYTES:,} are allowed"
+            )
+        content = file.read(length)
+    try:
+        fields = json.loads(content)
+        return {name: _header(each) for name, each in fields.items() if name != "__metadata__"}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise AdapterError(f"{path} is damaged or cut short (its header is none); fetch it again") from None
+
+
+def _header(fields: Mapping[str, Any]) -> TensorHeader:
+    dtype, shape = fields["dtype"], fields["shape"]
+    if not isinstance(dtype, str) or not all(is_whole(size, 0, MOST_WHOLE) for size in shape):
+        raise ValueError
+    return TensorHeader(dtype=dtype, shape=tuple(shape))

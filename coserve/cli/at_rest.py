@@ -1,0 +1,62 @@
+"""How commands work on a home while no server uses it: `--home` and `--database`, as `coserve up` has them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coserve.errors import CoserveError
+from coserve.home import home_directory
+
+if TYPE_CHECKING:
+    from coserve.jobs.store import Store
+
+Home = Annotated[
+    str | None,
+    typer.Option("--home", metavar="DIR", show_default="$COSERVE_HOME or ~/.coserve", help="The server's."),
+]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--database", metavar="URL", show_default="$COSERVE_DATABASE or SQLite in --home", help="The server's."
+    ),
+]
+
+
+def existing_home(given: str | None, database: str | None) -> Path:
+    """The home of a server that has been there; CoserveError if there is none."""
+    from coserve.jobs.store import DATABASE_FILE
+
+    directory = home_directory(given)
+    if not directory.is_dir():
+        raise CoserveError(f"there is no home at {directory}: --home says where it is")
+    if database is None and not (directory / DATABASE_FILE).is_file():
+        raise CoserveError(
+            f"{directory} has no {DATABASE_FILE}: no server has been there, or its records are in another database, "
+            "which --database says"
+        )
+    return directory
+
+
+@contextmanager
+def store_at_rest(home: str | None, database: str | None) -> Iterator[tuple[Path, "Store"]]:
+    """A home and its records, with no server there meanwhile.
+
+    Raises:
+        CoserveError: there is no such home, or a server uses it. StoreError: its database cannot be opened.
+    """
+    from coserve.home import private_files
+    from coserve.jobs.databases import database_url
+    from coserve.jobs.store import Store
+    from coserve.server.home_lock import lock_home
+
+    url = database_url(database)
+    directory = existing_home(home, url)
+    with private_files(), lock_home(directory, close=False):
+        store = Store.at(directory, url)
+        try:
+            yield directory, store
+        finally:
+            store.close()

@@ -1,0 +1,61 @@
+"""`coserve doctor`: what is wrong with a home, and what can be mended without loss."""
+
+import json
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from coserve.cli.at_rest import Database, Home, store_at_rest
+
+
+def doctor(
+    home: Home = None,
+    database: Database = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended without loss.")] = False,
+) -> None:
+    """Look for what is wrong with a home while no server uses it: records, files, checkpoints, adapters, permissions.
+
+    The status is 1 if something is wrong, or still is after --repair, which deletes nothing that a record names, and
+    moves aside what none does. The last line is JSON.
+    """
+    from coserve.cli.tables import console, table
+    from coserve.jobs.doctor import Finding, examine
+    from coserve.worker.run_directory import remove_socket_directory
+
+    with store_at_rest(home, database) as (directory, store):
+        findings = examine(directory, store)
+        findings += [
+            Finding(
+                about=str(path.relative_to(directory)),
+                problem="the socket of a server that was killed",
+                remedy="is removed, as the next server would",
+                mend=partial(remove_socket_directory, path),
+            )
+            for path in sorted((directory / "run").glob("*"))
+        ]
+        mended = []
+        for finding in findings if repair else ():
+            if finding.mend is not None:
+                finding.mend()
+                mended.append(finding)
+    listing = table("about", "what is wrong", "done" if repair else "what mends it")
+    for finding in findings:
+        can_be = finding.mend is not None
+        by = "" if not can_be or repair else "--repair: it "
+        listing.add_row(finding.about, finding.problem, f"{by}{finding.remedy}")
+    console().print(listing if findings else f"nothing is wrong with {directory}")
+    data = [
+        {
+            "about": finding.about,
+            "problem": finding.problem,
+            "remedy": finding.remedy,
+            "repairable": finding.mend is not None,
+            "mended": finding in mended,
+        }
+        for finding in findings
+    ]
+    left = len(findings) - len(mended)
+    print(json.dumps({"home": str(directory), "findings": data, "left": left}))
+    if left:
+        raise typer.Exit(1)

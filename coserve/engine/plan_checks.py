@@ -1,0 +1,52 @@
+"""What a plan must be like to be run, beyond pages: a policy is one file that anybody may write."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from coserve.engine.job import Job
+from coserve.errors import PolicyError
+from coserve.scheduling.plan import JobPhase, Plan
+
+
+def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str) -> None:
+    """PolicyError if an item has two pieces of one kind, an empty one, or one of a job that is at something else.
+
+    plan: without what there is no memory for. policy: its name.
+    """
+    windows = [rows for rows in plan.rows if rows.kind == "window"]
+    losses = {piece.job: piece.rows for piece in plan.losses}
+    _check_once(policy, "rows of request", [rows.item for rows in plan.rows if rows.kind != "window"])
+    _check_once(policy, "a window of job", [rows.item for rows in windows])
+    _check_once(policy, "a piece of the loss of job", [piece.job for piece in plan.losses])
+    _check_once(policy, "tasklets of job", [part.job for part in plan.tasklets])
+    _check_once(policy, "an optimizer step of job", plan.updates)
+    for rows in plan.rows:
+        _check_size(policy, rows.item, rows.rows)
+    for rows in windows:
+        _check_phase(policy, "a window", jobs[rows.item], "forward")
+    for piece in plan.losses:
+        _check_size(policy, piece.job, piece.rows)
+        _check_phase(policy, "a piece of the loss", jobs[piece.job], "loss")
+    for part in plan.tasklets:
+        job = jobs[part.job]
+        _check_size(policy, part.job, min(part.rows, part.num_tasklets))
+        # Losses come first in a step: tasklets may follow the last piece of it.
+        ends_loss = job.phase == "loss" and losses.get(part.job, 0) >= job.num_loss_rows_left
+        if not ends_loss:
+            _check_phase(policy, "tasklets", job, "backward")
+
+
+def _check_once(policy: str, what: str, items: Iterable[str]) -> None:
+    for item, number in Counter(items).items():
+        if number > 1:
+            raise PolicyError(f"policy {policy} plans {what} {item!r} {number} times in one step; once is right")
+
+
+def _check_size(policy: str, item: str, number: int) -> None:
+    if number < 1:
+        raise PolicyError(f"policy {policy} plans a piece of {item!r} without rows; leave it out, or plan one at least")
+
+
+def _check_phase(policy: str, what: str, job: Job, right: JobPhase) -> None:
+    if job.phase != right:
+        raise PolicyError(f"policy {policy} plans {what} of job {job.id!r}, which is at {job.phase!r}, not {right!r}")

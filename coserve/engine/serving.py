@@ -1,0 +1,157 @@
+"""The life of requests: how they come, what a step brings them, how they end."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from random import Random
+
+from coserve.devices.messages import Command, DeviceInfo, StepBatch, StepResult
+from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.checks import check_request
+from coserve.engine.records import RequestRecord, record_of
+from coserve.engine.request import Chunk, Request
+from coserve.engine.request_queue import RequestQueue
+from coserve.engine.text import TextStream
+from coserve.engine.versions import AdapterVersions
+from coserve.scheduling.attainment import JobsTime, RecentNeed
+from coserve.scheduling.fairness import TokenCounters
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.slo import Slo, feasible_slo
+
+_NUM_RECORDS = 10_000
+
+TextStreamMaker = Callable[[Sequence[int], SamplingParams], TextStream]
+
+
+class Serving:
+    """Requests from their arrival to their last chunk; `queue` has them meanwhile."""
+
+    def __init__(
+        self,
+        info: DeviceInfo,
+        queue: RequestQueue,
+        versions: AdapterVersions,
+        counters: TokenCounters,
+        *,
+        end_tokens: Iterable[int],
+        text_stream: TextStreamMaker | None,
+        emit: Callable[[Chunk], None],
+        send: Callable[[Command], None],
+    ) -> None:
+        """end_tokens, text_stream: see `EngineCore`. emit: takes chunks. send: has the device do a command with the
+        next step.
+        """
+        self._info, self._queue, self._versions, self._counters = info, queue, versions, counters
+        self._text_stream, self._emit, self._send = text_stream, emit, send
+        self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
+        self.records: deque[RequestRecord] = deque(maxlen=_NUM_RECORDS)
+        self.num_slos_clamped = 0
+        self.jobs_time, self.need = JobsTime(), RecentNeed()
+        self._seeds = Random(0)
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        adapter: str | None,
+        slo: Slo | None,
+        default_slo: Slo,
+        latency: LatencyModel,
+        arrival_s: float,
+        tenant: str,
+    ) -> None:
+        """Queue the sequences of a request; see `EngineCore.add_tokens`."""
+        check_request(prompt, params, self._info, has_text=self._text_stream is not None)
+        version = None if adapter is None else self._versions.resolve(adapter)
+        base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        asked_slo = slo or default_slo
+        most = max(1, params.max_tokens)
+        slo = feasible_slo(asked_slo, default_slo, latency, num_prompt_tokens=len(prompt), max_tokens=most)
+        self.num_slos_clamped += slo != asked_slo
+        members: list[Request] = []
+        for index in range(params.n):
+            request = Request(
+                id=f"{name}/{index}",
+                request=name,
+                index=index,
+                prompt=prompt,
+                params=params,
+                seed=base_seed + index,
+                version=version,
+                slo=slo,
+                asked_slo=asked_slo,
+                arrival_s=arrival_s,
+                end_tokens=frozenset() if params.ignore_eos else self.end_tokens,
+                text=None if self._text_stream is None else self._text_stream(prompt, params),
+                tenant=tenant,
+                prefix_source=members[0] if members else None,
+                jobs_time=self.jobs_time,
+            )
+            if version is not None:
+                self._versions.hold(version)
+            members.append(request)
+        self._queue.add(name, members)
+
+    def cancel(self, name: str) -> bool:
+        """End a request at once. Returns whether it was there."""
+        members = self._queue.members(name)
+        for member in members:
+            self._emit(member.end("cancelled"))
+            self._leave(member)
+        return bool(members)
+
+    def stop(self, name: str, index: int, num_tokens: int) -> bool:
+        """End one sequence of which `num_tokens` tokens are wanted. Returns whether it was there."""
+        for member in self._queue.members(name):
+            if member.index == index:
+                self._emit(member.end("stop"))
+                self.records.append(replace(record_of(member), num_output_tokens=num_tokens))
+                self._leave(member)
+                return True
+        return False
+
+    def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
+        """A step's rows are in: their keys and values are known, and some have brought a token. started_s: when the
+        step began.
+        """
+        for rows in batch.requests:
+            request = self._queue.running.get(rows.request)
+            if request is None:  # cancelled or stopped while the step ran
+                continue
+            if request.started_s is None and rows.tokens:
+                request.started_s = started_s
+            request.commit(len(rows.tokens), result.prompts.get(rows.request, ()))
+            if not rows.samples:
+                continue
+            chunk = request.accept(result.tokens[rows.request], now_s)
+            self._counters.charge(request.tenant, output=1)
+            self._emit(chunk)
+            self._note_need(request, now_s)
+            if chunk.finish_reason is not None:
+                self.records.append(record_of(request))
+                self._leave(request)
+
+    def fail(self, batch: StepBatch, reason: str) -> None:
+        """End the requests of a step that the device could not run."""
+        for rows in batch.requests:
+            if (request := self._queue.running.get(rows.request)) is not None:
+                self._emit(request.end("error", reason))
+                self._leave(request)
+
+    def _note_need(self, request: Request, now_s: float) -> None:
+        """What a request needed by itself that has its first token, or has ended."""
+        if request.num_output <= 1:
+            ttft_s = now_s - request.arrival_s - request.jobs_s_before
+            self.need.add_first_token(now_s, ttft_s / request.slo.ttft_s)
+        elif request.finish_reason is not None and request.first_token_s is not None:
+            decoding_s = now_s - request.first_token_s - request.jobs_s
+            self.need.add_end(now_s, decoding_s / (request.num_output - 1) / request.slo.tpot_s)
+
+    def _leave(self, request: Request) -> None:
+        """A request is over: everything that it holds goes back."""
+        if (closed := self._queue.remove(request)) is not None:
+            self._send(closed)
+        if request.version is not None:
+            self._versions.release(request.version)

@@ -1,0 +1,114 @@
+"""What each kind of database needs, so that transactions mean the same in all: one writer at a time, who sees all that
+was written before; and questions that see one moment, and hold up nobody.
+
+SQLite and PostgreSQL are tested.
+"""
+
+import os
+import re
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, MetaData, create_engine, event, inspect, make_url
+
+# How long another writer (a backup, say) may hold the database.
+_BUSY_S = 30
+# How long PostgreSQL may take to answer at all: a server that is away is an error, not a silence.
+_CONNECT_S = 10
+_SILENT_S = 30
+# Connections that are kept, and more that are opened when all are busy; then calls wait.
+_POOL_SIZE, _POOL_OVERFLOW = 5, 10
+# PostgreSQL knows locks that are not of rows by a number.
+_WRITER = int.from_bytes(b"coserve", "big")
+
+
+def database_url(given: str | None = None) -> str | None:
+    """The one that was given, or else `$COSERVE_DATABASE`; None: SQLite in the home."""
+    return given or os.environ.get("COSERVE_DATABASE") or None
+
+
+def without_password(url: str) -> str:
+    """For messages."""
+    return re.sub(r"([?&]password=)[^&]*", r"\1***", re.sub(r"://([^:@/]*):[^@/]*@", r"://\1:***@", url))
+
+
+def open_database(url: str) -> tuple[Engine, Engine]:
+    """Two ways into one database: to ask, and to write. SQLAlchemy's errors, or an ImportError without its driver."""
+    parsed = make_url(url)
+    if parsed.drivername in ("postgres", "postgresql"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.get_backend_name() == "postgresql":
+        return _open_postgresql(parsed)
+    engine = create_engine(parsed, pool_pre_ping=True)
+    if engine.dialect.name == "sqlite":
+        _set_up_sqlite(engine)
+    return engine, engine.execution_options(coserve_writes=True)
+
+
+def database_faults(connection: Connection, metadata: MetaData) -> list[str]:
+    """What is wrong with the database itself: damage (SQLite tells), and tables that are not as they should be."""
+    faults = []
+    if connection.dialect.name == "sqlite":
+        told = [row[0] for row in connection.exec_driver_sql("PRAGMA integrity_check")]
+        if told != ["ok"]:
+            return [f"it is damaged: {' '.join(line.split())}" for line in told]
+        for table, row, parent, _ in connection.exec_driver_sql("PRAGMA foreign_key_check"):
+            faults.append(f"row {row} of {table} belongs to something in {parent} that is not there")
+    known = inspect(connection)
+    for name, table in metadata.tables.items():
+        there = {column["name"] for column in known.get_columns(name)} if known.has_table(name) else set()
+        if missing := sorted({column.name for column in table.columns} - there):
+            faults.append(f"the table {name} lacks {', '.join(missing)}")
+    return faults
+
+
+def _set_up_sqlite(engine: Engine) -> None:
+    """Readers beside a writer (WAL), waiting for locks, foreign keys; and transactions that begin where they say so:
+    a writer takes its lock at once, so that it never finds later that another one was faster.
+    """
+
+    @event.listens_for(engine, "connect")
+    def on_connect(connection: Any, _: Any) -> None:
+        connection.isolation_level = None
+        for pragma in (f"busy_timeout={_BUSY_S * 1000}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def on_begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if _writes(connection) else "BEGIN")
+
+
+def _open_postgresql(url: URL) -> tuple[Engine, Engine]:
+    """A writer first takes a lock that all writers share, and reads by statements that each see what is committed: so
+    what it has read holds until it has written, and numbers of rows grow in the order in which they can be seen.
+    """
+    defaults = {
+        "application_name": "coserve",
+        "connect_timeout": _CONNECT_S,
+        "keepalives_idle": _SILENT_S,
+        "tcp_user_timeout": 1000 * _SILENT_S,
+    }
+    engine = create_engine(
+        url,
+        connect_args={name: value for name, value in defaults.items() if name not in url.query},
+        pool_pre_ping=True,
+        pool_size=_POOL_SIZE,
+        max_overflow=_POOL_OVERFLOW,
+        pool_timeout=_BUSY_S,
+    )
+
+    @event.listens_for(engine, "connect")
+    def on_connect(connection: Any, _: Any) -> None:
+        connection.execute(f"SET lock_timeout = {1000 * _BUSY_S}")
+        connection.commit()
+
+    @event.listens_for(engine, "begin")
+    def on_begin(connection: Any) -> None:
+        if _writes(connection):
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_WRITER})")
+
+    reading = engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+    return reading, engine.execution_options(isolation_level="READ COMMITTED", coserve_writes=True)
+
+
+def _writes(connection: Any) -> bool:
+    return bool(connection.get_execution_options().get("coserve_writes"))

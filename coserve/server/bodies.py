@@ -1,0 +1,108 @@
+"""From a body's bytes to what a route takes: bodies that are not small are read by a thread, since other requests must
+not wait for them, and the first fault is enough.
+"""
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from coserve.server.errors import ApiError
+from coserve.server.faults import no_json, validation_error
+
+# Bytes that are read sooner than a thread could begin to.
+SMALL_BODY_BYTES = 1 << 16
+_MOST_REASON = 200
+
+
+class BodyReader:
+    """Reads bodies. One thread: reading holds the interpreter, and two would only halve the time of everything else."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "big bodies")
+
+    async def read(self, kind: type[BaseModel], body: bytes) -> BaseModel:
+        """The object that a body describes; ApiError names the first fault."""
+        if len(body) <= SMALL_BODY_BYTES:
+            return read_body(kind, body)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _read_big, kind, body)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _read_big(kind: type[BaseModel], body: bytes) -> BaseModel:
+    """The collector would look at millions of new objects again and again, and nothing else ran meanwhile."""
+    gc.disable()
+    try:
+        return read_body(kind, body)
+    finally:
+        gc.enable()
+
+
+def read_body(kind: type[BaseModel], body: bytes) -> BaseModel:
+    """The object that a body describes.
+
+    Raises:
+        ApiError: it is not JSON, names a field twice, is no object, or does not describe one of that kind.
+    """
+    try:
+        value = json.loads(body, object_pairs_hook=_named_once)
+    except RecursionError:
+        raise no_json("it is nested too deeply") from None
+    except ValueError as error:
+        raise no_json(str(error)[:_MOST_REASON]) from None
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        # As FastAPI places what it finds in queries.
+        raise validation_error([{**fault, "loc": ("body", *fault["loc"])} for fault in faults]) from None
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of two values by one name, nobody knows which was meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ApiError(f"The request's body names {twice!r} twice in one object.", code="invalid_json")
+    return found
+
+
+class JsonRoute(APIRoute):
+    """A route whose body, if it has one, is read by the server's `BodyReader` and not by FastAPI, which would do it on
+    the event loop, and list every fault. The schema at /openapi.json is the same.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        kind = self.body_field.field_info.annotation
+
+        async def read_and_handle(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive, kind))
+
+        return read_and_handle
+
+
+class _JsonRequest(Request):
+    """Its JSON is the object already; FastAPI takes it as it is."""
+
+    def __init__(self, scope: Scope, receive: Receive, kind: Any) -> None:
+        super().__init__(scope, receive)
+        self._kind = kind
+
+    async def json(self) -> Any:
+        reader: BodyReader = self.app.state.context.bodies
+        return await reader.read(self._kind, await self.body())

@@ -1,0 +1,62 @@
+"""A request to generate that takes longer than it may ends with an error, also where its answer has begun."""
+
+import asyncio
+from contextlib import suppress
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coserve.server.errors import ApiError
+from coserve.server.responses import error_response, server_sent_event
+
+_PATHS = ("/v1/completions", "/v1/chat/completions")
+# For the error of a stream to a client that does not read it.
+_LAST_WORDS_S = 5.0
+
+
+class DeadlineMiddleware:
+    """504 after this many seconds, from the first byte of the body to the last of the answer; a stream that has begun
+    ends with an event that says the same. What the engine does for it is cancelled.
+    """
+
+    def __init__(self, app: ASGIApp, timeout_s: float | None) -> None:
+        self._app, self._timeout_s = app, timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it pass for as long as it may take."""
+        if scope["type"] != "http" or self._timeout_s is None or scope["path"].rstrip("/") not in _PATHS:
+            await self._app(scope, receive, send)
+            return
+        begun: Headers | None = None
+        is_over = False
+
+        async def noted_send(message: Message) -> None:
+            nonlocal begun, is_over
+            if message["type"] == "http.response.start":
+                begun = Headers(raw=message["headers"])
+            await send(message)
+            is_over = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                await self._app(scope, receive, noted_send)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            if is_over:
+                return
+            if begun is None:
+                await error_response(self._error())(scope, receive, send)
+            elif begun.get("content-type", "").startswith("text/event-stream"):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LAST_WORDS_S):
+                        last = server_sent_event(self._error().body())
+                        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _error(self) -> ApiError:
+        return ApiError(
+            f"The request took longer than the {self._timeout_s:g} s that it may take (--request-timeout).",
+            status=504,
+            kind="server_error",
+            code="request_timeout",
+        )

@@ -1,0 +1,60 @@
+"""Whether the engine makes steps: it has made one lately, or makes one now, for a token that nobody needs."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+from coserve.devices.sampling_params import SamplingParams
+from coserve.errors import CoserveError, EngineGoneError
+from coserve.worker.link import EngineLink
+from coserve.worker.protocol import AddRequest, Ready, StepReport
+
+
+class Readiness:
+    """An `EngineListener`."""
+
+    def __init__(self, link: EngineLink, *, lately_s: float = 10.0, proof_s: float = 5.0) -> None:
+        """lately_s: how old a step may be that proves something. proof_s: in what time one must come when asked for."""
+        self._link, self._lately_s, self._proof_s = link, lately_s, proof_s
+        self._stepped_s = float("-inf")
+        self._proof: asyncio.Task[None] | None = None
+
+    async def require(self) -> None:
+        """EngineGoneError unless the engine makes steps. Who asks meanwhile waits for the same one."""
+        self._link.require_alive()
+        if self._has_stepped():
+            return
+        if self._proof is None or self._proof.done():
+            self._proof = asyncio.create_task(self._make_step())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._proof), self._proof_s)
+        if not self._has_stepped():
+            raise EngineGoneError(f"the engine was asked for a step and has made none in {self._proof_s:g} s")
+
+    def _has_stepped(self) -> bool:
+        return time.monotonic() - self._stepped_s < self._lately_s
+
+    async def _make_step(self) -> None:
+        request = AddRequest(
+            id="proof",
+            prompt=[0],
+            params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            arrival_s=time.monotonic(),
+        )
+        with suppress(CoserveError):  # an engine that is gone has not made it, which is all there is to know
+            stream = self._link.open([request])
+            try:
+                async for _ in stream.batches():
+                    pass
+            finally:
+                self._link.close(stream)
+
+    def engine_ready(self, ready: Ready) -> None:
+        pass
+
+    def engine_gone(self) -> None:
+        self._stepped_s = float("-inf")
+
+    def engine_reported(self, report: StepReport) -> None:
+        if report.steps or report.chunks:
+            self._stepped_s = time.monotonic()

@@ -1,0 +1,247 @@
+"""OpenTelemetry's traces, where an endpoint is set: of requests, by its conventions for generative AI, and of optimizer
+steps. Without one, nothing is imported for them.
+
+A request's span has children for its wait, its prompt and its decoding, by the engine's own records. An optimizer
+step's span says how long its pieces took, not when each of them ran.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coserve.engine.job import JobEvent
+from coserve.engine.records import RequestRecord
+from coserve.engine.request import Chunk
+from coserve.errors import CoserveError
+from coserve.version import VERSION
+from coserve.worker.protocol import AddRequest, Ready, StepReport
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
+
+ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+# Which operation a completion of a path is.
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+# Fields of SamplingParams, where they are what the convention knows.
+_SAME = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty", "presence_penalty")
+_INPUT_TOKENS, _OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
+# How long the last spans may take at the end.
+_FLUSH_MS = 3000
+# How long a request that is over is known.
+_KEPT_S = 30.0
+# The span of the request that is being answered.
+_current: "ContextVar[Span | None]" = ContextVar("span", default=None)
+
+
+def open_tracing(endpoint: str | None) -> "Tracing | None":
+    """To a collector that takes OTLP by HTTP, at this URL or at that of the environment; None if neither is given.
+
+    CoserveError: the packages for it are not installed.
+    """
+    endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE)
+    if not endpoint:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise CoserveError(f"traces need OpenTelemetry: pip install 'coserve[otel]' ({error})") from None
+    attributes = {"service.version": VERSION}
+    if "OTEL_SERVICE_NAME" not in os.environ:
+        attributes["service.name"] = "coserve"
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")))
+    return Tracing(provider)
+
+
+class Tracing:
+    """Makes spans; listens to the engine for the times of what is in them."""
+
+    def __init__(self, provider: "TracerProvider") -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("coserve", VERSION)
+        self._spans: dict[str, Span] = {}  # by the engine's name of the request
+        self._ended: deque[tuple[float, Sequence[str]]] = deque()
+
+    def begin(self, path: str, headers: Mapping[str, str]) -> "Span":
+        """A request has come; it joins the trace that its headers name."""
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        parent = TraceContextTextMapPropagator().extract(headers)
+        attributes = {"http.request.method": "POST", "url.path": path, "gen_ai.provider.name": "coserve"}
+        attributes["gen_ai.operation.name"] = _OPERATIONS[path]
+        return self._tracer.start_span(
+            _OPERATIONS[path], context=parent, kind=SpanKind.SERVER, attributes=attributes, record_exception=False
+        )
+
+    def end(self, span: "Span", status: int) -> None:
+        """Its answer is over; status 0: the client went away before it began."""
+        from opentelemetry.trace import Status, StatusCode
+
+        if status:
+            span.set_attribute("http.response.status_code", status)
+        if status >= 400:
+            span.set_attribute("error.type", str(status))
+        if status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end()
+
+    def open(self, id: str, model: str, requests: Sequence[AddRequest]) -> "TracedAnswer | None":
+        """What is known of the completion that is being made; None if it has no span.
+
+        id, model: as the answer shows them. requests: for the engine.
+        """
+        span = _current.get()
+        if span is None:
+            return None
+        names = [request.id for request in requests]
+        self._spans.update(dict.fromkeys(names, span))
+        return TracedAnswer(span, id, model, requests, forget=lambda: self._forget(names))
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Soon: the engine's record of a request comes a little later than its end."""
+        now_s = time.monotonic()
+        self._ended.append((now_s, names))
+        while self._ended[0][0] < now_s - _KEPT_S:
+            for name in self._ended.popleft()[1]:
+                self._spans.pop(name, None)
+
+    def close(self) -> None:
+        """Send what is left, as far as that is done soon."""
+        self._provider.force_flush(_FLUSH_MS)
+        self._provider.shutdown()
+
+    # -- what the engine says ---------------------------------------------------------
+
+    def engine_ready(self, ready: Ready) -> None:
+        pass
+
+    def engine_gone(self) -> None:
+        pass
+
+    def engine_reported(self, report: StepReport) -> None:
+        for record in report.records:
+            if (span := self._spans.get(record.request)) is not None:
+                self._take_record(record, span)
+        for event in report.job_events:
+            if event.kind == "step":
+                self._take_step(event)
+
+    def _take_record(self, record: RequestRecord, parent: "Span") -> None:
+        """A sequence has come to its end: its three pieces one after the other."""
+        started_s, first_s = record.arrival_s + record.queue_s, record.arrival_s + record.ttft_s
+        last_s = first_s + (record.tpot_s or 0.0) * (record.num_output_tokens - 1)
+        index = {"coserve.sequence.index": record.index}
+        self._add("queue", record.arrival_s, started_s, index, parent)
+        self._add("prefill", started_s, first_s, {**index, _INPUT_TOKENS: record.num_prompt_tokens}, parent)
+        if record.tpot_s is not None:
+            self._add("decode", first_s, last_s, {**index, _OUTPUT_TOKENS: record.num_output_tokens}, parent)
+
+    def _take_step(self, event: JobEvent) -> None:
+        attributes: dict[str, Any] = {
+            "coserve.job.id": event.job,
+            "coserve.job.step": event.step,
+            "coserve.job.num_tokens": event.num_tokens,
+            "coserve.job.forward_s": event.seconds.forward_s,
+            "coserve.job.loss_s": event.seconds.loss_s,
+            "coserve.job.backward_s": event.seconds.backward_s,
+            "coserve.job.update_s": event.seconds.update_s,
+            "coserve.job.skipped": event.norm is None,
+        }
+        for name, value in (("loss", event.loss), ("norm", event.norm), ("learning_rate", event.learning_rate)):
+            if value is not None:
+                attributes[f"coserve.job.{name}"] = value
+        started_s = event.now_s if event.seconds.started_s is None else event.seconds.started_s
+        self._add("optimizer_step", started_s, event.now_s, attributes)
+
+    def _add(
+        self, name: str, start_s: float, end_s: float, attributes: Mapping[str, Any], parent: "Span | None" = None
+    ) -> None:
+        """A span of times by the monotonic clock; of a trace of its own without a parent."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        context = Context() if parent is None else set_span_in_context(parent, Context())
+        to_unix_ns = time.time_ns() - time.monotonic_ns()
+        start_ns, end_ns = (round(seconds * 1e9) + to_unix_ns for seconds in (start_s, end_s))
+        self._tracer.start_span(name, context=context, start_time=start_ns, attributes=attributes).end(end_ns)
+
+
+class TracedAnswer:
+    """What a span says of a completion; to be closed when the answer is over."""
+
+    def __init__(
+        self, span: "Span", id: str, model: str, requests: Sequence[AddRequest], *, forget: Callable[[], None]
+    ) -> None:
+        self._span, self._forget = span, forget
+        self._num_output = 0
+        self._reasons: dict[tuple[int, int], str] = {}
+        params = requests[0].params
+        operation = "chat" if id.startswith("chat") else "text_completion"
+        span.update_name(f"{operation} {model}")
+        span.set_attributes(
+            {
+                "gen_ai.request.model": model,
+                "gen_ai.response.model": model,
+                "gen_ai.response.id": id,
+                _INPUT_TOKENS: sum(len(request.prompt) for request in requests),
+                **{f"gen_ai.request.{name}": value for name in _SAME if (value := getattr(params, name)) is not None},
+            }
+        )
+        if params.n > 1:
+            span.set_attribute("gen_ai.request.choice.count", params.n)
+
+    def take(self, place: int, chunks: Sequence[Chunk]) -> None:
+        """Some more of it, for one of its prompts."""
+        for chunk in chunks:
+            self._num_output += len(chunk.tokens)
+            if chunk.finish_reason is not None:
+                self._reasons[place, chunk.index] = chunk.finish_reason
+
+    def close(self) -> None:
+        """There is no more of it."""
+        self._span.set_attribute(_OUTPUT_TOKENS, self._num_output)
+        self._span.set_attribute(
+            "gen_ai.response.finish_reasons", [self._reasons[key] for key in sorted(self._reasons)]
+        )
+        self._forget()
+
+
+class TracingMiddleware:
+    """A span for every completion, from its headers to the end of its answer."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self._app, self._tracing = app, tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it pass."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _OPERATIONS:
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        span, status = self._tracing.begin(scope["path"], headers), 0
+        token = _current.set(span)
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception:
+            status = status or 500
+            raise
+        finally:
+            _current.reset(token)
+            self._tracing.end(span, status)

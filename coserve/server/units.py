@@ -1,0 +1,37 @@
+"""Sizes and durations as people write them."""
+
+import re
+
+_UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0}
+
+
+def bytes_of(text: str) -> int:
+    """A number of bytes such as 512MB, 4GiB or 1000000."""
+    number, unit = _number_and_unit(text)
+    name = unit.removesuffix("b") if unit != "b" else unit
+    if name not in _UNITS:
+        raise ValueError(f"{text!r} is no size; give one such as 512MB or 4GiB")
+    return int(number * _UNITS[name])
+
+
+def seconds_of(text: str) -> float:
+    """A duration such as 40ms, 2s, or 0.5."""
+    number, unit = _number_and_unit(text)
+    if unit not in _DURATIONS:
+        raise ValueError(f"{text!r} is no duration; give one such as 40ms or 2s")
+    return number * _DURATIONS[unit]
+
+
+def slo_seconds(text: str) -> float:
+    """A duration with its unit: milliseconds are usual here, so a bare number would be taken for seconds by mistake."""
+    number, unit = _number_and_unit(text)
+    if not unit:
+        raise ValueError(f"{text!r} has no unit; give {number:g}ms (which is {number / 1e3:g}s), or {number:g}s")
+    return seconds_of(text)
+
+
+def _number_and_unit(text: str) -> tuple[float, str]:
+    if (found := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())) is None:
+        raise ValueError(f"{text!r} is no number with a unit")
+    return float(found[1]), found[2].lower()

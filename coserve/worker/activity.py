@@ -1,0 +1,150 @@
+"""Which jobs an engine's process works for just now, in memory that outlives it: so it is known what it died of.
+
+The process writes ids into memory that it shares with a file, without a system call; the server reads the file when the
+process is gone, however it went.
+"""
+
+import mmap
+import os
+import signal
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from coserve.devices.base import Clock, Device
+from coserve.devices.messages import Command, Reply, StepBatch, StepResult
+from coserve.errors import CoserveError
+
+# The process, and which of two slots counts: it may die while it writes the other.
+_HEAD = struct.Struct("<IB")
+_SLOT_BYTES = 4096
+_FILE_BYTES = _HEAD.size + 2 * _SLOT_BYTES
+_NOTHING: frozenset[str] = frozenset()
+
+
+class LastActivity:
+    """The server's view of one engine's file: what its death says of jobs."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file; where the disk has no room for it, nothing will be known."""
+        self.path: Path | None = path
+        self._num_oom_kills = _num_oom_kills()
+        try:
+            path.write_bytes(bytes(_FILE_BYTES))  # all of it, so that no page is missing later
+        except OSError:
+            path.unlink(missing_ok=True)
+            self.path = None
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process (SIGSTOP), which is the fault of no job."""
+        content = self._read()
+        if content is None:
+            return False
+        pid, _ = _HEAD.unpack_from(content)
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        except (OSError, IndexError):
+            return False
+
+    def jobs_at_death(self, status: int, *, hung: bool) -> tuple[str, ...] | None:
+        """The jobs that the engine may have died of: those that it worked for; None if that is not known.
+
+        None of them if somebody has killed it. status: of the process. hung: the server has ended it for that.
+        """
+        if status == -signal.SIGKILL and not hung and _num_oom_kills() == self._num_oom_kills:
+            return ()
+        content = self._read()
+        if content is None:
+            return None
+        _, slot = _HEAD.unpack_from(content)
+        start = _HEAD.size + slot * _SLOT_BYTES
+        ids, _, _ = content[start : start + _SLOT_BYTES].partition(b"\0")
+        return tuple(ids.decode().split())
+
+    def _read(self) -> bytes | None:
+        try:
+            return None if self.path is None else self.path.read_bytes()
+        except OSError:
+            return None
+
+
+def _num_oom_kills() -> int:
+    """Processes that this machine's kernel has killed for memory; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+class Activity:
+    """Belongs to the thread of the step loop."""
+
+    def __init__(self, path: str | None) -> None:
+        """path: of a file that `LastActivity` made; None: nobody asks."""
+        self._memory: mmap.mmap | None = None
+        self._now, self._slot = _NOTHING, 0
+        if path is not None:
+            descriptor = os.open(path, os.O_RDWR)
+            self._memory = mmap.mmap(descriptor, _FILE_BYTES)
+            os.close(descriptor)
+            _HEAD.pack_into(self._memory, 0, os.getpid(), 0)
+
+    def note(self, jobs: frozenset[str]) -> None:
+        """These jobs are under way, and no other."""
+        if jobs == self._now or self._memory is None:
+            return
+        self._now, self._slot = jobs, 1 - self._slot
+        ids = " ".join(jobs).encode()[: _SLOT_BYTES - 1] + b"\0"
+        start = _HEAD.size + self._slot * _SLOT_BYTES
+        self._memory[start : start + len(ids)] = ids
+        self._memory[_HEAD.size - 1] = self._slot
+
+    @contextmanager
+    def of(self, job: str) -> Iterator[None]:
+        """Something is done for a job. An error that ends the process leaves the note."""
+        before = self._now
+        self.note(frozenset((job,)))
+        try:
+            yield
+        except CoserveError:
+            self.note(before)
+            raise
+        self.note(before)
+
+
+class WatchedDevice:
+    """A device that notes whose work it does. What a step has noted stands until the next one: what follows from it may
+    end the process, too.
+    """
+
+    def __init__(self, device: Device, activity: Activity) -> None:
+        self._device, self._activity = device, activity
+        self.info = device.info
+        self.clock: Clock = device.clock
+
+    def execute(self, command: Command) -> Reply:
+        job: str | None = getattr(command, "job", None)
+        if job is None:
+            return self._device.execute(command)
+        with self._activity.of(job):
+            return self._device.execute(command)
+
+    def submit(self, batch: StepBatch) -> None:
+        self._activity.note(_jobs_in(batch))
+        self._device.submit(batch)
+
+    def collect(self) -> StepResult:
+        return self._device.collect()
+
+    def close(self) -> None:
+        self._device.close()
+
+
+def _jobs_in(batch: StepBatch) -> frozenset[str]:
+    if not (batch.windows or batch.losses or batch.tasklets or batch.updates):
+        return _NOTHING
+    return frozenset(
+        piece.job for pieces in (batch.windows, batch.losses, batch.tasklets, batch.updates) for piece in pieces
+    )

@@ -1,0 +1,51 @@
+"""How the engine's process is started: as a program of its own, here; or by `coserve.worker.fork_server`."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from coserve.home import home_environment
+
+_COMMAND = (sys.executable, "-m", "coserve.worker.process")
+
+
+class Launched(Protocol):
+    """A process, as asyncio shows one."""
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; the negative number of the signal that ended it."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once, also one that is stopped."""
+        ...
+
+    async def wait(self) -> int:
+        """Until it has ended; its return code."""
+        ...
+
+
+# Given the first line of the process's standard input, which stays open as long as this process lives, and the home in
+# which it keeps what it measures (None: the one of the environment).
+Launch = Callable[[bytes, Path | None], Awaitable[Launched]]
+
+
+def program(command: Sequence[str] = _COMMAND) -> Launch:
+    """Launches a command."""
+
+    async def launch(line: bytes, home: Path | None) -> Launched:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=sys.stderr,
+            env=os.environ | home_environment(home),
+        )
+        assert process.stdin is not None
+        process.stdin.write(line)
+        return process
+
+    return launch

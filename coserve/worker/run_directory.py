@@ -1,0 +1,51 @@
+"""Where the socket between server and engine lies: in the home, so that what a killed server leaves is found and
+removed at the next start.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from coserve.home import make_private
+
+# Linux: sun_path has 108 bytes with the zero at its end; macOS: 104 (unix(7)).
+_MOST_ADDRESS_BYTES = 103
+_SOCKET = "engine"
+
+
+def make_socket_directory(home: Path) -> Path:
+    """A new directory that only this user can enter. Where the home's path is too long for the address of a socket it
+    lies elsewhere, and this is a link to it.
+    """
+    run = home / "run"
+    make_private(run)
+    directory = Path(tempfile.mkdtemp(dir=run, prefix=""))
+    if len(os.fsencode(directory / _SOCKET)) > _MOST_ADDRESS_BYTES:
+        directory.rmdir()
+        directory.symlink_to(tempfile.mkdtemp(prefix="coserve-"))
+    return directory
+
+
+def socket_address(directory: Path) -> str:
+    """As ZeroMQ names it."""
+    return f"ipc://{directory.resolve() / _SOCKET}"
+
+
+def activity_file(directory: Path) -> Path:
+    """Where the engine says which jobs it works for."""
+    return directory.resolve() / "activity"
+
+
+def remove_socket_directory(directory: Path) -> None:
+    """With its link, if it has one."""
+    shutil.rmtree(directory.resolve(), ignore_errors=True)
+    if directory.is_symlink():
+        directory.unlink()
+
+
+def clear_socket_directories(home: Path) -> None:
+    """Remove all of them: nobody else may use this home now."""
+    run = home / "run"
+    for directory in run.iterdir() if run.is_dir() else ():
+        remove_socket_directory(directory)

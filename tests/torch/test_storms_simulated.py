@@ -1,0 +1,28 @@
+"""Some of the storms of `make storm`, those of the first seeds; see `tests/storm`."""
+
+from storm.faults import FAULTS
+from storm.operations import OPERATIONS
+from storm.simulated import Report, run_storm
+
+from coserve.scheduling.policies import policy_names
+
+
+def test_storms():
+    """No invariant is broken, and they reach what they are about."""
+    report = Report()
+    for seed in range(30):
+        run_storm(seed, report, num_actions=500)
+    assert report.policies.keys() >= set(policy_names())
+    assert report.operations.keys() >= {operation.__name__ for operation in OPERATIONS}
+    assert report.faults.keys() == FAULTS.keys()
+    ends = {f"requests: {end}" for end in ("length", "stop", "cancelled", "error")}
+    ends |= {f"jobs: {end}" for end in ("succeeded", "cancelled", "failed")}
+    assert report.counts.keys() >= ends
+
+
+def test_the_same_seed_gives_the_same_storm():
+    first, second = Report(), Report()
+    for report in (first, second):
+        run_storm(3, report, num_actions=500)
+        report.computed_s = 0.0
+    assert first == second
