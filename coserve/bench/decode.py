@@ -17,6 +17,7 @@ from coserve.models.backbone import Backbone
 from coserve.scheduling.slo import Slo
 
 _NUM_TOKENS = 16
+MAX_TOKENS = _NUM_TOKENS + 4
 _BATCHES = (1, 4, 8)
 
 
@@ -33,7 +34,7 @@ def run(backbone: Backbone, *, runs: int, context: int = 512, batches: Sequence[
         ours, theirs, floors = [], [], []
         for _ in range(runs):
             prompts = torch.randint(backbone.architecture.vocab_size, (batch, context), generator=generator)
-            ours.append(_engine_step_s(engine, prompts.tolist()))
+            ours.append(engine_step_s(engine, prompts.tolist()))
             theirs.append(decode_step_s(model, prompts.to(backbone.device), num_tokens=_NUM_TOKENS))
             num_bytes = weight_bytes(backbone) + batch * (context + _NUM_TOKENS // 2) * per_key
             floors.append(num_bytes / read_bytes_per_s(backbone.device))
@@ -49,12 +50,14 @@ def run(backbone: Backbone, *, runs: int, context: int = 512, batches: Sequence[
     return {"rows": rows}
 
 
-def _engine_step_s(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
-    """Median seconds of a step in which every request decodes."""
-    params = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS + 4, ignore_eos=True)
+def engine_step_s(
+    engine: Engine, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
+) -> float:
+    """Median seconds of a step in which every request decodes; adapters: of the requests (None: no request has any)."""
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     relaxed = Slo(ttft_s=1e3, tpot_s=1e3)  # so that prompts are not cut into pieces for the sake of those that decode
-    for prompt in prompts:
-        engine.add_tokens(prompt, params, slo=relaxed)
+    for prompt, adapter in zip(prompts, adapters or [None] * len(prompts), strict=True):
+        engine.add_tokens(prompt, params, adapter=adapter, slo=relaxed)
     steps = []
     while engine.has_requests:
         start = now_s(torch.device(engine.device.info.device))
