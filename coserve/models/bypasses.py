@@ -41,11 +41,17 @@ class Bypasses:
 
     @cached_property
     def structure(self) -> Hashable:
-        """Equal for adapters whose bypasses can run as one; unique where an operator takes the parameters of one."""
+        """Equal for adapters whose bypasses can run as one; unique where an operator takes the parameters of one. Ranks
+        show in the parameters' shapes alone: two adapters whose alpha goes with the rank have the same operators.
+        """
         bypasses = [(part, site, b) for part, sites in self._parts.items() for site, b in sites.items()]
         if not all(_can_be_grouped(bound) for _, _, bound in bypasses):
             return object()
-        return _interned(tuple((part, site, bound.bypass) for part, site, bound in bypasses))
+        return _interned(tuple((part, site, bound.bypass, _shapes(bound)) for part, site, bound in bypasses))
+
+
+def _shapes(bound: BoundBypass) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, tensor.shape) for name, tensor in sorted(bound.parameters.items()))
 
 
 def _can_be_grouped(bound: BoundBypass) -> bool:

@@ -39,6 +39,21 @@ def test_rows_of_many_adapters_equal_peft_each(family):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
+def test_ranks_may_differ_where_scales_do_not():
+    """alpha goes with the rank, as people choose it: the operators are the same then, but not their shapes."""
+    backbone = make_backbone("llama")
+    users = [make_adapter(backbone, seed=rank, r=rank, alpha=2 * rank) for rank in (2, 8, 4)]
+    prompts = [random_tokens(3 + i, i) for i in range(len(users))]
+    owners = [(len(prompt), user.bypasses()) for prompt, user in zip(prompts, users, strict=True)]
+    spans = [
+        CachedSequence(backbone, n, bypasses).extend(prompt)
+        for (n, bypasses), prompt in zip(owners, prompts, strict=True)
+    ]
+    every = logits(backbone, forward(backbone, spans), owners).split([len(prompt) for prompt in prompts])
+    for ours, prompt, user in zip(every, prompts, users, strict=True):
+        torch.testing.assert_close(ours, alone(backbone, prompt, user), atol=1e-4, rtol=0)
+
+
 def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
     backbone = make_backbone("llama")
     adapter = make_adapter(backbone)
