@@ -1,5 +1,6 @@
 """The others: transformers decoding, and PEFT training, on the same weights."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,15 +77,27 @@ class PeftTrainer:
         self._device = backbone.device
         self._frozen = {tensor.untyped_storage().data_ptr() for tensor in self.model.parameters()}
 
-    def step_s(self, tokens: Tensor) -> float:
-        """Seconds of an optimizer step on a batch [sequences, length]."""
-        start = now_s(self._device)
-        self.model(input_ids=tokens, labels=tokens).loss.backward()
+    def step_s(self, tokens: Tensor, *, compiled: bool = False) -> float:
+        """Seconds of an optimizer step on a batch [sequences, length]; compiled: by torch.compile, which takes minutes
+        for the first batch of a shape.
+        """
+        start, model = now_s(self._device), self._compiled if compiled else self.model
+        model(input_ids=tokens, labels=tokens).loss.backward()
         if self._max_grad_norm:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return now_s(self._device) - start
+
+    @cached_property
+    def _compiled(self) -> Any:
+        """The model, compiled for each shape of a batch when it is first seen."""
+        return torch.compile(self.model, dynamic=False)
+
+    def state_bytes(self) -> int:
+        """Bytes of the adapter's parameters and of the optimizer's state, which are held between steps."""
+        state = [value for held in self._optimizer.state.values() for value in held.values()]
+        return sum(tensor.nbytes for tensor in (*self._parameters, *state) if isinstance(tensor, Tensor))
 
     def activation_bytes(self, tokens: Tensor) -> int:
         """Bytes that autograd holds between forward and backward, weights apart."""

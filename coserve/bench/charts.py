@@ -16,12 +16,13 @@ _MOST_TICKS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A range of values, and what they are, with the unit."""
+    """A range of values, and what they are, with the unit. names: of single values, in place of round numbers."""
 
     label: str
     low: float
     high: float
     is_log: bool = False
+    names: tuple[tuple[float, str], ...] = ()
 
     def share(self, value: float) -> float:
         """Where a value lies on it, from 0 to 1; what is outside lies at the end."""
@@ -31,7 +32,9 @@ class Axis:
         return (value - low) / (high - low)
 
     def ticks(self) -> list[float]:
-        """Round values, some of them, from low to high."""
+        """Round values, some of them, from low to high; or those that have names."""
+        if self.names:
+            return [value for value, _ in self.names]
         if not self.is_log:
             step = _round_step((self.high - self.low) / _MOST_TICKS)
             return [index * step for index in range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)]
@@ -42,6 +45,10 @@ class Axis:
             if len(ticks) <= _MOST_TICKS:
                 break
         return ticks
+
+    def words(self, tick: float) -> str:
+        """What stands at a tick."""
+        return escape(dict(self.names).get(tick) or number(tick))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +151,11 @@ def _grid(frame: Frame) -> str:
     for tick in frame.y.ticks():
         top = frame.top(tick)
         parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{top:.1f}" y2="{top:.1f}" class="grid"/>')
-        parts.append(f'<text x="{_LEFT - 7}" y="{top + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+        parts.append(f'<text x="{_LEFT - 7}" y="{top + 4:.1f}" text-anchor="end">{frame.y.words(tick)}</text>')
     for tick in frame.x.ticks():
         left = frame.left(tick)
         parts.append(f'<line x1="{left:.1f}" x2="{left:.1f}" y1="{bottom}" y2="{bottom + 4}" class="tick"/>')
-        parts.append(f'<text x="{left:.1f}" y="{bottom + 19}" text-anchor="middle">{number(tick)}</text>')
+        parts.append(f'<text x="{left:.1f}" y="{bottom + 19}" text-anchor="middle">{frame.x.words(tick)}</text>')
     middle = (_TOP + bottom) / 2
     parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}" class="tick"/>')
     parts.append(

@@ -1,13 +1,17 @@
 """What an experiment has to say about the machine, and how it takes time."""
 
+import json
 import os
 import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from coserve.devices.profiling import device_name
 from coserve.kernels import find_backend
@@ -49,6 +53,24 @@ def time_s(run: Callable[[], object], device: torch.device) -> float:
     start = now_s(device)
     run()
     return now_s(device) - start
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that PyTorch holds at most during a call, beyond what it held before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with TemporaryDirectory() as place:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            run()
+        trace = Path(place) / "trace.json"
+        profiled.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    return max(accumulate(num_bytes for _, num_bytes in changes), default=0)
 
 
 def read_bytes_per_s(device: torch.device) -> float:

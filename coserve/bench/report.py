@@ -27,11 +27,11 @@ _UNPRINTABLE = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 
 
 def report_html(results: dict[str, Any]) -> str:
-    """The page; it is XHTML, too."""
+    """The page."""
     title = "Serving and fine-tuning at once"
     parts = [
         f"<h1>{title}</h1>",
-        _subtitle(results),
+        subtitle(results),
         _tiles(results),
         _section("What it came to", _comparison(results)),
         _section("Every request, with and without fine-tuning beside it", _request_charts(results)),
@@ -39,11 +39,16 @@ def report_html(results: dict[str, Any]) -> str:
         _section("What was learned", _learned(results)),
         _section("How it was run", _settings(results)),
     ]
+    return page(title, "".join(parts))
+
+
+def page(title: str, body: str) -> str:
+    """A page with everything in it; it is XHTML, too."""
     return (
         '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>coserve: {title.lower()}</title><style>{_style()}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
+        f"<title>coserve: {escape(title.lower())}</title><style>{_style()}</style></head>"
+        f"<body><main>{body}</main></body></html>\n"
     )
 
 
@@ -60,7 +65,8 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
-def _subtitle(results: dict[str, Any]) -> str:
+def subtitle(results: dict[str, Any]) -> str:
+    """The model, its dtype, the machine and the date."""
     words = [results["model"], results["dtype"], results["machine"], results["date"]]
     return f'<p class="subtitle">{escape(" · ".join(str(word) for word in words))}</p>'
 
@@ -176,7 +182,7 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
         entries += [("dot", colour, name)] * bool(outcomes) + [("cross", colour, f"{name}, too late")] * bool(late)
     entries.append(("dash", "ink", f"SLO, {_ms(slo)}"))
     caption = f"{words.capitalize()} of every request"
-    return _figure(caption, legend(entries) + chart(caption, x, y, marks, width=960, height=260), wide=True)
+    return figure(caption, legend(entries) + chart(caption, x, y, marks, width=960, height=260), wide=True)
 
 
 def _told(outcome: dict[str, Any], kind: str) -> tuple[float, float, str]:
@@ -200,7 +206,7 @@ def _tuning_rate(results: dict[str, Any]) -> str:
     caption = "Fine-tuning: tokens per second"
     marks = [line(curve, _PHASES[name][1]) for name, curve in curves.items()]
     entries = [("line", _PHASES[name][1], "beside requests" if name == "both" else "job alone") for name in curves]
-    return _figure(caption, legend(entries) + chart(caption, x, y, marks))
+    return figure(caption, legend(entries) + chart(caption, x, y, marks))
 
 
 def _rows(results: dict[str, Any]) -> str:
@@ -215,7 +221,7 @@ def _rows(results: dict[str, Any]) -> str:
     y = Axis(label="rows of a step, mean", low=0, high=nice_high(sum(parts) for _, _, parts in bins))
     caption = "Rows of a step, by kind"
     picture = chart(caption, x, y, [stacks(bins, list(_KINDS), list(_KINDS.values()))])
-    return _figure(caption, legend([("box", colour, name) for name, colour in _KINDS.items()]) + picture)
+    return figure(caption, legend([("box", colour, name) for name, colour in _KINDS.items()]) + picture)
 
 
 def _loss(results: dict[str, Any]) -> str:
@@ -231,7 +237,7 @@ def _loss(results: dict[str, Any]) -> str:
         line([(s, v) for _, s, v in curves[name]], _PHASES[name][1], dashed=dashed) for name, dashed, _, _ in styles
     ]
     entries = [(shape, _PHASES[name][1], words) for name, _, shape, words in styles]
-    return _figure(caption, legend(entries) + chart(caption, x, y, marks))
+    return figure(caption, legend(entries) + chart(caption, x, y, marks))
 
 
 def _memory(results: dict[str, Any]) -> str:
@@ -251,7 +257,7 @@ def _memory(results: dict[str, Any]) -> str:
     caption = f"Memory: pages in use by owner, of {total:,}"
     drawn = [colours.get(owner, "purple") for owner in owners]
     entries = [("box", colour, _OWNERS.get(owner, owner)) for owner, colour in zip(owners, drawn, strict=True)]
-    return _figure(caption, legend(entries) + chart(caption, x, y, [stacks(bins, owners, drawn)]))
+    return figure(caption, legend(entries) + chart(caption, x, y, [stacks(bins, owners, drawn)]))
 
 
 _OWNERS = {"kv": "keys and values", "activations": "activations of fine-tuning"}
@@ -274,7 +280,8 @@ def _seconds(results: dict[str, Any], *names: str) -> float:
     return max(1.0, *seconds)
 
 
-def _figure(caption: str, body: str, *, wide: bool = False) -> str:
+def figure(caption: str, body: str, *, wide: bool = False) -> str:
+    """A chart with its title."""
     name = "wide" if wide else "half"
     return f'<figure class="{name}"><figcaption>{escape(caption)}</figcaption>{body}</figure>'
 

@@ -1,11 +1,13 @@
 """How fast an adapter trains, and what that keeps in memory: against PEFT on the same data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.bench.baselines import PeftTrainer
@@ -22,8 +24,12 @@ _SEQUENCES = (512, 1024)
 _MEMORY_BYTES = 4 << 30
 
 
-def run(backbone: Backbone, *, runs: int, sequences: Sequence[int] = _SEQUENCES) -> dict[str, Any]:
-    """Optimizer steps of one sequence each, in turns; medians over `runs` turns."""
+def run(
+    backbone: Backbone, *, runs: int, compiled: bool = True, sequences: Sequence[int] = _SEQUENCES
+) -> dict[str, Any]:
+    """Optimizer steps of one sequence each, in turns; medians over `runs` turns. compiled: beside PEFT as it is, PEFT
+    under torch.compile, which compiles for each length in the turn that warms up.
+    """
     engine = Engine.from_backbone(backbone, EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES))
     peft = PeftTrainer(backbone, LORA, TuningConfig().optimizer)
     rows = []
@@ -31,15 +37,20 @@ def run(backbone: Backbone, *, runs: int, sequences: Sequence[int] = _SEQUENCES)
         generator = torch.Generator().manual_seed(length)
         data = torch.randint(backbone.architecture.vocab_size, (runs + 1, length), generator=generator)
         job = _EngineJob(engine, data.tolist(), TuningConfig(batch_size=1, shuffle=False))
-        ours, theirs = [], []
+        steps: dict[str, Callable[[Tensor], float]] = {
+            "tokens_per_s": job.step_s,
+            "peft_tokens_per_s": peft.step_s,
+        }
+        if compiled:
+            steps["peft_compiled_tokens_per_s"] = partial(peft.step_s, compiled=True)
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
         for index in range(runs + 1):  # the first turn warms up
-            ours.append(job.step_s())
-            theirs.append(peft.step_s(data[index : index + 1].to(backbone.device)))
+            for name, step_s in steps.items():
+                seconds[name].append(step_s(data[index : index + 1].to(backbone.device)))
         rows.append(
             {
                 "sequence": length,
-                "tokens_per_s": length / median(ours[1:]),
-                "peft_tokens_per_s": length / median(theirs[1:]),
+                **{name: length / median(turns[1:]) for name, turns in seconds.items()},
                 "activation_bytes": job.activation_bytes,
                 "peft_activation_bytes": peft.activation_bytes(data[:1].to(backbone.device)),
             }
@@ -57,7 +68,8 @@ class _EngineJob:
         self._job = engine.submit(examples, config, adapter=LORA)
         self.activation_bytes = 0
 
-    def step_s(self) -> float:
+    def step_s(self, tokens: Tensor) -> float:
+        """Seconds of its next step, whose data are these."""
         device = torch.device(self._engine.device.info.device)
         start = now_s(device)
         while True:

@@ -57,7 +57,7 @@ def own_server(
     Raises:
         ServerError: it ended before it was ready, in its own last words.
     """
-    url = f"http://127.0.0.1:{_free_port()}"
+    url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "coserve", "up", model, "--port", url.rsplit(":", 1)[1], *options]
     if home is not None:
         share_measurements(home)
@@ -109,7 +109,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 continue
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -6,6 +6,7 @@ from math import nan
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from coserve.adapters.base import Adapter
 from coserve.devices.messages import OpenRequest, RequestRows, TokenLogprob
@@ -17,6 +18,9 @@ from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, logits
 from coserve.models.bypasses import Bypasses
 from coserve.tuning.objective import chunk_rows
+
+# The name under which PyTorch's profiler shows how tokens are chosen.
+SAMPLING = "sampling"
 
 
 class RequestHandle:
@@ -84,7 +88,8 @@ class TorchRequests:
         users = [(1, self._bypasses(rows.request)) for _, rows in sampled]
         scores = logits(self._backbone, hidden[on_device([row for row, _ in sampled], hidden.device)], users)
         points = [handle.sampling_row(rows) for handle, (_, rows) in zip(handles, sampled, strict=True)]
-        chosen = sample(scores, points, self._backbone.backend)
+        with record_function(SAMPLING):
+            chosen = sample(scores, points, self._backbone.backend)
         read = _Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
         numbers = [handle.params.logprobs or 0 for handle in handles]
 

@@ -1,7 +1,7 @@
-"""Plays a trace against a server over HTTP, and writes down what every request saw.
+"""Plays requests against a server over HTTP, and writes down what every one of them saw.
 
-Open loop: a request is sent when the trace says so, however those before it ended; so a slow server meets a
-queue, as it would outside.
+Open loop (`LoadGenerator`): a request is sent when the trace says so, however those before it ended; so a slow server
+meets a queue, as it would outside. Closed loop (`closed_loop`): always as many are under way as are asked for.
 """
 
 import asyncio
@@ -41,10 +41,7 @@ class LoadGenerator:
 
     async def run(self) -> list[RequestOutcome]:
         """Play it to its end, and wait for all answers. Returns the outcomes in the order of arrival."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        async with httpx.AsyncClient(
-            base_url=self._url, headers=self._headers, timeout=_TIMEOUT_S, limits=limits
-        ) as http:
+        async with _http(self._url, self._headers) as http:
             self.start_s = time.monotonic()
             async with asyncio.TaskGroup() as tasks:
                 for index, request in enumerate(self._trace):
@@ -54,20 +51,54 @@ class LoadGenerator:
         return sorted(self.outcomes, key=lambda outcome: outcome.index)
 
     async def _ask(self, http: httpx.AsyncClient, index: int, request: TracedRequest, start_s: float) -> None:
-        body = {**self._body(index, request), "stream": True, "stream_options": {"include_usage": True}}
-        answer, error = _Answer(), None
-        try:
-            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-            async with http.stream("POST", path, json=body) as response:
-                if response.is_error:
-                    raise refusal(response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    answer.take(line, time.monotonic() - start_s)
-            if answer.finish_reason is None:
-                error = "the stream ended before the answer did"
-        except (ServerError, httpx.HTTPError) as failure:
-            error = " ".join(str(failure).split()) or type(failure).__name__
-        self.outcomes.append(answer.outcome(index, request.at_s, time.monotonic() - start_s, error))
+        self.outcomes.append(await _ask(http, self._body(index, request), index, request.at_s, start_s))
+
+
+async def closed_loop(
+    url: str, requests: Sequence[TracedRequest], body: Body, *, concurrent: int, api_key: str | None = None
+) -> list[RequestOutcome]:
+    """Send requests in their order, whatever their moments, each as soon as fewer than `concurrent` are under way; the
+    outcomes, in the order in which they ended.
+    """
+    outcomes: list[RequestOutcome] = []
+    waiting = iter(enumerate(requests))
+    start_s = time.monotonic()
+    async with _http(base_url(url), auth_headers(api_key)) as http:
+
+        async def stream() -> None:
+            for index, request in waiting:
+                arrival_s = time.monotonic() - start_s
+                outcomes.append(await _ask(http, body(index, request), index, arrival_s, start_s))
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(concurrent):
+                tasks.create_task(stream())
+    return outcomes
+
+
+def _http(url: str, headers: dict[str, str]) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, limits=limits)
+
+
+async def _ask(
+    http: httpx.AsyncClient, body: dict[str, Any], index: int, arrival_s: float, start_s: float
+) -> RequestOutcome:
+    """Send one request and wait for its end; its times are from start_s on."""
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    answer, error = _Answer(), None
+    try:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        async with http.stream("POST", path, json=body) as response:
+            if response.is_error:
+                raise refusal(response.status_code, await response.aread())
+            async for line in response.aiter_lines():
+                answer.take(line, time.monotonic() - start_s)
+        if answer.finish_reason is None:
+            error = "the stream ended before the answer did"
+    except (ServerError, httpx.HTTPError) as failure:
+        error = " ".join(str(failure).split()) or type(failure).__name__
+    return answer.outcome(index, arrival_s, time.monotonic() - start_s, error)
 
 
 class _Answer:

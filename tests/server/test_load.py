@@ -4,7 +4,7 @@ import asyncio
 
 from served import tokenizer
 
-from coserve.workloads.load import LoadGenerator, chats, completions
+from coserve.workloads.load import LoadGenerator, chats, closed_loop, completions
 from coserve.workloads.summary import summarize
 from coserve.workloads.traces import Lengths, TracedRequest, bursty
 
@@ -57,3 +57,15 @@ def test_a_server_that_is_not_there_fails_every_request():
     trace = bursty(rate=20, seconds=0.2, seed=0)
     load = LoadGenerator("http://127.0.0.1:9", trace, completions("small", vocab_size=9))
     assert all(outcome.error for outcome in asyncio.run(load.run())) and len(load.outcomes) == 4
+
+
+def test_a_closed_loop_has_as_many_under_way_as_are_asked_for(served):
+    requests = [TracedRequest(at_s=0.0, num_prompt_tokens=4, num_output_tokens=8)] * 7
+    body = completions("small", vocab_size=len(tokenizer()))
+    outcomes = asyncio.run(closed_loop(served.url, requests, body, concurrent=3))
+    assert sorted(outcome.index for outcome in outcomes) == list(range(7))
+    assert all(outcome.error is None and outcome.num_output_tokens == 8 for outcome in outcomes)
+    for outcome in outcomes:
+        others = [other for other in outcomes if other.arrival_s <= outcome.arrival_s < other.end_s]
+        assert len(others) <= 3, "it and two more"
+    assert max(outcome.ttft_s for outcome in outcomes) < max(outcome.end_s for outcome in outcomes)

@@ -1,142 +1,236 @@
 """`coserve bench`: what this machine reaches, beside what others reach on it, measured in one run."""
 
 import json
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from coserve.models.backbone import Backbone
 
-Experiment = Literal["decode", "train", "coserve"]
+Model = Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")]
+Dtype = Annotated[
+    str, typer.Option(help="float32, bfloat16, float16, or best: what this machine has instructions for.")
+]
+Weights = Annotated[str, typer.Option(help="How weights of linear layers are stored, as in up.")]
+Place = Annotated[
+    str, typer.Option("--device", help="Such as cpu or cuda:0; auto takes a GPU if there is one.", metavar="DEVICE")
+]
+Runs = Annotated[int, typer.Option(min=1, help="Turns that each side takes; numbers are medians over them.")]
+DEFAULT_MODEL = "dummy:smollm2-135m"
+
+app = typer.Typer(
+    name="bench",
+    help="Measure what this machine reaches, beside what others reach on it: a table, then one line of JSON.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
 
 
-def bench(
-    experiment: Annotated[Experiment, typer.Argument(help="What to measure.")],
-    model: Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")] = "dummy:smollm2-135m",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or best: what this machine has instructions for.")
-    ] = "best",
-    weights: Annotated[str, typer.Option(help="How weights of linear layers are stored, as in up.")] = "dense",
-    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; auto takes a GPU if there is one.")] = "auto",
-    runs: Annotated[int, typer.Option(min=1, help="Turns that each side takes; numbers are medians over them.")] = 5,
-    streams: Annotated[int, typer.Option(min=1, help="coserve: requests that decode at once.")] = 4,
-    jobs: Annotated[int, typer.Option(min=1, help="coserve: jobs that run at once.")] = 1,
-    seconds: Annotated[float, typer.Option(min=1, help="coserve: time for each policy.")] = 60.0,
+@app.command()
+def decode(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "best",
+    weights: Weights = "dense",
+    place: Place = "auto",
+    runs: Runs = 5,
+) -> None:
+    """A decode step of 1, 4 and 8 requests at context 512: against reading the weights and the cache once at this
+    machine's bandwidth, and against transformers' generate.
+    """
+    from coserve.bench import decode as experiment
+
+    _measure("decode", model, dtype, weights, place, runs, lambda backbone: experiment.run(backbone, runs=runs))
+
+
+@app.command()
+def train(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "best",
+    weights: Weights = "dense",
+    place: Place = "auto",
+    runs: Runs = 5,
+    compiled: Annotated[
+        bool, typer.Option("--compiled/--no-compiled", help="Whether PEFT under torch.compile takes turns, too.")
+    ] = True,
+) -> None:
+    """Fine-tuning alone, on sequences of 512 and 1,024 tokens: tokens per second and activation memory against PEFT, as
+    it is and under torch.compile, which takes some minutes to compile.
+    """
+    from coserve.bench import train as experiment
+
+    def run(backbone: "Backbone") -> dict[str, Any]:
+        return experiment.run(backbone, runs=runs, compiled=compiled)
+
+    _measure("train", model, dtype, weights, place, runs, run)
+
+
+@app.command()
+def many(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "best",
+    weights: Weights = "dense",
+    place: Place = "auto",
+    runs: Runs = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Jobs that run at once.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of an optimizer step of each job.")] = 4,
+) -> None:
+    """Many jobs of sequences of 64 tokens at once: tokens per second against the same jobs one after another, one job
+    with the batch of all, and PEFT, one after another; memory beyond the weights; and a decode step of eight requests,
+    without adapters and with one for each. Checks that each job's losses are those of its run alone.
+    """
+    from coserve.bench import adapters
+    from coserve.bench import many as experiment
+
+    def run(backbone: "Backbone") -> dict[str, Any]:
+        found = experiment.run(backbone, runs=runs, num_jobs=jobs, batch=batch)
+        steps = adapters.run(backbone, runs=runs)
+        return {**found, **{name: steps[name] for name in ("decode_step_ms", "decode_step_adapters_ms")}}
+
+    _measure("many", model, dtype, weights, place, runs, run)
+
+
+@app.command()
+def profile(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "best",
+    weights: Weights = "dense",
+    place: Place = "cpu",
+    runs: Runs = 3,
+    streams: Annotated[int, typer.Option(min=1, help="Requests that decode at once, at context 512.")] = 8,
+    picture: Annotated[Path, typer.Option(help="Where the picture is written, as a page for browsers.")] = Path(
+        "profile.html"
+    ),
+) -> None:
+    """What the time of a step goes to (CPU only): one in which requests decode, one with a window of a job beside them,
+    and the loss and backward pass of that window, split into products, attention, adapters, head and loss, sampling,
+    elementwise operations, Python and waiting, each beside what it takes at least.
+    """
+    from coserve.bench import profile as experiment
+    from coserve.bench.profile_page import profile_html
+
+    def run(backbone: "Backbone") -> dict[str, Any]:
+        return experiment.run(backbone, runs=runs, streams=streams)
+
+    result = _measure("profile", model, dtype, weights, place, runs, run)
+    picture.write_text(profile_html(result), "utf-8")
+
+
+@app.command()
+def coserve(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "best",
+    weights: Weights = "dense",
+    place: Place = "auto",
+    runs: Runs = 5,
+    streams: Annotated[int, typer.Option(min=1, help="Requests that decode at once.")] = 4,
+    jobs: Annotated[int, typer.Option(min=1, help="Jobs that run at once.")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, help="Time for each policy.")] = 60.0,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="coserve: also what --deterministic of up costs.")
+        bool, typer.Option("--deterministic", help="Also what --deterministic of up costs.")
     ] = False,
 ) -> None:
-    """Measure EXPERIMENT and print a table, then one line of JSON.
+    """Steady streams with an SLO for the time per output token of 2.5 × their step alone, and fine-tuning in what they
+    leave over; with the same under inference-only and tuning-only, and PEFT alone.
+    """
+    from coserve.bench import coserve as experiment
 
-    **decode**: a step of 1, 4 and 8 requests at context 512, against reading the weights and the cache once at this
-    machine's bandwidth, and against transformers' generate. **train**: tokens per second and activation memory against
-    PEFT, on sequences of 512 and 1,024 tokens. **coserve**: steady streams with an SLO for the time per output
-    token of 2.5 × their step alone, and fine-tuning in what they leave over; with the same under inference-only and
-    tuning-only, and PEFT alone.
+    def run(backbone: "Backbone") -> dict[str, Any]:
+        return experiment.run(
+            backbone, runs=runs, streams=streams, num_jobs=jobs, seconds=seconds, deterministic=deterministic
+        )
+
+    _measure("coserve", model, dtype, weights, place, runs, run)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Option(help="A directory, a hub id, or dummy:PRESET, which is written to a directory first.")
+    ] = DEFAULT_MODEL,
+    dtype: Dtype = "best",
+    runs: Runs = 3,
+    against: Annotated[
+        str | None, typer.Option(metavar="URL", help="Another server with OpenAI's routes, which has the same model.")
+    ] = None,
+    vllm: Annotated[
+        Path | None,
+        typer.Option(metavar="PYTHON", help="Of an environment with vLLM for CPUs, which is started for the purpose."),
+    ] = None,
+) -> None:
+    """Requests over HTTP, 512 tokens in and 64 out, 1, 4 and 8 at once: output tokens per second, and percentiles of
+    the time to the first token and per output token; of coserve and of another server, by the same client, in turns.
     """
     import torch
 
-    from coserve.bench import coserve as whole
-    from coserve.bench import decode, train
+    from coserve.bench import serve as experiment
+    from coserve.bench.machine import best_dtype, describe
+    from coserve.bench.model_directory import write_model
+    from coserve.bench.vllm import vllm_server
+    from coserve.cli.connection import free_port, own_server
+    from coserve.cli.tables import console
+    from coserve.models.source import find_model
+
+    cpu = torch.device("cpu")
+    dtype = best_dtype(cpu) if dtype == "best" else dtype
+    vocab_size = find_model(model, with_weights=False).config.vocab_size
+    with TemporaryDirectory() as place, ExitStack() as running:
+        root, directory = Path(place), model
+        if model.startswith("dummy:"):
+            directory = str(root / "model")
+            write_model(model, Path(directory), dtype=dtype)
+        options = ("--dtype", dtype)
+        servers = {"coserve": running.enter_context(own_server(directory, *options, log=root / "coserve.log"))}
+        if against is not None:
+            servers["other"] = against
+        if vllm is not None:
+            servers["vllm"] = running.enter_context(
+                vllm_server(vllm, Path(directory), dtype=dtype, port=free_port(), log=root / "vllm.log")
+            )
+        found = experiment.run(servers, vocab_size=vocab_size, runs=runs, watch=console(stderr=True).print)
+    _tell("serve", {"model": model, "dtype": dtype, "runs": runs, "machine": describe(cpu)}, found)
+
+
+def _measure(
+    experiment: str,
+    model: str,
+    dtype: str,
+    weights: str,
+    place: str,
+    runs: int,
+    run: Callable[["Backbone"], dict[str, Any]],
+) -> dict[str, Any]:
+    """Load the model, run, show what was found, and return it."""
+    import torch
+
     from coserve.bench.machine import best_dtype, describe
     from coserve.devices.process_memory import keep_freed_memory
     from coserve.models import load_backbone
 
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    dtype = best_dtype(place) if dtype == "best" else dtype
-    keep_freed_memory()  # as the server's engine does; for both sides
-    backbone = load_backbone(model, dtype=dtype, device=place, weights=weights)
-    if experiment == "decode":
-        found = decode.run(backbone, runs=runs)
-    elif experiment == "train":
-        found = train.run(backbone, runs=runs)
-    else:
-        found = whole.run(
-            backbone, runs=runs, streams=streams, num_jobs=jobs, seconds=seconds, deterministic=deterministic
-        )
-    result = {
-        "experiment": experiment,
-        "model": model,
-        "dtype": dtype,
-        "weights": weights,
-        "runs": runs,
-        "machine": describe(place),
-        "date": datetime.now(UTC).date().isoformat(),
-        **found,
-    }
-    _show(result)
-    print(json.dumps(result))
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if place == "auto" else place)
+    dtype = best_dtype(device) if dtype == "best" else dtype
+    keep_freed_memory()  # as the server's engine does; for all sides
+    backbone = load_backbone(model, dtype=dtype, device=device, weights=weights)
+    what = {"model": model, "dtype": dtype, "weights": weights, "runs": runs, "machine": describe(device)}
+    return _tell(experiment, what, run(backbone))
 
 
-def _show(result: dict[str, Any]) -> None:
-    """The result as a table."""
+def _tell(experiment: str, what: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Print a table and a line of JSON, and return the whole; what: was measured, and where."""
     from rich.table import Table
 
+    from coserve.cli import bench_tables
     from coserve.cli.tables import console
 
-    names = ("model", "dtype", "weights", "machine")
-    title = f"{result['experiment']}: {', '.join(result[name] for name in names)}"
-    show = {"decode": _decode_table, "train": _train_table, "coserve": _coserve_table}[result["experiment"]]
-    console().print(show(Table(title=title, title_justify="left"), result))
-
-
-def _decode_table(table: "Table", result: dict[str, Any]) -> "Table":
-    for name in ("batch", "context", "step ms", "read-once ms", "step / read-once", "transformers ms", "speed-up"):
-        table.add_column(name, justify="right")
-    for row in result["rows"]:
-        step, floor, other = row["step_ms"], row["floor_ms"], row["transformers_ms"]
-        table.add_row(
-            str(row["batch"]),
-            str(row["context"]),
-            *(f"{step:.1f}", f"{floor:.1f}", f"{step / floor:.2f}", f"{other:.1f}", f"{other / step:.2f} ×"),
-        )
-    return table
-
-
-def _train_table(table: "Table", result: dict[str, Any]) -> "Table":
-    for name in ("sequence", "tokens/s", "PEFT tokens/s", "speed-up", "activations MB", "PEFT MB", "share"):
-        table.add_column(name, justify="right")
-    for row in result["rows"]:
-        ours, peft = row["tokens_per_s"], row["peft_tokens_per_s"]
-        held, theirs = row["activation_bytes"], row["peft_activation_bytes"]
-        table.add_row(
-            str(row["sequence"]),
-            *(f"{ours:.0f}", f"{peft:.0f}", f"{ours / peft:.2f} ×"),
-            *(f"{held / 1e6:.0f}", f"{theirs / 1e6:.0f}", f"{held / theirs:.0%}"),
-        )
-    return table
-
-
-def _coserve_table(table: "Table", result: dict[str, Any]) -> "Table":
-    for name in ("", "co-serving", "requests alone", "jobs alone", "PEFT alone"):
-        table.add_column(name, justify="left" if not name else "right")
-    r = result
-    slo = f"(SLO {r['objective_tpot_ms']:.0f})"
-    ttft = f"(SLO {r['objective_ttft_ms']:.0f})"
-    rows: list[tuple[str, ...]] = [
-        ("TPOT p50 ms", f"{r['tpot_p50_ms']:.1f}", f"{r['inference_only_tpot_p50_ms']:.1f}", "", ""),
-        (f"TPOT p99 ms {slo}", f"{r['tpot_p99_ms']:.1f}", f"{r['inference_only_tpot_p99_ms']:.1f}", "", ""),
-        (f"TTFT p99 ms {ttft}", f"{r['ttft_p99_ms']:.0f}", f"{r['inference_only_ttft_p99_ms']:.0f}", "", ""),
-        ("attainment", f"{r['attainment']:.1%}", f"{r['inference_only_attainment']:.1%}", "", ""),
-        (
-            "fine-tuning tokens/s",
-            f"{r['tuning_tokens_per_s']:.0f}",
-            "",
-            f"{r['tuning_only_tokens_per_s']:.0f}",
-            f"{r['peft_alone_tokens_per_s']:.0f}",
-        ),
-        ("prediction error, median", f"{r['prediction_error_median']:.1%}", "", "", ""),
-        ("prediction error, p95", f"{r['prediction_error_p95']:.1%}", "", "", ""),
-    ]
-    if (d := r.get("deterministic")) is not None:
-        rows += [
-            ("deterministic: decode step", "", f"{d['cost_decode']:.2f} ×", "", ""),
-            ("deterministic: prompt", "", f"{d['cost_prompt']:.2f} ×", "", ""),
-            ("deterministic: time per trained token", "", "", f"{d['cost_training']:.2f} ×", ""),
-            ("deterministic: fine-tuning tokens/s", f"{d['tuning_tokens_per_s']:.0f}", "", "", ""),
-        ]
-    for row in rows:
-        table.add_row(*row)
-    return table
+    result = {"experiment": experiment, **what, "date": datetime.now(UTC).date().isoformat(), **found}
+    words = ", ".join(str(what[name]) for name in ("model", "dtype", "weights", "machine") if name in what)
+    table = Table(title=f"{experiment}: {words}", title_justify="left")
+    getattr(bench_tables, experiment)(table, result)
+    console().print(table)
+    print(json.dumps(result))
+    return result

@@ -1,0 +1,117 @@
+"""What the parts of a step take at least: bytes read once at the bandwidth, or FLOPs at the peak, whichever is longer.
+
+FLOPs are counted from the graphs. Of bytes, products count their weights, attention its keys and values, adapters their
+parameters, sampling the logits, and all else the rows that it reads and writes.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from coserve.adapters.base import Adapter
+from coserve.graph.ir import Graph
+from coserve.graph.operators.base import Load
+from coserve.graph.program import Program
+from coserve.models.backbone import Backbone
+from coserve.models.base import Part
+from coserve.models.weights import weight_tensors
+from coserve.tuning.programs import training_programs
+
+_PART_OF_OPERATOR = {
+    "linear": "products",
+    "low_rank": "adapters",
+    "dropout_low_rank": "adapters",
+    "attention": "attention",
+    "cross_entropy": "head and loss",
+}
+# Whose bytes are those that are read once, whatever runs.
+_READ_ONCE = ("products", "adapters", "head and loss")
+
+
+@dataclass(kw_only=True)
+class Work:
+    """What a part of a step does at least."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    def seconds(self, *, flops_per_s: float, bytes_per_s: float) -> float:
+        """At these speeds."""
+        return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
+
+
+class Floors:
+    """The work of steps of one model, in which one adapter is trained."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._backbone = adapter.backbone
+        self._programs = training_programs(adapter)
+        blocks = self._backbone.architecture.parts[1:-1]
+        parameters = sum(master.numel() for master in adapter.masters.values()) * self._backbone.dtype.itemsize
+        self._read_once = {
+            "products": _weight_bytes(self._backbone, blocks),
+            "adapters": parameters,
+            "head and loss": _weight_bytes(self._backbone, ("head",)),
+        }
+
+    def forward(self, contexts: Sequence[int], window_rows: int) -> dict[str, Work]:
+        """A forward pass of requests that decode with this many keys each, and of a window of a sequence's first
+        rows.
+        """
+        found: dict[str, Work] = defaultdict(Work)
+        graphs = self._backbone.architecture.graphs
+        for part in self._backbone.architecture.parts[:-1]:
+            for context in contexts:
+                self._add_graph(found, graphs[part], self._load(1, context))
+            if window_rows:
+                self._add_graph(found, self._programs.program[part].graph, self._load(window_rows, window_rows / 2))
+        head = graphs["head"].cost(self._load(len(contexts), 0))
+        found["head and loss"].flops += head.flops if contexts else 0
+        found["sampling"].bytes += (
+            len(contexts) * self._backbone.architecture.vocab_size * self._backbone.dtype.itemsize
+        )
+        used = [*(["adapters"] if window_rows else []), "products", *(["head and loss"] if contexts else [])]
+        return self._with_read_once(found, used)
+
+    def backward(self, rows: int) -> dict[str, Work]:
+        """The loss of a sequence, and its way back through all blocks."""
+        found: dict[str, Work] = defaultdict(Work)
+        load = self._load(rows, rows / 2)
+        loss = self._programs.loss
+        found["head and loss"].flops += loss.forward_cost(load).flops + loss.backward_cost(load).flops
+        for part in self._programs.parts:
+            self._add_backward(found, self._programs.program[part], load)
+        return self._with_read_once(found, _READ_ONCE)
+
+    def _load(self, rows: int, keys: float) -> Load:
+        return Load(rows=rows, mean_context_len=keys, compute_dtype=self._backbone.dtype)
+
+    def _add_graph(self, found: dict[str, Work], graph: Graph, load: Load) -> None:
+        for node in graph.nodes:
+            cost = graph.node_cost(node, load)
+            work = found[_PART_OF_OPERATOR.get(node.op, "elementwise")]
+            work.flops += cost.flops
+            work.bytes += cost.bytes
+
+    def _add_backward(self, found: dict[str, Work], program: Program, load: Load) -> None:
+        for step in program.backward:
+            node, graph = step.node, program.graph
+            if step.kind == "recompute":
+                cost = graph.node_cost(node, load)
+            else:
+                wanted = [slot for slot in step.wanted if slot in node.input]
+                cost = node.operator.vjp_cost(wanted, graph.slot_specs(node), node.attribute, load)
+            work = found[_PART_OF_OPERATOR.get(node.op, "elementwise")]
+            work.flops += cost.flops
+            work.bytes += cost.bytes
+
+    def _with_read_once(self, found: dict[str, Work], used: Collection[str]) -> dict[str, Work]:
+        for part in _READ_ONCE:
+            if part in found or part in used:
+                found[part].bytes = self._read_once[part] if part in used else 0.0
+        return dict(found)
+
+
+def _weight_bytes(backbone: Backbone, parts: Sequence[Part]) -> int:
+    tensors = {tensor.data_ptr(): tensor for part in parts for tensor in weight_tensors(backbone.weights[part])}
+    return sum(tensor.nbytes for tensor in tensors.values())

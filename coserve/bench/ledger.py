@@ -1,0 +1,155 @@
+"""What a step's time goes to: a backend that writes down how long each of its calls took, by what it is for.
+
+Backends are the seam where all that takes long passes through. What PyTorch does beside them (sums of residuals, copies
+into saved tensors, keys and values into pages) is told from plain Python by PyTorch's own profiler, in steps of their
+own: it would slow down the others.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from coserve.devices.torch_requests import SAMPLING
+from coserve.kernels.base import Backend
+
+PARTS = ("products", "attention", "adapters", "head and loss", "sampling", "elementwise", "Python", "waiting")
+
+# What a backend's method is for, by a piece of its name; the first that fits.
+_PARTS_BY_NAME = {
+    "low_rank": "adapters",
+    "dropout": "adapters",
+    "attention": "attention",
+    "cross_entropy": "head and loss",
+    "argmax": "sampling",
+    "norm": "elementwise",
+    "silu": "elementwise",
+    "rope": "elementwise",
+    "signs": "elementwise",
+    "product": "products",
+    "input_gradient": "products",
+    "weight_gradient": "products",
+    "layout": "products",
+}
+_PREFIX = "coserve: "
+
+
+def part_of(method: str) -> str:
+    """Which of `PARTS` a method of a backend belongs to."""
+    return next((part for piece, part in _PARTS_BY_NAME.items() if piece in method), "elementwise")
+
+
+class Ledger:
+    """Seconds of steps by part. Does nothing but when it is asked to measure a step."""
+
+    def __init__(self) -> None:
+        self._mode: Literal["off", "timed", "traced"] = "off"
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._thread_s = 0.0
+
+    def watch(self, backend: Backend, head: Collection[int]) -> Backend:
+        """The same backend under watch; head: addresses of the head's weights, whose products count as the head's."""
+        return cast(Backend, _WatchedBackend(backend, self, frozenset(head)))
+
+    def timed(self, step: Callable[[], object]) -> dict[str, float]:
+        """Seconds of a step by part; "Python" has what PyTorch does beside the backend, too. "waiting" is the time in
+        which this thread did not run, outside of the backend's calls. The sum is the step.
+        """
+        self._seconds.clear()
+        self._thread_s, self._mode = 0.0, "timed"
+        thread_s, start_s = time.thread_time(), time.perf_counter()
+        try:
+            step()
+        finally:
+            self._mode = "off"
+        rest_s = time.perf_counter() - start_s - sum(self._seconds.values())
+        python_s = min(rest_s, time.thread_time() - thread_s - self._thread_s)
+        return {**self._seconds, "Python": python_s, "waiting": rest_s - python_s}
+
+    def traced(self, step: Callable[[], object]) -> dict[str, float]:
+        """Seconds of PyTorch's operations beside the backend's calls: "elementwise", and "sampling"."""
+        self._mode = "traced"
+        try:
+            with profile(activities=[ProfilerActivity.CPU]) as profiled:
+                step()
+        finally:
+            self._mode = "off"
+        found: defaultdict[str, float] = defaultdict(float)
+        _add_operations((event for event in profiled.events() if event.cpu_parent is None), "elementwise", found)
+        return dict(found)
+
+    def run(self, part: str, call: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        """Make a call of the backend."""
+        if self._mode == "off":
+            return call(*args, **named)
+        if self._mode == "traced":
+            with record_function(_PREFIX + part):
+                return call(*args, **named)
+        thread_s, start_s = time.thread_time(), time.perf_counter()
+        result = call(*args, **named)
+        self._seconds[part] += time.perf_counter() - start_s
+        self._thread_s += time.thread_time() - thread_s
+        return result
+
+
+class _WatchedBackend:
+    """Every method of a backend, by way of a ledger."""
+
+    def __init__(self, inner: Backend, ledger: Ledger, head: frozenset[int]) -> None:
+        self._inner, self._ledger, self._head = inner, ledger, head
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name.startswith("_") or not callable(found):
+            return found
+        watched = partial(self._run, part_of(name), found)
+        setattr(self, name, watched)
+        return watched
+
+    def _run(self, part: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if part == "products" and any(isinstance(arg, Tensor) and arg.data_ptr() in self._head for arg in args[1:2]):
+            part = "head and loss"
+        return self._ledger.run(part, call, args, named)
+
+
+def median_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The step of the median length."""
+    return sorted(steps, key=lambda parts: sum(parts.values()))[len(steps) // 2]
+
+
+def split_rest(timed: dict[str, float], traced: dict[str, float]) -> dict[str, float]:
+    """A timed step with PyTorch's operations, as they were traced, taken out of "Python"."""
+    left_s = timed["Python"]
+    found = {part: timed.get(part, 0.0) for part in PARTS}
+    for part, seconds in traced.items():
+        moved_s = min(seconds, left_s)
+        found[part] += moved_s
+        left_s -= moved_s
+    return {**found, "Python": left_s}
+
+
+def _add_operations(events: Iterable[Any], part: str, found: defaultdict[str, float]) -> None:
+    """The outermost operations among these events and below; what is inside of the backend's calls was timed."""
+    for event in events:
+        if event.name == SAMPLING:
+            _add_operations(event.cpu_children, "sampling", found)
+        elif not event.name.startswith(_PREFIX):
+            found[part] += event.time_range.elapsed_us() / 1e6
+
+
+def peak_flops_per_s(dtype: torch.dtype, *, size: int = 2048) -> float:
+    """FLOP/s of a large product of PyTorch's: the fastest of a few."""
+    x, w = (torch.randn(size, size).to(dtype) for _ in range(2))
+    x @ w
+
+    def product_s() -> float:
+        start_s = time.perf_counter()
+        x @ w
+        return time.perf_counter() - start_s
+
+    return 2 * size**3 / min(product_s() for _ in range(5))

@@ -1,0 +1,73 @@
+"""vLLM for CPUs as a server beside ours, from an environment of its own."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from coserve.client.http import Client
+from coserve.errors import CoserveError, ServerError
+
+_START_S, _END_S = 600.0, 60.0
+_CONTEXT = 2048
+
+
+@contextmanager
+def vllm_server(python: Path, model: Path, *, dtype: str, port: int, log: Path) -> Iterator[str]:
+    """Serve a directory, on all cores and without prefix caching, for as long as the context lasts; yields its URL.
+
+    Args:
+        python: of the environment that has vLLM.
+        log: what it says goes to this file.
+
+    Raises:
+        CoserveError: there is no vLLM, or it did not start, in its own last words.
+    """
+    found = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True)
+    if found.returncode:
+        raise CoserveError(f"{python} has no vLLM that starts: {(found.stderr.strip().splitlines() or ['?'])[-1]}")
+    cores = os.cpu_count() or 1
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}"}
+    openmp = next(Path(python).parent.parent.glob("lib/**/libiomp5.so"), None)
+    if openmp is not None:  # it waits for threads as vLLM's products expect
+        environment["LD_PRELOAD"] = str(openmp)
+    command = [
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype),
+        *("--port", str(port), "--max-model-len", str(_CONTEXT), "--no-enable-prefix-caching"),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_ready(process, url, log)
+        yield url
+    finally:
+        _end(process)
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    until_s = time.monotonic() + _START_S
+    with Client(url) as client:
+        while process.poll() is None and time.monotonic() < until_s:
+            try:
+                client.get("/v1/models")
+            except ServerError:
+                time.sleep(0.5)
+            else:
+                return
+    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    raise CoserveError(f"vLLM did not start: {lines[-1] if lines else 'it said nothing'}")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """With the processes that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                continue
