@@ -270,11 +270,16 @@ class LossRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tasklets(msgspec.Struct, frozen=True, array_like=True):
-    """The next tasklets of a job's pack, each of at most `num_rows` rows."""
+    """The next tasklets of a job's pack, each of at most `num_rows` rows.
+
+    group: jobs of one group take their turns together: in each, those of them that have done the fewest parts of the
+    model run a tasklet each, as one batch of rows. None: by itself.
+    """
 
     job: str
     num_rows: int
     num_tasklets: int
+    group: int | None = None
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):
@@ -286,7 +291,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """One step: first losses, then tasklets, then optimizer steps, then the forward pass over all rows.
+    """One step: first losses, all rows as one batch, then tasklets, group by group, then optimizer steps, then the
+    forward pass over all rows.
 
     commands: done before it, in order; none of them has a reply, nor fails. requests: rows of one adapter version
     stand side by side. backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no

@@ -30,6 +30,7 @@ from coserve.devices.messages import (
     DropPack,
     DropTrainer,
     DropVersion,
+    LossRows,
     OpenRequest,
     OpenTrainer,
     OpenVersion,
@@ -48,6 +49,7 @@ from coserve.devices.messages import (
 )
 from coserve.devices.out_of_memory import memory_errors
 from coserve.devices.readout import Pending, Readout
+from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.devices.timing import StepTimer, step_timer
 from coserve.devices.torch_requests import RequestsResult, TorchRequests
 from coserve.devices.torch_trainer import TorchCheckpoint, TorchTrainer, open_trainer
@@ -57,7 +59,7 @@ from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward
 from coserve.scheduling.latency import Profile
 from coserve.tuning.blockwise import BlockwisePass
-from coserve.tuning.training_pass import TrainingPass
+from coserve.tuning.training_pass import TrainingPass, joined_tasklet, run_losses
 
 
 class TorchDevice:
@@ -237,26 +239,30 @@ class _Step:
         self._spans = self._requests.spans(self._rows)
 
     def _losses(self) -> None:
-        for piece in self._batch.losses:
-            self._pass(piece.job).run_loss(piece.num_rows)
+        joined, apart = self._pieces(self._batch.losses)
+        for training, num_rows in apart:
+            training.run_loss(num_rows)
+        run_losses(joined)
 
     def _backward(self) -> None:
-        for piece in self._batch.tasklets:
-            self._num_tasklets[piece.job] = self._run_tasklets(piece)
+        """As many tasklets as there is time for."""
+        tasklets = self._batch.tasklets
+        self._num_tasklets = dict.fromkeys([piece.job for piece in tasklets], 0)
+        for turn in tasklet_turns(tasklets, lambda job: self._pass(job).num_parts_done):
+            if not self._has_time():
+                return
+            joined, apart = self._pieces(turn)
+            for training, num_rows in apart:
+                training.run_tasklet(num_rows)
+            if joined:
+                joined_tasklet(joined).run()
+            for piece in turn:
+                self._num_tasklets[piece.job] += 1
 
-    def _run_tasklets(self, piece: Tasklets) -> int:
-        """As many as there is time for; returns how many that were."""
-        training = self._pass(piece.job)
-        for number in range(piece.num_tasklets):
-            if not self._has_time(number):
-                return number
-            training.run_tasklet(piece.num_rows)
-        return piece.num_tasklets
-
-    def _has_time(self, number: int) -> bool:
-        """Whether another tasklet may begin; number: how many its job has run. The step's first always may."""
+    def _has_time(self) -> bool:
+        """Whether another tasklet may begin; the step's first always may."""
         limit_s = self._batch.backward_limit_s
-        is_first = not number and not any(self._num_tasklets.values())
+        is_first = not any(self._num_tasklets.values())
         return limit_s is None or is_first or self._timer.elapsed_s() < limit_s
 
     def _updates(self) -> None:
@@ -284,6 +290,13 @@ class _Step:
             training.finish_window(rows)
 
     # -- packs ----------------------------------------------------------------------
+
+    def _pieces(
+        self, pieces: Sequence[LossRows] | Sequence[Tasklets]
+    ) -> tuple[list[tuple[TrainingPass, int]], list[tuple[TrainingPass, int]]]:
+        """Passes and their rows: those that may run as one, and those that each run by themselves."""
+        found = [(self._pass(piece.job), piece.num_rows) for piece in pieces]
+        return [each for each in found if each[0].joins_others], [each for each in found if not each[0].joins_others]
 
     def _pass(self, job: str) -> TrainingPass:
         training = self._trainers[job].training_pass

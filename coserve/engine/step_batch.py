@@ -115,7 +115,7 @@ def build_batch(
         step=step,
         commands=commands,
         losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses]),
-        tasklets=tuple([Tasklets(part.job, part.rows, part.num_tasklets) for part in plan.tasklets]),
+        tasklets=tuple([Tasklets(part.job, part.rows, part.num_tasklets, part.group) for part in plan.tasklets]),
         updates=tuple([Update(job, jobs[job].sums.num_trained, jobs[job].order.num_steps) for job in plan.updates]),
         requests=tuple([request.next_rows(num_rows) for request, num_rows in planned]),
         windows=tuple([WindowRows(rows.item, rows.rows) for rows in plan.rows if rows.kind == "window"]),

@@ -3,14 +3,17 @@ more.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from coserve.graph.blocks import in_blocks
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Context, Values
-from coserve.graph.program import Program
+from coserve.graph.program import Instruction, Program
+from coserve.kernels.base import AdapterRows, Factor, Grouped
 
 
 def run_node(node: Node, values: Values, weights: Values, context: Context) -> dict[str, Tensor]:
@@ -61,14 +64,23 @@ def run_graph(
                 values.pop(name, None)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JoinedRows:
+    """The rows of several owners, which lie apart: they are copied side by side when they are read, and only then."""
+
+    tensors: tuple[Tensor, ...]
+
+
 class BackwardRun:
-    """One program run backward over one window of rows; it can stop between any two instructions and resume later.
+    """One program run backward over one window of rows, or over windows of several owners that stand side by side; it
+    can stop between any two instructions and resume later.
 
     Args:
         values: by tensor name, the window's rows of the saved tensors and constants, and the whole weights and
-        parameters.
+        parameters. Of several owners: `JoinedRows`, and `Grouped` parameters.
         gradients: gradients of the graph's outputs, by name, for the window's rows.
-        accumulators: for each weight or parameter asked for, the float32 tensor that its gradient is added to.
+        accumulators: for each weight or parameter asked for, the float32 tensor that its gradient is added to; of
+        several owners, `Grouped`: each gets what its own rows give.
         context: handed to the operators.
     """
 
@@ -78,7 +90,7 @@ class BackwardRun:
         *,
         values: Values,
         gradients: Mapping[str, Tensor],
-        accumulators: Mapping[str, Tensor],
+        accumulators: Mapping[str, Factor],
         context: Context,
     ) -> None:
         self._program, self._context, self._accumulators = program, context, accumulators
@@ -114,6 +126,17 @@ class BackwardRun:
             self._step()
         return self.done
 
+    def advance_to_product(self) -> str | None:
+        """Run all instructions before the next product with a weight of the backbone; returns the node whose input
+        gradient that is, or None if the run is done.
+        """
+        while not self.done:
+            step = self._program.backward[self._next]
+            if _is_product(step, self._program.graph):
+                return step.node.name
+            self._step()
+        return None
+
     def gradient(self, tensor: str) -> Tensor:
         """The finished gradient of a row tensor that was asked for."""
         assert self.done
@@ -121,34 +144,117 @@ class BackwardRun:
 
     def _step(self) -> None:
         step = self._program.backward[self._next]
-        node, rule = step.node, step.node.operator
-        inputs = {slot: self._values[name] if name in self._values else self._given[name] for slot, name in step.reads}
+        owners = self._owners(step.node)
         if step.kind == "recompute":
-            results = rule.forward(inputs, node.attribute, self._context)
-            self._values.update({name: results[slot] for slot, name in node.outputs})
+            self._recompute(step, owners)
+        elif owners is None:
+            self._reverse(step, self._inputs(step), self._output_gradients(step))
         else:
-            gradients = {slot: self._gradients[name] for slot, name in node.outputs if name in self._gradients}
-            added = [slot for slot in step.wanted if slot in rule.sums and node.input[slot] in self._gradients]
-            for slot in added:
-                total = self._sum(node.input[slot])
-                rule.vjp_onto(total, slot, inputs, gradients, node.attribute, self._context)
-            wanted = [slot for slot in step.wanted if slot not in added]
-            results = rule.vjp(wanted, inputs, gradients, node.attribute, self._context) if wanted else {}
-            for slot, value in results.items():
-                if slot in node.output:
-                    self._values[node.output[slot]] = value
-                else:
-                    self._accumulate(node.input[slot], value, is_new=slot in rule.sums)
+            self._reverse_each(step, owners)
+        self._finish(step)
+
+    def _finish(self, step: Instruction) -> None:
         for name in step.frees:
             self._values.pop(name, None)
         for name in step.frees_gradients:
             self._gradients.pop(name, None)
         self._next += 1
 
+    def _inputs(self, step: Instruction) -> dict[str, Any]:
+        return {slot: self._value(name) for slot, name in step.reads}
+
+    def _value(self, name: str) -> Any:
+        if name in self._values:
+            return self._values[name]
+        value = self._given[name]
+        if isinstance(value, JoinedRows):
+            value = self._values[name] = torch.cat(value.tensors)
+        return value
+
+    def _output_gradients(self, step: Instruction) -> dict[str, Tensor]:
+        return {slot: self._gradients[name] for slot, name in step.node.outputs if name in self._gradients}
+
+    def _recompute(self, step: Instruction, owners: AdapterRows | None) -> None:
+        node, rule, inputs = step.node, step.node.operator, self._inputs(step)
+        if owners is None:
+            results = rule.forward(inputs, node.attribute, self._context)
+        else:
+            each = [
+                rule.forward(self._own(step, inputs, index, rows), node.attribute, self._context)
+                for index, rows in enumerate(owners.slices)
+            ]
+            results = {slot: torch.cat([found[slot] for found in each]) for slot in each[0]}
+        self._values.update({name: results[slot] for slot, name in node.outputs})
+
+    def _reverse(self, step: Instruction, inputs: Values, gradients: Mapping[str, Tensor]) -> None:
+        node, rule = step.node, step.node.operator
+        added = [slot for slot in step.wanted if slot in rule.sums and node.input[slot] in self._gradients]
+        for slot in added:
+            total = self._sum(node.input[slot])
+            rule.vjp_onto(total, slot, inputs, gradients, node.attribute, self._context)
+        wanted = [slot for slot in step.wanted if slot not in added]
+        results = rule.vjp(wanted, inputs, gradients, node.attribute, self._context) if wanted else {}
+        for slot, value in results.items():
+            if slot in node.output:
+                self._values[node.output[slot]] = value
+            else:
+                self._accumulate(node.input[slot], value, is_new=slot in rule.sums)
+
+    # -- several owners -------------------------------------------------------------
+
+    def _owners(self, node: Node) -> AdapterRows | None:
+        """Whose rows are whose, if an instruction reads parameters of several adapters or gives their gradients."""
+        for name in node.input.values():
+            for found in (self._given.get(name), self._accumulators.get(name)):
+                if isinstance(found, Grouped):
+                    return found.rows
+        return None
+
+    def _own(self, step: Instruction, values: Values, index: int, rows: slice) -> dict[str, Any]:
+        """What of an instruction's tensors, by slot, is one owner's: its rows, and its parameters."""
+        spec, tensor, found = self._program.graph.spec, step.node.tensor, {}
+        for slot, value in values.items():
+            if isinstance(value, Grouped):
+                found[slot] = value.tensors[index]
+            else:
+                found[slot] = value[rows] if spec[tensor[slot]].per_row else value
+        return found
+
+    def _reverse_each(self, step: Instruction, owners: AdapterRows) -> None:
+        """An instruction on parameters, for one owner after the other."""
+        node, rule = step.node, step.node.operator
+        inputs, gradients = self._inputs(step), self._output_gradients(step)
+        added = [slot for slot in step.wanted if slot in rule.sums and node.input[slot] in self._gradients]
+        totals = {slot: self._sum(node.input[slot]) for slot in added}
+        wanted = [slot for slot in step.wanted if slot not in added]
+        parts: dict[str, list[Tensor]] = {}
+        for index, rows in enumerate(owners.slices):
+            own_inputs = self._own(step, inputs, index, rows)
+            own_gradients = {slot: gradient[rows] for slot, gradient in gradients.items()}
+            for slot, total in totals.items():
+                rule.vjp_onto(total[rows], slot, own_inputs, own_gradients, node.attribute, self._context)
+            results = rule.vjp(wanted, own_inputs, own_gradients, node.attribute, self._context) if wanted else {}
+            for slot, value in results.items():
+                accumulator = self._accumulators.get(node.input.get(slot, ""))
+                if isinstance(accumulator, Grouped):
+                    accumulator.tensors[index].add_(value)
+                else:
+                    parts.setdefault(slot, []).append(value)
+        for slot, values in parts.items():
+            whole = torch.cat(values)
+            if slot in node.output:
+                self._values[node.output[slot]] = whole
+            else:
+                self._accumulate(node.input[slot], whole, is_new=True)
+
+    # -- sums -----------------------------------------------------------------------
+
     def _accumulate(self, tensor: str, gradient: Tensor, *, is_new: bool) -> None:
         """is_new: whether nobody else has this gradient."""
-        if tensor in self._accumulators:
-            self._accumulators[tensor].add_(gradient)
+        accumulator = self._accumulators.get(tensor)
+        if accumulator is not None:
+            assert isinstance(accumulator, Tensor), "gradients of several owners are kept apart"
+            accumulator.add_(gradient)
         elif tensor in self._gradients:
             self._gradients[tensor] = self._gradients[tensor] + gradient
             self._sums.add(tensor)
@@ -163,3 +269,39 @@ class BackwardRun:
             self._gradients[tensor] = self._gradients[tensor].clone()
             self._sums.add(tensor)
         return self._gradients[tensor]
+
+
+def _is_product(step: Instruction, graph: Graph) -> bool:
+    """Whether it is the input gradient of a product with a weight of the backbone, and nothing else."""
+    if step.kind != "reverse" or step.wanted != ("x",) or not step.node.operator.joins_rows:
+        return False
+    return graph.spec[step.node.input["weight"]].kind == "weight"
+
+
+def run_together(runs: Sequence[BackwardRun], graph: Graph) -> None:
+    """Finish runs of different programs that add bypasses to one graph of the backbone: each runs its own instructions,
+    but a product with a weight of the backbone takes the rows of all that have it.
+    """
+    place = {node.name: index for index, node in enumerate(graph.nodes)}
+    waiting: dict[BackwardRun, str | None] = {run: run.advance_to_product() for run in runs}
+    while left := {run: name for run, name in waiting.items() if name is not None}:
+        # Backward, the last node comes first; a run that does not need its gradient never waits for it.
+        node = max(left.values(), key=lambda name: place[name])
+        together = [run for run, name in left.items() if name == node]
+        _multiply(together)
+        waiting |= {run: run.advance_to_product() for run in together}
+
+
+def _multiply(runs: Sequence[BackwardRun]) -> None:
+    """The next instruction of each, a product with the same weight, as one."""
+    if len(runs) == 1:
+        runs[0].advance(1)
+        return
+    steps = [run._program.backward[run._next] for run in runs]
+    gradients = [run._output_gradients(step)["y"] for run, step in zip(runs, steps, strict=True)]
+    inputs, node = runs[0]._inputs(steps[0]), steps[0].node
+    found = node.operator.vjp(("x",), inputs, {"y": torch.cat(gradients)}, node.attribute, runs[0]._context)["x"]
+    parts = torch.split(found, [gradient.shape[0] for gradient in gradients])
+    for run, step, part in zip(runs, steps, parts, strict=True):
+        run._accumulate(step.node.input["x"], part, is_new=True)
+        run._finish(step)

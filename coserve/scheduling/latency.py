@@ -242,9 +242,20 @@ class LatencyModel:
 
     def tasklet_s(self, job: JobView, rows: int) -> float:
         """Seconds of one tasklet."""
-        _, by_row, pair_s = self._weigh(job.counts)
-        raw = _at(self._backward, rows) * by_row + rows * job.mean_context_len * pair_s
-        return raw * self._correction("backward", rows, False)
+        return self.tasklets_s(((job, rows),))
+
+    def tasklets_s(self, windows: Sequence[tuple[JobView, int]]) -> float:
+        """Seconds of one tasklet of each job, with its rows, all at the same part of the model, as one batch: the
+        first term of MuxTune's stage latency (section 3.3) grows with the sum of their rows, the others each by itself.
+        """
+        num_rows, weighed, pairs_s = 0, 0.0, 0.0
+        for job, rows in windows:
+            _, by_row, pair_s = self._weigh(job.counts)
+            num_rows += rows
+            weighed += rows * by_row
+            pairs_s += rows * job.mean_context_len * pair_s
+        raw = _at(self._backward, num_rows) * weighed / max(1, num_rows) + pairs_s
+        return raw * self._correction("backward", num_rows, False)
 
     def pack_s(self, job: JobView) -> float:
         """Seconds of a whole pack alone, forward and backward in one piece."""

@@ -139,11 +139,16 @@ class PlannedLoss(NamedTuple):
 
 
 class PlannedTasklets(NamedTuple):
-    """The next tasklets of a job, each of at most `rows` rows."""
+    """The next tasklets of a job, each of at most `rows` rows.
+
+    Jobs of one group run theirs as one batch of rows where they are at the same part of the model; one that is ahead
+    waits for the others. group None: by itself.
+    """
 
     job: str
     rows: int
     num_tasklets: int
+    group: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

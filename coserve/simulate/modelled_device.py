@@ -4,7 +4,7 @@ Tokens are a pure function of the request's seed and the place; losses are nan. 
 tensors that its packs take, are counted from the same graphs as on a real device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import nan
 from pathlib import Path
 from random import Random
@@ -40,6 +40,7 @@ from coserve.devices.messages import (
     VersionOpened,
     WriteCheckpoint,
 )
+from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.errors import AdapterError
 from coserve.models.backbone import Backbone
 from coserve.scheduling.counts import JobCounts
@@ -197,7 +198,7 @@ class ModelledDevice:
     # -- steps ----------------------------------------------------------------------
 
     def _run(self, batch: StepBatch) -> StepResult:
-        loss_s = self._taken(sum([self._loss_s(piece.job, piece.num_rows) for piece in batch.losses]))
+        loss_s = self._taken(self._loss_s(batch))
         backward_s, num_tasklets = self._backward(batch, loss_s)
         updates = [_update_view(self._trainers[update.job].opened.counts) for update in batch.updates]
         update_s = self._taken(sum([self._truth.update_s(view) for view in updates]))
@@ -216,30 +217,37 @@ class ModelledDevice:
             update_s=update_s,
         )
 
-    def _loss_s(self, job: str, num_rows: int) -> float:
-        cursor = self._cursor(job)
-        start, end = cursor.next_loss(num_rows)
-        cursor.advance_loss(end - start)
-        return self._truth.loss_s(end - start)
+    def _loss_s(self, batch: StepBatch) -> float:
+        num_rows = 0
+        for piece in batch.losses:
+            cursor = self._cursor(piece.job)
+            start, end = cursor.next_loss(piece.num_rows)
+            cursor.advance_loss(end - start)
+            num_rows += end - start
+        return self._truth.loss_s(num_rows)
 
     def _backward(self, batch: StepBatch, loss_s: float) -> tuple[float, dict[str, int]]:
         """Tasklets until the time limit, at a pace that noise gives; seconds, and how many of each job."""
-        pace, seconds, found = self._taken(1.0) if batch.tasklets else 1.0, 0.0, {}
-        for piece in batch.tasklets:
-            found[piece.job] = number = 0
-            while number < piece.num_tasklets:
-                has_time = batch.backward_limit_s is None or loss_s + seconds < batch.backward_limit_s
-                if not has_time and any(found.values()):
-                    break
-                seconds += pace * self._tasklet_s(piece)
-                found[piece.job] = number = number + 1
+        pace, seconds = self._taken(1.0) if batch.tasklets else 1.0, 0.0
+        found = dict.fromkeys([piece.job for piece in batch.tasklets], 0)
+        for turn in tasklet_turns(batch.tasklets, lambda job: self._cursor(job).num_parts_done):
+            has_time = batch.backward_limit_s is None or loss_s + seconds < batch.backward_limit_s
+            if not has_time and any(found.values()):
+                break
+            seconds += pace * self._tasklet_s(turn)
+            for piece in turn:
+                found[piece.job] += 1
         return seconds, found
 
-    def _tasklet_s(self, piece: Tasklets) -> float:
-        cursor = self._cursor(piece.job)
-        start, end = cursor.next_backward(piece.num_rows)
-        cursor.advance_backward(end - start)
-        return self._truth.tasklet_s(self._view(piece.job), end - start)
+    def _tasklet_s(self, turn: Sequence[Tasklets]) -> float:
+        """Tasklets of several jobs as one."""
+        rows = []
+        for piece in turn:
+            cursor = self._cursor(piece.job)
+            start, end = cursor.next_backward(piece.num_rows)
+            cursor.advance_backward(end - start)
+            rows.append((self._view(piece.job), end - start))
+        return self._truth.tasklets_s(rows)
 
     def _forward_s(self, batch: StepBatch) -> float:
         load = ForwardLoad()

@@ -21,6 +21,12 @@ _MANY_BLOCK_ROWS = 256
 class BlockwisePass(TrainingPass):
     """See the module. Only `run_window`, `run_loss` and `run_tasklet` are to be called; `cursor` says what has run."""
 
+    joins_others = False
+
+    @property
+    def num_parts_done(self) -> int:
+        return self._counted.num_parts_done
+
     def run_window(self, max_rows: int) -> None:
         """Count the next forward window, of at most this many rows."""
         start, end = self._counted.next_forward(max_rows)

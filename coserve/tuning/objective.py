@@ -31,8 +31,8 @@ def loss_and_gradient(
     weights: Values,
     accumulators: Mapping[str, Tensor],
     max_rows: int,
-) -> tuple[Tensor, Tensor]:
-    """What the loss of some trained rows sums up to, and the gradient of that sum. Waits for nothing on the device.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of some trained rows, and the gradient of its sum. Waits for nothing on the device.
 
     Args:
         program: of the head with the loss.
@@ -43,45 +43,42 @@ def loss_and_gradient(
         max_rows: most rows of a chunk; the chunks are about equal.
 
     Returns:
-        float64 [2], the summed loss and the number of rows whose likeliest token is the target; and the gradient with
+        The loss of each row, float32 [n]; whether its likeliest token is the target, bool [n]; and the gradient with
         respect to hidden [n, hidden_size].
     """
-    totals, gradients, num_chunks = hidden.new_zeros(2, dtype=torch.float64), [], ceil(hidden.shape[0] / max_rows)
-    constant_chunks = [torch.tensor_split(tensor, num_chunks) for tensor in constants.values()]
-    for x, *each in zip(torch.tensor_split(hidden, num_chunks), *constant_chunks, strict=True):
-        chunk_totals, gradient = _chunk(
-            program, x, dict(zip(constants, each, strict=True)), weights, accumulators, Context(backend=backend)
-        )
-        totals += chunk_totals
-        gradients.append(torch.zeros_like(x) if gradient is None else gradient)
-    return totals, torch.cat(gradients)
+    num_chunks = ceil(hidden.shape[0] / max_rows)
+    names, tensors = ["x", *constants], [hidden, *constants.values()]
+    chunks = zip(*(torch.tensor_split(tensor, num_chunks) for tensor in tensors), strict=True)
+    context = Context(backend=backend)
+    found = [_chunk(program, dict(zip(names, each, strict=True)), weights, accumulators, context) for each in chunks]
+    losses, correct, gradients = zip(*found, strict=True)
+    return torch.cat(losses), torch.cat(correct), torch.cat(gradients)
 
 
 def _chunk(
     program: Program,
-    hidden: Tensor,
-    constants: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
     weights: Values,
     accumulators: Mapping[str, Tensor],
     context: Context,
-) -> tuple[Tensor, Tensor | None]:
-    """Forward and backward of some rows; of all that it computes, only its totals [2] outlive the call."""
-    values = {"x": hidden, **constants}
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and backward of some rows; of all that it computes, only this outlives the call."""
+    values = dict(given)
     kept = {name: values[name] for name in program.saved if name in values}
 
     def keep(node: Node, current: Mapping[str, Tensor]) -> None:
         kept.update({name: current[name] for name in node.output.values() if name in program.retention.saved})
 
     run_graph(program.graph, values, weights, context, keep)
-    totals = torch.stack([values[name].sum(dtype=torch.float64) for name in ("loss", "loss.correct")])
-    if not program.asked:
-        return totals, None
-    run = BackwardRun(
-        program,
-        values={**weights, **constants, **kept},
-        gradients={"loss": torch.ones_like(values["loss"])},
-        accumulators=accumulators,
-        context=context,
-    )
-    run.advance()
-    return totals, run.gradient("x") if "x" in program.asked else None
+    gradient = None
+    if program.asked:
+        run = BackwardRun(
+            program,
+            values={**weights, **given, **kept},
+            gradients={"loss": torch.ones_like(values["loss"])},
+            accumulators=accumulators,
+            context=context,
+        )
+        run.advance()
+        gradient = run.gradient("x") if "x" in program.asked else None
+    return values["loss"], values["loss.correct"], torch.zeros_like(given["x"]) if gradient is None else gradient

@@ -4,6 +4,7 @@ the loss.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -13,7 +14,16 @@ from coserve.graph.program import Program, backward_graph, compile_program
 from coserve.graph.rematerialize import Retention, frontier
 from coserve.models.base import Part
 
-_compile = lru_cache(maxsize=256)(compile_program)
+
+@lru_cache(maxsize=256)
+def _one_of(program: Program) -> Program:
+    """One object for equal programs, whatever they were compiled for: passes of one program run backward as one."""
+    return program
+
+
+@lru_cache(maxsize=256)
+def _compile(graph: Graph, asked: tuple[str, ...], **settings: Any) -> Program:
+    return _one_of(compile_program(graph, asked, **settings))
 
 
 @dataclass(frozen=True, kw_only=True)

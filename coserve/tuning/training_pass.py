@@ -10,14 +10,14 @@ dropped at any time without a trace.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter
-from coserve.graph.execute import BackwardRun
-from coserve.graph.operators.base import AttentionRows, Context
+from coserve.graph.operators.base import AttentionRows
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_row_ids
 from coserve.kernels.transfer import on_device
@@ -30,6 +30,7 @@ from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pack import UNTRAINED, Pack
 from coserve.tuning.programs import TrainingPrograms
+from coserve.tuning.tasklet import BackwardWindow, Tasklet
 
 # Tensors of a pass's workspace. Rows: what the blocks give for each row; after the loss, the gradient of that.
 _ROWS, _KEY_GRADS, _VALUE_GRADS = "rows", "key_grads", "value_grads"
@@ -42,6 +43,8 @@ class TrainingPass:
     adapter (float32, by full name), and `sums` the loss, accuracy and number of trained rows. Dividing by the trained
     rows of the whole optimizer step gives the mean.
     """
+
+    joins_others: ClassVar[bool] = True  # whether its rows may be among those of other passes
 
     def __init__(
         self,
@@ -130,21 +133,20 @@ class TrainingPass:
 
     def run_loss(self, max_rows: int) -> None:
         """Run the next trained rows, `max_rows` at most, through the head: their loss, and its gradient."""
+        run_losses([(self, max_rows)])
+
+    def _next_loss(self, max_rows: int) -> Tensor:
+        """Which rows of the pack they are, int64 [n]."""
         assert not self._released, "the pass was released"
-        start, end = self.cursor.next_loss(max_rows)
-        rows = self._trained[start:end]
-        totals, gradient = loss_and_gradient(
-            self.programs.loss,
-            self._workspace[_ROWS][rows],
-            {"targets": self._targets[rows], **self._constants("head", rows)},
-            backend=self.backbone.backend,
-            weights={**self.backbone.weights["head"], **self.adapter.parameters("head")},
-            accumulators=self._accumulators("head"),
-            max_rows=chunk_rows(self.backbone.architecture.vocab_size, self.backbone.dtype),
-        )
-        self.totals += totals
+        return self._trained[slice(*self.cursor.next_loss(max_rows))]
+
+    def _loss_constants(self, rows: Tensor) -> dict[str, Tensor]:
+        return {"targets": self._targets[rows], **self._constants("head", rows)}
+
+    def _finish_loss(self, rows: Tensor, losses: Tensor, correct: Tensor, gradient: Tensor) -> None:
+        self.totals += torch.stack([each.sum(dtype=torch.float64) for each in (losses, correct)])
         self._workspace[_ROWS][rows] = gradient
-        self.cursor.advance_loss(end - start)
+        self.cursor.advance_loss(len(rows))
         self._release_if_done()
 
     # -- backward ---------------------------------------------------------------
@@ -153,19 +155,43 @@ class TrainingPass:
     def done(self) -> bool:
         return self.cursor.done
 
-    def next_tasklet(self, max_rows: int) -> "Tasklet":
+    @property
+    def num_parts_done(self) -> int:
+        """Parts that have been backward; passes with as many are at the same part."""
+        return self.cursor.num_parts_done
+
+    def next_tasklet(self, max_rows: int) -> Tasklet:
         """The next tasklet, of at most this many rows; the one before it must be done."""
-        assert not self._released and self._tasklet is None, "the pass was released, or its tasklet is not done"
-        start, end = self.cursor.next_backward(max_rows)
-        part = self.programs.parts[self.cursor.num_parts_done]
-        if isinstance(part, int) and end == self.pack.num_rows:
-            self._start_block()
-        self._tasklet = Tasklet(self, part, start, end)
-        return self._tasklet
+        return joined_tasklet([(self, max_rows)])
 
     def run_tasklet(self, max_rows: int) -> None:
         """The next tasklet as a whole."""
         self.next_tasklet(max_rows).run()
+
+    def _next_backward(self, max_rows: int) -> BackwardWindow:
+        assert not self._released and self._tasklet is None, "the pass was released, or its tasklet is not done"
+        start, end = self.cursor.next_backward(max_rows)
+        part, rows = self.programs.parts[self.cursor.num_parts_done], slice(start, end)
+        attention = None
+        if isinstance(part, int):
+            if end == self.pack.num_rows:
+                self._start_block()
+            attention = self._backward_attention(part, start, end)
+        return BackwardWindow(
+            part=part,
+            program=self.programs.program[part],
+            tokens=self._tokens[rows],
+            positions=self._positions[rows],
+            saved={
+                **{name: tensor[rows] for name, tensor in self._saved[part].items()},
+                **self._constants(part, rows),
+            },
+            parameters=self.adapter.parameters(part),
+            accumulators=self._accumulators(part),
+            gradient=self._workspace[_ROWS][rows],
+            attention=attention,
+            finish=partial(self._finish_tasklet, part, start, end),
+        )
 
     def _start_block(self) -> None:
         """Clear the accumulators of dK and dV; one pair serves all blocks in turn."""
@@ -239,73 +265,59 @@ class TrainingPass:
         keys, values = (self._saved[layer][name][None] for name in self._kv_tensors(layer))
         return keys, values
 
-    def _backward_context(self, layer: int, start: int, end: int) -> Context:
+    def _backward_attention(self, layer: int, start: int, end: int) -> AttentionRows:
         """For rows [start, end), with the accumulators of dK and dV."""
-        (keys, values), grads = self._stores(layer), [self._workspace[name] for name in (_KEY_GRADS, _VALUE_GRADS)]
-        rows = AttentionRows(
+        keys, values = self._stores(layer)
+        return AttentionRows(
             rows=slice(0, end - start),
             batch=self._attention_batch(start, end),
             keys=keys,
             values=values,
-            key_grads=grads[0][None],
-            value_grads=grads[1][None],
-        )
-        return Context(
-            backend=self.backbone.backend,
-            attention=(rows,),
-            key_grads=grads[0][start:end],
-            value_grads=grads[1][start:end],
+            key_grads=self._workspace[_KEY_GRADS][None],
+            value_grads=self._workspace[_VALUE_GRADS][None],
+            place=slice(start, end),
         )
 
 
-class Tasklet:
-    """One part of the model backward over rows [start, end) of a pack; runs in one go or in pieces."""
+def joined_tasklet(pieces: Sequence[tuple[TrainingPass, int]]) -> Tasklet:
+    """The next tasklets of packs at the same part, each of at most its number of rows, as one."""
+    tasklet = Tasklet(pieces[0][0].backbone, [training._next_backward(max_rows) for training, max_rows in pieces])
+    for training, _ in pieces:
+        training._tasklet = tasklet
+    return tasklet
 
-    def __init__(self, training: TrainingPass, part: Part, start: int, end: int) -> None:
-        self.part, self.num_rows = part, end - start
-        self._pass, self._start, self._end = training, start, end
-        backbone, rows = training.backbone, slice(start, end)
-        program = training.programs.program[part]
-        constants = backbone.constants(training._tokens[rows], training._positions[rows])
-        constants |= training._constants(part, rows)
-        saved: Mapping[str, Tensor] = {name: tensor[rows] for name, tensor in training._saved[part].items()}
-        context = Context(backend=backbone.backend)
-        if isinstance(part, int):
-            context = training._backward_context(part, start, end)
-        self._gives_input = "x" in program.asked
-        self._run: BackwardRun | None = BackwardRun(
-            program,
-            values={**constants, **backbone.weights[part], **training.adapter.parameters(part), **saved},
-            gradients={program.graph.outputs[0]: training._workspace[_ROWS][rows]},
-            accumulators=training._accumulators(part),
-            context=context,
-        )
 
-    @property
-    def done(self) -> bool:
-        return self._run is None
+def run_losses(pieces: Sequence[tuple[TrainingPass, int]]) -> None:
+    """The next trained rows of packs, of each its number at most, through the head: their losses, and the gradients.
 
-    @property
-    def num_instructions_left(self) -> int:
-        return 0 if self._run is None else self._run.num_instructions_left
+    The rows of all packs whose head has no parameters of an adapter are one batch.
+    """
+    joined: dict[int, list[tuple[TrainingPass, int]]] = {}
+    for training, max_rows in pieces:
+        key = id(training if training.adapter.parameters("head") else training.programs.loss)
+        joined.setdefault(key, []).append((training, max_rows))
+    for group in joined.values():
+        _run_loss(group)
 
-    def cancel(self) -> None:
-        """Let go of everything; it counts as done, and cannot run any more."""
-        self._run = None
 
-    @property
-    def num_transient_bytes(self) -> int:
-        """Bytes that it holds between two instructions, beside what the pass saves."""
-        return 0 if self._run is None else self._run.num_transient_bytes
-
-    def run(self, max_instructions: int | None = None) -> bool:
-        """Run the next instructions (default: all). Returns whether the tasklet is done."""
-        assert self._run is not None, "the tasklet is done"
-        if self._run.advance(max_instructions):
-            gradient = self._run.gradient("x") if self._gives_input else None
-            self._run = None  # it holds what is about to be let go
-            self._pass._finish_tasklet(self.part, self._start, self._end, gradient)
-        return self.done
+def _run_loss(pieces: Sequence[tuple[TrainingPass, int]]) -> None:
+    """The same for packs of one program."""
+    first, windows = pieces[0][0], [training._next_loss(max_rows) for training, max_rows in pieces]
+    backbone = first.backbone
+    constants = [training._loss_constants(rows) for (training, _), rows in zip(pieces, windows, strict=True)]
+    hidden = [training._workspace[_ROWS][rows] for (training, _), rows in zip(pieces, windows, strict=True)]
+    found = loss_and_gradient(
+        first.programs.loss,
+        torch.cat(hidden),
+        {name: torch.cat([each[name] for each in constants]) for name in constants[0]},
+        backend=backbone.backend,
+        weights={**backbone.weights["head"], **first.adapter.parameters("head")},
+        accumulators=first._accumulators("head"),
+        max_rows=chunk_rows(backbone.architecture.vocab_size, backbone.dtype),
+    )
+    sizes = [len(rows) for rows in windows]
+    for (training, _), rows, *each in zip(pieces, windows, *(torch.split(x, sizes) for x in found), strict=True):
+        training._finish_loss(rows, *each)
 
 
 class _Window(Span, BatchRows):

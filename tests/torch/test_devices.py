@@ -321,6 +321,37 @@ def test_tasklets_stop_at_the_time_limit_but_for_the_steps_first(driver):
     assert result.packs.keys() == {"job", "other"}
 
 
+def test_tasklets_of_a_group_run_together_and_who_is_ahead_waits(driver, tmp_path):
+    """Each job's losses and gradient are those of its run alone; three jobs, of which two have equal adapters."""
+    jobs = {"a": LORA, "b": LORA, "c": {**LORA, "r": 2, "target_modules": ["q_proj", "down_proj"]}}
+    packs = {"a": SEQUENCES, "b": SEQUENCES[:1], "c": SEQUENCES[1:]}
+    num_rows = {job: sum(len(tokens) for tokens, _ in pack) for job, pack in packs.items()}
+    num_trained = {job: sum(sum(trained[1:]) for _, trained in pack) for job, pack in packs.items()}
+    opened = {job: driver.open_trainer(job, CONFIG, adapter=adapter) for job, adapter in jobs.items()}
+    alone = {job: driver.train(job, opened[job], packs[job]).packs[job] for job in jobs}
+    updates = [Update(job, num_trained[job], 1) for job in jobs]
+    norms = driver.step(updates=updates).norms
+    opened = {f"{job}2": driver.open_trainer(f"{job}2", CONFIG, adapter=adapter) for job, adapter in jobs.items()}
+    for job, trainer in opened.items():
+        driver.begin(job, trainer, packs[job[0]])
+    driver.step(windows=[WindowRows(job, num_rows[job[0]]) for job in opened])
+    driver.step(losses=[LossRows(job, 1000) for job in opened])
+    driver.step(tasklets=[Tasklets("a2", 1000, 1)])
+    group = [Tasklets("a2", 1000, 2, 7), Tasklets("b2", 1000, 3, 7), Tasklets("c2", 4, 50, 7)]
+    ran = driver.step(tasklets=group, backward_limit_s=0.0)
+    assert ran.num_tasklets == {"a2": 0, "b2": 1, "c2": 1}, "the one that is ahead waits"
+    num_windows = -(-num_rows["c"] // 4)
+    rest = [group[0], Tasklets("b2", 1000, 2, 7), Tasklets("c2", 4, 3 * num_windows - 1, 7)]
+    done = driver.step(tasklets=rest)
+    assert done.num_tasklets == {"a2": 2, "b2": 2, "c2": 3 * num_windows - 1}
+    for job, sums in alone.items():
+        together = done.packs[f"{job}2"]
+        assert together.loss == pytest.approx(sums.loss, rel=1e-6) and together.num_correct == sums.num_correct
+    updated = driver.step(updates=[Update(f"{job}2", num_trained[job], 1) for job in jobs])
+    for job, norm in norms.items():
+        assert updated.norms[f"{job}2"] == pytest.approx(norm, rel=1e-5)
+
+
 def test_a_version_is_a_copy_and_a_checkpoint_continues_exactly(driver, tmp_path):
     opened = driver.open_trainer("job", CONFIG, adapter=LORA)
     driver.train("job", opened, SEQUENCES)

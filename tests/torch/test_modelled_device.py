@@ -106,6 +106,26 @@ def test_a_real_pass_lets_a_group_go_when_the_engine_takes_its_pages_back(both_d
     assert pages.num_pages == held() == 0 and len({*seen}) == len(seen) > 1
 
 
+def test_modelled_tasklets_of_a_group_and_losses_cost_what_their_rows_cost_together():
+    backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
+    profile = roofline_profile(backbone, CPU)
+    driver = Driver(ModelledDevice(backbone, profile, num_pages=100_000))
+    adapter = LoraConfig(r=16, target_modules="all-linear").to_peft()
+    jobs = ("a", "b", "c")
+    for job in jobs:
+        opened = driver.open_trainer(job, TuningConfig(), adapter=adapter)
+        driver.begin(job, opened, [((1,) * 16, (True,) * 16)])
+        driver.step(windows=[WindowRows(job, 16)])
+    losses = driver.step(losses=[LossRows(job, 15) for job in jobs])
+    assert losses.loss_s == pytest.approx(profile.loss.at(45))
+    apart = driver.step(tasklets=[Tasklets(job, 16, 2) for job in jobs])
+    together = driver.step(tasklets=[Tasklets(job, 16, 2, 0) for job in jobs])
+    assert apart.num_tasklets == together.num_tasklets == dict.fromkeys(jobs, 2)
+    assert together.backward_s < 0.6 * apart.backward_s, "the weights are read once"
+    limited = driver.step(tasklets=[Tasklets(job, 16, 2, 0) for job in jobs], backward_limit_s=0.0)
+    assert limited.num_tasklets == dict.fromkeys(jobs, 1)
+
+
 def test_a_modelled_device_stops_at_the_time_limit_and_fails_when_told():
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     driver = Driver(ModelledDevice(backbone, roofline_profile(backbone, CPU), num_pages=100_000))

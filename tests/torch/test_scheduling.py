@@ -378,7 +378,7 @@ def test_idle_steps_end_soon_or_are_one_indivisible_piece(seen, hardware):
     least = min(first.num_rows_left, LEAST_WINDOW_ROWS)
     assert [tuple(piece) for piece in made.losses] == ([(first.id, least)] if first.phase == "loss" else [])
     assert sum(rows.rows for rows in made.rows) == (least if first.phase == "forward" else 0)
-    assert [tuple(part) for part in made.tasklets] == ([(first.id, least, 1)] if first.phase == "backward" else [])
+    assert [part[:3] for part in made.tasklets] == ([(first.id, least, 1)] if first.phase == "backward" else [])
     assert all(made.predicted_s > arrival_wait_s(idle) for _ in idle.jobs)
 
 
@@ -672,7 +672,7 @@ def test_jobs_are_served_in_turn_and_phases_share_a_step():
 
 def test_a_pack_goes_backward_over_several_parts_in_one_step():
     made = plan("slack", view(job(phase="backward", rows=1024, left=100, parts_left=24), ttft_s=1000.0))
-    assert made.tasklets == (("j", 1024, 24),), "the rest of one part, and all others whole"
+    assert made.tasklets == (("j", 1024, 24, None),), "the rest of one part, and all others whole"
     made = plan("slack", view(job(phase="backward", rows=1024, left=1024, parts_left=24), ttft_s=0.2, tpot_s=0.01))
     (part,) = made.tasklets
     assert part.rows < 1024 and made.predicted_s <= arrival_wait_s(view(ttft_s=0.2, tpot_s=0.01))
@@ -711,7 +711,7 @@ def test_tuning_only_knows_no_requests_and_inference_only_no_jobs():
     items = decoding(), prompt(), job("a"), job("b", "backward"), job("c", "update")
     tuning, inference = plan("tuning-only", view(*items)), plan("inference-only", view(*items))
     assert [rows.kind for rows in tuning.rows] == ["window"] and rows_of(tuning, "window") == {"a": 1024}
-    assert tuning.tasklets == (("b", 1024, 24),) and tuning.updates == ("c",)
+    assert tuning.tasklets == (("b", 1024, 24, None),) and tuning.updates == ("c",)
     assert inference == plan("slack", view(*items[:2])) and not tunes(inference)
 
 

@@ -1,6 +1,6 @@
 """Causal self-attention: the one operator that looks at whom a row belongs to."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import torch
@@ -35,7 +35,7 @@ class Attention(Operator):
         found = [
             context.backend.attention(q[own.rows], own.keys, own.values, own.batch, spec) for own in context.attention
         ]
-        y, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*found, strict=True))
+        y, lse = (_joined(parts) for parts in zip(*found, strict=True))
         return {"y": y.flatten(1), "lse": lse}
 
     def vjp(
@@ -43,21 +43,19 @@ class Attention(Operator):
     ) -> dict[str, Tensor]:
         heads, spec = attributes["num_heads"], attention_spec(values, attributes)
         dy, q, y = (_heads(x, heads) for x in (gradients["y"], values["q"], values["y"]))
-        assert context.key_grads is not None and context.value_grads is not None
-        parts = []
+        found: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
         for own in context.attention:
             assert own.key_grads is not None and own.value_grads is not None, "requests run forward only"
-            parts.append(
-                context.backend.attention_gradient(
-                    *(dy[own.rows], q[own.rows], own.keys, own.values, y[own.rows], values["lse"][own.rows]),
-                    *(own.batch, spec),
-                    key_grads=own.key_grads,
-                    value_grads=own.value_grads,
-                )
+            dq = context.backend.attention_gradient(
+                *(dy[own.rows], q[own.rows], own.keys, own.values, y[own.rows], values["lse"][own.rows]),
+                *(own.batch, spec),
+                key_grads=own.key_grads,
+                value_grads=own.value_grads,
             )
-        dq = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
-        result = {"q": dq, "k": context.key_grads.to(dq.dtype), "v": context.value_grads.to(dq.dtype)}
-        return {slot: result[slot] for slot in wanted}
+            found["q"].append(dq.flatten(1))
+            found["k"].append(own.key_grads[0, own.place].to(dq.dtype))
+            found["v"].append(own.value_grads[0, own.place].to(dq.dtype))
+        return {slot: _joined(found[slot]) for slot in wanted}
 
     def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         return 4 * prod(specs["q"].shape) * min(mean_context_len, attributes["sliding_window"] or mean_context_len)
@@ -79,6 +77,10 @@ class Attention(Operator):
     ) -> float:
         # Five matrix products where the forward pass has two: scores again, dP, dQ, dK and dV.
         return 2.5 * self.flops_per_row(specs, attributes, mean_context_len)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _heads(x: Tensor, num_heads: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
 
@@ -26,7 +26,9 @@ class AttentionRows:
     """Some rows of a batch, whom they attend to, and where their keys and values lie (those of the rows themselves must
     be there before attention runs): stores [num_pages, block_tokens, Hkv * D].
 
-    key_grads, value_grads: float32, of the stores' shapes, added to in the backward pass.
+    key_grads, value_grads: float32, of the stores' shapes (one page), added to in the backward pass. place: where the
+    rows themselves lie in them. Windows run from the last to the first, so once a window's own attention has been
+    reversed, the gradients of its keys and values are complete (FlexLLM section 6.1, figure 8).
     """
 
     rows: slice
@@ -35,23 +37,20 @@ class AttentionRows:
     values: Tensor
     key_grads: Tensor | None = None
     value_grads: Tensor | None = None
+    place: slice = field(default_factory=lambda: slice(None))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
     """What operators need beside their tensors: the kernels, and what attention looks at beyond its rows.
 
-    attention: for all rows, in their order. key_grads, value_grads: the accumulators' rows of the window that runs
-    backward, float32 [n, Hkv * D]. Windows run from the last to the first, so once a window's own attention has been
-    reversed, they are complete (FlexLLM section 6.1, figure 8). block_rows: forward, row-wise operators run on this
-    many rows at a time (None: on all at once), so that a row's results do not depend on which others there are.
+    attention: for all rows, in their order. block_rows: forward, row-wise operators run on this many rows at a time
+    (None: on all at once), so that a row's results do not depend on which others there are.
     """
 
     backend: Backend
     block_rows: int | None = None
     attention: tuple[AttentionRows, ...] = ()
-    key_grads: Tensor | None = None
-    value_grads: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +100,9 @@ class Operator(ABC):
     # Row inputs whose gradient can be added to what other readers of the same tensor gave (`vjp_onto`) as it is made;
     # `vjp` gives a new tensor for them.
     sums: ClassVar[frozenset[str]] = frozenset()
+    # Whether its gradient for x alone reads nothing but a weight of the backbone, so that rows of other programs may be
+    # among its own.
+    joins_rows: ClassVar[bool] = False
     # Slots in which forward accepts the parameters of several adapters (kernels.base.Grouped), each for its own rows.
     grouped: ClassVar[frozenset[str]] = frozenset()
     # Slots for which the VJP accepts packed signs (`Backend.pack_signs`) in place of the values.

@@ -39,6 +39,7 @@ class Linear(_Product):
     optional = frozenset({"bias"})
     needs = {"x": ("weight",), "weight": ("x",), "bias": ()}
     shared: ClassVar[str | None] = "x"
+    joins_rows: ClassVar[bool] = True
     sums: ClassVar[frozenset[str]] = frozenset({"x"})
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:

@@ -1,0 +1,132 @@
+"""Backward tasklets: one part of the model × one window, of one pack or of several at once.
+
+Windows of several packs at the same part are one batch of rows (MuxTune section 3.3, spatial multiplexing): every
+product with a weight of the backbone takes all of them, whatever the adapters. Only three things look at whose a row
+is: attention, which stays within its pack; adapters, each with its own parameters and gradients; and what is saved.
+Packs whose programs are equal run as one; other programs meet at the products alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from coserve.graph.execute import BackwardRun, JoinedRows, run_together
+from coserve.graph.operators.base import AttentionRows, Context
+from coserve.graph.program import Program
+from coserve.kernels.base import AdapterRows, Factor, Grouped
+from coserve.models.backbone import Backbone
+from coserve.models.base import Part
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BackwardWindow:
+    """The rows of a pack that a tasklet reverses in a part, with all that is the pack's own.
+
+    tokens, positions int64 [n]. saved: rows of the saved tensors, and of constants that only this pack has. parameters:
+    of its adapter, and accumulators of their gradients, by name. gradient: of the part's output [n, hidden_size].
+    attention: of blocks, with the accumulators of dK and dV. finish: takes the gradient of the part's input, None if
+    nobody asked for it.
+    """
+
+    part: Part
+    program: Program
+    tokens: Tensor
+    positions: Tensor
+    saved: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    accumulators: Mapping[str, Tensor]
+    gradient: Tensor
+    attention: AttentionRows | None
+    finish: Callable[[Tensor | None], None]
+
+    @property
+    def num_rows(self) -> int:
+        return self.gradient.shape[0]
+
+
+class Tasklet:
+    """Windows of one part as one piece of work; runs in one go or, if all have one program, in pieces."""
+
+    def __init__(self, backbone: Backbone, windows: Sequence[BackwardWindow]) -> None:
+        self.part = windows[0].part
+        assert all(window.part == self.part for window in windows), "windows of one part"
+        groups: dict[int, list[BackwardWindow]] = {}
+        for window in windows:
+            groups.setdefault(id(window.program), []).append(window)
+        self._graph = backbone.architecture.graphs[self.part]
+        self._runs = [(group, _backward_run(backbone, group)) for group in groups.values()]
+
+    @property
+    def done(self) -> bool:
+        return not self._runs
+
+    @property
+    def num_instructions_left(self) -> int:
+        return sum(run.num_instructions_left for _, run in self._runs)
+
+    def cancel(self) -> None:
+        """Let go of everything; it counts as done, and cannot run any more."""
+        self._runs = []
+
+    @property
+    def num_transient_bytes(self) -> int:
+        """Bytes that it holds between two instructions, beside what the packs save."""
+        return sum(run.num_transient_bytes for _, run in self._runs)
+
+    def run(self, max_instructions: int | None = None) -> bool:
+        """Run the next instructions (default: all). Returns whether the tasklet is done."""
+        assert self._runs, "the tasklet is done"
+        if max_instructions is None:
+            run_together([run for _, run in self._runs], self._graph)
+        else:
+            assert len(self._runs) == 1, "a tasklet of several programs runs as a whole"
+            self._runs[0][1].advance(max_instructions)
+        if not self.num_instructions_left:
+            runs, self._runs = self._runs, []  # they hold what is about to be let go
+            for group, run in runs:
+                _finish(group, run)
+        return self.done
+
+
+def _finish(group: Sequence[BackwardWindow], run: BackwardRun) -> None:
+    """Give each window its rows of the gradient."""
+    gradients: Sequence[Tensor | None] = [None] * len(group)
+    if "x" in group[0].program.asked:
+        gradients = torch.split(run.gradient("x"), [window.num_rows for window in group])
+    for window, gradient in zip(group, gradients, strict=True):
+        window.finish(gradient)
+
+
+def _backward_run(backbone: Backbone, group: Sequence[BackwardWindow]) -> BackwardRun:
+    """Windows of one program, side by side."""
+    first = group[0]
+    rows = AdapterRows([window.num_rows for window in group], backbone.device)
+    attention = tuple(
+        replace(window.attention, rows=own)
+        for window, own in zip(group, rows.slices, strict=True)
+        if window.attention is not None
+    )
+    constants = backbone.constants(*(_cat([getattr(w, name) for w in group]) for name in ("tokens", "positions")))
+    saved = {name: _joined([window.saved[name] for window in group]) for name in first.saved}
+    parameters = {name: _grouped([window.parameters[name] for window in group], rows) for name in first.parameters}
+    return BackwardRun(
+        first.program,
+        values={**constants, **backbone.weights[first.part], **parameters, **saved},
+        gradients={first.program.graph.outputs[0]: _cat([window.gradient for window in group])},
+        accumulators={name: _grouped([w.accumulators[name] for w in group], rows) for name in first.accumulators},
+        context=Context(backend=backbone.backend, attention=attention),
+    )
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor | JoinedRows:
+    return tensors[0] if len(tensors) == 1 else JoinedRows(tensors=tuple(tensors))
+
+
+def _grouped(tensors: Sequence[Tensor], rows: AdapterRows) -> Factor:
+    return tensors[0] if len(tensors) == 1 else Grouped(tensors=tuple(tensors), rows=rows)
