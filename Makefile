@@ -31,11 +31,13 @@ CALLS ?= 10000
 fuzz: setup  ## Call every route with right and wrong values; fails on an answer of 500 or more, or on none
 	COSERVE_FUZZ_CALLS=$(CALLS) $(BIN)/python -m pytest tests/server/test_schema.py
 
-# Minutes of computing, and the seed to begin with; the tests run some seconds of the same.
+# Minutes of each kind, and the seed to begin with; the tests run some seconds of the first.
 MINUTES ?= 10
 SEED ?= 0
-storm: setup  ## Storms of operations and faults, every invariant checked; a failure prints what repeats it
+STREAMS ?= 512
+storm: setup  ## Operations and faults, in virtual time and on real processes; a failure prints what repeats it
 	PYTHONPATH=tests $(BIN)/python -m storm simulated --minutes $(MINUTES) --first-seed $(SEED)
+	PYTHONPATH=tests $(BIN)/python -m storm real --minutes $(MINUTES) --seed $(SEED) --streams $(STREAMS)
 
 lint: setup  ## Format, lint and types of the package, tests, scripts and benchmarks
 	$(BIN)/ruff format --check .

@@ -6,6 +6,8 @@ SQLite and PostgreSQL are tested.
 
 import os
 import re
+import sqlite3
+import time
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, MetaData, create_engine, event, inspect, make_url
@@ -69,12 +71,29 @@ def _set_up_sqlite(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def on_connect(connection: Any, _: Any) -> None:
         connection.isolation_level = None
-        for pragma in (f"busy_timeout={_BUSY_S * 1000}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA busy_timeout={_BUSY_S * 1000}")
+        _use_wal(connection)
+        for pragma in ("synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
     def on_begin(connection: Any) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if _writes(connection) else "BEGIN")
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """While others write a database that has no WAL yet, SQLite refuses to make one at once, whatever busy_timeout says:
+    https://sqlite.org/c3ref/busy_handler.html.
+    """
+    until_s = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorname != "SQLITE_BUSY" or time.monotonic() > until_s:
+                raise
+        time.sleep(0.01)
 
 
 def _open_postgresql(url: URL) -> tuple[Engine, Engine]:

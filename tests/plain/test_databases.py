@@ -3,9 +3,10 @@ question, a server that goes away and comes back.
 """
 
 import io
+import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -99,6 +100,16 @@ def test_two_servers_that_start_at_once_make_the_tables_once(database):
     assert at_once(lambda _: stores.append(Store(database))) == []
     for made in stores:
         made.close()
+
+
+def test_one_that_another_server_is_just_making_is_waited_for(tmp_path):
+    """SQLite itself refuses at once."""
+    with closing(sqlite3.connect(tmp_path / "new.db", isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        done = threading.Timer(0.3, lambda: other.execute("COMMIT"))
+        done.start()
+        Store(f"sqlite:///{tmp_path}/new.db").close()
+        done.join()
 
 
 def test_a_database_belongs_to_one_home(database, tmp_path):

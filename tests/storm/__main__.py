@@ -1,10 +1,13 @@
-"""`python -m storm`: storms until the time is over, or one that is to be repeated."""
+"""`python -m storm`: storms until the time is over, or one that is to be repeated. The last line is JSON."""
 
 import argparse
+import json
 import sys
 import time
 from itertools import count
 
+from storm.real.run import command, run_real_storm
+from storm.real.world import Settings
 from storm.simulated import NUM_ACTIONS, Report, run_storm
 
 
@@ -18,8 +21,14 @@ def main() -> int:
     simulated.add_argument("--minutes", type=float, default=10.0, help="of computing")
     simulated.add_argument("--hours", type=float, help="of computing")
     simulated.add_argument("--actions", type=int, default=NUM_ACTIONS, help="on the device, of each storm")
+    real = kinds.add_parser("real", help="a server, its clients, its disk and its clock")
+    real.add_argument("--seed", type=int, default=0)
+    real.add_argument("--minutes", type=float, default=10.0, help="of faults; then comes calm")
+    real.add_argument("--hours", type=float, help="in storms of --minutes, each with the next seed")
+    real.add_argument("--streams", type=int, default=512)
+    real.add_argument("--jobs", type=int, default=8)
     options = parser.parse_args()
-    return simulate(options)
+    return simulate(options) if options.kind == "simulated" else real_storms(options)
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -31,7 +40,30 @@ def simulate(options: argparse.Namespace) -> int:
             break
         run_storm(seed, report, num_actions=options.actions)
     print(report.as_text())
+    print(
+        json.dumps({"storms": report.num_storms, "hours": report.simulated_s / 3600, "faults": report.faults.total()})
+    )
     return 0
+
+
+def real_storms(options: argparse.Namespace) -> int:
+    """One, or as many as there are in some hours."""
+    num_storms = max(1, round(60 * options.hours / options.minutes)) if options.hours else 1
+    reports = []
+    for seed in range(options.seed, options.seed + num_storms):
+        settings = Settings(
+            seed=seed,
+            storm_s=60 * options.minutes,
+            num_streams=options.streams,
+            num_jobs=options.jobs,
+            is_exact=seed % 4 == 3,
+        )
+        report = run_real_storm(settings)
+        reports.append(report)
+        if report["broken"]:
+            print("\n".join(report["broken"]), f"repeat it with: {command(settings)}", sep="\n", file=sys.stderr)
+        print(json.dumps(report), flush=True)
+    return int(any(report["broken"] for report in reports))
 
 
 if __name__ == "__main__":
