@@ -33,8 +33,9 @@ _CALM_S = 240.0
 # What may differ between an idle server after the storm and one that has just started: pools of threads that filled,
 # connections to the store, memory that the allocator keeps.
 _MOST_MORE_FILES, _MOST_MORE_THREADS, _MOST_MORE_BYTES = 24, 48, 400_000_000
-# Float32: rounding, whatever ran beside a job.
-_TOLERANCE = 1e-5
+# Float32: beside others, a job's windows are cut elsewhere, so sums round otherwise, and Adam makes much of a gradient
+# that is next to nothing. An optimizer step that is lost or made twice moves parameters by its learning rate, 5e-3.
+_TOLERANCE = 1e-3
 
 
 def run_real_storm(settings: Settings) -> dict[str, Any]:
@@ -175,6 +176,8 @@ async def _look_at_job(world: World, job: Any) -> None:
     (made,) = (world.server.home / "jobs" / job["id"] / "checkpoints").glob(f"step-{recipe.num_steps}*")
     apart = distance(adapter_in(made), recipe.adapter)
     most = 0.0 if world.settings.is_exact else _TOLERANCE
+    world.counts["jobs equal bit for bit"] += apart == 0
+    world.farthest = max(world.farthest, apart)
     world.check(apart <= most, f"the adapter of job {job['id']} ({recipe.name}) is {apart:g} from an undisturbed one")
     await _compare_answers(world, job["fine_tuned_model"], dict([next(iter(recipe.answers.items()))]))
 
@@ -240,6 +243,7 @@ def _report(world: World, calm_s: float, fresh: list[Resources]) -> dict[str, An
         },
         "fresh": [_as_json(each) for each in fresh],
         "idle_after": [_as_json(each) for each in world.idle],
+        "farthest_adapter": world.farthest,
         "broken": world.broken,
     }
 

@@ -34,7 +34,7 @@ async def _see_through(world: World, rng: Random, id: str) -> None:
     """Until it is over, with a hand in it now and then."""
     while not world.is_over:
         await asyncio.sleep(rng.uniform(0.2, 1.5))
-        action = rng.choices(("look", "pause", "resume", "cancel", "events"), (60, 10, 12, 2, 4))[0]
+        action = rng.choices(("look", "pause", "resume", "cancel", "events"), (60, 8, 12, 1, 4))[0]
         path = f"/v1/fine_tuning/jobs/{id}"
         if action == "look":
             answer = await world.ask(Request(method="GET", path=path))
@@ -107,7 +107,7 @@ async def _upload(world: World, content: bytes) -> str | None:
 
 
 async def adapters(world: World) -> None:
-    """Come and go; whoever asks for one that is not there is told so."""
+    """Come and go; a client that asks for one that is not there is told so."""
     rng = world.rng("adapters")
     while not world.is_over:
         recipe = rng.choice(world.recipes)

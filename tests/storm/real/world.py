@@ -67,6 +67,8 @@ class World:
     jobs: dict[str, Recipe] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
     idle: list[Resources] = field(default_factory=list)
+    # From its undisturbed adapter, of all jobs' parameters.
+    farthest: float = 0.0
     is_over: bool = False
     started_s: float = field(default_factory=time.monotonic)
     _num_disturbances: int = 0
