@@ -82,7 +82,7 @@ def _set_up_sqlite(engine: Engine) -> None:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """While others write a database that has no WAL yet, SQLite refuses to make one at once, whatever busy_timeout says:
+    """While others write a database that has no WAL yet, SQLite refuses at once to make one, whatever busy_timeout is:
     https://sqlite.org/c3ref/busy_handler.html.
     """
     until_s = time.monotonic() + _BUSY_S
