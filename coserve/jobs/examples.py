@@ -37,9 +37,11 @@ def read_training_file(
     *,
     max_sequence_length: int,
     vocab_size: int,
-    is_wanted: "Callable[[], bool]" = lambda: True,
+    is_wanted: "Callable[[int], bool]" = lambda num_bytes: True,
 ) -> list[Example]:
     """Every line as an example. Takes as long as tokenizing does, unless it is not wanted any more.
+
+    is_wanted: asked before each line, with the bytes of the file that were read.
 
     Raises:
         DataError: names the line and the reason of the first ten faults. JobError: it is not wanted any more.
@@ -55,11 +57,13 @@ def read_training_file(
     return examples
 
 
-def _while(is_wanted: "Callable[[], bool]", lines: "Iterable[str]") -> "Iterator[str]":
+def _while(is_wanted: "Callable[[int], bool]", lines: "Iterable[str]") -> "Iterator[str]":
+    num_bytes = 0
     for line in lines:
-        if not is_wanted():
+        if not is_wanted(num_bytes):
             raise JobError("the job was ended before its files had been read")
         yield line
+        num_bytes += len(line.encode())
 
 
 def _foreign_tokens(path: Path, examples: "Sequence[Example]", vocab_size: int) -> list[str]:

@@ -180,6 +180,10 @@ class JobManager:
         """Of one that waits for a place to train: 1 is the next."""
         return self._reconciler.places.position(job.id)
 
+    def share_validated(self, job: JobRecord) -> float | None:
+        """Of the bytes of its files, while they are read."""
+        return self._reader.share_read(job.id)
+
     def estimated_finish(self, job: JobRecord) -> int | None:
         """Unix time; None unless it is running and has made a step since that began."""
         meter = self._reconciler.meter(job.id)

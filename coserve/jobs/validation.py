@@ -12,7 +12,7 @@ from coserve.home import is_disk_full
 from coserve.jobs.examples import read_training_file, write_examples_file
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
-from coserve.jobs.records import JobRecord
+from coserve.jobs.records import FileRecord, JobRecord
 from coserve.jobs.settings import JobSettings
 from coserve.models.base import Architecture
 from coserve.tuning.examples import Example
@@ -48,20 +48,37 @@ class Validated:
 
 
 def validate(
-    job: JobRecord, files: Files, folders: Folders, model: BaseModel, is_wanted: Callable[[], bool]
+    job: JobRecord, files: Files, folders: Folders, model: BaseModel, is_wanted: Callable[[float], bool]
 ) -> Validated:
     """Read a job's files, and write its examples. Blocks for as long as tokenizing takes, and is_wanted says so.
+
+    is_wanted: asked before each line, with the share of the files' bytes that were read.
 
     Raises:
         JobError: names the file's field, and the line and the reason of the first ten faults; or it is not wanted
         any more. StoreError or OSError: the disk, say, is full.
     """
     settings = JobSettings.from_data(job.settings)
-    examples = _read(job, "training_file", files, model, settings, is_wanted)
+    training = _record_of(job, "training_file", files)
+    validation = None if job.validation_file is None else _record_of(job, "validation_file", files)
+    num_bytes = training.num_bytes + (validation.num_bytes if validation else 0)
+
+    def read(field: str, record: FileRecord, num_before: int) -> list[Example]:
+        try:
+            return read_training_file(
+                Path(files.path(record)),
+                model.tokenizer,
+                max_sequence_length=settings.max_sequence_length,
+                vocab_size=model.architecture.vocab_size,
+                is_wanted=lambda num_read: is_wanted((num_before + num_read) / max(1, num_bytes)),
+            )
+        except DataError as error:
+            raise JobError(f"{field} {record.id}: {error}", param=field) from None
+
+    examples = read("training_file", training, 0)
     write_examples_file(folders.examples(job.id), examples)
-    if job.validation_file is not None:
-        validation = _read(job, "validation_file", files, model, settings, is_wanted)
-        write_examples_file(folders.validation(job.id), validation)
+    if validation is not None:
+        write_examples_file(folders.validation(job.id), read("validation_file", validation, training.num_bytes))
     return Validated(
         num_examples=len(examples),
         num_tokens=sum(len(example.tokens) for example in examples),
@@ -70,28 +87,12 @@ def validate(
     )
 
 
-def _read(
-    job: JobRecord,
-    field: str,
-    files: Files,
-    model: BaseModel,
-    settings: JobSettings,
-    is_wanted: Callable[[], bool],
-) -> list[Example]:
+def _record_of(job: JobRecord, field: str, files: Files) -> FileRecord:
     id = getattr(job, field)
     record = files.find(job.tenant, id)
     if record is None:
         raise JobError(f"{field} {id} is not there any more", param=field)
-    try:
-        return read_training_file(
-            Path(files.path(record)),
-            model.tokenizer,
-            max_sequence_length=settings.max_sequence_length,
-            vocab_size=model.architecture.vocab_size,
-            is_wanted=is_wanted,
-        )
-    except DataError as error:
-        raise JobError(f"{field} {id}: {error}", param=field) from None
+    return record
 
 
 class FileReader:
@@ -108,6 +109,7 @@ class FileReader:
         self._files, self._folders, self._model, self._done = files, folders, model, done
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unwanted: set[str] = set()
+        self._shares: dict[str, float] = {}
         self._one_at_a_time = asyncio.Semaphore(1)
 
     def begin(self, job: JobRecord) -> None:
@@ -124,6 +126,10 @@ class FileReader:
         """Likewise, of all."""
         self._unwanted |= self._tasks.keys()
 
+    def share_read(self, id: str) -> float | None:
+        """Of the bytes of a job's files, while they are read; 0 while they wait for those of other jobs."""
+        return self._shares.get(id, 0.0) if id in self._tasks else None
+
     async def wait(self) -> None:
         """Until nothing is being read."""
         while self._tasks:
@@ -138,6 +144,7 @@ class FileReader:
         finally:  # not before: who resumes the job meanwhile must not begin to read them again
             del self._tasks[job.id]
             self._unwanted.discard(job.id)
+            self._shares.pop(job.id, None)
 
     async def _again(self, id: str, do: Callable[[], Awaitable[_Result]]) -> _Result:
         """Do something as often as it takes for the disk and the store to take it; a job that is not wanted any more is
@@ -160,8 +167,12 @@ class FileReader:
             return await asyncio.to_thread(self._validate, job)
 
     def _validate(self, job: JobRecord) -> Validated | JobError:
+        def is_wanted(share: float) -> bool:
+            self._shares[job.id] = share
+            return job.id not in self._unwanted
+
         try:
-            return validate(job, self._files, self._folders, self._model, lambda: job.id not in self._unwanted)
+            return validate(job, self._files, self._folders, self._model, is_wanted)
         except JobError as error:
             return error
         except StoreError:

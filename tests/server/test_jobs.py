@@ -286,6 +286,33 @@ def test_a_job_that_the_engine_refuses_fails_with_its_words(tmp_path):
     assert "nowhere has no adapter_config.json" in job.error["message"]
 
 
+def test_a_job_says_how_far_its_files_are_read(tmp_path, monkeypatch):
+    made, shares = threading.Event(), []
+    read = validation.read_training_file
+
+    async def story():
+        async with world(tmp_path) as w:
+
+            def noted(path, tokenizer, *, is_wanted, **rest):
+                def is_still_wanted(num_bytes):
+                    made.wait(LIMIT_S)
+                    answer = is_wanted(num_bytes)
+                    shares.append(w.manager.share_validated(job))
+                    return answer
+
+                return read(path, tokenizer, is_wanted=is_still_wanted, **rest)
+
+            monkeypatch.setattr(validation, "read_training_file", noted)
+            job = await w.create(DATA, **QUICK, validation_file=w.upload(DATA))
+            made.set()
+            await w.until_over(job.id)
+            return w.manager.share_validated(job)
+
+    assert run(story()) is None
+    ends = [len(b"".join(DATA.splitlines(keepends=True)[:number])) for number in range(7)]
+    assert shares == [(before + end) / (2 * len(DATA)) for before in (0, len(DATA)) for end in ends]
+
+
 @pytest.mark.parametrize("status", ["queued", "validating_files"])
 def test_jobs_of_another_model_wait_for_it(tmp_path, status):
     async def first():

@@ -282,6 +282,7 @@ def _job(context: ServerContext, job: JobRecord) -> dict[str, Any]:
             "total_steps": job.num_steps or None,
             "adapter": job.name,
             "queue_position": context.jobs.queue_position(job),
+            "share_validated": context.jobs.share_validated(job),
         },
     }
 
