@@ -17,6 +17,7 @@ from support import make_model
 from coserve.engine.checkpoint import Checkpoint, can_resume
 from coserve.errors import DeviceMemoryError, EngineGoneError, JobError
 from coserve.jobs import validation
+from coserve.jobs.examples import read_training_file
 from coserve.jobs.records import AdapterRef
 from coserve.jobs.settings import job_settings
 
@@ -288,7 +289,6 @@ def test_a_job_that_the_engine_refuses_fails_with_its_words(tmp_path):
 
 def test_a_job_says_how_far_its_files_are_read(tmp_path, monkeypatch):
     made, shares = threading.Event(), []
-    read = validation.read_training_file
 
     async def story():
         async with world(tmp_path) as w:
@@ -300,7 +300,7 @@ def test_a_job_says_how_far_its_files_are_read(tmp_path, monkeypatch):
                     shares.append(w.manager.share_validated(job))
                     return answer
 
-                return read(path, tokenizer, is_wanted=is_still_wanted, **rest)
+                return read_training_file(path, tokenizer, is_wanted=is_still_wanted, **rest)
 
             monkeypatch.setattr(validation, "read_training_file", noted)
             job = await w.create(DATA, **QUICK, validation_file=w.upload(DATA))
