@@ -232,7 +232,8 @@ class Adapter:
                     }
                     for part, attached in parts.items()
                     if attached.bypasses
-                }
+                },
+                self.backbone.architecture,
             )
             for training, parts in self._attached.items()
         }

@@ -13,7 +13,8 @@ from coserve.graph.blocks import in_blocks
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Context, Values
 from coserve.graph.program import Instruction, Program
-from coserve.kernels.base import AdapterRows, Factor, Grouped
+from coserve.kernels.base import Factor, Grouped
+from coserve.kernels.low_rank import AdapterRows
 
 
 def run_node(node: Node, values: Values, weights: Values, context: Context) -> dict[str, Tensor]:

@@ -8,14 +8,13 @@ in PyTorch for any device; another backend is best a subclass of `PlainBackend` 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows
 
 
 class SiluMulGradients(NamedTuple):
@@ -24,20 +23,6 @@ class SiluMulGradients(NamedTuple):
     gate: Tensor
     up: Tensor
     y: Tensor | None
-
-
-class AdapterRows:
-    """How many rows each of several adapters has, in their order: made once per step, for all products with them."""
-
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        self.sizes, self.device = tuple(sizes), device
-        self.num_rows = sum(self.sizes)
-
-    @cached_property
-    def slices(self) -> tuple[slice, ...]:
-        """The rows of each."""
-        ends = list(accumulate(self.sizes))
-        return tuple(slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +89,14 @@ class Backend(ABC):
     @abstractmethod
     def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
         """x F^T, with F [out, in] of low rank (one of both is the rank), added to `onto` in place if that is given."""
+
+    @abstractmethod
+    def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+        """Add what adapters add to neighbouring places that read the same rows, each row with its own adapter, in
+        place: x [n, in] and the places' outputs [n, out] each; the rest of the rows stay as they are.
+
+        A row's A x and its product with the scale are rounded to the dtype, and the sum once.
+        """
 
     @abstractmethod
     def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:

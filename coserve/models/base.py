@@ -1,6 +1,7 @@
 """What a model family is: three graphs (embedding, block, head), the names of its weights, and its rotary table."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -16,6 +17,24 @@ if TYPE_CHECKING:
 
 # A model runs as "embed", then the blocks 0 to num_layers - 1, then "head".
 Part = int | Literal["embed", "head"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceRun:
+    """Neighbouring linear layers that read the same rows: places of adapters, from the number `first` on.
+
+    node: the first layer's. source: the tensor that they read. outputs: the tensors that they give.
+    """
+
+    node: str
+    source: str
+    outputs: tuple[str, ...]
+    first: int
+
+    @cached_property
+    def mask(self) -> int:
+        """A bit for each of them."""
+        return ((1 << len(self.outputs)) - 1) << self.first
 
 
 class Architecture(ABC):
@@ -102,6 +121,24 @@ class Architecture(ABC):
             for node in self.graphs[part].nodes
             if node.op == "linear"
         }
+
+    @cached_property
+    def place_runs(self) -> dict[Part, tuple[PlaceRun, ...]]:
+        """By part, its linear layers in runs of those that read the same rows; each layer is one place, in the order of
+        `linear_sites`.
+        """
+        found: dict[Part, tuple[PlaceRun, ...]] = {}
+        first = 0
+        for part in self.parts:
+            runs = []
+            for nodes in self.graphs[part].runs:
+                if nodes[0].op == "linear":
+                    outputs = tuple(node.outputs[0][1] for node in nodes)
+                    source = nodes[0].input["x"]
+                    runs.append(PlaceRun(node=nodes[0].name, source=source, outputs=outputs, first=first))
+                    first += len(nodes)
+            found[part] = tuple(runs)
+        return found
 
     def is_tied_table(self, name: str) -> bool:
         """Whether this weight is the table of embeddings, and the head too."""

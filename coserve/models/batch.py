@@ -4,7 +4,7 @@ Every node of the backbone runs once on all rows. Only three things look at whom
 (their bypasses run on their rows, and add to the site's output), and saving. Saving is one mechanism for all: a
 training window keeps its program's saved set, and a request keeps K and V, which is its KV cache. What these three need
 is prepared once per step, for all layers, and none of them loops over requests: the rows of all requests of a cache are
-one group (`BatchRows`), and those of all adapters of one structure run their bypasses together.
+one group (`BatchRows`), and what LoRAs of any ranks add to sites that read the same rows is one call.
 """
 
 from abc import ABC, abstractmethod
@@ -21,8 +21,8 @@ from coserve.graph.ir import Node
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.models.backbone import Backbone
-from coserve.models.base import Part
-from coserve.models.bypasses import Bypasses, BypassGroup, bypass_groups
+from coserve.models.base import Part, PlaceRun
+from coserve.models.bypasses import Bypasses, BypassGroup, RowAdapters
 
 
 class Destination(Protocol):
@@ -48,13 +48,14 @@ class BatchRows(ABC):
     """Neighbouring rows of a batch, of one span or of several, with what they need in every part of the model.
 
     tokens (negative: virtual), positions: int64 [n]. segments: whom they attend to, in stores of pages of
-    `block_tokens` keys.
+    `block_tokens` keys. keeps_inside: whether they keep what is computed within bypasses, or have constants for them.
     """
 
     tokens: Tensor
     positions: Tensor
     segments: Sequence[Segment]
     block_tokens: int
+    keeps_inside: bool = False
 
     @abstractmethod
     def keep(self, part: Part) -> Keep:
@@ -106,12 +107,12 @@ def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypass
     model.
     """
     assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], "the users' rows are all the rows"
-    groups = bypass_groups(
+    adapters = RowAdapters(
         [(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device, apart=bool(backbone.block_rows)
     )
     context, values = Context(backend=backbone.backend, block_rows=backbone.block_rows), {"x": hidden}
-    graph = backbone.architecture.graphs["head"]
-    run_graph(graph, values, backbone.weights["head"], context, _AfterNode("head", (), groups, context))
+    graph, runs = backbone.architecture.graphs["head"], backbone.architecture.place_runs["head"]
+    run_graph(graph, values, backbone.weights["head"], context, _AfterNode("head", (), adapters, runs, context))
     return values[graph.outputs[0]]
 
 
@@ -140,7 +141,7 @@ class _Batch:
             self._keepers.append(_Keeper(own=own, rows=rows, attention=attention))
             users += [(span.num_rows, span.bypasses, own) for span in (first, *others)]
             start = rows.stop
-        self._groups = bypass_groups(users, backbone.device, apart=bool(backbone.block_rows))
+        self._adapters = RowAdapters(users, backbone.device, apart=bool(backbone.block_rows))
         tokens, positions = (_cat([getattr(k.own, name) for k in self._keepers]) for name in ("tokens", "positions"))
         self._constants = backbone.constants(tokens, positions)
 
@@ -149,7 +150,7 @@ class _Batch:
         backbone, graph = self._backbone, self._backbone.architecture.graphs[part]
         attention = self._attention(part)
         context = Context(backend=backbone.backend, block_rows=backbone.block_rows, attention=attention)
-        after = _AfterNode(part, self._keepers, self._groups, context)
+        after = _AfterNode(part, self._keepers, self._adapters, backbone.architecture.place_runs[part], context)
         values: dict[str, Tensor] = dict(self._constants)
         if x is not None:
             values["x"] = x
@@ -177,13 +178,24 @@ class _Saved:
 
 
 class _AfterNode:
-    """What happens after each node of a part: bypasses add to its output, then what is kept of it is saved."""
+    """What happens after each node of a part: bypasses add to its output (of nodes that run at once, after the first
+    of them), then what is kept of it is saved.
+    """
 
-    def __init__(self, part: Part, keepers: Sequence[_Keeper], groups: Sequence[BypassGroup], context: Context) -> None:
+    def __init__(
+        self,
+        part: Part,
+        keepers: Sequence[_Keeper],
+        adapters: RowAdapters,
+        runs: Sequence[PlaceRun],
+        context: Context,
+    ) -> None:
         self._context = context
         self._part = part
+        self._low_rank = batch = adapters.low_rank
+        self._runs = {run.node: run for run in runs if run.mask & batch.mask} if batch else {}
         self._groups: dict[str, list[BypassGroup]] = {}
-        for group in groups:
+        for group in adapters.groups:
             for site in group.sites(part):
                 self._groups.setdefault(site, []).append(group)
         self._savers: dict[str, list[_Saved]] = {}
@@ -196,6 +208,10 @@ class _AfterNode:
                 self._signs.setdefault(node.inputs[0][1], []).append((saved, sign, node))
 
     def __call__(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
+        if (run := self._runs.get(node.name)) is not None:
+            assert self._low_rank is not None
+            outputs = [values[name] for name in run.outputs]
+            self._context.backend.add_adapters(values[run.source], outputs, run.first, self._low_rank)
         for group in self._groups.get(node.name, ()):
             self._run_bypass(group, node, values)
         for _, name in node.outputs:

@@ -1,8 +1,9 @@
 """The adapters of a batch's rows: which bypasses run together, on which rows.
 
-Adapters of one structure (the same sites, operators and ranks) are one group: their bypasses run as one, with the
-parameters of each for its own rows (`kernels.base.Grouped`). So what a step runs grows with the number of structures,
-not of requests.
+Adapters that are sums of low rank at linear layers (LoRA) run as one, whatever their number, targets and ranks
+(`kernels.low_rank.AdapterBatch`), on the rows of which nothing is kept within a bypass. Of all others, those of one
+structure (the same sites, operators and ranks) are one group: their bypasses run as one, with the parameters of each
+for its own rows (`kernels.base.Grouped`). So what a step runs grows with the number of structures, not of requests.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from coserve.graph.bypass import AttachedBypass
-from coserve.kernels.base import AdapterRows, Grouped
-from coserve.models.base import Part
+from coserve.kernels.base import Grouped
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank, LowRankAdapter
+from coserve.models.base import Architecture, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,8 @@ class BoundBypass:
 class Bypasses:
     """What an adapter adds to a model: for each part, its bypasses by site. Only the parameters' values change."""
 
-    def __init__(self, parts: Mapping[Part, Mapping[str, BoundBypass]]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Mapping[Part, Mapping[str, BoundBypass]], architecture: Architecture) -> None:
+        self._parts, self._architecture = parts, architecture
 
     def of(self, part: Part) -> Mapping[str, BoundBypass]:
         """The bypasses of a part, by site."""
@@ -49,9 +51,36 @@ class Bypasses:
             return object()
         return _interned(tuple((part, site, bound.bypass, _shapes(bound)) for part, site, bound in bypasses))
 
+    @cached_property
+    def low_rank(self) -> LowRankAdapter | None:
+        """All of it as factors of low rank at the model's linear layers, if that is what it is."""
+        found = {
+            (part, site): _as_low_rank(bound) for part, sites in self._parts.items() for site, bound in sites.items()
+        }
+        places = list(self._architecture.linear_sites.values())
+        if not all(found.values()) or not found.keys() <= set(places):
+            return None
+        return LowRankAdapter([found.get(place) for place in places])
+
 
 def _shapes(bound: BoundBypass) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, tensor.shape) for name, tensor in sorted(bound.parameters.items()))
+
+
+def _as_low_rank(bound: BoundBypass) -> LowRank | None:
+    """A bypass that is B (A x), or scale * B (A x), of its site's input; None for any other."""
+    bypass = bound.bypass
+    if [node.op for node in bypass.nodes] not in (["low_rank"] * 2, ["low_rank", "scale", "low_rank"]):
+        return None
+    first, *middle, last = bypass.nodes
+    sources = [bypass.source, *(node.outputs[0][1] for node in bypass.nodes)]
+    if bypass.source == bypass.base or [*(node.input["x"] for node in bypass.nodes), bypass.result] != sources:
+        return None
+    return LowRank(
+        a=bound.parameters[first.input["weight"]],
+        b=bound.parameters[last.input["weight"]],
+        scale=float(middle[0].attribute["factor"]) if middle else 1.0,
+    )
 
 
 def _can_be_grouped(bound: BoundBypass) -> bool:
@@ -141,17 +170,44 @@ class _Member:
     own: Any
 
 
-def bypass_groups(
-    users: Sequence[tuple[int, Bypasses | None, Any]], device: torch.device, *, apart: bool = False
-) -> list[BypassGroup]:
-    """Groups of the rows that have an adapter. users: (number of rows, bypasses, the `BatchRows` of the span). apart:
-    one group per adapter, so that no row's results depend on which others there are.
+class RowAdapters:
+    """All adapters of a batch's rows.
+
+    low_rank: those that run as one; groups: the others.
     """
+
+    def __init__(
+        self, users: Sequence[tuple[int, Bypasses | None, Any]], device: torch.device, *, apart: bool = False
+    ) -> None:
+        """users: (number of rows, bypasses, the `BatchRows` of the span). apart: one group per adapter, so that no
+        row's results depend on which others there are.
+        """
+        self._device = device
+        self._rows: dict[LowRankAdapter, list[int]] = {}
+        others: list[tuple[range, Bypasses, Any]] = []
+        start = 0
+        for num_rows, bypasses, own in users:
+            if bypasses is not None:
+                rows = range(start, start + num_rows)
+                if apart or (own is not None and own.keeps_inside) or bypasses.low_rank is None:
+                    others.append((rows, bypasses, own))
+                else:
+                    self._rows.setdefault(bypasses.low_rank, []).extend(rows)
+            start += num_rows
+        self.groups = _groups_of(others, device, apart=apart)
+
+    @cached_property
+    def low_rank(self) -> AdapterBatch | None:
+        return AdapterBatch(list(self._rows), list(self._rows.values()), self._device) if self._rows else None
+
+
+def _groups_of(
+    users: Sequence[tuple[range, Bypasses, Any]], device: torch.device, *, apart: bool = False
+) -> list[BypassGroup]:
+    """Groups of rows. users: (rows, bypasses, the `BatchRows` of the span). apart: one per adapter."""
     found: dict[Hashable, list[_Member]] = {}
-    start = 0
-    for num_rows, bypasses, own in users:
-        if bypasses is not None:
-            member = _Member(rows=range(start, start + num_rows), bypasses=bypasses, own=own)
-            found.setdefault(bypasses if apart else bypasses.structure, []).append(member)
-        start += num_rows
+    for rows, bypasses, own in users:
+        found.setdefault(bypasses if apart else bypasses.structure, []).append(
+            _Member(rows=rows, bypasses=bypasses, own=own)
+        )
     return [BypassGroup(members, device) for members in found.values()]

@@ -323,6 +323,8 @@ def _run_loss(pieces: Sequence[tuple[TrainingPass, int]]) -> None:
 class _Window(Span, BatchRows):
     """A forward window: saves its program's set, and attends within the pack's sequences."""
 
+    keeps_inside = True
+
     def __init__(self, training: TrainingPass, start: int, end: int) -> None:
         rows = slice(start, end)
         self.tokens, self.positions = training._tokens[rows], training._positions[rows]

@@ -9,10 +9,11 @@ from torch import nn
 from coserve.errors import ModelError
 from coserve.kernels import backend_names, find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
-from coserve.kernels.base import AdapterRows, Grouped
+from coserve.kernels.base import Grouped
 from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
 from coserve.kernels.cpu import products
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank, LowRankAdapter
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.weights import DenseWeight, Int8Weight, join
 
@@ -185,6 +186,51 @@ def test_factors_of_many_adapters_multiply_their_own_rows(backend, dtype):
     total = onto.clone()
     assert backend.low_rank_product(x, grouped, total) is total
     torch.testing.assert_close(total, onto + expected, **tolerance)
+
+
+def row_adapters(inner: int, outs: tuple[int, ...], dtype: torch.dtype) -> list[LowRankAdapter]:
+    """Of several ranks, at all of some places or not, after one place that none of them has."""
+
+    def factors(rank: int, out: int) -> LowRank:
+        return LowRank(a=torch.randn(rank, inner).to(dtype), b=torch.randn(out, rank).to(dtype), scale=0.4)
+
+    return [
+        LowRankAdapter([None, *(None if (i + rank) % 4 == 0 else factors(rank + i, out) for i, out in enumerate(outs))])
+        for rank in (16, 1, 4, 41, 7)
+    ]
+
+
+@each_backend
+@each_dtype
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(("inner", "outs"), [(64, (96, 32, 40)), (37, (50,)), (24, (3, 130))])
+def test_adapters_add_to_their_own_rows_in_one_call(backend, dtype, threads, inner, outs):
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    adapters, places = row_adapters(inner, outs, dtype), torch.randperm(60).tolist()
+    rows = [places[:1], places[1:4], places[4:44], places[44:45], places[45:53]]
+    x = torch.randn(60, inner + 5).to(dtype)[:, 2:-3]
+    given = [torch.randn(60, out + 3).to(dtype)[:, 1:-2] for out in outs]
+    expected = [y.double() for y in given]
+    for adapter, own in zip(adapters, rows, strict=True):
+        for y, each in zip(expected, adapter.places[1:], strict=True):
+            if each is not None:
+                y[own] += x[own].double() @ each.a.double().T * each.scale @ each.b.double().T
+    outputs = [y.clone() for y in given]
+    backend.add_adapters(x, outputs, 1, AdapterBatch(adapters, rows, DEVICE))
+    for y, exact in zip(outputs, expected, strict=True):
+        tolerance = (2e-6 if dtype == torch.float32 else 2e-2) * float(exact.abs().max())
+        torch.testing.assert_close(y.double(), exact, atol=tolerance, rtol=0)
+    others = [row for row in range(60) if not any(row in own for own in rows)]
+    assert all(torch.equal(y[others], old[others]) for y, old in zip(outputs, given, strict=True))
+    if type(backend) is not PlainBackend and dtype == torch.float32:
+        torch.set_num_threads(1)
+        for adapter, own in zip(adapters, rows, strict=True):
+            alone = [y.clone() for y in given]
+            backend.add_adapters(x, alone, 1, AdapterBatch([adapter], [own[-1:]], DEVICE))
+            assert all(torch.equal(y[own[-1]], z[own[-1]]) for y, z in zip(alone, outputs, strict=True))
+    torch.set_num_threads(before)
 
 
 @each_backend

@@ -62,11 +62,13 @@ def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "linear", lambda x, w, b=None: products.append((len(x), w.shape)) or linear(x, w, b)
     )
-    low_rank, factors = backbone.backend.low_rank_product, []
+    add, added = backbone.backend.add_adapters, []
     monkeypatch.setattr(
         backbone.backend,
-        "low_rank_product",
-        lambda x, factor, onto=None: factors.append(len(x)) or low_rank(x, factor, onto),
+        "add_adapters",
+        lambda x, outputs, first, batch: (
+            added.append((batch.rows.tolist(), len(outputs))) or add(x, outputs, first, batch)
+        ),
     )
     spans = [
         CachedSequence(backbone, 9).extend(random_tokens(9, 0)),
@@ -74,7 +76,7 @@ def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
         CachedSequence(backbone, 3, adapter.bypasses()).extend(random_tokens(3, 2)),
     ]
     forward(backbone, spans)
-    assert factors == [5] * 2 * 7 * 3, "rows of one adapter run together, and nobody else with them"
+    assert added == [(list(range(9, 14)), sites) for sites in (3, 1, 2, 1)] * 3, "its rows alone, a call for each input"
     assert {rows for rows, shape in products if 4 not in shape} == {14}
 
 
@@ -106,6 +108,30 @@ def test_training_windows_and_requests_share_the_batch():
     assert training.sums.loss == pytest.approx(lonely.sums.loss, rel=1e-6)
 
 
+def test_adapters_of_any_ranks_and_targets_run_in_one_call(monkeypatch):
+    """Whatever their number, and however their requests stand in the batch."""
+    backbone = make_backbone("llama")
+    adapters = [
+        make_adapter(backbone, seed=i, r=1 + i, target_modules=targets)
+        for i, targets in enumerate(
+            ["all-linear", ("q_proj", "v_proj"), ("o_proj", "down_proj", "lm_head"), "all-linear"]
+        )
+    ]
+    users = [0, 2, None, 1, 3, 0, 2]
+    prompts = [random_tokens(3 + i, i) for i in range(len(users))]
+    bypasses = [None if user is None else adapters[user].bypasses() for user in users]
+    add, calls = backbone.backend.add_adapters, []
+    monkeypatch.setattr(backbone.backend, "add_adapters", lambda *given: calls.append(given) or add(*given))
+    sequences = [CachedSequence(backbone, len(p), b) for p, b in zip(prompts, bypasses, strict=True)]
+    hidden = forward(backbone, [seq.extend(prompt) for seq, prompt in zip(sequences, prompts, strict=True)])
+    owners = [(len(prompt), b) for prompt, b in zip(prompts, bypasses, strict=True)]
+    found = logits(backbone, hidden, owners).split([len(prompt) for prompt in prompts])
+    assert len(calls) == 4 * 3 + 1
+    for ours, prompt, user in zip(found, prompts, users, strict=True):
+        theirs = alone(backbone, prompt, None if user is None else adapters[user])
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
 def test_one_adapters_nan_never_reaches_another_row():
     backbone = make_backbone("llama")
     good, bad = make_adapter(backbone, seed=1), make_adapter(backbone, seed=2)
@@ -122,20 +148,22 @@ def test_one_adapters_nan_never_reaches_another_row():
     assert hidden[5:12].isnan().all()
 
 
-def test_a_decode_step_does_not_depend_on_its_company():
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_a_decode_step_does_not_depend_on_its_company(with_adapter):
     """Greedy tokens in float32 are exactly the same alone and beside others (invariant 3)."""
     backbone = make_backbone("llama")
-    adapter = make_adapter(backbone)
+    adapter, own = make_adapter(backbone), make_adapter(backbone, seed=3, r=5) if with_adapter else None
 
     def decode(company: bool) -> list[int]:
-        sequence, tokens, chosen = CachedSequence(backbone, 30), random_tokens(6, 1), []
+        bypasses = own.bypasses() if own else None
+        sequence, tokens, chosen = CachedSequence(backbone, 30, bypasses), random_tokens(6, 1), []
         other = CachedSequence(backbone, 80, adapter.bypasses())
         for step in range(20):
             spans = [sequence.extend(tokens)]
             if company:
                 spans.append(other.extend(random_tokens(1 + step % 4, step)))
             row = forward(backbone, spans)[len(tokens) - 1 : len(tokens)]
-            chosen.append(int(logits(backbone, row).argmax()))
+            chosen.append(int(logits(backbone, row, [(1, bypasses)]).argmax()))
             tokens = torch.tensor(chosen[-1:])
         return chosen
 

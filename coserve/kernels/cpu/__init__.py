@@ -11,12 +11,17 @@ from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
 from coserve.kernels.base import Factor, Grouped, SiluMulGradients
-from coserve.kernels.cpu import rows
+from coserve.kernels.cpu import adapters, rows
 from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
 from coserve.kernels.cpu.compiled import compiled_kernels
-from coserve.kernels.cpu.products import CpuProducts, layout
+from coserve.kernels.cpu.products import CpuProducts, has_native_bf16, layout
+from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.plain import PlainBackend
+from coserve.kernels.plain.adapters import add_one_by_one
 from coserve.kernels.plain.attention import Part
+
+# From how many rows of an adapter on the matrix units multiply its factors faster than vectors do.
+_MANY_ROWS_OF_ADAPTER = 16
 
 
 class CpuBackend(PlainBackend):
@@ -65,6 +70,14 @@ class CpuBackend(PlainBackend):
             else:
                 self._products.low_rank_product(x[own], matrix, y[own])
         return y
+
+    def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+        if self._kernels.has_amx and has_native_bf16(x) and max(batch.sizes.sizes) >= _MANY_ROWS_OF_ADAPTER:
+            add_one_by_one(self, x, outputs, first_place, batch)
+        elif adapters.fit(x, outputs, batch):
+            adapters.add_adapters(self._kernels, x, outputs, first_place, batch)
+        else:
+            super().add_adapters(x, outputs, first_place, batch)
 
     def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
         return self._products.low_rank_input_gradient(grad, factor, onto)

@@ -12,6 +12,7 @@ from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
 from coserve.kernels.base import Backend, Factor, Grouped, SiluMulGradients
 from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask
+from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.plain import adapters, cross_entropy, products, rows
 from coserve.kernels.plain.attention import Part, PlainAttentionBatch, backward, forward
 
@@ -46,6 +47,12 @@ class PlainBackend(Backend):
             y = adapters.grouped_product(x, factor)
             return y if onto is None else onto.add_(y)
         return self.product(x, factor) if onto is None else onto.addmm_(x, factor.T)
+
+    def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+        if len(batch.adapters) == 1:
+            adapters.add_one_by_one(self, x, outputs, first_place, batch)
+        else:
+            adapters.add_at_once(x, outputs, first_place, batch)
 
     def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
         return self.input_gradient(grad, factor, onto)

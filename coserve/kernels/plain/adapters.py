@@ -5,12 +5,14 @@ one member of a batched product. So the number of operations does not depend on 
 sums do not depend on its company.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.base import AdapterRows, Grouped
+from coserve.kernels.base import Backend, Grouped
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank
 from coserve.kernels.transfer import on_device
 
 _BLOCK_ROWS = 8
@@ -22,6 +24,60 @@ def grouped_product(x: Tensor, factor: Grouped) -> Tensor:
     factors = torch.stack(factor.tensors).index_select(0, tables.adapters)
     y = torch.bmm(x.index_select(0, tables.rows).view(-1, _BLOCK_ROWS, x.shape[1]), factors.mT)
     return y.flatten(0, 1).index_select(0, tables.places)
+
+
+def add_at_once(x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+    """See `Backend.add_adapters`: smaller ranks are filled up with zeros."""
+    blocks: dict[AdapterBatch, Tensor] = {}
+    for place, y in enumerate(outputs, first_place):
+        if not batch.mask >> place & 1:
+            continue
+        own = batch.at(place)
+        tables = _tables(own.sizes)
+        if own not in blocks:
+            rows = own.rows.index_select(0, tables.rows)
+            blocks[own] = x.index_select(0, rows).view(-1, _BLOCK_ROWS, x.shape[1])
+        factors = [factors for adapter in own.adapters if (factors := adapter.places[place]) is not None]
+        y.index_add_(0, own.rows, _sums(blocks[own], factors, own.sizes).index_select(0, tables.places))
+
+
+def _sums(blocks: Tensor, factors: Sequence[LowRank], rows: AdapterRows) -> Tensor:
+    """scale * B (A x) of blocks [blocks, size, in] with their adapters' factors -> [blocks * size, out]."""
+    columns, scales = _columns(rows, tuple(each.a.shape[0] for each in factors), tuple(each.scale for each in factors))
+    # The last row of all A's and the last column of all B's are zeros.
+    a = torch.cat([*(each.a for each in factors), blocks.new_zeros(1, blocks.shape[2])])
+    b = torch.cat([*(each.b for each in factors), blocks.new_zeros(factors[0].b.shape[0], 1)], 1)
+    a = a.index_select(0, columns.flatten()).view(*columns.shape, -1)  # [blocks, rank, in]
+    b = b.index_select(1, columns.flatten()).view(-1, *columns.shape)  # [out, blocks, rank]
+    narrow = torch.bmm(blocks, a.mT) * scales.to(blocks.dtype)[:, None, None]
+    return torch.bmm(narrow, b.permute(1, 2, 0)).flatten(0, 1)
+
+
+@lru_cache(maxsize=64)
+def _columns(rows: AdapterRows, ranks: tuple[int, ...], scales: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Which of all columns are those of each block's adapter, where they stand adapter by adapter: int64 [blocks, the
+    largest rank], the one after the last where it has no more; and its scale [blocks]. Made once per step for all
+    places of the same ranks.
+    """
+    most, start, found = max(ranks), 0, []
+    for rank in ranks:
+        found.append([*range(start, start + rank), *[sum(ranks)] * (most - rank)])
+        start += rank
+    adapters = _tables(rows).adapters
+    return on_device(found, rows.device)[adapters], on_device(scales, rows.device, torch.float32)[adapters]
+
+
+def add_one_by_one(
+    backend: Backend, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
+) -> None:
+    """The same, adapter by adapter, by the backend's products."""
+    for adapter, own in zip(batch.adapters, batch.sizes.slices, strict=True):
+        rows = batch.rows[own]
+        for factors, y in zip(adapter.places[first_place : first_place + len(outputs)], outputs, strict=True):
+            if factors is None:
+                continue
+            narrow = backend.low_rank_product(x[rows], factors.a) * factors.scale
+            y.index_copy_(0, rows, backend.low_rank_product(narrow, factors.b, y[rows]))
 
 
 class _Tables:

@@ -1,0 +1,115 @@
+"""What crosses to a backend for adapters that are sums of low rank (LoRA): their factors, and which rows are whose.
+
+A model has places where adapters can sit, numbered through the whole model; neighbouring places whose sites read the
+same rows (the projections of queries, keys and values, say) are run as one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.transfer import on_device
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LowRank:
+    """What an adapter adds to a place: scale * B (A x); a [rank, in], b [out, rank]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+class LowRankAdapter:
+    """An adapter by place (None: it has nothing there). The values of its factors may change, and nothing else."""
+
+    def __init__(self, places: Sequence[LowRank | None]) -> None:
+        self.places = tuple(places)
+        # A bit for each place at which it sits.
+        self.mask = sum(1 << index for index, factors in enumerate(places) if factors is not None)
+
+    @cached_property
+    def addresses(self) -> Tensor:
+        """Where its factors lie, for kernels that are told: int64 [places, 4], with the addresses of A and B, the rank,
+        and the bits of the scale as float64; zeros where it has nothing.
+        """
+        numbers = [
+            (0, 0, 0, 0.0) if place is None else (place.a.data_ptr(), place.b.data_ptr(), place.a.shape[0], place.scale)
+            for place in self.places
+        ]
+        found = torch.tensor([row[:3] for row in numbers], dtype=torch.int64)
+        scales = torch.tensor([row[3:] for row in numbers], dtype=torch.float64)
+        return torch.cat((found, scales.view(torch.int64)), 1)
+
+    @cached_property
+    def dtypes(self) -> frozenset[torch.dtype | None]:
+        """Of its factors; None: of those that no kernel can read by their addresses, elsewhere or with gaps."""
+        factors = [tensor for place in self.places if place is not None for tensor in (place.a, place.b)]
+        return frozenset(tensor.dtype if tensor.is_contiguous() and tensor.is_cpu else None for tensor in factors)
+
+
+class AdapterRows:
+    """How many rows each of several adapters has, in their order: made once per step, for all products with them."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes, self.device = tuple(sizes), device
+        self.num_rows = sum(self.sizes)
+
+    @cached_property
+    def slices(self) -> tuple[slice, ...]:
+        """The rows of each."""
+        ends = list(accumulate(self.sizes))
+        return tuple(slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
+
+
+class AdapterBatch:
+    """Adapters, at least one, and the rows of a batch that each of them has, at least one: made once per step."""
+
+    def __init__(self, adapters: Sequence[LowRankAdapter], rows: Sequence[Sequence[int]], device: torch.device) -> None:
+        """rows: of the batch, those of each adapter."""
+        self.adapters, self._rows = tuple(adapters), rows
+        self.sizes = AdapterRows(list(map(len, rows)), device)
+        self._parts: dict[tuple[int, ...], AdapterBatch] = {}
+
+    @cached_property
+    def mask(self) -> int:
+        """A bit for each place at which some adapter sits."""
+        mask = 0
+        for adapter in self.adapters:
+            mask |= adapter.mask
+        return mask
+
+    def at(self, place: int) -> "AdapterBatch":
+        """Those that sit at a place, at which some do."""
+        which = tuple(index for index, adapter in enumerate(self.adapters) if adapter.places[place] is not None)
+        if len(which) == len(self.adapters):
+            return self
+        if which not in self._parts:
+            adapters, rows = zip(*((self.adapters[index], self._rows[index]) for index in which), strict=True)
+            self._parts[which] = AdapterBatch(adapters, rows, self.sizes.device)
+        return self._parts[which]
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Adapter by adapter, which rows of the batch are its: int64 [n]."""
+        return on_device(list(chain.from_iterable(self._rows)), self.sizes.device)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """How many rows there are up to each adapter's last: int64 [adapters], on the CPU."""
+        return torch.tensor(list(accumulate(self.sizes.sizes)))
+
+    @cached_property
+    def addresses(self) -> Tensor:
+        """Of all factors (see `LowRankAdapter`): int64 [adapters, places, 4], on the CPU."""
+        return torch.stack([adapter.addresses for adapter in self.adapters])
+
+    @cached_property
+    def dtype(self) -> torch.dtype | None:
+        """Of all factors, if kernels can read them by their addresses."""
+        dtypes = frozenset[torch.dtype | None]().union(*(adapter.dtypes for adapter in self.adapters))
+        return next(iter(dtypes)) if len(dtypes) == 1 else None
