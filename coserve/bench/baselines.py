@@ -1,5 +1,6 @@
 """The others: transformers decoding, and PEFT training, on the same weights."""
 
+from copy import deepcopy
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +20,9 @@ def transformers_model(backbone: Backbone) -> Any:
     from transformers import AutoModelForCausalLM
 
     architecture = backbone.architecture
-    model = AutoModelForCausalLM.from_config(architecture.config, dtype=backbone.dtype, attn_implementation="sdpa")
+    # transformers writes into the configuration that it is given, and profiles of the device are kept by that.
+    config = deepcopy(architecture.config)
+    model = AutoModelForCausalLM.from_config(config, dtype=backbone.dtype, attn_implementation="sdpa")
     model = model.to(backbone.device).eval()
     own = {
         architecture.prefix(part) + name: held if isinstance(held, Tensor) else held.dense()

@@ -123,14 +123,15 @@ def median_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def split_rest(timed: dict[str, float], traced: dict[str, float]) -> dict[str, float]:
-    """A timed step with PyTorch's operations, as they were traced, taken out of "Python"."""
-    left_s = timed["Python"]
+    """A timed step with PyTorch's operations, as they were traced, taken out of "Python" (if tracing took longer than
+    all of that, each operation counts for less).
+    """
     found = {part: timed.get(part, 0.0) for part in PARTS}
+    factor = min(1.0, timed["Python"] / max(sum(traced.values()), 1e-9))
     for part, seconds in traced.items():
-        moved_s = min(seconds, left_s)
-        found[part] += moved_s
-        left_s -= moved_s
-    return {**found, "Python": left_s}
+        found[part] += factor * seconds
+        found["Python"] -= factor * seconds
+    return {**found, "Python": max(0.0, found["Python"])}
 
 
 def _add_operations(events: Iterable[Any], part: str, found: defaultdict[str, float]) -> None:

@@ -45,6 +45,7 @@ def coserve(table: Table, result: dict[str, Any]) -> None:
     rows: list[tuple[str, ...]] = [
         ("TPOT p50 ms", f"{r['tpot_p50_ms']:.1f}", f"{r['inference_only_tpot_p50_ms']:.1f}", "", ""),
         (f"TPOT p99 ms {slo}", f"{r['tpot_p99_ms']:.1f}", f"{r['inference_only_tpot_p99_ms']:.1f}", "", ""),
+        ("TPOT p99, of its turn's SLO", f"{r['tpot_p99_of_objective']:.1%}", "", "", ""),
         (f"TTFT p99 ms {ttft}", f"{r['ttft_p99_ms']:.0f}", f"{r['inference_only_ttft_p99_ms']:.0f}", "", ""),
         ("attainment", f"{r['attainment']:.1%}", f"{r['inference_only_attainment']:.1%}", "", ""),
         (

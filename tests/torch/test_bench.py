@@ -7,18 +7,22 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from support import make_adapter, make_backbone, model_directory
+from support import CONFIGS, make_adapter, make_backbone, model_directory
 from typer.testing import CliRunner
 
-from coserve.bench import many, profile, train
+from coserve.bench import coserve, many, profile, train
+from coserve.bench.baselines import PeftTrainer
 from coserve.bench.floors import Floors, Work
 from coserve.bench.ledger import PARTS, part_of
 from coserve.bench.machine import peak_bytes
 from coserve.bench.profile_page import profile_html
 from coserve.cli.main import app
+from coserve.devices.profiling import profile_path
 from coserve.errors import CoserveError
 from coserve.kernels.base import Backend
+from coserve.models import load_backbone
 from coserve.models.weights import weight_tensors
+from coserve.tuning.config import TuningConfig
 
 
 def test_memory_is_what_is_held_at_once_and_not_what_was_held_before():
@@ -61,6 +65,13 @@ def test_training_is_compared_with_peft_as_it_is_and_compiled(compiled, monkeypa
     assert row["activation_bytes"] > 0 and row["peft_activation_bytes"] > 0
 
 
+def test_comparing_with_others_changes_nothing_of_what_the_model_is_known_by():
+    backbone = make_backbone()
+    before = profile_path(backbone)
+    PeftTrainer(backbone, train.LORA, TuningConfig().optimizer)
+    assert profile_path(backbone) == before, "what was measured of the device is found again"
+
+
 def test_a_profile_s_parts_sum_up_to_the_step_and_stand_beside_floors(tmp_path):
     found = profile.run(make_backbone(), runs=1, streams=2, context=20, rows=24)
     assert [step["step"] for step in found["steps"]] == ["decode", "fused", "backward"]
@@ -101,6 +112,19 @@ def test_floors_are_bytes_read_once_or_flops():
     back = floors.backward(8)
     assert back["products"].flops == pytest.approx(8 * few["products"].flops, rel=0.2), "input gradients alone"
     assert Work(flops=100, bytes=10).seconds(flops_per_s=10, bytes_per_s=10) == 10
+
+
+def test_objectives_of_co_serving_are_set_in_every_turn_and_a_deterministic_engine_ends_too(tmp_path):
+    config = {**CONFIGS["llama"], "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    backbone = load_backbone(f"dummy:{tmp_path}", dtype="float32")
+    found = coserve.run(backbone, runs=2, streams=2, seconds=0.6, deterministic=True)
+    for each, num_turns in ((found, 2), (found["deterministic"], 1)):
+        assert len(each["solo_steps_ms"]) == num_turns, "one of each turn"
+        assert each["objective_tpot_ms"] == pytest.approx(2.5 * each["solo_step_ms"])
+        assert 0 <= each["attainment"] <= 1 and each["tpot_p99_of_objective"] > 0
+        assert each["tuning_only_tokens_per_s"] > 0
+    assert found["deterministic"].keys() >= {"cost_decode", "cost_prompt", "cost_training"}
 
 
 def test_the_command_ends_with_a_line_of_json_for_programs():
