@@ -26,7 +26,7 @@ class PlannedBy(Policy):
 
 def random_policy(seed: int) -> Policy:
     """Any plan that the engine could be given: some of the requests, in chunks, and any pieces of jobs."""
-    rng = Random(seed)
+    rng, groups = Random(seed), Random(seed)
 
     def plan(view: View, latency: LatencyModel) -> Plan:
         memory = MemoryPlan(view)
@@ -48,7 +48,8 @@ def random_policy(seed: int) -> Policy:
             elif job.phase == "loss":
                 losses.append(PlannedLoss(job.id, rng.choice((2, 7, 20, 1000))))
             elif job.phase == "backward":
-                tasklets.append(PlannedTasklets(job.id, *_some_tasklets(rng, job.num_rows_left, job.num_parts_left)))
+                number = _some_tasklets(rng, job.num_rows_left, job.num_parts_left)
+                tasklets.append(PlannedTasklets(job.id, *number, groups.choice((None, 0, 0, 1))))
             elif num_rows := min(room, job.num_rows_left, rng.choice((1, 3, 7, 20, 1000))):
                 rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, num_rows))
                 room -= num_rows

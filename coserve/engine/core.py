@@ -157,6 +157,7 @@ class EngineCore:
             margin=self.latency.margin,
             num_slos_clamped=self._serving.num_slos_clamped,
             slo=self.slo,
+            joined_jobs=self.jobs.joined,
         )
 
     def check_integrity(self) -> None:

@@ -94,6 +94,7 @@ class Job:
         self.num_drops = 0
         self.memory_failures = MemoryFailures()
         self.error: str | None = None
+        self.joined: frozenset[str] = frozenset()  # whose tasklets were one batch with its last ones, its own included
         self.evaluating = False
         self.follow_due = False  # whether what its last optimizer step brings with it is still to come
         self.evaluated = False  # whether the validation set was measured after that step, before it was resumed

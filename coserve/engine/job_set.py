@@ -87,6 +87,13 @@ class JobSet(Mapping[str, Job]):
         return self._num_drops_forgotten + sum(job.num_drops for job in self._jobs.values())
 
     @property
+    def joined(self) -> tuple[tuple[str, ...], ...]:
+        """Jobs that run whose last tasklets were one batch of rows."""
+        running = {job.id for job in self._jobs.values() if job.state == "running"}
+        groups = {tuple(sorted(self._jobs[job].joined & running)) for job in running}
+        return tuple(sorted(group for group in groups if len(group) > 1))
+
+    @property
     def packs(self) -> list[PackPages]:
         """Pages of the packs in memory."""
         return [job.pack_pages for job in self._jobs.values() if job.pack_pages is not None]
@@ -298,6 +305,7 @@ class JobSet(Mapping[str, Job]):
             self._jobs[piece.job].run_loss(piece)
         for tasklets in batch.tasklets:
             self._jobs[tasklets.job].run_tasklets(tasklets, result.num_tasklets[tasklets.job])
+        self._note_joined(batch, result)
         for job_id in largest_pieces(batch):
             job = self._jobs[job_id]
             self._counters.charge(job.tenant, tuning=job.count_rows(now_s))
@@ -307,6 +315,15 @@ class JobSet(Mapping[str, Job]):
                 self._emit(job.finish_evaluation(now_s))
                 self._next_step(job)
         self.catch_up()
+
+    def _note_joined(self, batch: StepBatch, result: StepResult) -> None:
+        groups: dict[int | str, list[str]] = {}
+        for each in batch.tasklets:
+            if result.num_tasklets[each.job]:
+                groups.setdefault(each.job if each.group is None else each.group, []).append(each.job)
+        for group in groups.values():
+            for job in group:
+                self._jobs[job].joined = frozenset(group)
 
     def _count_seconds(self, batch: StepBatch, result: StepResult, started_s: float) -> None:
         """Each job's share of the step's sections, by rows."""

@@ -25,7 +25,7 @@ from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 
-_FORMAT = 2
+_FORMAT = 3
 # What a directory of an adapter or a checkpoint may hold.
 _FILES = ("adapter_config.json", "adapter_model.safetensors", OPTIMIZER_FILE, POSITION_FILE)
 

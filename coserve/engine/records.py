@@ -56,7 +56,7 @@ class EngineStats:
     """The engine at this moment. num_jobs: that are not over; num_jobs_running: of these, that are not paused.
     num_tokens_trained: rows of packs whose gradients are in, of all jobs here.
     num_slos_clamped: requests so far whose SLO was beyond the device. slo: of requests that bring none, by what is
-    known of the device now.
+    known of the device now. joined_jobs: jobs that run whose last tasklets were one batch of rows, group by group.
     """
 
     num_running: int
@@ -73,3 +73,4 @@ class EngineStats:
     margin: float
     num_slos_clamped: int
     slo: Slo
+    joined_jobs: tuple[tuple[str, ...], ...]

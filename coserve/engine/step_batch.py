@@ -132,14 +132,24 @@ def observe(latency: LatencyModel, plan: Plan, result: StepResult, parameters: S
         num_rows = sum([rows.rows for rows in plan.rows])
         windows = any(rows.kind == "window" for rows in plan.rows)
         latency.observe("forward", num_rows, windows, predicted_s=plan.forward_s, measured_s=result.forward_s)
-    for num_rows in {piece.rows.bit_length(): piece.rows for piece in plan.losses}.values():
+    if plan.losses:
+        num_rows = sum([piece.rows for piece in plan.losses])
         latency.observe("loss", num_rows, False, predicted_s=plan.loss_s, measured_s=result.loss_s)
     backward_s = plan.backward_s * _share_run(plan, result)
-    for num_rows in {part.rows.bit_length(): part.rows for part in plan.tasklets}.values():
+    for num_rows in {num_rows.bit_length(): num_rows for num_rows in _joined_rows(plan)}.values():
         latency.observe("backward", num_rows, False, predicted_s=backward_s, measured_s=result.backward_s)
     for number in {number.bit_length(): number for number in parameters}.values():
         latency.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
     latency.observe_step(predicted_s=plan.predicted_s - plan.backward_s + backward_s, measured_s=step_s)
+
+
+def _joined_rows(plan: Plan) -> list[int]:
+    """Rows of the tasklets that run at once."""
+    found: dict[int | str, int] = {}
+    for part in plan.tasklets:
+        group = part.job if part.group is None else part.group
+        found[group] = found.get(group, 0) + part.rows
+    return list(found.values())
 
 
 def _share_run(plan: Plan, result: StepResult) -> float:

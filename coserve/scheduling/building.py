@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from math import inf
 
+from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_tasklets, least_advanced
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View
@@ -31,6 +32,7 @@ class PlanBuilder:
         self._updates: list[str] = []
         self._decode_share = self._prefill_s = 0.0
         self._forward_s = self._window_s = self._loss_s = self._backward_s = self._update_s = 0.0
+        self._loss_rows = 0
         self._until_s = inf  # what jobs were given
         self._longest_tasklet_s = 0.0
 
@@ -100,7 +102,8 @@ class PlanBuilder:
     def tune(
         self, jobs: Sequence[JobView], until_s: float, *, max_defer_s: float = 0.0, least_share: float = 0.0
     ) -> None:
-        """Of each job in turn, the largest piece of its current phase that fits into what is left of the time.
+        """Of each job in turn, the largest piece of its current phase that fits into what is left of the time; losses
+        and tasklets with all others of its hybrid task (`scheduling.fusion`).
 
         A device that has nothing else to do makes the smallest step there is, whatever the time: no later one would
         have more.
@@ -112,19 +115,25 @@ class PlanBuilder:
                 to be no more gets it.
         """
         self._until_s = until_s
+        tasks = hybrid_tasks(jobs, self._latency, max_rows=self._max_rows)
+        served: set[str] = set()
+        forward: set[int] = set()  # hybrid tasks of jobs that get on with their forward pass
         for job in jobs:
-            spare_s = until_s - self.late_s
-            if spare_s <= 0:
+            left_s = (until_s - self.late_s) / self._late_factor
+            if left_s <= 0:
                 break
-            left_s = spare_s / self._late_factor
             if job.phase == "update":
                 self._update(job, left_s)
-            elif job.phase == "backward":
-                self._backward(job, spare_s)
-            elif job.phase == "loss":
-                self._loss(job, left_s, may_wait=job.waited_s < max_defer_s)
             elif job.phase == "forward":
-                self._window(job, left_s, may_wait=job.waited_s < max_defer_s)
+                if self._window(job, left_s, may_wait=job.waited_s < max_defer_s):
+                    forward.add(tasks[job.id])
+            elif job.id not in served:
+                # Who was served more waits at the loss for those of its hybrid task who were served less.
+                if tasks[job.id] in forward and is_before_backward(job):
+                    continue
+                together = [each for each in jobs if tasks.get(each.id) == tasks[job.id] and each.phase != "forward"]
+                served.update([each.id for each in together])
+                self._together(together, until_s, max_defer_s=max_defer_s)
         if least_share:
             self._age(jobs, least_share)
         if jobs and not (self._rows or self._losses or self._tasklets or self._updates):
@@ -167,10 +176,12 @@ class PlanBuilder:
         if job.phase == "update":
             self._update(job, inf)
         elif job.phase == "backward":
-            self._add_tasklets(job, rows, 1, self._latency.tasklet_s(job, rows))
+            seconds = self._latency.tasklet_s(job, rows)
+            self._tasklets.append(PlannedTasklets(job.id, rows, 1))
+            self._backward_s += seconds
+            self._longest_tasklet_s = max(self._longest_tasklet_s, seconds)
         elif job.phase == "loss":
-            self._losses.append(PlannedLoss(job.id, rows))
-            self._loss_s += self._latency.loss_s(rows)
+            self._add_loss(job, rows)
         else:
             self._add_window(job, min(rows, self._max_rows))
 
@@ -180,47 +191,55 @@ class PlanBuilder:
             self._updates.append(job.id)
             self._update_s += seconds
 
-    def _backward(self, job: JobView, left_s: float) -> None:
-        """Tasklets of as many rows as possible: first what is left of the current part, then whole parts."""
-        rows = job.num_rows_left
-        seconds = self._latency.tasklet_s(job, rows)
-        while seconds > left_s and rows > LEAST_WINDOW_ROWS:
-            rows = max(LEAST_WINDOW_ROWS, rows // 2)
-            seconds = self._latency.tasklet_s(job, rows)
-        if seconds > left_s:
+    def _together(self, jobs: Sequence[JobView], until_s: float, *, max_defer_s: float) -> None:
+        """Jobs of a hybrid task: what is left of their losses as far as it fits, then tasklets of all who can join."""
+        going = []
+        for job in jobs:
+            if job.phase == "backward":
+                going.append(job)
+            elif self._loss(job, (until_s - self.late_s) / self._late_factor, may_wait=job.waited_s < max_defer_s):
+                going.append(job._replace(phase="backward", num_rows_left=job.num_rows))
+        while going:
+            joined = least_advanced(going)
+            going = [job for job in going if job not in joined]
+            self._backward(joined, until_s - self.late_s)
+
+    def _backward(self, jobs: Sequence[JobView], left_s: float) -> None:
+        if left_s <= 0:
             return
-        if rows < job.num_rows_left:
-            num_tasklets = _times(seconds, left_s, job.num_rows_left // rows)
-            self._add_tasklets(job, rows, num_tasklets, num_tasklets * seconds)
-        else:
-            whole_s = self._latency.tasklet_s(job, job.num_rows)
-            num_whole = _times(whole_s, left_s - seconds, job.num_parts_left - 1)
-            self._add_tasklets(job, job.num_rows, 1 + num_whole, seconds + num_whole * whole_s)
+        found = joined_tasklets(jobs, left_s, self._latency, group=len(self._tasklets))
+        if found is None and len(jobs) > 1:  # one alone may fit: the one that is least advanced
+            alone = max(jobs, key=lambda job: (job.num_parts_left - job.counts.num_parts, job.num_rows_left))
+            found = joined_tasklets([alone], left_s, self._latency, group=0)
+        if found is not None:
+            self._tasklets += found.tasklets
+            self._backward_s += found.seconds
+            self._longest_tasklet_s = max(self._longest_tasklet_s, found.longest_s)
 
-    def _add_tasklets(self, job: JobView, rows: int, num_tasklets: int, seconds: float) -> None:
-        self._tasklets.append(PlannedTasklets(job.id, rows, num_tasklets))
-        self._backward_s += seconds
-        self._longest_tasklet_s = max(self._longest_tasklet_s, self._latency.tasklet_s(job, rows))
-
-    def _loss(self, job: JobView, left_s: float, *, may_wait: bool) -> None:
-        """As many rows as possible; after the last ones, tasklets."""
+    def _loss(self, job: JobView, left_s: float, *, may_wait: bool) -> bool:
+        """As many rows as possible; whether tasklets can follow."""
         longest = job.num_rows_left
         least = min(longest, LEAST_WINDOW_ROWS)
-        if self._latency.loss_s(least) > left_s:
-            return
-        rows = _most(least, longest, lambda rows: self._latency.loss_s(rows) <= left_s)
-        seconds = self._latency.loss_s(rows)
+        if self._more_loss_s(least) > left_s:
+            return False
+        rows = _most(least, longest, lambda rows: self._more_loss_s(rows) <= left_s)
         good = min(longest, GOOD_ROWS)
-        if may_wait and rows < good and seconds / rows > MOST_ROW_COST * self._latency.loss_s(good) / good:
-            return
-        self._losses.append(PlannedLoss(job.id, rows))
-        self._loss_s += seconds
-        if rows == longest and job.num_parts_left:
-            self._backward(
-                job._replace(phase="backward", num_rows_left=job.num_rows), (left_s - seconds) * self._late_factor
-            )
+        if may_wait and rows < good and self._more_loss_s(rows) / rows > MOST_ROW_COST * self._more_loss_s(good) / good:
+            return False
+        self._add_loss(job, rows)
+        return rows == longest and job.num_parts_left > 0
 
-    def _window(self, job: JobView, left_s: float, *, may_wait: bool) -> None:
+    def _more_loss_s(self, rows: int) -> float:
+        """What rows add to the losses, which are one batch."""
+        return self._latency.loss_s(self._loss_rows + rows) - self._loss_s
+
+    def _add_loss(self, job: JobView, rows: int) -> None:
+        self._losses.append(PlannedLoss(job.id, rows))
+        self._loss_rows += rows
+        self._loss_s = self._latency.loss_s(self._loss_rows)
+
+    def _window(self, job: JobView, left_s: float, *, may_wait: bool) -> bool:
+        """As many rows as possible; whether there are any."""
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
         least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
         before_s = self._forward_s
@@ -229,12 +248,13 @@ class PlanBuilder:
             return self._latency.with_window_s(self._load, job, rows) - before_s
 
         if longest < least or extra_s(least) > left_s:
-            return
+            return False
         rows = _most(least, longest, lambda rows: extra_s(rows) <= left_s)
         good = min(longest, GOOD_ROWS)
         if may_wait and rows < good and extra_s(rows) / rows > MOST_ROW_COST * extra_s(good) / good:
-            return
+            return False
         self._add_window(job, rows)
+        return True
 
     def _add_window(self, job: JobView, rows: int) -> None:
         self._latency.add_window(self._load, job, rows)
@@ -247,11 +267,6 @@ class PlanBuilder:
 
     def _with_prompt_s(self, request: RequestView, rows: int) -> float:
         return self._latency.with_request_s(self._load, request, rows)
-
-
-def _times(seconds: float, within_s: float, most: int) -> int:
-    """How many times something fits, `most` at most."""
-    return most if most * seconds <= within_s else int(within_s / seconds)
 
 
 def _most(least: int, most: int, fits: Callable[[int], bool]) -> int:

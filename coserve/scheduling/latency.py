@@ -245,8 +245,10 @@ class LatencyModel:
         return self.tasklets_s(((job, rows),))
 
     def tasklets_s(self, windows: Sequence[tuple[JobView, int]]) -> float:
-        """Seconds of one tasklet of each job, with its rows, all at the same part of the model, as one batch: the
-        first term of MuxTune's stage latency (section 3.3) grows with the sum of their rows, the others each by itself.
+        """Seconds of one tasklet of each job, with its rows, all at the same part of the model, as one batch.
+
+        As in MuxTune's model of a stage (section 3.3), the backbone's share follows from the sum of the rows, and
+        attention from each job's own.
         """
         num_rows, weighed, pairs_s = 0, 0.0, 0.0
         for job, rows in windows:
@@ -254,8 +256,16 @@ class LatencyModel:
             num_rows += rows
             weighed += rows * by_row
             pairs_s += rows * job.mean_context_len * pair_s
-        raw = _at(self._backward, num_rows) * weighed / max(1, num_rows) + pairs_s
+        raw = _at(self._backward, num_rows) * weighed / num_rows + pairs_s
         return raw * self._correction("backward", num_rows, False)
+
+    def backward_weight(self, job: JobView) -> float:
+        """What a row of a job's tasklet costs beside the reference job's."""
+        return self._weigh(job.counts)[1]
+
+    def batch_s(self, num_rows: int, weighed: float) -> float:
+        """Seconds of a tasklet without attention; weighed: the sum of its rows' weights."""
+        return _at(self._backward, num_rows) * weighed / num_rows * self._correction("backward", num_rows, False)
 
     def pack_s(self, job: JobView) -> float:
         """Seconds of a whole pack alone, forward and backward in one piece."""

@@ -51,6 +51,7 @@ class Metrics:
         self._running = gauge("requests_running", "Sequences that run.")
         self._waiting = gauge("requests_waiting", "Sequences that wait for memory.")
         self._jobs = gauge("jobs", "Jobs that are not over.")
+        self._company = gauge("job_company", "Jobs whose last tasklets were one batch of rows with a job's.", ("job",))
         self._pages = gauge("pages", "Pages of the pool, by owner.", ("owner",))
         self._preemptions = gauge("preemptions", "Requests whose pages were taken, since the engine started.")
         self._slos_clamped = gauge(
@@ -82,6 +83,7 @@ class Metrics:
         self._num_tuned = 0
         for each in (self._running, self._waiting, self._jobs):
             each.set(0)
+        self._company.clear()
 
     def engine_reported(self, report: StepReport) -> None:
         now_s = time.monotonic()
@@ -136,6 +138,10 @@ class Metrics:
         self._margin.set(stats.margin)
         self._tuned.inc(max(0, stats.num_tokens_trained - self._num_tuned))
         self._num_tuned = stats.num_tokens_trained
+        self._company.clear()  # of jobs that have none now
+        for group in stats.joined_jobs:
+            for job in group:
+                self._company.labels(job).set(len(group) - 1)
         self._pages.clear()  # of owners that have none now
         for owner, number in {**stats.num_pages_by_owner, "free": stats.num_pages_free}.items():
             self._pages.labels(owner).set(number)

@@ -115,7 +115,12 @@ class StatusBoard:
                 "ttft_ms": _percentiles_ms(record.ttft_s for record in records),
                 "tpot_ms": _percentiles_ms(record.tpot_s for record in records if record.tpot_s is not None),
             },
-            "jobs": {"running": stats.num_jobs_running if stats else 0, "tokens_per_s": tuned_per_s},
+            "jobs": {
+                "running": stats.num_jobs_running if stats else 0,
+                "tokens_per_s": tuned_per_s,
+                # Other tenants' jobs are nobody's business.
+                "joined": stats.joined_jobs if stats and tenant is None else [],
+            },
             "memory": {
                 "pages": ready.num_pages if ready else None,
                 "page_bytes": ready.page_bytes if ready else None,

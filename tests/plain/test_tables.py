@@ -59,6 +59,8 @@ class _Client:
             return {"data": [{"id": name, "parent": "tiny"}]}
         if path.endswith("/checkpoints"):
             return {"data": [{"step_number": 1, "fine_tuned_model_checkpoint": f"{name}:ckpt-step-1"}]}
+        if path == "/v1/status":
+            return {"jobs": {"joined": []}}
         job = {"id": "ftjob-1", "status": "succeeded", "fine_tuned_model": name, "model": "tiny", "created_at": 1}
         return {"data": [job]} if path == "/v1/fine_tuning/jobs" else job
 

@@ -64,7 +64,7 @@ def test_a_default_slo_that_the_engine_corrects_reaches_the_server():
     counts |= dict.fromkeys(
         ("num_jobs_running", "num_preemptions", "num_packs_dropped", "num_pages", "num_pages_free"), 0
     )
-    stats = EngineStats(num_pages_by_owner={}, margin=1.0, num_slos_clamped=0, slo=later, **counts)
+    stats = EngineStats(num_pages_by_owner={}, margin=1.0, num_slos_clamped=0, slo=later, joined_jobs=(), **counts)
 
     link = EngineLink(SETTINGS)
     found = []

@@ -15,6 +15,8 @@ from support import make_backbone
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.devices.counting import job_counts, model_counts
+from coserve.devices.messages import Tasklets
+from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.models import Backbone, load_backbone
 from coserve.models.weights import weight_tensors
 from coserve.scheduling import JobView, LatencyModel, Plan, RequestView, View, make_policy, policy_names
@@ -33,6 +35,7 @@ from coserve.scheduling.plan import NeedView
 from coserve.scheduling.policies.slack import MOST_SHARE, Slack
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning import training_programs
+from coserve.tuning.cursor import Cursor
 
 CPU = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
 GPU = Hardware(name="gpu", flops_per_s=4e14, bytes_per_s=2e12, call_s=5e-6)
@@ -129,9 +132,12 @@ def views(draw: st.DrawFn) -> View:
             item = item._replace(version=f"v{rng.randint(0, 2)}", num_bypasses=168)
         requests.append(item)
     jobs = []
-    for index in range(rng.choice([0, 1, 1, 4])):
+    near = rng.randint(2, 24)
+    for index in range(rng.choice([0, 1, 1, 4, 9])):
         phase, rows = rng.choice(["forward", "loss", "backward", "update"]), rng.choice([40, 256, 1024])
         parts_left = rng.randint(phase != "loss", 24)  # a pack that is evaluated ends with the loss
+        if rng.random() < 0.6:
+            parts_left = near - rng.randint(0, 1)
         jobs.append(job(f"j{index}", phase, rows, rng.randint(1, rows), parts_left=parts_left))
     return View(
         now_s=now_s,
@@ -205,6 +211,18 @@ def test_the_same_view_gives_the_same_plan_and_stays_as_it_was(policy, seen, har
     assert seen == before
 
 
+def cursor_of(item: JobView) -> Cursor:
+    """Where a job's pack is on its way backward."""
+    num_parts = item.counts.num_parts
+    cursor = Cursor(num_rows=item.num_rows, num_trained=1, num_parts=num_parts)
+    cursor.advance_forward(item.num_rows)
+    cursor.advance_loss(1)
+    cursor.num_parts_done = num_parts - item.num_parts_left
+    if item.phase == "backward":
+        cursor.num_backward_rows = item.num_rows_left
+    return cursor
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(deadline=None, max_examples=60)
 @given(views(), devices)
@@ -219,17 +237,18 @@ def test_a_plan_says_what_it_takes(policy, seen, hardware):
             latency.add_window(load, jobs[rows.item], rows.rows)
         else:
             load.add_request(requests[rows.item], rows.rows)
-    for part in made.tasklets:
-        item = jobs[part.job]
-        left, parts_left = item.num_rows if item.phase == "loss" else item.num_rows_left, item.num_parts_left
-        for _ in range(part.num_tasklets):
-            backward_s += latency.tasklet_s(item, min(part.rows, left))
-            left -= min(part.rows, left)
-            if not left:
-                left, parts_left = item.num_rows, parts_left - 1
+    cursors = {part.job: cursor_of(jobs[part.job]) for part in made.tasklets}
+    pieces = [Tasklets(*part) for part in made.tasklets]
+    for turn in tasklet_turns(pieces, lambda name: cursors[name].num_parts_done):
+        windows = []
+        for piece in turn:
+            start, end = cursors[piece.job].next_backward(piece.num_rows)
+            cursors[piece.job].advance_backward(end - start)
+            windows.append((jobs[piece.job], end - start))
+        backward_s += latency.tasklets_s(windows)
     assert made.forward_s == pytest.approx(latency.forward_s(load))
     assert made.backward_s == pytest.approx(backward_s)
-    assert made.loss_s == pytest.approx(sum(latency.loss_s(piece.rows) for piece in made.losses))
+    assert made.loss_s == pytest.approx(latency.loss_s(sum(piece.rows for piece in made.losses)))
     assert made.predicted_s == pytest.approx(made.forward_s + made.loss_s + made.backward_s + made.update_s)
     assert made.update_s == pytest.approx(sum(latency.update_s(jobs[name]) for name in made.updates))
 

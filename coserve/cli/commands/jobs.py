@@ -36,8 +36,9 @@ def jobs(
         return
     with Client(url, api_key) as client:
         found = client.get("/v1/fine_tuning/jobs", limit=limit)["data"]
+        joined = client.get("/v1/status")["jobs"]["joined"]
     if as_json:
-        print(json.dumps({"jobs": found}))
+        print(json.dumps({"jobs": found, "joined": joined}))
         return
     from coserve.cli.commands.models import moment
     from coserve.cli.tables import console, table
@@ -51,6 +52,8 @@ def jobs(
         result = job.get("fine_tuned_model") or error or f"on {job['model']}"
         listing.add_row(job["id"], job["status"], result, moment(job["created_at"]))
     console().print(listing if found else "No jobs yet; `coserve tune FILE` starts one.")
+    for group in joined:
+        console().print(f"{', '.join(group)} go backward as one batch of rows.")
 
 
 @app.command()

@@ -1,0 +1,141 @@
+"""Which jobs run backward as one batch of rows, and which take turns: MuxTune's task fusion (section 3.3) by measured
+curves.
+
+Packs in memory are partitioned into hybrid tasks. Jobs of one hybrid task are multiplexed in space: the next tasklets
+of all that are at the same part of the model are one batch. Hybrid tasks are multiplexed in time: one after the other.
+A hybrid task costs what a tasklet of all its rows is measured to take, and needs room for copies of these rows; the
+partition that takes the least time is found by dynamic programming over jobs sorted by their rows. Sequences are joined
+as they are, so nothing is padded (section 3.5 aligns what we lay end to end).
+
+Pure arithmetic, done anew for every plan: jobs join and leave between any two steps.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
+
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.plan import JobView, PlannedTasklets
+
+# What a tasklet of several packs takes, as a multiple of one of a single pack of as many rows: rows are copied side by
+# side, and adapters run one after the other.
+JOINING = 1.1
+# The smallest backward window of a job, unless it is all that is left.
+LEAST_ROWS = 16
+
+
+def hybrid_tasks(jobs: Sequence[JobView], latency: LatencyModel, *, max_rows: int) -> dict[str, int]:
+    """The hybrid task of each job that has a pack in memory, by number.
+
+    Args:
+        max_rows: the most rows of a batch, unless one pack has more: what is copied side by side has room.
+    """
+    packs = sorted([job for job in jobs if job.phase in ("forward", "loss", "backward")], key=_num_rows)
+    if len(packs) < 2:
+        return {job.id: 0 for job in packs}
+    rows = [0, *accumulate([job.num_rows for job in packs])]
+    weighed = [0.0, *accumulate([job.num_rows * latency.backward_weight(job) for job in packs])]
+    # best[m]: the least time of the first m jobs, and where their last hybrid task begins.
+    best: list[tuple[float, int]] = [(0.0, 0)]
+    for last in range(1, len(packs) + 1):
+        found = (inf, last - 1)
+        for first in range(last - 1, -1, -1):
+            num_rows = rows[last] - rows[first]
+            is_one = last - first == 1
+            if num_rows > max_rows and not is_one:
+                break
+            seconds = latency.batch_s(num_rows, weighed[last] - weighed[first])
+            found = min(found, (best[first][0] + (seconds if is_one else JOINING * seconds), first))
+        best.append(found)
+    tasks: dict[str, int] = {}
+    last = len(packs)
+    while last:
+        first = best[last][1]
+        tasks |= {job.id: last for job in packs[first:last]}
+        last = first
+    return tasks
+
+
+class JoinedTasklets(NamedTuple):
+    """seconds: of all of them. longest_s: of the longest that runs at once."""
+
+    tasklets: tuple[PlannedTasklets, ...]
+    seconds: float
+    longest_s: float
+
+
+def joined_tasklets(
+    jobs: Sequence[JobView], left_s: float, latency: LatencyModel, *, group: int
+) -> JoinedTasklets | None:
+    """Tasklets of jobs that go backward, with as many rows as possible: first what is left of the least advanced part,
+    then whole parts. None if not the smallest of all of them fits into the time.
+    """
+    fewest = min([_parts_done(job) for job in jobs])
+    now = [job for job in jobs if _parts_done(job) == fewest]
+    rows = [job.num_rows_left for job in now]
+    seconds = latency.tasklets_s(list(zip(now, rows, strict=True)))
+    while seconds > left_s and max(rows) > LEAST_ROWS:
+        rows = [min(each, max(LEAST_ROWS, each // 2)) for each in rows]
+        seconds = latency.tasklets_s(list(zip(now, rows, strict=True)))
+    if seconds > left_s:
+        return None
+    shared = None if len(jobs) == 1 else group
+    if any(each < job.num_rows_left for job, each in zip(now, rows, strict=True)):
+        most = min([job.num_rows_left // each for job, each in zip(now, rows, strict=True)])
+        number = times(seconds, left_s, most)
+        pieces = [PlannedTasklets(job.id, each, number, shared) for job, each in zip(now, rows, strict=True)]
+        return JoinedTasklets(tuple(pieces), number * seconds, seconds)
+    return _whole_parts(jobs, fewest, left_s, latency, shared)
+
+
+def _whole_parts(
+    jobs: Sequence[JobView], fewest: int, left_s: float, latency: LatencyModel, group: int | None
+) -> JoinedTasklets:
+    """Turns of whole parts; a job takes part from where the others have caught up with it until it is done."""
+    first = {job.id: _parts_done(job) - fewest for job in jobs}
+    ends = {job.id: first[job.id] + job.num_parts_left for job in jobs}
+    seconds = longest_s = 0.0
+    num_turns = 0
+    # Between these turns, all are alike: what is left of a part is another number of rows only in a job's first.
+    cuts = sorted({*first.values(), *[turn + 1 for turn in first.values()], *ends.values()})
+    for turn, end in pairwise(cuts):
+        windows = [
+            (job, job.num_rows_left if turn == first[job.id] else job.num_rows)
+            for job in jobs
+            if first[job.id] <= turn < ends[job.id]
+        ]
+        turn_s = latency.tasklets_s(windows)
+        number = times(turn_s, left_s - seconds, end - turn)
+        if not number:
+            break
+        seconds, longest_s, num_turns = seconds + number * turn_s, max(longest_s, turn_s), num_turns + number
+        if number < end - turn:
+            break
+    counts = {job.id: max(0, min(num_turns, ends[job.id]) - first[job.id]) for job in jobs}
+    pieces = [PlannedTasklets(job.id, job.num_rows, counts[job.id], group) for job in jobs if counts[job.id]]
+    return JoinedTasklets(tuple(pieces), seconds, longest_s)
+
+
+def times(seconds: float, within_s: float, most: int) -> int:
+    """How many times something fits, `most` at most."""
+    return most if most * seconds <= within_s else max(0, int(within_s / seconds))
+
+
+def least_advanced(jobs: Sequence[JobView]) -> list[JobView]:
+    """Of jobs that go backward, those that have done the fewest parts, or one more: these wait for one part at most."""
+    fewest = min([_parts_done(job) for job in jobs])
+    return [job for job in jobs if _parts_done(job) <= fewest + 1]
+
+
+def is_before_backward(job: JobView) -> bool:
+    """Whether no tasklet of its pack has run."""
+    return job.phase == "loss" or (_parts_done(job) == 0 and job.num_rows_left == job.num_rows)
+
+
+def _parts_done(job: JobView) -> int:
+    return job.counts.num_parts - job.num_parts_left
+
+
+def _num_rows(job: JobView) -> int:
+    return job.num_rows
