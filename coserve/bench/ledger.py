@@ -23,6 +23,7 @@ PARTS = ("products", "attention", "adapters", "head and loss", "sampling", "elem
 # What a backend's method is for, by a piece of its name; the first that fits.
 _PARTS_BY_NAME = {
     "low_rank": "adapters",
+    "adapter": "adapters",
     "dropout": "adapters",
     "attention": "attention",
     "cross_entropy": "head and loss",

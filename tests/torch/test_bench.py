@@ -94,7 +94,7 @@ def test_every_method_of_a_backend_has_its_part():
     parts = {name: part_of(name) for name in Backend.__abstractmethods__}
     assert set(parts.values()) == set(PARTS) - {"Python", "waiting"}
     assert parts["product"] == parts["int8_input_gradient"] == "products"
-    assert parts["low_rank_product"] == parts["low_rank_input_gradient"] == "adapters"
+    assert parts["add_adapters"] == parts["low_rank_product"] == parts["low_rank_input_gradient"] == "adapters"
     assert parts["rms_norm_weight_gradient"] == parts["silu_mul_gradients"] == "elementwise"
 
 
