@@ -4,7 +4,8 @@ Importing PyTorch and transformers takes seconds of computing, in the server's p
 whose engine has died has none to lose. So the server's process imports everything once, before it has threads, and
 forks off a process that does nothing but fork engines (as Python's `multiprocessing.forkserver` does, which would
 import everything again). No thread runs at that moment, no parallel region of PyTorch has run, and no GPU was touched:
-none of the three outlives a fork.
+none of the three outlives a fork. If somebody ends that process, another one is started as a program, which imports
+everything itself.
 
 Between the two lies a socket that keeps messages apart: "fork" with the engine's standard input, or "kill"; and back,
 "ended" with how. When the server ends, the socket closes, and the kernel ends this process and with it the engine.
@@ -28,7 +29,7 @@ import msgspec
 
 from coserve.devices.parent_death import end_with_parent
 from coserve.home import home_environment
-from coserve.worker.launch import Launched, program
+from coserve.worker.launch import Launched
 
 _MOST_BYTES = 1 << 16
 
@@ -53,7 +54,7 @@ class ForkServer:
 
         run_engine: an engine's life, in its own process; returns its status.
         """
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs = self._connect()
         parent = os.getpid()
         with warnings.catch_warnings():
             # Python warns of numpy's idle threads, too, which look after themselves at a fork.
@@ -62,33 +63,55 @@ class ForkServer:
         if self._pid == 0:
             _run(theirs, parent, run_engine)
         theirs.close()
+        self._has_ended = False
         self._engine: _ForkedEngine | None = None
-        self._socket.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     async def launch(self, line: bytes, home: Path | None) -> Launched:
         """An engine; see `coserve.worker.launch.Launch`."""
         assert self._engine is None or self._engine.returncode is not None, "one engine at a time"
+        if self._has_ended:
+            self._start_another()
         theirs, ours = os.pipe()
         engine = self._engine = _ForkedEngine(self._kill, ours)
         try:
             message = msgspec.json.encode(_Fork(home_environment(home)))
             socket.send_fds(self._socket, [message], [theirs])
-        except OSError:  # somebody has ended the process that forks
+            os.write(ours, line)  # far less than a pipe holds
+        except OSError:  # it has ended at this moment, and so has the engine
             engine.end(-signal.SIGKILL)
-            return await program()(line, home)
         finally:
             os.close(theirs)
-        os.write(ours, line)  # far less than a pipe holds
         return engine
 
     def close(self) -> None:
         """End it, and the engine if there is one."""
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        self._forget()
+
+    def _connect(self) -> socket.socket:
+        """A new socket; returns its other end."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._socket, self._read)
+        return theirs
+
+    def _start_another(self) -> None:
+        """As a program: this process has threads by now."""
+        theirs = self._connect()
+        theirs.set_inheritable(True)
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
+        self._pid = os.posix_spawn(sys.executable, command, os.environ)
+        theirs.close()
+        self._has_ended = False
+
+    def _forget(self) -> None:
+        """It has ended, or is about to."""
+        if not self._has_ended:
+            self._has_ended = True
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+            os.waitpid(self._pid, 0)
 
     def _kill(self) -> None:
         with suppress(OSError):
@@ -102,7 +125,7 @@ class ForkServer:
         # Without the one that forks, there is no engine either.
         returncode = msgspec.json.decode(message, type=_Ended).returncode if message else -signal.SIGKILL
         if not message:
-            asyncio.get_running_loop().remove_reader(self._socket)
+            self._forget()
         if self._engine is not None:
             self._engine.end(returncode)
 
@@ -195,3 +218,15 @@ def _close_all_but(kept: int) -> None:
     first = 3
     os.closerange(first, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def main() -> NoReturn:
+    """Of one that is a program: the number of its socket, and of the server's process."""
+    from coserve.worker.process import main as run_engine
+
+    control, server = map(int, sys.argv[1:])
+    _run(socket.socket(fileno=control), server, run_engine)
+
+
+if __name__ == "__main__":
+    main()

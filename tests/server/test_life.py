@@ -134,13 +134,19 @@ def test_what_is_sent_to_an_engine_that_has_just_died_is_refused_without_a_trace
         with pytest.raises(openai.APIError, match="the engine died"):
             list(stream)
         served.wait_until(lambda: served.get("/ready").status_code == 200)
-        # Without the process that forks engines there is none, and the next one is started without it.
-        os.kill(served.fork_server_pid(), signal.SIGKILL)
-        served.wait_until(lambda: served.get("/ready").status_code == 503)
-        served.wait_until(lambda: served.get("/ready").status_code == 200)
-        assert served.client().completions.create(model="small", prompt="x", max_tokens=2).choices
+        # Without the process that forks engines there is none, until there is another such process.
+        forks = served.fork_server_pid()
+        os.kill(forks, signal.SIGKILL)
+        for kill_next in (True, False):
+            served.wait_until(lambda: served.get("/ready").status_code == 503)
+            served.wait_until(lambda: served.get("/ready").status_code == 200)
+            assert served.client().completions.create(model="small", prompt="x", max_tokens=2).choices
+            assert served.fork_server_pid() != forks
+            if kill_next:
+                os.kill(served.engine_pid(), signal.SIGKILL)
     assert served.log.read_text().splitlines() == [
-        f"ERROR coserve.worker.supervisor: the engine died; it is started again in {wait_s} s" for wait_s in (0.2, 0.4)
+        f"ERROR coserve.worker.supervisor: the engine died; it is started again in {wait_s} s"
+        for wait_s in (0.2, 0.4, 0.8)
     ]
 
 

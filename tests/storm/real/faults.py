@@ -46,9 +46,9 @@ async def kill_engine(world: World, rng: Random) -> None:
 
 
 async def kill_fork_server(world: World, rng: Random) -> None:
-    """The engine goes with it, and those after it are started as programs of their own."""
-    forks, engine = world.server.fork_server_pid(), world.server.engine_pid()
-    if forks is not None and forks != engine:
+    """The engine goes with it, and the next one waits for another such process."""
+    forks = world.server.fork_server_pid()
+    if forks is not None:
         _signal(forks, signal.SIGKILL)
         await _until_answered(world, "fork server killed")
 

@@ -125,9 +125,9 @@ class StormServer:
         return _only_child(self.pid)
 
     def engine_pid(self) -> int | None:
-        """Of the engine, if there is one now: a child of the process that forks engines, or of the server."""
+        """Of the engine, if there is one now."""
         forks = self.fork_server_pid()
-        return None if forks is None else (_only_child(forks) or (forks if _is_program(forks) else None))
+        return None if forks is None else _only_child(forks)
 
     def processes(self) -> list[int]:
         """All of them, the server first."""
@@ -153,13 +153,6 @@ async def until_gone(pids: Sequence[int], limit_s: float) -> list[int]:
 def _is_alive(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def _is_program(pid: int) -> bool:
-    """Whether it is an engine that was started as a program of its own."""
-    with suppress(OSError):
-        return b"coserve.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
