@@ -76,7 +76,8 @@ class RequestQueue:
         """Pages for the next rows of a request that runs, at most this many, if they can be had."""
         assert request.sequence is not None
         num_rows = min(num_rows, request.num_rows)
-        if request.sequence.num_pages_missing(num_rows) <= self._cache.num_available:
+        missing = request.sequence.num_pages_missing(num_rows)
+        if missing and missing <= self._cache.num_available:
             request.sequence.reserve(num_rows)
 
     def preempt(self, request: Request) -> CloseRequest:

@@ -86,7 +86,8 @@ class PagedSequence:
 
     def num_pages_missing(self, num_tokens: int) -> int:
         """Pages that it takes to run this many more tokens."""
-        return max(0, self.cache.num_pages(self.length + num_tokens) - len(self.pages))
+        missing = -(-(self.length + num_tokens) // self.cache.block_tokens) - len(self.pages)
+        return missing if missing > 0 else 0  # asked of every request in every step: calls would be most of it
 
     def reserve(self, num_tokens: int) -> None:
         """Take the pages that this many more tokens need; BudgetError takes nothing."""
