@@ -264,8 +264,10 @@ class LatencyModel:
         return self._weigh(job.counts)[1]
 
     def batch_s(self, num_rows: int, weighed: float) -> float:
-        """Seconds of a tasklet without attention; weighed: the sum of its rows' weights."""
-        return _at(self._backward, num_rows) * weighed / num_rows * self._correction("backward", num_rows, False)
+        """Seconds of a tasklet without attention, as profiled: corrections of single sizes would upset a comparison of
+        sizes. weighed: the sum of its rows' weights.
+        """
+        return _at(self._backward, num_rows) * weighed / num_rows
 
     def pack_s(self, job: JobView) -> float:
         """Seconds of a whole pack alone, forward and backward in one piece."""
