@@ -119,8 +119,11 @@ def submit_from(world: World) -> None:
 def start_lost_jobs(world: World) -> None:
     """After the engine was thrown away: each resumes from its last checkpoint, or begins anew."""
     for job_id in list(world.lost):
-        start_job(world, world.jobs[job_id])
-        world.lost.remove(job_id)
+        try:
+            start_job(world, world.jobs[job_id])
+        finally:  # it may be there though its caller was interrupted
+            if job_id in world.engine.jobs:
+                world.lost.remove(job_id)
 
 
 def pause_job(world: World) -> None:

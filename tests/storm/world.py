@@ -224,7 +224,7 @@ class World:
 
     def _take_job_event(self, event: JobEvent) -> None:
         job = self.jobs[event.job]
-        assert not job.is_over, "nothing comes after the end"
+        assert not job.is_over, f"nothing comes after the end: {event}"
         if event.kind == "step":
             assert event.step == job.step + 1, "each optimizer step is told once, in order"
             job.step = event.step

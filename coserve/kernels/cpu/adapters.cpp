@@ -1,7 +1,8 @@
-// What LoRAs add to sites that read the same rows, each row with its own adapter: y += scale B (A x) (arXiv 2106.09685).
+// What LoRAs add to sites that read the same rows, each row with its own adapter: y += scale B (A x) (arXiv
+// 2106.09685).
 //
-// One call for any number of adapters, of any ranks, of which each sits at all of the sites or at some; factors are read
-// where they lie. Sums are float32, in an order that depends neither on other rows nor on the number of threads.
+// One call for any number of adapters, of any ranks, of which each sits at all of the sites or at some; factors are
+// read where they lie. Sums are float32, in an order that depends neither on other rows nor on the number of threads.
 
 #include "kernels.h"
 
@@ -93,8 +94,8 @@ struct Site {
     i64 step, outer;
 };
 
-// Rows that are multiplied while a part of the factors stays in a core's cache; rows of A, and columns of y, of which one
-// thread makes the results.
+// Rows that are multiplied while a part of the factors stays in a core's cache; rows of A, and columns of y, of which
+// one thread makes the results.
 const i64 BLOCK = 32, STRIP = 8, COLUMNS = 4 * LANES;
 
 // What is done for rows that a factor is read for, in terms of one row.
@@ -125,8 +126,16 @@ class Batch {
   public:
     Batch(const T* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,
           const Factors<T>* table, i64 table_step, const Site<T>* sites, i64 num_sites)
-        : x_(x), x_step_(x_step), inner_(inner), rows_(rows), ends_(ends), num_adapters_(num_adapters), table_(table),
-          table_step_(table_step), sites_(sites), num_sites_(num_sites) {
+        : x_(x),
+          x_step_(x_step),
+          inner_(inner),
+          rows_(rows),
+          ends_(ends),
+          num_adapters_(num_adapters),
+          table_(table),
+          table_step_(table_step),
+          sites_(sites),
+          num_sites_(num_sites) {
         for (i64 adapter = 0; adapter < num_adapters; adapter++) {
             i64 width = 0;
             for (i64 site = 0; site < num_sites; site++) width += padded(at(adapter, site));
@@ -282,9 +291,11 @@ extern "C" void add_adapters(const void* x, i64 x_step, i64 inner, const i64* ro
                              i64 num_threads) {
     auto run = [=](auto type) {
         using T = decltype(type);
-        static_assert(sizeof(Factors<T>) == 4 * sizeof(i64) && sizeof(Site<T>) == 3 * sizeof(i64), "as Python has them");
+        static_assert(sizeof(Factors<T>) == 4 * sizeof(i64) && sizeof(Site<T>) == 3 * sizeof(i64),
+                      "as Python has them");
         Batch<T>(static_cast<const T*>(x), x_step, inner, rows, ends, num_adapters,
-                 reinterpret_cast<const Factors<T>*>(table), table_step, reinterpret_cast<const Site<T>*>(sites), num_sites)
+                 reinterpret_cast<const Factors<T>*>(table), table_step, reinterpret_cast<const Site<T>*>(sites),
+                 num_sites)
             .run(num_threads);
     };
     is_bfloat16 ? run(bf16{}) : run(float{});
