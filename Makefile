@@ -10,7 +10,7 @@ endif
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test fuzz storm check lint format hooks clean
+.PHONY: setup demo test test-long fuzz storm check lint format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -23,8 +23,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup  ## Serve and fine-tune at once, in three minutes; leaves demo-report/report.html
 	$(BIN)/coserve demo
 
-test: setup  ## Every test that this machine can run, warnings as errors
-	$(PYTEST)
+test: setup  ## Every test that this machine can run but the long ones, warnings as errors
+	$(PYTEST) -m "not long"
+
+test-long: setup  ## What starts server after server, or trains for long
+	$(PYTEST) -m long $(if $(COVERAGE),--cov-append)
 
 # How many calls in all, give or take; .ci/run makes a few hundred of the same.
 CALLS ?= 10000
@@ -47,7 +50,7 @@ lint: setup  ## Format, lint and types of the package, tests, scripts and benchm
 
 # What a larger machine checks (clients of other languages, a cluster, hours of load) joins here as a target of its own,
 # in so far as all of it stays under 45 minutes on two cores.
-check: lint test  ## All of it; .ci/run runs this
+check: lint test test-long  ## All of it; .ci/run runs this
 
 format: setup  ## Bring the code into format
 	$(BIN)/ruff format .

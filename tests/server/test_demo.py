@@ -12,6 +12,8 @@ import pytest
 from peft import PeftModel
 from served import model, model_directory
 
+pytestmark = pytest.mark.long
+
 ROOT = str(Path(__file__).parents[2])
 COMMAND = [sys.executable, "-m", "coserve", "demo", "--quick", "--model", str(model_directory())]
 

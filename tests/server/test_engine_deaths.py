@@ -3,7 +3,10 @@
 import json
 from typing import Any
 
+import pytest
 from served import Served, serving
+
+pytestmark = pytest.mark.long
 
 LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)]
 # Run by the server's process as it starts: adapters of rank 5 end the process in their fifth step.

@@ -20,6 +20,8 @@ from support import summed_loss
 
 from coserve.tuning.examples import read_examples
 
+pytestmark = pytest.mark.long
+
 LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)]
 DATA = "\n".join(LINES).encode()
 ADAPTER = {"type": "lora", "r": 4, "alpha": 8, "target_modules": "all-linear", "dropout": 0.1}

@@ -17,6 +17,8 @@ from small_disk import SmallDisk, small_disk
 from coserve.errors import DiskFullError
 from coserve.jobs import reconciler
 
+pytestmark = pytest.mark.long
+
 LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)]
 BIG = b"x" * (3 << 20)
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from coserve.jobs.recording import job_event
 from coserve.jobs.records import EventRecord
 
+pytestmark = pytest.mark.long
+
 # Ten epochs of nine batches; a checkpoint now and then.
 CRASHED: dict[str, Any] = {
     "hyperparameters": {"n_epochs": 10, "batch_size": 3},

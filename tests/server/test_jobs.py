@@ -181,6 +181,7 @@ def test_without_an_engine_jobs_wait_and_obey(tmp_path):
     run(story())
 
 
+@pytest.mark.long
 def test_what_a_job_cannot_be_told_twice_is_known_after_a_restart(tmp_path):
     """A paused job stays paused, a job that was running resumes, one being validated is validated again."""
 

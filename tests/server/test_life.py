@@ -23,6 +23,8 @@ from coserve.cli.commands.up import stop_line
 from coserve.home import share_measurements
 from coserve.server.home_lock import lock_home
 
+pytestmark = pytest.mark.long
+
 LONG: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
 
 

@@ -4,8 +4,11 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import pytest
 from openai import AsyncOpenAI
 from served import Served, expected, tokenizer
+
+pytestmark = pytest.mark.long
 
 NUM_CLIENTS = 64
 

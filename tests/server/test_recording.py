@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from job_data import DATA
 from served import Served, serving
 
 from coserve.devices.recording import Submitted
 from coserve.engine.recording import read_recording
+
+pytestmark = pytest.mark.long
 
 
 def use(served: Served) -> None:

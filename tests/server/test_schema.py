@@ -5,12 +5,15 @@ import os
 from contextlib import suppress
 
 import httpx
+import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from served import Served
+
+pytestmark = pytest.mark.long
 
 # `make fuzz` makes more calls, each time others: there are about 55 kinds of them.
 _NUM_CALLS = int(os.environ.get("COSERVE_FUZZ_CALLS", "0"))

@@ -24,6 +24,8 @@ from coserve.models import load_backbone
 from coserve.models.weights import weight_tensors
 from coserve.tuning.config import TuningConfig
 
+pytestmark = pytest.mark.long
+
 
 def test_memory_is_what_is_held_at_once_and_not_what_was_held_before():
     held = torch.zeros(1 << 20)

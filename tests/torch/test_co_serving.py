@@ -24,6 +24,8 @@ from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 
+pytestmark = pytest.mark.long
+
 A100 = Hardware(name="a100", flops_per_s=2.2e14, bytes_per_s=1.6e12, call_s=5e-6)
 GPU = Hardware(name="gpu", flops_per_s=5e13, bytes_per_s=1e12, call_s=5e-6)
 CPU = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)

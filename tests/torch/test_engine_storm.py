@@ -9,6 +9,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from engines import (
     BLOCK,
@@ -52,6 +53,8 @@ from coserve.scheduling.latency import Profile
 from coserve.simulate.hardware import roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.config import TuningConfig
+
+pytestmark = pytest.mark.long
 
 NUM_PAGES = 80
 PROMPTS = prompts_of((3, 8, 17, 30, 1, 60))

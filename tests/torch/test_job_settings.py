@@ -192,7 +192,7 @@ def test_faults_are_named_by_line(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         read(tmp_path / "none")
     with pytest.raises(JobError, match="was ended"):
-        read(path, is_wanted=lambda: False)
+        read(path, is_wanted=lambda num_bytes: False)
 
 
 # -- results, estimates --------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from coserve.simulate.simulation import Arrival, Simulation, Snapshot
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 
+pytestmark = pytest.mark.long
+
 CPU = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
 FAST_CPU = Hardware(name="fast-cpu", flops_per_s=2e12, bytes_per_s=40e9, call_s=1e-5)
 GPU = Hardware(name="gpu", flops_per_s=5e13, bytes_per_s=1e12, call_s=5e-6)

@@ -1,10 +1,13 @@
 """Some of the storms of `make storm`, those of the first seeds; see `tests/storm`."""
 
+import pytest
 from storm.faults import FAULTS
 from storm.operations import OPERATIONS
 from storm.simulated import Report, run_storm
 
 from coserve.scheduling.policies import policy_names
+
+pytestmark = pytest.mark.long
 
 
 def test_storms():

@@ -10,6 +10,8 @@ from coserve.models.source import find_model
 from coserve.tuning.config import OptimizerConfig
 from coserve.workloads.lessons import BATCH_SIZE, LEARNING_RATE, LESSONS, NUM_EPOCHS, SCHEDULE
 
+pytestmark = pytest.mark.long
+
 DIRECTORY = find_model("tiny").directory
 MAX_BYTES = 8 * 1024 * 1024
 
