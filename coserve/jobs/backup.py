@@ -29,7 +29,8 @@ from coserve.jobs.copying import Row
 from coserve.jobs.folders import entries
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, FileRecord, JobRecord
 from coserve.jobs.schema import SCHEMA_VERSION
-from coserve.jobs.store import DATABASE_FILE, Store, Transaction
+from coserve.jobs.store import DATABASE_FILE, Store
+from coserve.jobs.transaction import Transaction
 from coserve.version import VERSION
 
 FORMAT = 1

@@ -11,7 +11,8 @@ from typing import BinaryIO
 from coserve.errors import DataError, DiskFullError, LimitError
 from coserve.home import is_disk_full, make_private
 from coserve.jobs.records import FileRecord, new_id
-from coserve.jobs.store import Store, Transaction
+from coserve.jobs.store import Store
+from coserve.jobs.transaction import Transaction
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from coserve.engine.checkpoint import can_resume, keep_adapter_alone
 from coserve.home import make_private
 from coserve.jobs.files import discard
 from coserve.jobs.records import CheckpointRecord, JobRecord
-from coserve.jobs.store import Transaction
+from coserve.jobs.transaction import Transaction
 
 _log = logging.getLogger(__name__)
 

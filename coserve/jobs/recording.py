@@ -10,7 +10,8 @@ from coserve.jobs.folders import Folders, prune_records
 from coserve.jobs.messages import Checkpointed
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, EventRecord, JobRecord, Level, new_id
 from coserve.jobs.results import message_of, metrics_of
-from coserve.jobs.store import Store, Transaction
+from coserve.jobs.store import Store
+from coserve.jobs.transaction import Transaction
 
 
 @dataclass(frozen=True, kw_only=True)

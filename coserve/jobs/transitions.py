@@ -15,7 +15,8 @@ from coserve.jobs.records import AdapterRef, CheckpointRecord, FileRecord, JobRe
 from coserve.jobs.results import FILENAME, results_csv
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.states import is_legal
-from coserve.jobs.store import Store, Transaction
+from coserve.jobs.store import Store
+from coserve.jobs.transaction import Transaction
 from coserve.jobs.validation import Validated
 
 # The code of the error of a job that has run for as long as it may.
