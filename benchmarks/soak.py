@@ -11,10 +11,12 @@ seconds of /health, seconds from the kill to the next answer, and resident megab
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,15 +58,16 @@ def _resident_mb(url: str) -> dict[str, int]:
     return found
 
 
-async def _health(url: str, until_s: float) -> list[float]:
-    """Seconds of each /health, ten a second, each on a connection of its own, as a supervisor's are."""
+def _health(url: str, until_s: float) -> list[float]:
+    """Seconds of each /health, ten a second, each on a connection of its own, as a supervisor's are. Run by a process of
+    its own: that of the clients is busy with them.
+    """
     taken = []
     while time.monotonic() < until_s:
         start_s = time.monotonic()
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-            (await http.get("/health")).raise_for_status()
+        httpx.get(f"{url}/health", timeout=60).raise_for_status()
         taken.append(time.monotonic() - start_s)
-        await asyncio.sleep(0.1)
+        time.sleep(0.1)
     return sorted(taken)
 
 
@@ -118,13 +121,15 @@ async def _soak(url: str, minutes: float, clients: int, jobs: int) -> dict[str, 
         until_s = start_s + 60 * minutes
         work = [_client(http, until_s, seed, seen) for seed in range(clients)]
         work += [_jobs(http, file, until_s, seen) for _ in range(jobs)]
-        health = asyncio.create_task(_health(url, until_s))
+        process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        health = asyncio.get_running_loop().run_in_executor(process, _health, url, until_s)
         running = asyncio.gather(*work, health)
         while not running.done():
             memory.append({"s": round(time.monotonic() - start_s), **_resident_mb(url)})
             print(memory[-1], seen, flush=True)
             await asyncio.wait([running], timeout=15)
         await running
+        process.shutdown()
         recovery_s = await _recovery_s(http, url)
     taken = await health
     health_s = {name: taken[int(q * (len(taken) - 1))] for name, q in (("p50", 0.5), ("p99", 0.99), ("most", 1.0))}

@@ -55,10 +55,6 @@ class StormServer:
         assert self._process is not None
         return self._process.pid
 
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
     def start(self) -> bool:
         """Returns whether it came to be ready."""
         with self.log.open("a") as log:
