@@ -59,8 +59,8 @@ def _resident_mb(url: str) -> dict[str, int]:
 
 
 def _health(url: str, until_s: float) -> list[float]:
-    """Seconds of each /health, ten a second, each on a connection of its own, as a supervisor's are. Run by a process of
-    its own: that of the clients is busy with them.
+    """Seconds of each /health, ten a second, each on a connection of its own, as a supervisor's are. Run by a process
+    of its own: that of the clients is busy with them.
     """
     taken = []
     while time.monotonic() < until_s:
