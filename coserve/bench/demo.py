@@ -15,9 +15,10 @@ from typing import Any, Literal
 from coserve.client.http import Client
 from coserve.client.job_progress import JobProgress
 from coserve.errors import JobError
+from coserve.workloads.arrivals import LogNormalLengths, bursty
 from coserve.workloads.load import LoadGenerator, chats
 from coserve.workloads.summary import RequestOutcome, percentile, summarize
-from coserve.workloads.traces import Lengths, TracedRequest, adapt, bursty, read_trace
+from coserve.workloads.traces import TracedRequest, adapt, read_trace
 
 PhaseName = Literal["requests", "job", "both"]
 PHASES: tuple[PhaseName, ...] = ("requests", "job", "both")
@@ -209,7 +210,7 @@ class Demo:
             # Recordings begin slowly.
             start_s = trace[-1].at_s / 10
             return adapt(trace, start_s=start_s, rate=config.rate, seconds=config.seconds, max_output_tokens=most)
-        lengths = Lengths(mean_output_tokens=config.mean_output_tokens)
+        lengths = LogNormalLengths(mean_output_tokens=config.mean_output_tokens)
         return bursty(rate=config.rate, seconds=config.seconds, seed=config.seed, lengths=lengths)
 
     def _may_continue(self, recording: Recording, player: Thread | None, most_s: float) -> bool:

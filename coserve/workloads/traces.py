@@ -1,26 +1,25 @@
-"""When requests come, and how long they are: bursty traces from a seed, and recorded ones from files.
+"""Recorded traces: when requests came, and how long they were. Files are CSV or JSONL, plain or gzipped, as published.
 
-Files are CSV with a header row, plain or gzipped: Azure's (`arrival_s,context_tokens,generated_tokens`), BurstGPT's
-(`timestamp_s,request_tokens,response_tokens`), and lengths alone, as of ShareGPT (`prompt_tokens,output_tokens`).
+Known are Azure's (`TIMESTAMP,ContextTokens,GeneratedTokens`, a date and time), BurstGPT's (`Timestamp,Model,Request
+tokens,Response tokens,…`, seconds; requests without an answer failed there, and are left out), the same with
+`arrival_s` or `timestamp_s`, lengths alone, as of ShareGPT (`prompt_tokens,output_tokens`), and requests by hour of the
+day (`hour_of_day,requests`).
 """
 
-import csv
-import gzip
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from math import log
+from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
-from random import Random
 
 from coserve.errors import DataError
+from coserve.workloads.files import read_columns
 
 # What traces call the moment of arrival, the tokens of the prompt, and those of the answer.
-_TIMES = ("arrival_s", "timestamp_s")
+_TIMES = ("arrival_s", "timestamp_s", "timestamp")
 _PROMPTS = ("context_tokens", "request_tokens", "prompt_tokens")
 _OUTPUTS = ("generated_tokens", "response_tokens", "output_tokens")
-# Spread of lengths (of their logarithm), as in traces of chats.
-_SIGMA = 0.6
+_HOURS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,65 +31,7 @@ class TracedRequest:
     num_output_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Tokens of prompts and answers: log-normal around these means, at most four times as many."""
-
-    mean_prompt_tokens: float = 32
-    mean_output_tokens: float = 32
-
-    def draw(self, random: Random) -> tuple[int, int]:
-        """One of each."""
-        return _length(random, self.mean_prompt_tokens), _length(random, self.mean_output_tokens)
-
-
-def bursty(
-    *,
-    rate: float,
-    seconds: float,
-    seed: int,
-    burst_factor: float = 6.0,
-    quiet_s: float = 8.0,
-    burst_s: float = 3.0,
-    lengths: Lengths | None = None,
-) -> list[TracedRequest]:
-    """Quiet times and bursts, as a Markov-modulated Poisson process has them, with exactly `rate × seconds` requests.
-
-    Args:
-        rate: mean requests per second, over quiet times and bursts.
-        burst_factor: the rate in a burst, as a multiple of the quiet rate.
-        quiet_s, burst_s: mean lengths of the two.
-    """
-    random = Random(seed)
-    # The intensity's integral, at the moments where it bends; given their number, arrivals of a Poisson process are
-    # uniform in it.
-    bends, mass, bursting = [(0.0, 0.0)], 0.0, False
-    while bends[-1][0] < seconds:
-        now_s = bends[-1][0]
-        until_s = min(seconds, now_s + random.expovariate(1 / (burst_s if bursting else quiet_s)))
-        mass += (until_s - now_s) * (burst_factor if bursting else 1.0)
-        bends.append((until_s, mass))
-        bursting = not bursting
-    marks = sorted(random.uniform(0.0, mass) for _ in range(round(rate * seconds)))
-    return _with_lengths(_inverse(bends, marks), lengths or Lengths(), random)
-
-
-def gamma(
-    *, rate: float, seconds: float, seed: int, variation: float = 2.0, lengths: Lengths | None = None
-) -> list[TracedRequest]:
-    """Gamma-distributed times between arrivals, with exactly `rate × seconds` requests.
-
-    variation: standard deviation of the times between arrivals over their mean: 1 is a Poisson process, more is
-        burstier.
-    """
-    random, num_requests = Random(seed), round(rate * seconds)
-    shape = 1 / variation**2
-    sums = list(accumulate(random.gammavariate(shape, 1.0) for _ in range(num_requests + 1)))
-    times = [seconds * value / sums[-1] for value in sums[:-1]]
-    return _with_lengths(times, lengths or Lengths(), random)
-
-
-def read_trace(path: str | Path, *, where: dict[str, str] | None = None) -> list[TracedRequest]:
+def read_trace(path: str | Path, *, where: Mapping[str, str] | None = None) -> list[TracedRequest]:
     """A recorded trace, from its first arrival on.
 
     Args:
@@ -100,12 +41,13 @@ def read_trace(path: str | Path, *, where: dict[str, str] | None = None) -> list
         DataError: no such file, no such columns, or a line that is none of a trace.
     """
     requests = []
-    for number, row in _rows(path, (_TIMES, _PROMPTS, _OUTPUTS), where or {}):
+    for number, row in read_columns(path, (_TIMES, _PROMPTS, _OUTPUTS), where):
         try:
-            at_s, prompt, output = float(row[0]), int(row[1]), int(row[2])
+            at_s, prompt, output = _seconds(row[0]), _tokens(row[1]), _tokens(row[2])
         except ValueError:
             raise DataError(f"{path}, line {number}: {', '.join(row)} are no seconds and numbers of tokens") from None
-        requests.append(TracedRequest(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output))
+        if prompt and output:
+            requests.append(TracedRequest(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output))
     if not requests:
         raise DataError(f"{path} has no requests")
     requests.sort(key=lambda request: request.at_s)
@@ -116,12 +58,63 @@ def read_trace(path: str | Path, *, where: dict[str, str] | None = None) -> list
 def read_lengths(path: str | Path) -> list[tuple[int, int]]:
     """Tokens of prompts and answers; DataError as `read_trace`."""
     lengths = []
-    for number, row in _rows(path, (_PROMPTS, _OUTPUTS), {}):
+    for number, row in read_columns(path, (_PROMPTS, _OUTPUTS)):
         try:
-            lengths.append((int(row[0]), int(row[1])))
+            lengths.append((_tokens(row[0]), _tokens(row[1])))
         except ValueError:
             raise DataError(f"{path}, line {number}: {', '.join(row)} are no numbers of tokens") from None
+    if not lengths:
+        raise DataError(f"{path} has no lengths")
     return lengths
+
+
+def read_day(path: str | Path) -> list[int]:
+    """Requests of each hour of the day, from midnight on; DataError as `read_trace`, or unless each hour is there."""
+    hours: dict[int, int] = {}
+    for number, row in read_columns(path, (("hour_of_day", "hour"), ("requests",))):
+        try:
+            hours[int(row[0])] = _tokens(row[1])
+        except ValueError:
+            raise DataError(f"{path}, line {number}: {', '.join(row)} are no hour and number of requests") from None
+    if sorted(hours) != list(range(_HOURS)) or not any(hours.values()):
+        raise DataError(f"{path} must have requests of each hour from 0 to {_HOURS - 1}, not {sorted(hours)}")
+    return [hours[hour] for hour in range(_HOURS)]
+
+
+def rescale(trace: Sequence[TracedRequest], *, rate: float, seconds: float, skip: int = 0) -> list[TracedRequest]:
+    """As many requests in a row as arrive within some seconds at this mean rate, with time stretched so that they do:
+    bursts and quiet times keep their shape, and the requests of a higher rate begin with those of a lower one.
+
+    skip: requests that are left out before them.
+
+    Raises:
+        DataError: the trace has fewer requests than that.
+    """
+    number = max(1, round(rate * seconds))
+    if skip + number > len(trace):
+        raise DataError(
+            f"{seconds:g} s at {rate:.3g} requests/s are {number} requests; the trace has {len(trace) - skip}"
+        )
+    chosen = trace[skip : skip + number]
+    start_s = chosen[0].at_s
+    if skip + number < len(trace):
+        span_s = trace[skip + number].at_s - start_s
+    else:  # the time after the last one is not recorded: a mean one
+        span_s = (chosen[-1].at_s - start_s) * number / max(1, number - 1)
+    factor = number / rate / span_s if span_s > 0 else 0.0
+    return [replace(request, at_s=(request.at_s - start_s) * factor) for request in chosen]
+
+
+def scale_lengths(trace: Sequence[TracedRequest], factor: float) -> list[TracedRequest]:
+    """With prompts and answers this many times as long, of a token at least."""
+    return [
+        replace(
+            request,
+            num_prompt_tokens=max(1, round(factor * request.num_prompt_tokens)),
+            num_output_tokens=max(1, round(factor * request.num_output_tokens)),
+        )
+        for request in trace
+    ]
 
 
 def adapt(
@@ -151,47 +144,24 @@ def adapt(
     return [request for request in adapted if seconds is None or request.at_s < seconds]
 
 
-def _inverse(bends: Sequence[tuple[float, float]], marks: Sequence[float]) -> Iterator[float]:
-    """The moments at which the integral reaches each of the marks, which rise."""
-    index = 0
-    for mark in marks:
-        while bends[index + 1][1] < mark:
-            index += 1
-        (start_s, before), (end_s, after) = bends[index : index + 2]
-        yield start_s + (end_s - start_s) * (mark - before) / (after - before)
-
-
-def _with_lengths(times: Iterator[float] | list[float], lengths: Lengths, random: Random) -> list[TracedRequest]:
-    drawn = ((at_s, *lengths.draw(random)) for at_s in times)
-    return [TracedRequest(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=out) for at_s, prompt, out in drawn]
-
-
-def _length(random: Random, mean: float) -> int:
-    value = random.lognormvariate(log(mean) - _SIGMA**2 / 2, _SIGMA)
-    return max(1, round(min(value, 4 * mean)))
-
-
 def _cut(length: int, most: int | None) -> int:
     return max(1, length if most is None else min(length, most))
 
 
-def _rows(
-    path: str | Path, columns: Sequence[Sequence[str]], where: dict[str, str]
-) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Line number and the wanted columns, each by the first of its names that the file has."""
+def _seconds(text: str) -> float:
+    """A moment: seconds, or a date and time (without a zone: UTC); ValueError for what is neither."""
     try:
-        with gzip.open(path, "rt", newline="") if str(path).endswith(".gz") else open(path, newline="") as file:
-            reader = csv.DictReader(file)
-            header = reader.fieldnames or ()
-            names = [next((name for name in options if name in header), None) for options in columns]
-            for name, options in zip(names, columns, strict=True):
-                if name is None:
-                    raise DataError(f"{path} has no column {' or '.join(options)}: it has {', '.join(header)}")
-            unknown = sorted(where.keys() - set(header))
-            if unknown:
-                raise DataError(f"{path} has no column {unknown[0]}: it has {', '.join(header)}")
-            for row in reader:
-                if all(row[name] == value for name, value in where.items()):
-                    yield reader.line_num, tuple(row[name] or "" for name in names if name is not None)
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+        value = float(text)
+    except ValueError:
+        moment = datetime.fromisoformat(text)
+        value = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if not isfinite(value):
+        raise ValueError(f"{text} is no moment")
+    return value
+
+
+def _tokens(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError(f"{text} is below 0")
+    return value

@@ -4,9 +4,10 @@ import asyncio
 
 from served import tokenizer
 
+from coserve.workloads.arrivals import LogNormalLengths, bursty
 from coserve.workloads.load import LoadGenerator, chats, closed_loop, completions
 from coserve.workloads.summary import summarize
-from coserve.workloads.traces import Lengths, TracedRequest, bursty
+from coserve.workloads.traces import TracedRequest
 
 
 def play(served, trace, body):
@@ -17,7 +18,7 @@ def play(served, trace, body):
 
 
 def test_every_request_is_answered_with_the_traces_lengths(served):
-    trace = bursty(rate=10, seconds=3, seed=1, lengths=Lengths(mean_prompt_tokens=20, mean_output_tokens=8))
+    trace = bursty(rate=10, seconds=3, seed=1, lengths=LogNormalLengths(mean_prompt_tokens=20, mean_output_tokens=8))
     outcomes = play(served, trace, completions("small", vocab_size=len(tokenizer())))
     for outcome, request in zip(outcomes, trace, strict=True):
         assert outcome.error is None and outcome.finish_reason == "length" and outcome.arrival_s == request.at_s
