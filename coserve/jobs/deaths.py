@@ -5,10 +5,10 @@ is what it died of. Of several, each is suspected, and the next engine works for
 known which, or until each has come well beyond where it was. So a job fails after a few deaths of its own, whatever it
 did between them, and a job that happened to be there, or that somebody's `kill -9` met, does not.
 
-Counts are this process's: a restart of the server begins anew.
+Counts are in the store, so that no restart of the server hides what a job does to engines.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Deaths of its own that a job has before it fails.
@@ -17,37 +17,35 @@ MOST_DEATHS = 3
 _STEPS_TO_FORGET = 100
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Deaths:
-    """Engines that died while they worked for one job. num: those that worked for no other. step: the furthest that it
-    had come then. is_suspect: whether the next engine is to work for it alone.
+    """Engines that died while they worked for one job, which is suspected. num: those that worked for no other. step:
+    the furthest that the job had come then.
     """
 
-    num: int = 0
-    step: int = 0
-    is_suspect: bool = False
+    num: int
+    step: int
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the job is to fail."""
+        return self.num >= MOST_DEATHS
 
     @property
     def alone_until_step(self) -> int:
-        """Until then, no step of an engine is to work for another job as well; 0: not at all."""
-        return self.step + _STEPS_TO_FORGET if self.is_suspect else 0
-
-    def note_step(self, step: int) -> None:
-        """The job has made this step."""
-        if (self.num or self.is_suspect) and step >= self.step + _STEPS_TO_FORGET:
-            self.num, self.step, self.is_suspect = 0, 0, False
-
-    def note_death(self, step: int, *, is_its_own: bool) -> None:
-        """An engine has died; step: how far the job had come."""
-        self.num += is_its_own
-        self.step, self.is_suspect = max(self.step, step), True
+        """No step of an engine is to work for another job as well until the job has made this step, and all is
+        forgotten.
+        """
+        return self.step + _STEPS_TO_FORGET
 
 
-def note_death(under_way: Collection[tuple[Deaths, int]], everybody: Iterable[Deaths]) -> None:
-    """An engine has died. under_way: of the jobs that it worked for, and how far each had come."""
-    is_known = len(under_way) == 1
-    if is_known:
-        for each in everybody:
-            each.is_suspect = each.num > 0
-    for deaths, step in under_way:
-        deaths.note_death(step, is_its_own=is_known)
+def after_death(known: Mapping[str, Deaths], under_way: Mapping[str, int]) -> dict[str, Deaths]:
+    """Who is suspected when an engine has died. known: who was before. under_way: the jobs that it worked for, and how
+    far each had come.
+    """
+    is_its_own = len(under_way) == 1
+    after = {job: each for job, each in known.items() if each.num > 0 or not is_its_own}
+    for job, step in under_way.items():
+        before = after.get(job, Deaths(num=0, step=0))
+        after[job] = Deaths(num=before.num + is_its_own, step=max(before.step, step))
+    return after

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from coserve.errors import CoserveError
-from coserve.jobs.deaths import Deaths
+from coserve.jobs.deaths import MOST_DEATHS
 from coserve.jobs.estimate import ProgressMeter
 from coserve.jobs.records import JobRecord
 from coserve.jobs.states import Action, Holding, Wish
@@ -51,7 +51,6 @@ class JobMachine:
     holding: Holding = "nothing"
     has_succeeded: bool = False  # in the engine
     failure: dict[str, Any] | None = None  # why it is to end as failed: code, message, param
-    deaths: Deaths = field(default_factory=Deaths)
     meter: ProgressMeter | None = None  # while it runs
     resumed_step: int = 0  # where the engine began
     was_resumed: bool = False  # by a client, since it was last written down
@@ -95,6 +94,11 @@ class JobMachine:
         self.holding, self.has_succeeded = "ended" if is_over else "nothing", is_over and error is None
         if error is not None:
             self.failure = {"code": "training_failed", "message": error, "param": None}
+
+    def set_aside(self) -> None:
+        """Too many engines have died of it."""
+        message = f"the engine died, or stood still, {MOST_DEATHS} times while it worked for this job alone"
+        self.failure = {"code": "engine_died", "message": message, "param": None}
 
     def grant(self, job: JobRecord) -> None:
         """All that can be done now for the client that asked for something has been."""

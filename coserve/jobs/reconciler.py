@@ -22,7 +22,6 @@ from typing import Any, Literal
 from coserve.errors import CoserveError, EngineGoneError, JobError, JobOverError, StoreError
 from coserve.jobs.calls import EngineCalls
 from coserve.jobs.catalogue import JobAdapters
-from coserve.jobs.deaths import MOST_DEATHS, note_death
 from coserve.jobs.estimate import ProgressMeter
 from coserve.jobs.machine import Answer, Asked, Gone, JobMachine, Told
 from coserve.jobs.messages import JobEngine
@@ -198,7 +197,6 @@ class Reconciler:
         recorded = await asyncio.to_thread(self._report_writer.record, reports, self._is_here)
         for id, num_steps in recorded.num_steps.items():
             machine = self.machine(id)
-            machine.deaths.note_step(recorded.last_step[id])
             if machine.meter is not None:
                 machine.meter.steps_done(num_steps, self._clock())
         for job in recorded.published.values():
@@ -218,25 +216,15 @@ class Reconciler:
     async def _lose_all(self, gone: Gone) -> None:
         """The engine has died, and every job with it."""
         lost = [id for id in self._machines if self._is_here(id)]
-        requeued = await asyncio.to_thread(self._transitions.requeue, lost)
+        fatal = await asyncio.to_thread(self._transitions.engine_died, lost, gone.under_way)
         self._num_lives_settled += 1
         for machine in self._machines.values():
             machine.holding, machine.has_succeeded, machine.meter = "nothing", False, None
             machine.rest(self._clock())
         self._adapters.remove_all_live()
-        self._blame([job for job in requeued if gone.under_way is None or job.id in gone.under_way])
-        await self._settle_jobs([job.id for job in requeued if self.machine(job.id).failure is not None])
-
-    def _blame(self, under_way: Sequence[JobRecord]) -> None:
-        note_death(
-            [(self.machine(job.id).deaths, job.num_steps_done) for job in under_way],
-            [machine.deaths for machine in self._machines.values()],
-        )
-        for job in under_way:
-            machine = self.machine(job.id)
-            if machine.deaths.num == MOST_DEATHS:
-                message = f"the engine died, or stood still, {MOST_DEATHS} times while it worked for this job alone"
-                machine.failure = {"code": "engine_died", "message": message, "param": None}
+        for id in fatal:
+            self.machine(id).set_aside()
+        await self._settle_jobs(fatal)
 
     # -- the loop -------------------------------------------------------------------
 
@@ -338,6 +326,10 @@ class Reconciler:
         """Have the engine run a queued job from its newest checkpoint."""
         if not self._may_start:
             return False
+        deaths = await asyncio.to_thread(self._transitions.deaths, job.id)
+        if deaths is not None and deaths.are_too_many:  # the server ended before it could write that down
+            self.machine(job.id).set_aside()
+            return True
         checkpoint, is_done = await asyncio.to_thread(self._transitions.roll_back, job)
         self._adapters.changed()
         if is_done:
@@ -346,7 +338,8 @@ class Reconciler:
         if not self._may_start:
             return False
         machine = self.machine(job.id)
-        directory, alone = None if checkpoint is None else checkpoint.directory, machine.deaths.alone_until_step
+        directory = None if checkpoint is None else checkpoint.directory
+        alone = 0 if deaths is None else deaths.alone_until_step
         start = self._transitions.start_of(job, directory, alone_until_step=alone)
         machine.holding = "running"
         machine.resumed_step, machine.was_resumed = 0 if checkpoint is None else checkpoint.step, False

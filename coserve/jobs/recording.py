@@ -71,6 +71,9 @@ class JobReportWriter:
                         replaced.setdefault(checkpoint.job, []).extend(self._checkpoint(transaction, checkpoint))
                     elif (job := transaction.any_job(checkpoint.job)) is None or job.is_terminal:
                         too_late.append(checkpoint.directory)
+            for id, deaths in transaction.deaths().items():
+                if recorded.last_step.get(id, 0) >= deaths.alone_until_step:
+                    transaction.forget_deaths(id)
             pruned = [
                 (old, prune_records(transaction, self._job(transaction, id), is_terminal=False))
                 for id, old in replaced.items()

@@ -91,6 +91,16 @@ class EventTable(Table):
     data: Mapped[dict[str, Any]]
 
 
+class DeathsTable(Table):
+    """See `Deaths`."""
+
+    __tablename__ = "engine_deaths"
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    job: Mapped[str] = mapped_column(String(64), ForeignKey("jobs.id"), unique=True)
+    num: Mapped[int] = mapped_column(BigInteger)
+    step: Mapped[int] = mapped_column(BigInteger)
+
+
 class CheckpointTable(Table):
     """See `CheckpointRecord`."""
 

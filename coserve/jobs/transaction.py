@@ -1,7 +1,7 @@
 """What is asked and changed of the store within one transaction, record by record."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from itertools import islice
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from coserve.errors import JobError
+from coserve.jobs.deaths import Deaths
 from coserve.jobs.records import (
     OVER,
     AdapterRecord,
@@ -22,6 +23,7 @@ from coserve.jobs.records import (
 from coserve.jobs.tables import (
     AdapterTable,
     CheckpointTable,
+    DeathsTable,
     EventTable,
     FileTable,
     JobTable,
@@ -131,6 +133,19 @@ class Transaction:
         record = self.any_job(id)
         assert record is not None
         return record
+
+    def deaths(self) -> dict[str, Deaths]:
+        """The jobs of whichever tenant that engines may have died of."""
+        return {row.job: _record(Deaths, row) for row in self._session.scalars(select(DeathsTable))}
+
+    def put_deaths(self, deaths: Mapping[str, Deaths]) -> None:
+        """All that are to be remembered."""
+        self._execute(delete(DeathsTable))
+        self._session.add_all(DeathsTable(job=job, num=each.num, step=each.step) for job, each in deaths.items())
+
+    def forget_deaths(self, job: str) -> None:
+        """No error if there were none."""
+        self._execute(delete(DeathsTable).where(DeathsTable.job == job))
 
     # -- events ---------------------------------------------------------------------
 

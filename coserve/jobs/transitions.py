@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coserve.errors import JobError, LimitError
+from coserve.jobs.deaths import Deaths, after_death
 from coserve.jobs.files import QUOTA_RETRY_S, RESULTS, Files, discard
 from coserve.jobs.folders import Folders, prune_records, resume_point
 from coserve.jobs.messages import JobStart
@@ -151,11 +152,23 @@ class Transitions:
 
     # -- with engines that come and go ----------------------------------------------
 
-    def requeue(self, lost: Collection[str]) -> list[JobRecord]:
-        """The engine that had these jobs has died; those that wait for the next one now."""
+    def engine_died(self, lost: Collection[str], under_way: Collection[str] | None) -> list[str]:
+        """The engine that had these jobs has died, and they wait for the next one. under_way: those that it may have
+        died of; None: any. Returns those that engines have died of too often.
+        """
         with self._store.write() as transaction:
             jobs = [job for job in transaction.unfinished_jobs() if job.id in lost and job.status != "paused"]
-            return [_change(transaction, job, "queued") for job in jobs]
+            for job in jobs:
+                _change(transaction, job, "queued")
+            blamed = {job.id: job.num_steps_done for job in jobs if under_way is None or job.id in under_way}
+            suspected = after_death(transaction.deaths(), blamed)
+            transaction.put_deaths(suspected)
+        return [id for id in blamed if suspected[id].are_too_many]
+
+    def deaths(self, id: str) -> Deaths | None:
+        """Of engines that worked for a job; None if it is not suspected."""
+        with self._store.read() as transaction:
+            return transaction.deaths().get(id)
 
     def roll_back(self, job: JobRecord) -> tuple[CheckpointRecord | None, bool]:
         """The checkpoint to resume from; everything after it is forgotten, as if it had not been. And whether there is
@@ -186,6 +199,7 @@ class Transitions:
         with self._store.write() as transaction:
             if error is not None and error["code"] == TIMEOUT:
                 _list_newest(transaction, job)
+            transaction.forget_deaths(id)
             kept, _ = prune_records(transaction, job, is_terminal=True)
             if status == "succeeded":
                 assert results is not None

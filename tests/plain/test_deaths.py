@@ -8,36 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from coserve.jobs.deaths import Deaths, note_death
+from coserve.jobs.deaths import Deaths, after_death
 from coserve.worker.activity import LastActivity
 
 
 def test_a_death_with_one_job_is_its_own_whatever_it_did_before():
-    bad, other = Deaths(), Deaths()
+    suspected = dict[str, Deaths]()
     for step in (3, 20, 60):
-        note_death([(bad, step)], [bad, other])
-        bad.note_step(step + 1)
-    assert (bad.num, bad.is_suspect, bad.alone_until_step) == (3, True, 160)
-    assert other == Deaths()
+        assert "bad" not in suspected or not suspected["bad"].are_too_many
+        suspected = after_death(suspected, {"bad": step})
+    assert suspected == {"bad": Deaths(num=3, step=60)}
+    assert suspected["bad"].are_too_many
+    assert suspected["bad"].alone_until_step == 160
 
 
 def test_of_several_each_is_suspected_until_it_is_known_which():
-    bad, other, third = Deaths(), Deaths(), Deaths()
-    note_death([(bad, 5), (other, 7)], [bad, other, third])
-    assert [(each.num, each.alone_until_step) for each in (bad, other, third)] == [(0, 105), (0, 107), (0, 0)]
-    note_death([(bad, 6)], [bad, other, third])
-    assert [(each.num, each.is_suspect) for each in (bad, other, third)] == [(1, True), (0, False), (0, False)]
+    suspected = after_death({}, {"bad": 5, "other": 7})
+    assert suspected == {"bad": Deaths(num=0, step=5), "other": Deaths(num=0, step=7)}
+    assert after_death(suspected, {}) == suspected, "it worked for requests alone"
+    assert after_death(suspected, {"bad": 6}) == {"bad": Deaths(num=1, step=6)}
+    assert after_death({"bad": Deaths(num=1, step=6)}, {"other": 2})["bad"].num == 1, "it has had one of its own"
 
 
-def test_deaths_are_forgotten_a_hundred_steps_beyond_the_furthest():
-    deaths = Deaths()
-    note_death([(deaths, 50)], [deaths])
-    note_death([(deaths, 10)], [deaths])  # it had begun anew
-    for step in range(149):
-        deaths.note_step(step + 1)
-    assert deaths.num == 2
-    deaths.note_step(150)
-    assert deaths == Deaths()
+def test_the_furthest_that_a_job_had_come_counts():
+    suspected = after_death(after_death({}, {"job": 50}), {"job": 10})  # it had begun anew
+    assert suspected == {"job": Deaths(num=2, step=50)}
 
 
 CHILD = """

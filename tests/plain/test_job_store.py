@@ -7,8 +7,12 @@ import time
 
 import pytest
 
+from coserve.engine.job import JobEvent
 from coserve.errors import DataError, JobError, StoreError
+from coserve.jobs.deaths import Deaths
 from coserve.jobs.files import Files
+from coserve.jobs.folders import Folders
+from coserve.jobs.recording import JobReportWriter, Report
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, EventRecord, FileRecord, JobRecord
 from coserve.jobs.store import Store
 
@@ -52,6 +56,9 @@ def test_records_come_out_as_they_went_in(store, database):
         transaction.add_event(happened)
         transaction.put_checkpoint(checkpoint(3))
         transaction.put_adapter(adapter)
+        transaction.put_deaths({"ftjob-1": Deaths(num=0, step=1)})
+        transaction.put_deaths({"ftjob-1": Deaths(num=1, step=2), "ftjob-2": Deaths(num=0, step=2**40)})
+        transaction.forget_deaths("ftjob-2")
     store.close()
     again = Store(database)
     with again.read() as transaction:
@@ -60,6 +67,7 @@ def test_records_come_out_as_they_went_in(store, database):
         assert transaction.events("a", "ftjob-1", after=None, limit=9).items == (happened,)
         assert transaction.all_checkpoints("ftjob-1") == (checkpoint(3),)
         assert transaction.adapters("a", "m") == (adapter,)
+        assert transaction.deaths() == {"ftjob-1": Deaths(num=1, step=2)}
     again.close()
 
 
@@ -156,6 +164,22 @@ def test_what_a_job_does_again_is_forgotten_first(store):
         assert [each.step for each in transaction.all_checkpoints("ftjob-1")] == [4]
         assert [each.name for each in transaction.adapters("a", "m")] == ["n4"]
         assert transaction.job("a", "ftjob-1").num_steps_done == 5
+
+
+def test_deaths_are_forgotten_a_hundred_steps_beyond_the_furthest(store, tmp_path):
+    writer, suspected = JobReportWriter(store, Folders(tmp_path)), {"ftjob-1": Deaths(num=2, step=50)}
+
+    def makes_step(step):
+        event = JobEvent(job="ftjob-1", kind="step", step=step, now_s=0.0, loss=1.0, token_accuracy=0.5)
+        writer.record([Report(events=[event])], lambda id: True)
+        with store.read() as transaction:
+            return transaction.deaths()
+
+    with store.write() as transaction:
+        transaction.add_job(job(num_steps=1000))
+        transaction.put_deaths(suspected)
+    assert makes_step(149) == suspected
+    assert makes_step(150) == {}
 
 
 def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_other(store):

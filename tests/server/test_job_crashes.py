@@ -10,6 +10,7 @@ from job_data import DATA, QUICK, adapter_in, distance, steps_of
 from job_engine import TENANT, World, world
 from safetensors.torch import load_file
 
+from coserve.jobs.deaths import MOST_DEATHS, Deaths
 from coserve.jobs.recording import job_event
 from coserve.jobs.records import EventRecord
 
@@ -183,6 +184,56 @@ def test_a_job_that_kills_every_engine_fails_at_last(tmp_path):
 
     job = asyncio.run(story())
     assert (job.status, job.error["code"]) == ("failed", "engine_died")
+
+
+def test_what_a_job_does_to_engines_counts_across_servers(tmp_path):
+    async def one_death(ids):
+        w = World(tmp_path)
+        await w.manager.start()
+        bad, other = ids or [(await w.create(DATA, **CRASHED)).id for _ in range(2)]
+        await w.until(lambda: w.job(bad).status == w.job(other).status == "queued")
+        engine = w.live(most_steps=0)
+        await w.until(lambda: w.job(bad).status == w.job(other).status == "running")
+        engine.kill(under_way=(bad,))
+        await w.until(lambda: w.job(bad).status != "running")
+        found = w.job(bad), w.job(other)
+        await throw_away(w)
+        return found
+
+    ids = None
+    for _ in range(3):
+        bad, other = asyncio.run(one_death(ids))
+        ids = bad.id, other.id
+        assert other.status == "queued"
+
+    async def after():
+        async with world(tmp_path) as w:
+            await w.until(lambda: w.job(bad.id).status != "queued")
+            return w.job(bad.id)
+
+    failed = asyncio.run(after())
+    assert (failed.status, (failed.error or {}).get("code")) == ("failed", "engine_died")
+
+
+def test_a_job_that_was_to_fail_when_the_server_died_is_not_started_again(tmp_path):
+    async def first():
+        async with world(tmp_path, alive=False) as w:
+            job = await w.create(DATA, **CRASHED)
+            await w.until(lambda: w.job(job.id).status == "queued")
+            with w.store.write() as transaction:
+                transaction.put_deaths({job.id: Deaths(num=MOST_DEATHS, step=0)})
+        return job.id
+
+    async def second(id):
+        async with world(tmp_path) as w:
+            await w.until_over(id)
+            with w.store.read() as transaction:
+                assert transaction.deaths() == {}, "of jobs that have ended"
+            return w.job(id), [event.message for event in w.events(id)]
+
+    job, messages = asyncio.run(second(asyncio.run(first())))
+    assert (job.status, job.error["code"]) == ("failed", "engine_died")
+    assert "Fine-tuning job started" not in messages
 
 
 def test_a_job_that_was_done_when_the_server_died_is_done(undisturbed, tmp_path):
