@@ -67,7 +67,14 @@ def trainer_opened(adapter: Adapter, programs: TrainingPrograms, evaluation: Tra
 
 
 def device_info(
-    backbone: Backbone, *, num_pages: int, block_tokens: int, threads: int, profile: Profile, profile_path: str = ""
+    backbone: Backbone,
+    *,
+    num_pages: int,
+    block_tokens: int,
+    threads: int,
+    profile: Profile,
+    profile_path: str = "",
+    num_units: int = 1,
 ) -> DeviceInfo:
     """What there is to know of a model on a device with a page pool."""
     weights = {id(tensor): tensor for held in backbone.weights.values() for tensor in weight_tensors(held)}
@@ -87,6 +94,7 @@ def device_info(
         profile=profile,
         profile_path=profile_path,
         deterministic=backbone.block_rows is not None,
+        num_units=num_units,
     )
 
 

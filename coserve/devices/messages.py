@@ -14,6 +14,7 @@ import msgspec
 from coserve.devices.sampling_params import SamplingParams
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import Profile
+from coserve.scheduling.plan import Partition
 from coserve.tuning.config import TuningConfig
 
 # The optimizer's state, beside an adapter's files in a checkpoint.
@@ -36,7 +37,8 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     blocks. weight_bytes: of the backbone. threads: of the CPU.
     page_bytes: of one page, which holds K and V of `block_tokens` tokens in all blocks. profile: what pieces of a step
     take here. profile_path: the file that it comes from; "" if it is not kept. deterministic: whether tokens and
-    gradients are the same bit for bit, whatever runs beside them.
+    gradients are the same bit for bit, whatever runs beside them. num_units: among which sides of a step it can be
+    divided (`Partition`): threads of a CPU, shares of a GPU's multiprocessors; 1: it cannot.
     """
 
     model: str
@@ -54,6 +56,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile
     profile_path: str = ""
     deterministic: bool = False
+    num_units: int = 1
 
 
 # -- commands ---------------------------------------------------------------------------
@@ -297,6 +300,11 @@ class StepBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     commands: done before it, in order; none of them has a reply, nor fails. requests: rows of one adapter version
     stand side by side. backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no
     limit); the step's first tasklet runs in any case, so that no job stands still.
+
+    partition: of a step with rows, and with losses or tasklets; then losses, and tasklets as long as the forward pass
+    lasts, run beside it, each side on its units, from the step's start. A tasklet that is under way when it ends is
+    finished on the whole device, and what tasklets are left follow, unless the partition stops them; then optimizer
+    steps.
     """
 
     step: int
@@ -307,6 +315,7 @@ class StepBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     requests: tuple[RequestRows, ...] = ()
     windows: tuple[WindowRows, ...] = ()
     backward_limit_s: float | None = None
+    partition: Partition | None = None
 
 
 class PackSums(msgspec.Struct, frozen=True, array_like=True):
@@ -332,21 +341,29 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tokens: of the requests that sampled. prompts: of those whose targets were scored. num_tasklets: of each job, how
     many ran before the time limit. packs: sums of the packs that are done with this step; their gradients join those
     of the optimizer step, unless `DropPack` follows. norms: gradient norms of the optimizer steps that were made, None
-    where the gradient was not finite and the step was skipped. Seconds that each section took. failure: None if the
-    step ran as a whole.
+    where the gradient was not finite and the step was skipped. Seconds that each section took; beside_s: losses and
+    tasklets beside the forward pass, which are in none of the others, and num_beside: how many of a job's tasklets
+    these were. failure: None if the step ran as a whole.
     """
 
     step: int
     tokens: dict[str, TokenLogprob] = {}
     prompts: dict[str, tuple[TokenLogprob, ...]] = {}
     num_tasklets: dict[str, int] = {}
+    num_beside: dict[str, int] = {}
     packs: dict[str, PackSums] = {}
     norms: dict[str, float | None] = {}
     forward_s: float = 0.0
     loss_s: float = 0.0
     backward_s: float = 0.0
     update_s: float = 0.0
+    beside_s: float = 0.0
     failure: StepFailure | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return max(self.forward_s, self.beside_s) + self.loss_s + self.backward_s + self.update_s
 
 
 def group_bytes(row_bytes: Sequence[int], num_rows: int) -> int:

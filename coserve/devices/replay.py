@@ -90,7 +90,7 @@ class ReplayDevice:
         ending = self._lines.peek()
         if not isinstance(ending, Collected):
             raise EndOfRecordingError
-        self._runs = as_it_ran(batch, ending.result)
+        self._runs = as_it_ran(batch, ending.result, num_units=self._other.info.num_units)
         self._other.submit(self._runs)
 
     def collect(self) -> StepResult:
@@ -139,13 +139,19 @@ class _ReplayClock:
         return self._device.next_reading()
 
 
-def as_it_ran(batch: StepBatch, result: StepResult | None) -> StepBatch:
+def as_it_ran(batch: StepBatch, result: StepResult | None, *, num_units: int = 1) -> StepBatch:
     """What ran of a step: of tasklets those that came before the time limit; of a step that failed, the optimizer steps
     that had been made (and requests got their pages).
+
+    num_units: of the device that is to run it again; where there are too few, one side follows the other.
     """
     if result is not None and result.failure is None:
         ran = [replace(part, num_tasklets=result.num_tasklets[part.job]) for part in batch.tasklets]
-        return replace(batch, tasklets=tuple(part for part in ran if part.num_tasklets), backward_limit_s=None)
+        parts, divided = tuple([part for part in ran if part.num_tasklets]), batch.partition
+        if divided is not None:
+            fits = divided.forward_units + divided.backward_units <= num_units and (batch.losses or parts)
+            divided = divided._replace(stops=False) if fits else None
+        return replace(batch, tasklets=parts, backward_limit_s=None, partition=divided)
     made = {} if result is None else result.norms
     return StepBatch(
         step=batch.step,

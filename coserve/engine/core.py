@@ -448,6 +448,7 @@ class EngineCore:
                 policy=self.config.policy,
                 send=self._commands.append,
                 max_requests=self.config.max_requests,
+                num_units=self.device.info.num_units,
             )
             begun = [self.jobs[job] for job in planned.begin if job in self.jobs]
             new = frozenset(job.id for job in begun if not job.has_pack) - failed
@@ -470,6 +471,7 @@ class EngineCore:
             max_rows=self._max_step_rows,
             max_requests=self.config.max_requests,
             need=self._serving.need.view(now_s),
+            num_units=self.device.info.num_units,
         )
 
     # -- what came of it ----------------------------------------------------------------
@@ -479,13 +481,7 @@ class EngineCore:
         self._max_step_rows = min(self.config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
         parameters = [self.jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
         observe(self.latency, plan, result, parameters, step_s=now_s - started_s)
-        jobs_s = jobs_seconds(
-            plan,
-            forward_s=result.forward_s,
-            loss_s=result.loss_s,
-            backward_s=result.backward_s,
-            update_s=result.update_s,
-        )
+        jobs_s = jobs_seconds(plan, step_s=result.seconds, forward_s=result.forward_s)
         self._serving.jobs_time.add(jobs_s, started_s=started_s, ended_s=now_s)
         self._serving.need.add_step(plan, forward_s=result.forward_s, started_s=started_s, ended_s=now_s)
         self._serving.apply(batch, result, started_s=started_s, now_s=now_s)

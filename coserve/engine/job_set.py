@@ -331,10 +331,12 @@ class JobSet(Mapping[str, Job]):
         num_rows = sum([len(rows.tokens) for rows in batch.requests]) + sum(windows.values())
         tasklets = {each.job: each.num_rows * result.num_tasklets[each.job] for each in batch.tasklets}
         updates = {update.job: 1 for update in batch.updates}
+        # What ran beside the forward pass counts as what most of it is.
+        loss_s, backward_s = (0.0, result.beside_s) if tasklets else (result.beside_s, 0.0)
         for name, shares, whole, seconds in (
             ("forward_s", windows, num_rows, result.forward_s),
-            ("loss_s", losses, sum(losses.values()), result.loss_s),
-            ("backward_s", tasklets, sum(tasklets.values()), result.backward_s),
+            ("loss_s", losses, sum(losses.values()), result.loss_s + loss_s),
+            ("backward_s", tasklets, sum(tasklets.values()), result.backward_s + backward_s),
             ("update_s", updates, len(updates), result.update_s),
         ):
             for job, share in shares.items():

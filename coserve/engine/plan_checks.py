@@ -5,13 +5,14 @@ from collections.abc import Iterable, Mapping
 
 from coserve.engine.job import Job
 from coserve.errors import PolicyError
-from coserve.scheduling.plan import JobPhase, Plan
+from coserve.scheduling.plan import JobPhase, Partition, Plan
 
 
-def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str) -> None:
-    """PolicyError if an item has two pieces of one kind, an empty one, or one of a job that is at something else.
+def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: int) -> None:
+    """PolicyError if an item has two pieces of one kind, an empty one, or one of a job that is at something else; or if
+    the device has not as many units as the partition.
 
-    plan: without what there is no memory for. policy: its name.
+    plan: without what there is no memory for. policy: its name. num_units: of the device.
     """
     windows = [rows for rows in plan.rows if rows.kind == "window"]
     losses = {piece.job: piece.rows for piece in plan.losses}
@@ -34,6 +35,8 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str) -> None:
         ends_loss = job.phase == "loss" and losses.get(part.job, 0) >= job.num_loss_rows_left
         if not ends_loss:
             _check_phase(policy, "tasklets", job, "backward")
+    if plan.partition is not None:
+        _check_units(policy, plan.partition, num_units)
 
 
 def _check_once(policy: str, what: str, items: Iterable[str]) -> None:
@@ -50,3 +53,13 @@ def _check_size(policy: str, item: str, number: int) -> None:
 def _check_phase(policy: str, what: str, job: Job, right: JobPhase) -> None:
     if job.phase != right:
         raise PolicyError(f"policy {policy} plans {what} of job {job.id!r}, which is at {job.phase!r}, not {right!r}")
+
+
+def _check_units(policy: str, partition: Partition, num_units: int) -> None:
+    forward, backward = partition.forward_units, partition.backward_units
+    if min(forward, backward) < 1 or forward + backward > num_units:
+        right = f"at least one each and {num_units} together" if num_units > 1 else "no partition"
+        raise PolicyError(
+            f"policy {policy} plans {forward} units for the forward pass and {backward} for jobs beside it on a device "
+            f"that has {num_units}; {right} would be right"
+        )

@@ -1,6 +1,6 @@
 """A plan: what changes hands, what the device is told, and what the latency model learns of the result."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from coserve.engine.job_set import JobSet
 from coserve.engine.plan_checks import check_plan
 from coserve.engine.request_queue import RequestQueue
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import Plan, PlannedLoss, PlannedRows, PlannedTasklets
+from coserve.scheduling.plan import Partition, Plan, PlannedLoss, PlannedRows, PlannedTasklets
 
 Piece = TypeVar("Piece", PlannedRows, PlannedLoss, PlannedTasklets)
 
@@ -23,10 +23,12 @@ def carry_out(
     policy: str,
     send: Callable[[Command], None],
     max_requests: int,
+    num_units: int,
 ) -> Plan:
     """Do what a plan says about pages, as far as they allow; returns the plan with what can run.
 
-    policy: its name. send: has the device do a command with the step. PolicyError: the plan can never run.
+    policy: its name. send: has the device do a command with the step. num_units: of the device. PolicyError: the plan
+    can never run.
     """
     for id in plan.preempt:
         if (request := requests.running.get(id)) is not None:
@@ -47,7 +49,7 @@ def carry_out(
         if job_id in jobs:
             jobs.begin(job_id)
     plan = runnable(plan, requests, jobs)
-    check_plan(plan, jobs, policy)
+    check_plan(plan, jobs, policy, num_units=num_units)
     return plan
 
 
@@ -64,8 +66,12 @@ def runnable(plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job]) -> Pla
         [_limited(jobs[part.job], part) for part in plan.tasklets if _has_pack(jobs, part.job) and part.job not in cut]
     )
     updates = tuple([job for job in plan.updates if job in jobs and jobs[job].update_due])
-    if rows == plan.rows and losses == plan.losses and tasklets == plan.tasklets and updates == plan.updates:
+    has_sides = plan.partition is None or (rows and (losses or tasklets))
+    is_same = rows == plan.rows and losses == plan.losses and tasklets == plan.tasklets and updates == plan.updates
+    if is_same and has_sides:
         return plan
+    if not has_sides:
+        plan = replace(plan, partition=None, forward_speed=1.0, backward_speed=0.0)
     return replace(
         plan,
         rows=rows,
@@ -120,6 +126,7 @@ def build_batch(
         requests=tuple([request.next_rows(num_rows) for request, num_rows in planned]),
         windows=tuple([WindowRows(rows.item, rows.rows) for rows in plan.rows if rows.kind == "window"]),
         backward_limit_s=plan.backward_limit_s,
+        partition=plan.partition,
     )
 
 
@@ -128,6 +135,21 @@ def observe(latency: LatencyModel, plan: Plan, result: StepResult, parameters: S
 
     A section's time teaches once for each size in it, however many pieces of that size it has.
     """
+    joined = {num_rows.bit_length(): num_rows for num_rows in _joined_rows(plan)}.values()
+    run, beside = _share_run(plan, result.num_tasklets), _share_run(plan, result.num_beside)
+    if plan.partition is not None:
+        _observe_sides(latency, plan.partition, plan, result, plan.loss_s + plan.backward_s * beside, joined)
+    else:
+        _observe_forward_and_loss(latency, plan, result)
+    after_s = plan.backward_s * (run - beside)
+    for num_rows in joined:
+        latency.observe("backward", num_rows, False, predicted_s=after_s, measured_s=result.backward_s)
+    for number in {number.bit_length(): number for number in parameters}.values():
+        latency.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
+    latency.observe_step(predicted_s=plan.seconds_with(plan.backward_s * run), measured_s=step_s)
+
+
+def _observe_forward_and_loss(latency: LatencyModel, plan: Plan, result: StepResult) -> None:
     if plan.rows:
         num_rows = sum([rows.rows for rows in plan.rows])
         windows = any(rows.kind == "window" for rows in plan.rows)
@@ -135,12 +157,29 @@ def observe(latency: LatencyModel, plan: Plan, result: StepResult, parameters: S
     if plan.losses:
         num_rows = sum([piece.rows for piece in plan.losses])
         latency.observe("loss", num_rows, False, predicted_s=plan.loss_s, measured_s=result.loss_s)
-    backward_s = plan.backward_s * _share_run(plan, result)
-    for num_rows in {num_rows.bit_length(): num_rows for num_rows in _joined_rows(plan)}.values():
-        latency.observe("backward", num_rows, False, predicted_s=backward_s, measured_s=result.backward_s)
-    for number in {number.bit_length(): number for number in parameters}.values():
-        latency.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
-    latency.observe_step(predicted_s=plan.predicted_s - plan.backward_s + backward_s, measured_s=step_s)
+
+
+def _observe_sides(
+    latency: LatencyModel,
+    partition: Partition,
+    plan: Plan,
+    result: StepResult,
+    beside_s: float,
+    joined: Iterable[int],
+) -> None:
+    """What the sides of a divided step reached; beside_s: seconds of the whole device that the work of jobs beside the
+    forward pass was predicted to be worth; joined: rows of its tasklets.
+    """
+    num_rows = sum([rows.rows for rows in plan.rows])
+    if result.forward_s > 0:
+        reached = plan.forward_s / result.forward_s
+        latency.sharing.observe(partition, "forward", num_rows, predicted=plan.forward_speed, measured=reached)
+    # A tasklet that is under way when the forward pass ends ends on the whole device.
+    whole_s = max(0.0, result.beside_s - result.forward_s) if result.num_beside else 0.0
+    if result.beside_s > whole_s:
+        reached = (beside_s - whole_s) / (result.beside_s - whole_s)
+        for rows in joined:
+            latency.sharing.observe(partition, "backward", rows, predicted=plan.backward_speed, measured=reached)
 
 
 def _joined_rows(plan: Plan) -> list[int]:
@@ -152,9 +191,9 @@ def _joined_rows(plan: Plan) -> list[int]:
     return list(found.values())
 
 
-def _share_run(plan: Plan, result: StepResult) -> float:
-    """The share of the planned backward work that ran before the time limit."""
+def _share_run(plan: Plan, num_tasklets: Mapping[str, int]) -> float:
+    """The share of the planned backward work that these tasklets of the jobs are: those before the time limit."""
     planned = sum([part.rows * part.num_tasklets for part in plan.tasklets])
     if not planned:
         return 1.0
-    return sum([part.rows * result.num_tasklets[part.job] for part in plan.tasklets]) / planned
+    return sum([part.rows * num_tasklets.get(part.job, 0) for part in plan.tasklets]) / planned

@@ -46,12 +46,12 @@ class JobsTime:
         return self.seconds - seconds * (ended_s - moment_s) / (ended_s - started_s)
 
 
-def jobs_seconds(plan: Plan, *, forward_s: float, loss_s: float, backward_s: float, update_s: float) -> float:
-    """What jobs took of a step whose sections took this long: of the forward pass, the share that windows were
-    predicted to add.
+def jobs_seconds(plan: Plan, *, step_s: float, forward_s: float) -> float:
+    """What jobs took of a step that took this long, and its forward pass: all but what the requests' rows were
+    predicted to take of it on the whole device.
     """
-    windows_s = forward_s * plan.window_s / plan.forward_s if plan.forward_s else 0.0
-    return windows_s + loss_s + backward_s + update_s
+    requests = 1 - plan.window_s / plan.forward_s if plan.forward_s else 1.0
+    return step_s - forward_s * plan.forward_speed * requests
 
 
 class RecentNeed:
@@ -70,7 +70,7 @@ class RecentNeed:
 
     def add_step(self, plan: Plan, *, forward_s: float, started_s: float, ended_s: float) -> None:
         """A step was run whose forward pass took this long."""
-        prefill_s = forward_s * plan.prefill_s / plan.forward_s if plan.forward_s else 0.0
+        prefill_s = forward_s * plan.forward_speed * plan.prefill_s / plan.forward_s if plan.forward_s else 0.0
         self._time.add(started_s, ended_s, plan.decode_share * (ended_s - started_s) + prefill_s)
 
     def view(self, now_s: float) -> NeedView:

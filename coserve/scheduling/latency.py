@@ -14,6 +14,7 @@ from typing import Any
 
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.plan import JobView, RequestView
+from coserve.scheduling.sharing import Sharing, SharingModel
 
 # Rows up to which curves are tables.
 _TABLE_ROWS = 4096
@@ -77,7 +78,7 @@ class Profile:
     attention of a row to a key of its window in all blocks, and in one block backward. s_per_key: a key that a span's
     attention reads. s_per_span: a span more. s_per_bypass: a site of an adapter more. s_per_window_row: what a window's
     row of the reference job costs more than a request's (its bypasses, and saving). s_per_parameter, update_s: an
-    optimizer step, by what it moves and at least.
+    optimizer step, by what it moves and at least. sharing: of a device that can be divided.
     """
 
     model: ModelCounts
@@ -96,14 +97,15 @@ class Profile:
     update_s: float
     sample: Curve = FREE
     score: Curve = FREE
+    sharing: Sharing | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Profile":
-        """The inverse, also for profiles from before there was `sample` and `score`; ValueError, TypeError or KeyError
-        for anything else.
+        """The inverse, also for profiles from before there was `sample`, `score` and `sharing`; ValueError, TypeError
+        or KeyError for anything else.
         """
         curves = {
             name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))
@@ -111,7 +113,8 @@ class Profile:
             if name in fields or name not in ("sample", "score")
         }
         counts = {"model": ModelCounts(**fields["model"]), "job": JobCounts(**fields["job"])}
-        return cls(**{**fields, **curves, **counts})
+        sharing = None if fields.get("sharing") is None else Sharing.from_json(fields["sharing"])
+        return cls(**{**fields, **curves, **counts, "sharing": sharing})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -166,10 +169,13 @@ class ForwardLoad:
 
 
 class LatencyModel:
-    """Seconds of what a plan holds. Arithmetic alone: no clock, no I/O."""
+    """Seconds of what a plan holds. Arithmetic alone: no clock, no I/O.
+
+    sharing: what these become where the device is divided.
+    """
 
     def __init__(self, profile: Profile) -> None:
-        self.profile = profile
+        self.profile, self.sharing = profile, SharingModel(profile.sharing)
         self._forward, self._head = profile.forward.table(), profile.head.table()
         self._sample, self._score = profile.sample.table(), profile.score.table()
         self._loss, self._backward = profile.loss.table(), profile.backward.table()
@@ -308,6 +314,7 @@ class LatencyModel:
             return
         self._errors.append(measured_s / predicted_s - 1)
         self._num_steps += 1
+        self.sharing.count_step()
         self._corrections.clear()
         if self._num_steps % _NUM_STEPS_PER_MARGIN == 0:
             late = sorted(self._errors)[int(_MARGIN_QUANTILE * (len(self._errors) - 1))]

@@ -105,6 +105,7 @@ class View:
     free ones, and those of prefixes that nobody uses. num_pages: of the pool (0: not known). block_tokens: tokens of a
     page. ttft_s, tpot_s: the SLO of a request that brings none, such as the next to arrive. max_rows: the most rows of
     a forward pass. max_requests: the most that run at once. need: how near to their SLOs requests are by themselves.
+    num_units: of the device, for a `Partition`; 1: it cannot be divided.
     """
 
     now_s: float
@@ -120,6 +121,7 @@ class View:
     max_rows: int = 2048
     max_requests: int = 256
     need: NeedView = _UNKNOWN_NEED
+    num_units: int = 1
 
 
 class PlannedRows(NamedTuple):
@@ -151,6 +153,19 @@ class PlannedTasklets(NamedTuple):
     group: int | None = None
 
 
+class Partition(NamedTuple):
+    """Units of a device (cores of a CPU, shares of a GPU's multiprocessors) for each side of a step that runs jobs
+    beside its forward pass: together at most as many as there are.
+
+    stops: whether tasklets that are left when the forward pass has ended stay for a later step; otherwise they run on,
+    on the whole device.
+    """
+
+    forward_units: int
+    backward_units: int
+    stops: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What the engine does next.
@@ -158,11 +173,14 @@ class Plan:
     First, memory: requests are preempted (their pages go back, their tokens are computed again), packs dropped,
     requests admitted, and packs begun, in this order. The engine checks each: what cannot be done, because pages are
     missing, is left out, with its rows. Then one step runs: losses, tasklets, optimizer steps, the forward pass; in
-    this order. The tokens of requests come out at the end of the step, where their deadlines are compared with it.
+    this order, or with a partition losses and tasklets beside the forward pass. The tokens of requests come out at the
+    end of the step, where their deadlines are compared with it.
 
     backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no limit). The
-    predictions are in seconds, without the margin for error; prefill_s, window_s: what prompts and windows add to
-    forward_s. decode_share: of a TPOT, what a step that only decodes takes, in the mean over the requests that do.
+    predictions are in seconds of the whole device, without the margin for error; prefill_s, window_s: what prompts and
+    windows add to forward_s. forward_speed, backward_speed: of these speeds, what the forward pass and losses and
+    tasklets beside it reach on their units; predicted_s counts with them. decode_share: of a TPOT, what a step that
+    only decodes takes, in the mean over the requests that do.
     """
 
     preempt: tuple[str, ...] = ()
@@ -174,17 +192,28 @@ class Plan:
     tasklets: tuple[PlannedTasklets, ...] = ()
     updates: tuple[str, ...] = ()
     backward_limit_s: float | None = None
+    partition: Partition | None = None
     forward_s: float = 0.0
     prefill_s: float = 0.0
     window_s: float = 0.0
     loss_s: float = 0.0
     backward_s: float = 0.0
     update_s: float = 0.0
+    forward_speed: float = 1.0
+    backward_speed: float = 0.0
     decode_share: float = 0.0
 
     @property
     def predicted_s(self) -> float:
-        return self.forward_s + self.loss_s + self.backward_s + self.update_s
+        return self.seconds_with(self.backward_s)
+
+    def seconds_with(self, backward_s: float) -> float:
+        """The prediction for the step if its tasklets are worth as many seconds of the whole device: what losses and
+        tasklets get done beside the forward pass takes no time of its own.
+        """
+        forward_s = self.forward_s / self.forward_speed
+        left_s = max(0.0, self.loss_s + backward_s - self.backward_speed * forward_s)
+        return forward_s + left_s + self.update_s
 
     @property
     def moved_jobs(self) -> tuple[str, ...]:

@@ -1,12 +1,15 @@
 """Devices by their datasheets, and the profile that a roofline gives a model on them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.counting import job_counts, model_counts
 from coserve.models.backbone import Backbone
 from coserve.scheduling.latency import Curve, Profile
+from coserve.scheduling.sharing import Share, Sharing
 from coserve.tuning.programs import training_programs
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -23,18 +26,25 @@ _SAMPLE_BYTES_PER_LOGIT, _SCORE_BYTES_PER_LOGIT = 24, 12
 class Hardware:
     """Sustained rates of a device: what large matrix products and streaming reads reach, not what the paper says.
 
-    call_s: what starting one operator costs.
+    call_s: what starting one operator costs. num_units: among which a step can be divided (1: it cannot).
     """
 
     name: str
     flops_per_s: float
     bytes_per_s: float
     call_s: float
+    num_units: int = 1
 
 
-# With 80 GB.
-A100 = Hardware(name="A100", flops_per_s=2.2e14, bytes_per_s=1.6e12, call_s=5e-6)
-H100 = Hardware(name="H100", flops_per_s=6.0e14, bytes_per_s=2.7e12, call_s=4e-6)
+# With 80 GB; in tenths of their multiprocessors, as HARLI section 5.2 divides them.
+A100 = Hardware(name="A100", flops_per_s=2.2e14, bytes_per_s=1.6e12, call_s=5e-6, num_units=10)
+H100 = Hardware(name="H100", flops_per_s=6.0e14, bytes_per_s=2.7e12, call_s=4e-6, num_units=10)
+# Of a device's units, the share that can take all of its memory's bandwidth: decode steps hardly get faster with more
+# (HARLI figure 9).
+_BANDWIDTH_SHARE = 0.5
+_SHARE_ROWS = (1, 4, 16, 64, 128, 256, 512)
+# Of the tasklets whose traffic forward passes beside them notice.
+_ROWS_OF_TASKLET = 512
 
 
 def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
@@ -51,33 +61,39 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
     head_bytes = model.head_flops_per_row / 2 * backbone.dtype.itemsize
     num_parts = max(1, job.num_parts)
 
-    def seconds(flops: float, num_bytes: float) -> float:
-        return max(flops / hardware.flops_per_s, num_bytes / hardware.bytes_per_s)
+    def seconds(flops: float, num_bytes: float, share: float = 1.0) -> float:
+        bandwidth = hardware.bytes_per_s * min(1.0, share / _BANDWIDTH_SHARE)
+        return max(flops / (hardware.flops_per_s * share), num_bytes / bandwidth)
 
-    def curve(flops_per_row: float, weight_bytes: float, bytes_per_row: float, calls: float) -> Curve:
+    def curve(
+        flops_per_row: float, weight_bytes: float, bytes_per_row: float, calls: float, share: float = 1.0
+    ) -> Curve:
+        """On a share of the device's units."""
         return Curve(
             rows=_ROWS,
             seconds=tuple(
-                seconds(n * flops_per_row, weight_bytes + n * bytes_per_row) + calls * hardware.call_s for n in _ROWS
+                seconds(n * flops_per_row, weight_bytes + n * bytes_per_row, share) + calls * hardware.call_s
+                for n in _ROWS
             ),
         )
 
     row_bytes = 20 * architecture.hidden_size * backbone.dtype.itemsize * architecture.num_layers
     saved_bytes = programs.saved_bytes_per_token(backbone.dtype)
+    forward = partial(curve, model.flops_per_row, block_bytes, row_bytes, num_calls)
+    backward_row_bytes = (2 * row_bytes + saved_bytes) / num_parts
+    backward = partial(
+        curve, job.backward_flops_per_row, block_bytes / num_parts, backward_row_bytes, 2 * num_calls / num_parts
+    )
+    traffic_s = (block_bytes / num_parts + _ROWS_OF_TASKLET * backward_row_bytes) / hardware.bytes_per_s
     return Profile(
         model=model,
         job=job,
-        forward=curve(model.flops_per_row, block_bytes, row_bytes, num_calls),
+        forward=forward(),
         head=curve(model.head_flops_per_row, head_bytes, architecture.vocab_size * backbone.dtype.itemsize, 8),
         sample=curve(0.0, 0.0, _SAMPLE_BYTES_PER_LOGIT * architecture.vocab_size, 8),
         score=curve(model.head_flops_per_row, head_bytes, _SCORE_BYTES_PER_LOGIT * architecture.vocab_size, 8),
         loss=curve(2 * model.head_flops_per_row, 2 * head_bytes, _LOSS_BYTES_PER_LOGIT * architecture.vocab_size, 20),
-        backward=curve(
-            job.backward_flops_per_row,
-            block_bytes / num_parts,
-            (2 * row_bytes + saved_bytes) / num_parts,
-            2 * num_calls / num_parts,
-        ),
+        backward=backward(),
         s_per_pair=model.flops_per_pair / hardware.flops_per_s,
         backward_s_per_pair=job.backward_flops_per_pair / hardware.flops_per_s,
         s_per_key=model.kv_bytes_per_key / hardware.bytes_per_s,
@@ -86,4 +102,29 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         s_per_window_row=seconds(job.flops_per_row, 2 * saved_bytes),
         s_per_parameter=_UPDATE_BYTES / hardware.bytes_per_s,
         update_s=10 * hardware.call_s,
+        sharing=_sharing(hardware, forward, backward, traffic_s / backward().at(_ROWS_OF_TASKLET)),
+    )
+
+
+def _sharing(
+    hardware: Hardware, forward: Callable[..., Curve], backward: Callable[..., Curve], traffic: float
+) -> Sharing | None:
+    """How fast parts of the device are; forward, backward: curves on a share of it.
+
+    traffic: the share of its time in which a tasklet moves data. Both sides wait for the memory meanwhile (HARLI
+    equation 5, with a forward pass that needs all of its bandwidth).
+    """
+    if hardware.num_units == 1:
+        return None
+    whole = forward(), backward()
+    shares = []
+    for units in range(1, hardware.num_units):
+        parts = [side(share=units / hardware.num_units) for side in (forward, backward)]
+        speeds = [tuple([a.at(n) / b.at(n) for n in _SHARE_ROWS]) for a, b in zip(whole, parts, strict=True)]
+        shares.append(Share(units=units, rows=_SHARE_ROWS, forward=speeds[0], backward=speeds[1]))
+    return Sharing(
+        num_units=hardware.num_units,
+        shares=tuple(shares),
+        forward_interference=traffic,
+        backward_interference=traffic,
     )

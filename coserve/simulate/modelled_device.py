@@ -45,7 +45,7 @@ from coserve.errors import AdapterError
 from coserve.models.backbone import Backbone
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import ForwardLoad, LatencyModel, Profile
-from coserve.scheduling.plan import JobView, RequestView
+from coserve.scheduling.plan import JobView, Partition, RequestView
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.programs import evaluation_programs, training_programs
 
@@ -85,6 +85,28 @@ class _Trainer:
         self.cursor = self.view = None
 
 
+class _Work:
+    """Tasklets of a step: how many ran of each job, and the moments when those beside the forward pass, and all, ended.
+
+    start_s: when the losses ended.
+    """
+
+    def __init__(self, batch: StepBatch, start_s: float) -> None:
+        self.num_tasklets = dict.fromkeys([piece.job for piece in batch.tasklets], 0)
+        self.num_beside: dict[str, int] = {}
+        self.beside_s = self.end_s = start_s
+
+    def add(self, turn: Sequence[Tasklets], end_s: float, *, is_beside: bool) -> None:
+        """One tasklet of each has run."""
+        self.end_s = end_s
+        for piece in turn:
+            self.num_tasklets[piece.job] += 1
+            if is_beside:
+                self.num_beside[piece.job] = self.num_tasklets[piece.job]
+        if is_beside:
+            self.beside_s = end_s
+
+
 class ModelledDevice:
     """See `coserve.devices.base.Device`.
 
@@ -106,7 +128,14 @@ class ModelledDevice:
         noise: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self.info = device_info(backbone, num_pages=num_pages, block_tokens=block_tokens, threads=1, profile=profile)
+        self.info = device_info(
+            backbone,
+            num_pages=num_pages,
+            block_tokens=block_tokens,
+            threads=1,
+            profile=profile,
+            num_units=1 if profile.sharing is None else profile.sharing.num_units,
+        )
         self.clock = VirtualClock()
         self.fail_next: StepFailure | None = None
         self._backbone, self._truth = backbone, LatencyModel(profile)
@@ -146,7 +175,7 @@ class ModelledDevice:
     def collect(self) -> StepResult:
         result, self._result = self._result, None
         assert result is not None, "no step was submitted"
-        self.clock.advance(result.loss_s + result.backward_s + result.update_s + result.forward_s)
+        self.clock.advance(result.seconds)
         return result
 
     def close(self) -> None:
@@ -198,24 +227,36 @@ class ModelledDevice:
     # -- steps ----------------------------------------------------------------------
 
     def _run(self, batch: StepBatch) -> StepResult:
-        loss_s = self._taken(self._loss_s(batch))
-        backward_s, num_tasklets = self._backward(batch, loss_s)
+        loss_s, forward_s, speed = self._taken(self._loss_s(batch)), 0.0, 1.0
+        if batch.partition is not None:
+            forward_s, speed = self._beside(batch, batch.partition)
+        work = self._backward(batch, loss_s / speed, speed, forward_s)
         updates = [_update_view(self._trainers[update.job].opened.counts) for update in batch.updates]
         update_s = self._taken(sum([self._truth.update_s(view) for view in updates]))
-        forward_s = self._taken(self._forward_s(batch))
+        if batch.partition is None:
+            forward_s = self._taken(self._truth.forward_s(self._load(batch)))
         sampled = [rows for rows in batch.requests if rows.samples]
         return StepResult(
             step=batch.step,
             tokens={rows.request: self._token(rows) for rows in sampled},
             prompts={rows.request: _scored(rows) for rows in batch.requests if rows.targets},
-            num_tasklets=num_tasklets,
+            num_tasklets=work.num_tasklets,
+            num_beside=work.num_beside,
             packs=self._finish_packs(batch),
             norms={update.job: 0.0 for update in batch.updates},
             forward_s=forward_s,
-            loss_s=loss_s,
-            backward_s=backward_s,
+            loss_s=loss_s if batch.partition is None else 0.0,
+            backward_s=work.end_s - work.beside_s,
             update_s=update_s,
+            beside_s=work.beside_s if batch.partition is not None else 0.0,
         )
+
+    def _beside(self, batch: StepBatch, partition: Partition) -> tuple[float, float]:
+        """Seconds of the forward pass on its units, and the speed of losses and tasklets beside it."""
+        load = self._load(batch)
+        rows = max([*[piece.num_rows for piece in batch.losses], *[piece.num_rows for piece in batch.tasklets]])
+        forward_speed, speed = self._truth.sharing.speeds(partition, forward_rows=load.rows, tasklet_rows=rows)
+        return self._taken(self._truth.forward_s(load) / forward_speed), speed
 
     def _loss_s(self, batch: StepBatch) -> float:
         num_rows = 0
@@ -226,18 +267,26 @@ class ModelledDevice:
             num_rows += end - start
         return self._truth.loss_s(num_rows)
 
-    def _backward(self, batch: StepBatch, loss_s: float) -> tuple[float, dict[str, int]]:
-        """Tasklets until the time limit, at a pace that noise gives; seconds, and how many of each job."""
-        pace, seconds = self._taken(1.0) if batch.tasklets else 1.0, 0.0
-        found = dict.fromkeys([piece.job for piece in batch.tasklets], 0)
+    def _backward(self, batch: StepBatch, start_s: float, speed: float, forward_end_s: float) -> "_Work":
+        """Tasklets from a moment of the step on, until the time limit, at a pace that noise gives.
+
+        forward_end_s: until when they run beside the forward pass, at this speed (0: they do not); what is under way
+        then ends on the whole device.
+        """
+        pace, now_s = self._taken(1.0) if batch.tasklets else 1.0, start_s
+        work = _Work(batch, start_s)
         for turn in tasklet_turns(batch.tasklets, lambda job: self._cursor(job).num_parts_done):
-            has_time = batch.backward_limit_s is None or loss_s + seconds < batch.backward_limit_s
-            if not has_time and any(found.values()):
+            is_beside = now_s < forward_end_s
+            has_time = batch.backward_limit_s is None or now_s < batch.backward_limit_s
+            if batch.partition is not None and batch.partition.stops:
+                has_time &= is_beside
+            if not has_time and any(work.num_tasklets.values()):
                 break
-            seconds += pace * self._tasklet_s(turn)
-            for piece in turn:
-                found[piece.job] += 1
-        return seconds, found
+            seconds = pace * self._tasklet_s(turn)
+            done_s = min(seconds, speed * max(0.0, forward_end_s - now_s))
+            now_s += done_s / speed + seconds - done_s
+            work.add(turn, now_s, is_beside=is_beside)
+        return work
 
     def _tasklet_s(self, turn: Sequence[Tasklets]) -> float:
         """Tasklets of several jobs as one."""
@@ -249,7 +298,8 @@ class ModelledDevice:
             rows.append((self._view(piece.job), end - start))
         return self._truth.tasklets_s(rows)
 
-    def _forward_s(self, batch: StepBatch) -> float:
+    def _load(self, batch: StepBatch) -> ForwardLoad:
+        """What the forward pass is made of; windows count as run."""
         load = ForwardLoad()
         for rows in [rows for rows in batch.requests if rows.tokens]:
             load.add_request(self._request_view(rows), len(rows.tokens))
@@ -258,7 +308,7 @@ class ModelledDevice:
             cursor = self._cursor(window.job)
             cursor.next_forward(window.num_rows)
             cursor.advance_forward(window.num_rows)
-        return self._truth.forward_s(load)
+        return load
 
     def _request_view(self, rows: RequestRows) -> RequestView:
         """What the latency model asks about a request's rows."""

@@ -1,5 +1,7 @@
 """A modelled device against a real one: the same costs, the same way through a pack; and what it does when told."""
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +14,22 @@ from coserve.devices.loading import torch_device
 from coserve.devices.messages import (
     DropPack,
     LossRows,
+    RequestRows,
     StepFailure,
+    StepResult,
     Tasklets,
     TrainerOpened,
     Update,
     WindowRows,
     group_bytes,
 )
+from coserve.devices.sampling_params import SamplingParams
 from coserve.memory.pack_pages import PackPages, take_runs
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.pages import PagePool
 from coserve.models import load_backbone
+from coserve.scheduling import LatencyModel, Partition
+from coserve.scheduling.latency import Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.config import TuningConfig
@@ -145,3 +152,41 @@ def test_a_modelled_device_stops_at_the_time_limit_and_fails_when_told():
     failed = driver.try_step(updates=[Update("other", 1, 1), Update("job", 1, 1)])
     assert failed.failure.broken_update == "job" and failed.norms.keys() == {"other"}
     assert driver.device.clock.now() == now_s
+
+
+def test_a_divided_step_runs_its_sides_beside_one_another():
+    backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
+    profile = roofline_profile(backbone, replace(CPU, num_units=4))
+    assert profile.sharing is not None and Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    driver = Driver(ModelledDevice(backbone, profile, num_pages=100_000))
+    assert driver.device.info.num_units == 4
+    opened = driver.open_trainer("job", TuningConfig(), adapter=LoraConfig(r=16, target_modules="all-linear").to_peft())
+    driver.begin("job", opened, [((1,) * 256, (True,) * 256)])
+    driver.step(windows=[WindowRows("job", 256)])
+    driver.open("r", SamplingParams(max_tokens=9, temperature=0.0))
+    new_pages = driver.pages_for(99)
+
+    def step(**more: Any) -> StepResult:
+        nonlocal new_pages
+        rows, new_pages = RequestRows("r", 0, (1,), new_pages, True), ()
+        return driver.step(requests=[rows], **more)
+
+    forward_s = step().forward_s
+    tasklet_s = driver.step(losses=[LossRows("job", 255)], tasklets=[Tasklets("job", 256, 1)]).backward_s
+    halves = Partition(2, 2)
+    forward, backward = LatencyModel(profile).sharing.speeds(halves, forward_rows=1, tasklet_rows=256)
+    assert forward < 1 and backward < 0.6 and forward + backward > 1, "a decode step waits for the memory"
+    now_s = driver.device.clock.now()
+    few = step(tasklets=[Tasklets("job", 256, 1)], partition=halves)
+    assert few.num_tasklets == few.num_beside == {"job": 1} and few.backward_s == 0
+    assert few.beside_s == pytest.approx(tasklet_s / backward) and few.forward_s == pytest.approx(forward_s / forward)
+    assert driver.device.clock.now() - now_s == pytest.approx(few.seconds) == max(few.beside_s, few.forward_s)
+    many = step(tasklets=[Tasklets("job", 256, 9)], partition=halves)
+    assert many.num_tasklets == {"job": 9} and 0 < many.num_beside["job"] < 9
+    whole_s = 9 * tasklet_s - backward * many.forward_s
+    assert many.seconds == pytest.approx(many.forward_s + whole_s)
+    assert many.seconds < forward_s + 9 * tasklet_s, "than one after the other"
+    stopped = step(tasklets=[Tasklets("job", 256, 9)], partition=halves._replace(stops=True))
+    assert stopped.num_tasklets == stopped.num_beside == many.num_beside and stopped.backward_s == 0
+    limited = step(tasklets=[Tasklets("job", 256, 9)], partition=halves, backward_limit_s=0.0)
+    assert limited.num_beside == {"job": 1}

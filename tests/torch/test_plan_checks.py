@@ -10,7 +10,7 @@ from random_plans import PlannedBy
 from coserve.adapters import LoraConfig
 from coserve.engine.engine import Engine
 from coserve.errors import PolicyError
-from coserve.scheduling import LatencyModel, Plan, PlannedLoss, PlannedRows, PlannedTasklets, View
+from coserve.scheduling import LatencyModel, Partition, Plan, PlannedLoss, PlannedRows, PlannedTasklets, View
 from coserve.tuning.config import TuningConfig
 
 LORA = LoraConfig(r=2)
@@ -86,6 +86,16 @@ def test_a_window_of_a_pack_that_has_been_forward_is_refused():
     window = PlannedRows("job-0", "window", 0, 14)
     change_plans(engine, lambda plan: replace(Plan(begin=plan.begin), rows=(window,)))
     assert "a window of job 'job-0', which is at 'loss', not 'forward'" in until_it_fails(engine)
+
+
+def test_a_device_is_divided_among_as_many_units_as_it_has():
+    engine = make_engine()
+    engine.submit(examples_of((9, 5)), adapter=LORA)
+    engine.add(prompts_of((9,))[0], greedy(64))
+    change_plans(engine, lambda plan: replace(plan, partition=Partition(2, 1)))
+    assert "plans 2 units for the forward pass and 1 for jobs beside it on a device that has 1" in until_it_fails(
+        engine
+    )
 
 
 def test_what_is_not_there_is_left_out():

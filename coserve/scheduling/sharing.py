@@ -1,0 +1,137 @@
+"""How fast the two sides of a divided device are: the forward pass on some of its units, losses and tasklets on others.
+
+In two stages, as HARLI section 5 predicts decode steps. The first is measured for each number of units: the speed of a
+side that works there alone (equation 2). The second is what the sides take from each other, which grows with the
+units of the other (equation 3): they share caches and the memory's bandwidth. Speeds are shares of that on the whole
+device, so that all that is known of a step on the whole device carries over; and steps correct them.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from coserve.scheduling.plan import Partition
+
+Side = Literal["forward", "backward"]
+
+# Weight of the newest step in a correction, and how much of it is left after each later step without a division: what
+# was once slow is tried again.
+_CORRECTION_WEIGHT, _TRUST_PER_STEP = 0.15, 0.99
+# One step that was held up by something else moves a correction by this factor's power at most.
+_MOST_WRONG = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Speeds on some units of a device while the others rest, at some numbers of rows."""
+
+    units: int
+    rows: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rows or list(self.rows) != sorted(set(self.rows)):
+            raise ValueError(f"speeds need rising numbers of rows, not {self.rows}")
+        if not len(self.rows) == len(self.forward) == len(self.backward) or min(*self.forward, *self.backward) <= 0:
+            raise ValueError(f"speeds must be above 0 and as many as rows, not {self.forward} and {self.backward}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What was measured of a divided device.
+
+    shares: of numbers of units below num_units. forward_interference, backward_interference: by which share of its time
+    a side takes longer if the whole device worked for the other side beside it.
+    """
+
+    num_units: int
+    shares: tuple[Share, ...]
+    forward_interference: float = 0.0
+    backward_interference: float = 0.0
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Sharing":
+        """The inverse of `dataclasses.asdict`; ValueError, TypeError or KeyError for anything else."""
+        shares = [{name: _tuple(value) for name, value in share.items()} for share in fields["shares"]]
+        return cls(**{**fields, "shares": tuple([Share(**share) for share in shares])})
+
+
+class SharingModel:
+    """Speeds beside one another. Arithmetic alone: no clock, no I/O."""
+
+    def __init__(self, sharing: Sharing | None) -> None:
+        """None: the device cannot be divided, or nobody has measured how."""
+        self._sharing = sharing
+        self._shares = {share.units: share for share in sharing.shares} if sharing else {}
+        self._corrections: dict[tuple[Partition, Side, int], tuple[float, int]] = {}
+        self._num_steps = 0
+        self.partitions: tuple[Partition, ...] = ()
+        if sharing is not None:
+            others = [(units, sharing.num_units - units) for units in sorted(self._shares)]
+            self.partitions = tuple([Partition(*each) for each in others if each[1] in self._shares])
+
+    def speeds(self, partition: Partition, *, forward_rows: int, tasklet_rows: int) -> tuple[float, float]:
+        """Of the forward pass and of tasklets of these rows beside it, as shares of those on the whole device.
+
+        Args:
+            partition: of units that were measured; one of `partitions`, which use all units, or one that leaves some.
+        """
+        assert self._sharing is not None, "the device was not measured in parts"
+        forward_units, backward_units = partition.forward_units, partition.backward_units
+        sharing, whole = self._sharing, self._sharing.num_units
+        forward, backward = self._shares[forward_units], self._shares[backward_units]
+        forward_speed = between(forward.rows, forward.forward, forward_rows)
+        backward_speed = between(backward.rows, backward.backward, tasklet_rows)
+        forward_speed /= 1 + sharing.forward_interference * backward_units / whole
+        backward_speed /= 1 + sharing.backward_interference * forward_units / whole
+        return (
+            forward_speed * self._correction(partition, "forward", forward_rows),
+            backward_speed * self._correction(partition, "backward", tasklet_rows),
+        )
+
+    def best(self, *, forward_rows: int, tasklet_rows: int) -> tuple[Partition, float, float] | None:
+        """The partition that gets most done, with its speeds; None if none gets more done than one side after the
+        other: a second of both sides is worth the sum of their speeds.
+        """
+        found, most = None, 1.0
+        for partition in self.partitions:
+            speeds = self.speeds(partition, forward_rows=forward_rows, tasklet_rows=tasklet_rows)
+            if sum(speeds) > most:
+                found, most = (partition, *speeds), sum(speeds)
+        return found
+
+    def observe(self, partition: Partition, side: Side, rows: int, *, predicted: float, measured: float) -> None:
+        """A side reached this speed where that one was predicted."""
+        if predicted <= 0 or measured <= 0:
+            return
+        error = min(_MOST_WRONG, max(1 / _MOST_WRONG, measured / predicted))
+        old = self._correction(partition, side, rows)
+        self._corrections[_key(partition, side, rows)] = old * error**_CORRECTION_WEIGHT, self._num_steps
+
+    def count_step(self) -> None:
+        """A step has ended, divided or not."""
+        self._num_steps += 1
+
+    def _correction(self, partition: Partition, side: Side, rows: int) -> float:
+        correction, step = self._corrections.get(_key(partition, side, rows), (1.0, 0))
+        return 1.0 if correction == 1 else float(correction ** (_TRUST_PER_STEP ** (self._num_steps - step)))
+
+
+def between(rows: Sequence[int], values: Sequence[float], num_rows: int) -> float:
+    """A value on the lines between those at some numbers of rows; beyond these, that at the last."""
+    high = bisect_left(rows, num_rows)
+    if high == 0 or high == len(rows):
+        return values[min(high, len(rows) - 1)]
+    (r0, r1), (v0, v1) = rows[high - 1 : high + 1], values[high - 1 : high + 1]
+    return v0 + (v1 - v0) * (num_rows - r0) / (r1 - r0)
+
+
+def _key(partition: Partition, side: Side, rows: int) -> tuple[Partition, Side, int]:
+    """A partition that stops is as fast as one that does not."""
+    return partition._replace(stops=False), side, rows.bit_length()
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
