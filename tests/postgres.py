@@ -1,5 +1,5 @@
 """A PostgreSQL server of its own for tests: started from Debian's package (or wherever its programs are), thrown away
-after them.
+after them, also if they are killed.
 """
 
 import os
@@ -18,6 +18,8 @@ import pytest
 
 _PASSWORD = "not for others"
 _USER = "coserve"
+# Waits until the process of the tests has ended, however that was: then its end of the pipe is closed.
+_REMOVE_AFTERWARDS = 'cat; "$1" stop --pgdata "$2/data" --mode immediate --silent; rm -rf "$2"'
 
 
 def find_programs() -> Path | None:
@@ -51,6 +53,15 @@ class Postgres:
         if self._as:
             for path in (self.directory, password):
                 os.chown(path, self._as["user"], self._as["group"])
+        self._remover = subprocess.Popen(
+            ["sh", "-c", _REMOVE_AFTERWARDS, "sh", str(programs / "pg_ctl"), str(self.directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,  # what ends the tests, Ctrl-C say, is not to end this
+            **self._as,
+        )
         self._run("initdb", "--username", _USER, "--pwfile", str(password), "--auth", "scram-sha-256", "--no-sync")
         self._numbers = count()
         self.start()
@@ -74,8 +85,8 @@ class Postgres:
             self.start()
 
     def remove(self) -> None:
-        self.stop()
-        shutil.rmtree(self.directory)
+        self._remover.communicate()
+        assert not self.directory.exists()
 
     def url(self, database: str) -> str:
         """In SQLAlchemy's form."""

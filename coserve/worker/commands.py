@@ -107,7 +107,10 @@ class Commands:
             # Its error comes again, with the command itself.
             self._with_adapter(job.start, lambda read: None, more_keys=keys)
         self._queue.put(
-            keys, lambda read: self._handle(command, read), prepare=lambda: lambda: self._jobs.read_files(job)
+            keys,
+            lambda read: self._handle(command, read),
+            prepare=lambda: lambda: self._jobs.read_files(job),
+            is_slow=True,
         )
 
     def _handle(self, command: Any, read: Callable[[], Any] | None = None) -> None:

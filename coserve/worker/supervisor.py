@@ -6,7 +6,6 @@ when it is gone, the owner is told why.
 
 import asyncio
 import logging
-import time
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -30,8 +29,9 @@ from coserve.worker.run_directory import (
 
 _log = logging.getLogger(__name__)
 
-# Seconds before an engine that died is started again, doubled each time until one has lived for a while.
-_FIRST_WAIT_S, _LONGEST_WAIT_S, _LONG_LIFE_S = 0.2, 30.0, 60.0
+# Seconds before an engine that died is started again, doubled each time until one was ready. A ready one may be killed
+# as often as somebody likes: those who ask wait no longer for the next, and jobs that kill engines are set aside.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 30.0
 # How often the engine is asked whether its step loop comes round.
 _PING_S = 1.0
 
@@ -81,8 +81,7 @@ class Supervisor:
         """Keep an engine running until `close`; ModelError if it cannot start as it was asked."""
         wait_s = _FIRST_WAIT_S
         while not self._closing:
-            started_s = time.monotonic()
-            await self._live()
+            was_ready = await self._live()
             if self._closing:
                 return
             if self._failed is not None:
@@ -91,7 +90,7 @@ class Supervisor:
                     raise self._failed
                 _log.error("%s", self._failed)
                 self._failed = None
-            if time.monotonic() - started_s > _LONG_LIFE_S:
+            if was_ready:
                 wait_s = _FIRST_WAIT_S
             _log.error("%s; it is started again in %.1f s", self._reason, wait_s)
             self.num_restarts += 1
@@ -126,13 +125,13 @@ class Supervisor:
         with suppress(zmq.Again):
             sent.result()
 
-    async def _live(self) -> None:
-        """One engine, from the start of its process to its end."""
+    async def _live(self) -> bool:
+        """One engine, from the start of its process to its end. Whether it was ready."""
         try:
             directory = make_socket_directory(home_directory(self._home))
         except OSError as error:  # the disk is full, say
             self._failed = ModelError(f"the engine cannot be started: {error}")
-            return
+            return False
         activity = self._activity = LastActivity(activity_file(directory))
         self._hangs = False
         self.jobs_at_death = ()
@@ -155,6 +154,7 @@ class Supervisor:
             await self._take_last_words(socket, receiving)
             if not self._was_ready and self._failed is None:
                 self._failed = ModelError(f"the engine ended with status {status} before it was ready; see above")
+            return self._is_ready
         finally:
             for task in tasks:
                 task.cancel()

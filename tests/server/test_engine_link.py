@@ -95,9 +95,10 @@ FAILS = "socket.send(encode(StartFailed('no memory')))"
 
 
 class Owner:
-    """Remembers what it is told; there are two engines at most."""
+    """Remembers what it is told; there are two engines, or so many."""
 
-    def __init__(self, script: str, home: Path, **settings: float) -> None:
+    def __init__(self, script: str, home: Path, *, num_lives: int = 2, **settings: float) -> None:
+        self.num_lives = num_lives
         command = (sys.executable, "-c", CONNECTED + script)
         self.supervisor = Supervisor(SETTINGS, self, program(command), home=home, **settings)
         self.said: list[Any] = []
@@ -108,7 +109,7 @@ class Owner:
 
     def engine_lost(self, reason: str) -> None:
         self.lost.append(reason)
-        if len(self.lost) == 2:
+        if len(self.lost) == self.num_lives:
             self.supervisor.close()
 
     def run(self) -> "Owner":
@@ -139,6 +140,23 @@ def test_only_the_first_start_must_succeed(tmp_path: Path):
     marker = f"Path({str(tmp_path / 'once')!r})"
     owner = Owner(f"if {marker}.exists():\n    {FAILS}\nelse:\n    {marker}.touch()\n    {DIES}", tmp_path).run()
     assert len(owner.lost) == 2
+
+
+def test_only_engines_that_were_not_ready_put_off_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Those that were and are killed again and again are each started again as soon as the first."""
+    lives = tmp_path / "lives"
+    script = f"""
+life = len(list(Path({str(lives)!r}).iterdir()))
+Path({str(lives)!r}, str(life)).touch()
+if life in (2, 3):
+    {FAILS}
+else:
+    {DIES}
+"""
+    lives.mkdir()
+    Owner(script, tmp_path, num_lives=6).run()
+    waits = [message.rpartition(" in ")[2] for message in caplog.messages if "started again in" in message]
+    assert waits == ["0.2 s", "0.2 s", "0.4 s", "0.8 s", "0.2 s"]
 
 
 def test_a_command_to_nobody_is_no_error():

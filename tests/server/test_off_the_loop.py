@@ -22,6 +22,7 @@ from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
 from coserve.jobs.records import AdapterRef
 from coserve.tuning.config import TuningConfig
+from coserve.worker.command_queue import CommandQueue
 from coserve.worker.commands import Commands
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.protocol import (
@@ -217,6 +218,32 @@ def test_examples_are_read_beside_steps(worker: Worker, tmp_path: Path, monkeypa
     disk.let_go()
     worker.until(lambda: worker.said)
     assert worker.said == [Reply(1)]
+
+
+def test_what_is_slow_comes_one_at_a_time_after_what_is_not():
+    queue, done = CommandQueue(), list[str]()
+    for job in ("a", "b", "c"):
+        queue.put((job,), lambda _, job=job: done.append(f"start {job}"), is_slow=True)  # type: ignore[misc]
+    queue.put(("b",), lambda _: done.append("pause b"))
+    queue.put(("adapter",), lambda _: done.append("request"))
+    turns = []
+    while queue.is_waiting:
+        turns.append(tuple(done))
+        done.clear()
+        queue.poll()
+    queue.close()
+    assert [*turns, tuple(done)] == [("request",), ("start a",), ("start b",), ("pause b", "start c")]
+
+
+def test_jobs_that_resume_at_once_start_with_a_step_after_each(worker: Worker, tmp_path: Path):
+    for number in range(4):
+        worker.commands.take(StartJob(number, job(tmp_path, id=f"job {number}")))
+    worker.commands.take(request("r"))
+    num_started = [0]
+    while not worker.ends("r") or num_started[-1] < 4:
+        worker.step()
+        num_started.append(len(worker.said))
+        assert num_started[-1] <= num_started[-2] + 1
 
 
 def test_a_job_that_is_faster_than_the_disk_is_held_back_alone(

@@ -2,14 +2,19 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 from job_data import DATA, LONG, QUICK, steps_of
 from job_engine import world
-from postgres import Postgres
-from served import serving
+from postgres import Postgres, find_programs
+from served import is_alive, serving
 
 
 def test_a_job_outlives_a_database_that_goes_away(tmp_path: Path, postgres: Postgres):
@@ -29,6 +34,28 @@ def test_a_job_outlives_a_database_that_goes_away(tmp_path: Path, postgres: Post
             assert steps == list(range(1, len(steps) + 1)), "each once"
 
     asyncio.run(story())
+
+
+@pytest.mark.skipif(find_programs() is None, reason="PostgreSQL is not installed")
+def test_the_database_of_tests_that_are_killed_ends_with_them():
+    script = """
+import time
+from postgres import postgres_server
+with postgres_server() as server:
+    print(server.directory, flush=True)
+    time.sleep(600)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as tests:
+        assert tests.stdout is not None
+        directory = Path(tests.stdout.readline().strip())
+        server = int((directory / "data" / "postmaster.pid").read_text().split()[0])
+        assert is_alive(server)
+        tests.kill()
+    until_s = time.monotonic() + 60
+    while is_alive(server) or directory.exists():
+        assert time.monotonic() < until_s, "it is still there"
+        time.sleep(0.02)
 
 
 def test_a_server_on_postgresql_is_killed_and_resumes(postgres: Postgres, monkeypatch):
