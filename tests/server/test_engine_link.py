@@ -95,7 +95,7 @@ FAILS = "socket.send(encode(StartFailed('no memory')))"
 
 
 class Owner:
-    """Remembers what it is told; there are two engines, or so many."""
+    """Remembers what it is told; after num_lives engines there is none more."""
 
     def __init__(self, script: str, home: Path, *, num_lives: int = 2, **settings: float) -> None:
         self.num_lives = num_lives
