@@ -33,9 +33,10 @@ from coserve.memory.kv_cache import KvCache
 from coserve.memory.pages import PagePool
 from coserve.scheduling.attainment import jobs_seconds
 from coserve.scheduling.fairness import TokenCounters
+from coserve.scheduling.history import StepView
 from coserve.scheduling.latency import LatencyModel, Profile
 from coserve.scheduling.plan import Plan, View
-from coserve.scheduling.policies import make_policy
+from coserve.scheduling.policies import Policy, make_policy
 from coserve.scheduling.slo import Slo, default_tpot_s
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
@@ -96,11 +97,20 @@ class EngineCore:
         self.num_steps = 0
         self.last_plan = Plan()
         self.last_result: StepResult | None = None  # of the last plan; None if that ran nothing, or the device failed
-        self._step: tuple[Plan, StepBatch, float] | None = None  # under way, with the moment when it began
+        self._step: tuple[View, Plan, StepBatch, float] | None = None  # under way, with the moment when it began
         self._max_step_rows = config.max_step_rows
         self._numbers = count()
 
     # -- questions --------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """Another one begins without a history."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy, self._history = policy, policy.make_history()
 
     @property
     def pool(self) -> PagePool:
@@ -363,7 +373,7 @@ class EngineCore:
             self._finish()
         self.jobs.catch_up()
         started_s = self.device.clock.now()
-        plan = self._plan(started_s)
+        view, plan = self._plan(started_s)
         self.last_plan, self.last_result = plan, None
         self.jobs.count_turn()
         if plan.runs_nothing:
@@ -371,7 +381,7 @@ class EngineCore:
             return False
         commands = tuple(self._commands.popleft() for _ in range(len(self._commands)))
         batch = build_batch(self.num_steps, plan, self.requests, self.jobs, commands)
-        self._step = plan, batch, started_s
+        self._step = view, plan, batch, started_s
         try:
             self.device.submit(batch)
         except BaseException as error:
@@ -401,7 +411,7 @@ class EngineCore:
 
     def _finish(self) -> None:
         if self._step is not None:
-            (plan, batch, started_s), self._step = self._step, None
+            (view, plan, batch, started_s), self._step = self._step, None
             try:
                 result = self.device.collect()
             except BaseException as error:
@@ -412,6 +422,7 @@ class EngineCore:
             self.last_result = result
             if result.failure is None:
                 self._apply(plan, batch, result, started_s, now_s)
+                self._remember(view, plan, result)
             else:
                 self._recover(batch, result, now_s)
         self._drop_unread_versions()
@@ -432,15 +443,16 @@ class EngineCore:
         for request in reversed(list(self.requests.running.values())):  # the first one is to be the first again
             self._commands.append(self.requests.preempt(request))
 
-    def _plan(self, now_s: float) -> Plan:
-        """What the policy says, as far as it can be done.
+    def _plan(self, now_s: float) -> tuple[View, Plan]:
+        """What the policy sees, and what it says, as far as it can be done.
 
         A pack may fail to begin although its pages are there, when they are not side by side. Then the policy is asked
         again without that job: it had given it rows, which others can use.
         """
         failed: frozenset[str] = frozenset()
         while True:
-            planned = self.policy.plan(self._view(now_s, without=failed), self.latency)
+            view = self._view(now_s, without=failed)
+            planned = self.policy.plan(view, self.latency)
             plan = carry_out(
                 planned,
                 self.requests,
@@ -453,7 +465,7 @@ class EngineCore:
             begun = [self.jobs[job] for job in planned.begin if job in self.jobs]
             new = frozenset(job.id for job in begun if not job.has_pack) - failed
             if not new:
-                return plan
+                return view, plan
             failed |= new
 
     def _view(self, now_s: float, *, without: frozenset[str]) -> View:
@@ -472,6 +484,7 @@ class EngineCore:
             max_requests=self.config.max_requests,
             need=self._serving.need.view(now_s),
             num_units=self.device.info.num_units,
+            history=self._history,
         )
 
     # -- what came of it ----------------------------------------------------------------
@@ -487,6 +500,26 @@ class EngineCore:
         self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
         self.jobs.apply(batch, result, started_s=started_s, now_s=now_s)
         self._follow_device()
+
+    def _remember(self, view: View, plan: Plan, result: StepResult) -> None:
+        """What the policy wants to know of a step."""
+        if self._history is None:
+            return
+        self._history.add(
+            StepView(
+                view=view,
+                plan=plan,
+                forward_s=result.forward_s,
+                loss_s=result.loss_s,
+                backward_s=result.backward_s,
+                update_s=result.update_s,
+                num_tasklets=result.num_tasklets,
+                num_running=len(self.requests.running),
+                num_waiting=len(self.requests.waiting),
+                num_arrived=self.requests.num_arrived,
+                num_ended=self.requests.num_ended,
+            )
+        )
 
     def _follow_device(self) -> None:
         """The default SLO, and the profile on disk, by what steps really take."""

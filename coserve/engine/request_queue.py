@@ -18,7 +18,7 @@ class RequestQueue:
     def __init__(self, cache: KvCache, counters: TokenCounters) -> None:
         self.waiting: dict[str, Request] = {}  # preempted ones first, then as they came
         self.running: dict[str, Request] = {}  # in the order of admission
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_arrived = self.num_ended = 0
         self._cache, self._counters = cache, counters
         self._members: dict[str, list[Request]] = {}
         self._keys: dict[str, list[bytes]] = {}  # of the blocks of those that wait
@@ -54,6 +54,7 @@ class RequestQueue:
     def add(self, name: str, members: list[Request]) -> None:
         """Sequences of one request come to the end of the queue."""
         self._members[name] = list(members)
+        self.num_arrived += len(members)
         for request in members:
             self._wait(request)
 
@@ -101,6 +102,7 @@ class RequestQueue:
             self._stop_waiting(request)
         members = self._members[request.request]
         members.remove(request)
+        self.num_ended += 1
         if not members:
             del self._members[request.request]
         return closed

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from math import inf
 
-from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_tasklets, least_advanced
+from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_tasklets, least_advanced, tasklet_rows
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View
@@ -138,6 +138,28 @@ class PlanBuilder:
             self._age(jobs, least_share)
         if jobs and not (self._rows or self._losses or self._tasklets or self._updates):
             self._least(jobs[0])
+
+    def take(self, job: JobView, rows: int, num_tasklets: int = 1) -> None:
+        """A piece of the job's current phase, whatever it takes: at most as many rows, and as many tasklets of them.
+
+        No smaller than the smallest piece; nothing if the forward pass has no room for that.
+        """
+        rows = min(job.num_rows_left, max(rows, LEAST_WINDOW_ROWS))
+        if job.phase == "update":
+            self._update(job, inf)
+        elif job.phase == "loss":
+            self._add_loss(job, rows)
+        elif job.phase == "forward":
+            room = self._max_rows - self._load.rows
+            if room >= min(rows, LEAST_WINDOW_ROWS, self._max_rows):
+                self._add_window(job, min(rows, room))
+        elif num_tasklets:
+            rows = min(job.num_rows, max(rows, LEAST_WINDOW_ROWS))
+            windows = tasklet_rows(job, rows, num_tasklets)
+            seconds = {size: self._latency.tasklet_s(job, size) for size in set(windows)}
+            self._tasklets.append(PlannedTasklets(job.id, rows, len(windows)))
+            self._backward_s += sum([seconds[size] for size in windows])
+            self._longest_tasklet_s = max(self._longest_tasklet_s, *seconds.values())
 
     def _age(self, jobs: Sequence[JobView], least_share: float) -> None:
         """The smallest piece of the job that has waited longest, if that is long enough."""

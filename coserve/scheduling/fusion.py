@@ -122,6 +122,18 @@ def times(seconds: float, within_s: float, most: int) -> int:
     return most if most * seconds <= within_s else max(0, int(within_s / seconds))
 
 
+def tasklet_rows(job: JobView, rows: int, num_tasklets: int) -> list[int]:
+    """Rows of each of a job's next tasklets, at most this many, if it goes backward in windows of as many rows."""
+    sizes: list[int] = []
+    left = job.num_rows_left
+    for _ in range(job.num_parts_left):
+        sizes += [rows] * (left // rows) + [left % rows] * (left % rows > 0)
+        left = job.num_rows
+        if len(sizes) >= num_tasklets:
+            break
+    return sizes[:num_tasklets]
+
+
 def least_advanced(jobs: Sequence[JobView]) -> list[JobView]:
     """Of jobs that go backward, those that have done the fewest parts, or one more: these wait for one part at most."""
     fewest = min([_parts_done(job) for job in jobs])

@@ -5,7 +5,7 @@ The entries are named tuples because a step makes dozens of them within its budg
 
 from dataclasses import dataclass
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from coserve.scheduling.counts import JobCounts
 
@@ -106,6 +106,7 @@ class View:
     page. ttft_s, tpot_s: the SLO of a request that brings none, such as the next to arrive. max_rows: the most rows of
     a forward pass. max_requests: the most that run at once. need: how near to their SLOs requests are by themselves.
     num_units: of the device, for a `Partition`; 1: it cannot be divided.
+    history: what the policy has the engine remember (`Policy.make_history`); None if that is nothing.
     """
 
     now_s: float
@@ -122,6 +123,7 @@ class View:
     max_requests: int = 256
     need: NeedView = _UNKNOWN_NEED
     num_units: int = 1
+    history: Any = None
 
 
 class PlannedRows(NamedTuple):

@@ -78,7 +78,7 @@ class ServerConfig:
     policy_settings: tuple[str, ...] = _option(
         (),
         "--policy-setting",
-        "KEY=VALUE of the policy, such as arrival_share=0.05 (docs/engine.md has all); may be given several times.",
+        "KEY=VALUE of the policy, such as arrival_share=0.05 (docs/policies.md has all); may be given several times.",
         metavar="KEY=VALUE",
         shown="the policy's own",
     )

@@ -155,7 +155,7 @@ devices = st.sampled_from([CPU, GPU, SLOW])
 # -- all policies -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["slack", "token-fusion", "inference-only"])
+@pytest.mark.parametrize("policy", ["slack", "token-fusion", "inference-only", "chunked-training"])
 @settings(deadline=None, max_examples=60)
 @given(views(), devices)
 def test_every_decoding_request_gets_its_row_in_every_plan(policy, seen, hardware):
@@ -254,9 +254,7 @@ def test_a_plan_says_what_it_takes(policy, seen, hardware):
 
 
 def test_no_policy_but_those_that_there_are():
-    with pytest.raises(
-        ValueError, match="policy 'fifo' is not one of slack, inference-only, token-fusion, tuning-only, vtc"
-    ):
+    with pytest.raises(ValueError, match=f"policy 'fifo' is not one of {', '.join(POLICIES)}"):
         make_policy("fifo")
 
 

@@ -7,6 +7,7 @@ from math import inf
 from typing import Any, ClassVar, NamedTuple, Self
 
 from coserve.scheduling.fairness import TokenWeights
+from coserve.scheduling.history import History
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan, View
 from coserve.settings import is_number
@@ -34,7 +35,7 @@ class Policy(ABC):
     """A policy is a subclass in a file of its own in this folder, found by the file's name. Its fields are `setting`s.
 
     `plan` reads no clock, does no I/O and keeps nothing between calls: the same view and latency model give the same
-    plan. ValueError when created names a setting and its range.
+    plan. What it must know of earlier steps is in a `History`. ValueError when created names a setting and its range.
     """
 
     summary: ClassVar[str]  # one line, for help texts
@@ -42,6 +43,10 @@ class Policy(ABC):
     @abstractmethod
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         """What the engine does next."""
+
+    def make_history(self) -> History | None:
+        """What the engine is to remember of steps, for `View.history`; None: nothing."""
+        return None
 
     @property
     def token_weights(self) -> TokenWeights:

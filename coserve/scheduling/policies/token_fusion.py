@@ -7,10 +7,9 @@ tokens, f the profiled latency. Tokens that came early in the past count for not
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coserve.scheduling.building import PlanBuilder
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.plan import Plan, View
+from coserve.scheduling.policies._turns import serving_step, slo_s
 from coserve.scheduling.policies.base import Policy
 
 
@@ -21,14 +20,7 @@ class TokenFusion(Policy):
     summary: ClassVar[str] = "every step filled up to the tightest TPOT SLO (FlexLLM)"
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
-        memory = MemoryPlan(view)
-        memory.grow()
-        memory.admit_waiting()
+        memory, build = serving_step(view, latency)
         memory.begin_packs()
-        build = PlanBuilder(view, latency, margin=0.0)
-        requests = memory.requests
-        slo_s = min([request.tpot_s for request in requests], default=view.tpot_s)
-        build.decode([request for request in requests if request.num_rows == 1])
-        build.prefill([request for request in requests if request.num_rows > 1], slo_s)
-        build.tune(memory.jobs, slo_s)
+        build.tune(memory.jobs, slo_s(view, memory))
         return build.build(memory)

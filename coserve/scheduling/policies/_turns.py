@@ -1,0 +1,82 @@
+"""What policies share that give the device to requests and to jobs in turns.
+
+An iteration of inference is a step that decodes one token of every request that runs, with prompts in chunks. One of
+tuning is a pack's way forward, through the loss and backward, in pieces as large as they can be, with the optimizer
+step if that is due. Between any two of its steps the device could turn to requests; these policies do not let it.
+"""
+
+from collections.abc import Sequence
+
+from coserve.scheduling.building import PlanBuilder
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.memory import MemoryPlan
+from coserve.scheduling.plan import JobView, Plan, View
+
+
+def has_requests(view: View) -> bool:
+    """Whether there is anything to run or to admit for requests."""
+    return bool(view.requests) or any(request.may_start for request in view.waiting)
+
+
+def serving_step(view: View, latency: LatencyModel) -> tuple[MemoryPlan, PlanBuilder]:
+    """Iteration-level scheduling with chunked prefill (FlexLLM section 6.2): a step of requests alone, to be built, and
+    the memory that changes hands for it. Prompts are cut so that it lasts no longer than the tightest TPOT SLO.
+    """
+    memory = MemoryPlan(view)
+    memory.grow()
+    memory.admit_waiting()
+    build = PlanBuilder(view, latency, margin=0.0)
+    build.decode([request for request in memory.requests if request.num_rows == 1])
+    build.prefill([request for request in memory.requests if request.num_rows > 1], slo_s(view, memory))
+    return memory, build
+
+
+def slo_s(view: View, memory: MemoryPlan) -> float:
+    """The tightest TPOT SLO of the requests that run; without any, of the next."""
+    return min([request.tpot_s for request in memory.requests], default=view.tpot_s)
+
+
+def under_way(jobs: Sequence[JobView]) -> JobView | None:
+    """The job that is within an iteration of tuning: of several, the one served least."""
+    return next((job for job in jobs if job.phase != "pack" and not _not_begun(job)), None)
+
+
+def next_job(view: View, memory: MemoryPlan, *, requests_first: bool = True) -> JobView | None:
+    """The job under way. Otherwise, of those that have a pack in memory or can get one, the one served least; the
+    others begin none.
+    """
+    if (going := under_way(memory.jobs)) is not None:
+        return going
+    for job in view.jobs:
+        memory.begin_packs([job], requests_first=requests_first)
+        if (found := next((each for each in memory.jobs if each.id == job.id), None)) is not None:
+            return found
+    return None
+
+
+def alternate(view: View, latency: LatencyModel, *, serves: bool) -> Plan:
+    """An iteration under way goes first. Then it is the turn of requests (serves) or of jobs; of the others, where one
+    side has nothing that it could run.
+    """
+    turns = [_serve, _tune] if serves and under_way(view.jobs) is None else [_tune, _serve]
+    plans = [turns[0](view, latency)]
+    if plans[0].runs_nothing:
+        plans.append(turns[1](view, latency))
+    return next((plan for plan in plans if not plan.runs_nothing), plans[0])
+
+
+def _serve(view: View, latency: LatencyModel) -> Plan:
+    memory, build = serving_step(view, latency)
+    return build.build(memory)
+
+
+def _tune(view: View, latency: LatencyModel) -> Plan:
+    """The next step of the iteration under way, or the first of the next one."""
+    memory, build = MemoryPlan(view), PlanBuilder(view, latency, margin=0.0)
+    if (job := next_job(view, memory, requests_first=False)) is not None:
+        build.take(job, job.num_rows, job.num_parts_left)
+    return build.build(memory)
+
+
+def _not_begun(job: JobView) -> bool:
+    return job.phase == "forward" and job.num_rows_left == job.num_rows
