@@ -33,11 +33,11 @@ def report_html(results: dict[str, Any]) -> str:
         f"<h1>{title}</h1>",
         subtitle(results),
         _tiles(results),
-        _section("What it came to", _comparison(results)),
-        _section("Every request, with and without fine-tuning beside it", _request_charts(results)),
-        _section("The device meanwhile", _device_charts(results)),
-        _section("What was learned", _learned(results)),
-        _section("How it was run", _settings(results)),
+        section("What it came to", _comparison(results)),
+        section("Every request, with and without fine-tuning beside it", _request_charts(results)),
+        section("The device meanwhile", _device_charts(results)),
+        section("What was learned", _learned(results)),
+        section("How it was run", _settings(results)),
     ]
     return page(title, "".join(parts))
 
@@ -61,7 +61,8 @@ def _style() -> str:
     return files("coserve.bench").joinpath("report.css").read_text("utf-8")
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
+    """A part of the page, with its heading."""
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 

@@ -132,6 +132,14 @@ class Job:
         return self._pack is not None
 
     @property
+    def num_tokens_done(self) -> float:
+        """Tokens trained, with what is done of the pack in memory, half of it forward and half backward; work that was
+        dropped is not among them.
+        """
+        begun = self._num_rows_counted / 2 if self.has_pack and not self.evaluating else 0.0
+        return self.num_tokens_trained + begun
+
+    @property
     def update_due(self) -> bool:
         busy = self._pack is not None or self._waiting or self.evaluating or self.follow_due
         return self.state == "running" and not busy

@@ -1,7 +1,7 @@
 """Devices by their datasheets, and the profile that a roofline gives a model on them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from coserve.adapters.base import Adapter
@@ -27,6 +27,7 @@ class Hardware:
     """Sustained rates of a device: what large matrix products and streaming reads reach, not what the paper says.
 
     call_s: what starting one operator costs. num_units: among which a step can be divided (1: it cannot).
+    memory_bytes: of the device.
     """
 
     name: str
@@ -34,11 +35,19 @@ class Hardware:
     bytes_per_s: float
     call_s: float
     num_units: int = 1
+    memory_bytes: int = 80 * 10**9
 
 
-# With 80 GB; in tenths of their multiprocessors, as HARLI section 5.2 divides them.
+# bfloat16 or float16 with float32 sums: large products reach 0.6 to 0.7 of what datasheets say, and reads 0.8. Divided
+# in tenths of their multiprocessors, as HARLI section 5.2 does.
 A100 = Hardware(name="A100", flops_per_s=2.2e14, bytes_per_s=1.6e12, call_s=5e-6, num_units=10)
 H100 = Hardware(name="H100", flops_per_s=6.0e14, bytes_per_s=2.7e12, call_s=4e-6, num_units=10)
+H200 = replace(H100, name="H200", bytes_per_s=3.8e12, memory_bytes=141 * 10**9)
+A40 = replace(A100, name="A40", flops_per_s=1.0e14, bytes_per_s=5.5e11, memory_bytes=48 * 10**9)
+RTX3090 = replace(A100, name="RTX 3090", flops_per_s=5.0e13, bytes_per_s=7.5e11, memory_bytes=24 * 10**9)
+ADA6000 = replace(A100, name="RTX 6000 Ada", flops_per_s=2.3e14, bytes_per_s=7.7e11, memory_bytes=48 * 10**9)
+# By the names of commands.
+CATALOGUE = {"a100": A100, "h100": H100, "h200": H200, "a40": A40, "rtx3090": RTX3090, "ada6000": ADA6000}
 # Of a device's units, the share that can take all of its memory's bandwidth: decode steps hardly get faster with more
 # (HARLI figure 9).
 _BANDWIDTH_SHARE = 0.5

@@ -83,26 +83,26 @@ def read_day(path: str | Path) -> list[int]:
 
 def rescale(trace: Sequence[TracedRequest], *, rate: float, seconds: float, skip: int = 0) -> list[TracedRequest]:
     """As many requests in a row as arrive within some seconds at this mean rate, with time stretched so that they do:
-    bursts and quiet times keep their shape, and the requests of a higher rate begin with those of a lower one.
+    bursts and quiet times keep their shape, and the requests of a higher rate begin with those of a lower one. A trace
+    that has fewer is played again from its start.
 
     skip: requests that are left out before them.
-
-    Raises:
-        DataError: the trace has fewer requests than that.
     """
     number = max(1, round(rate * seconds))
-    if skip + number > len(trace):
-        raise DataError(
-            f"{seconds:g} s at {rate:.3g} requests/s are {number} requests; the trace has {len(trace) - skip}"
-        )
-    chosen = trace[skip : skip + number]
-    start_s = chosen[0].at_s
-    if skip + number < len(trace):
-        span_s = trace[skip + number].at_s - start_s
-    else:  # the time after the last one is not recorded: a mean one
-        span_s = (chosen[-1].at_s - start_s) * number / max(1, number - 1)
+    # The time after the last request is not recorded: a mean one.
+    period_s = (trace[-1].at_s - trace[0].at_s) * len(trace) / max(1, len(trace) - 1) or 1.0
+
+    def at_s(index: int) -> float:
+        turn, place = divmod(index, len(trace))
+        return turn * period_s + trace[place].at_s
+
+    start_s = at_s(skip)
+    span_s = at_s(skip + number) - start_s
     factor = number / rate / span_s if span_s > 0 else 0.0
-    return [replace(request, at_s=(request.at_s - start_s) * factor) for request in chosen]
+    return [
+        replace(trace[index % len(trace)], at_s=(at_s(index) - start_s) * factor)
+        for index in range(skip, skip + number)
+    ]
 
 
 def scale_lengths(trace: Sequence[TracedRequest], factor: float) -> list[TracedRequest]:

@@ -122,8 +122,9 @@ def test_a_mean_rate_keeps_the_shape_of_bursts():
     assert len(whole) == len(trace) and 0 < whole[-1].at_s < 200
     assert rescale(trace, rate=1, seconds=10, skip=7)[0].num_prompt_tokens == trace[7].num_prompt_tokens
     assert rescale(trace[:1], rate=1, seconds=1)[0].at_s == 0
-    with pytest.raises(DataError, match="are 4000 requests; the trace has 2000"):
-        rescale(trace, rate=10, seconds=400)
+    again = rescale(trace, rate=10, seconds=400)
+    assert len(again) == 2 * len(trace), "it is played again"
+    assert again[2000].at_s == pytest.approx(200) and again[2000].num_prompt_tokens == trace[0].num_prompt_tokens
     assert [r.num_prompt_tokens for r in scale_lengths(slow[:2], 0.001)] == [1, 1]
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coserve.cli import bench_compare
+
 if TYPE_CHECKING:
     from coserve.models.backbone import Backbone
 
@@ -30,6 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
+app.command()(bench_compare.compare)
 
 
 @app.command()

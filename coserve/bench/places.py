@@ -1,0 +1,134 @@
+"""Where a comparison takes place: engines on a device that is here, or on modelled ones."""
+
+import time
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coserve.devices.base import Device
+from coserve.engine.config import EngineConfig
+from coserve.engine.core import EngineCore
+from coserve.errors import BudgetError
+from coserve.memory.paged_kv import kv_page_bytes
+from coserve.models.backbone import Backbone
+from coserve.models.weights import weight_tensors
+from coserve.scheduling.latency import LatencyModel, Profile
+from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.modelled_device import ModelledDevice
+
+_BLOCK_TOKENS = 16
+# Of a device's memory, what weights and pages may take: the rest is for the runtime and for what steps work in.
+_MEMORY_SHARE = 0.9
+# What steps of the same kind differ by on a device that nobody else uses.
+MODELLED_NOISE = 0.03
+
+
+class Place(Protocol):
+    """A device to open one engine after the other on, each as if it were the first."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def latency(self) -> LatencyModel:
+        """What every engine knows of the device at its start."""
+        ...
+
+    def open(self, config: EngineConfig) -> EngineCore: ...
+
+    def idle(self, engine: EngineCore, seconds: float) -> None:
+        """Let time pass, by the clock of an engine's device."""
+        ...
+
+    def close(self, engine: EngineCore) -> None:
+        """End all that an engine does."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelledPlace:
+    """A device that says how long its steps would take.
+
+    noise: standard deviation of the logarithm of what the sections of a step take.
+    """
+
+    name: str
+    backbone: Backbone
+    profile: Profile
+    num_pages: int
+    noise: float = MODELLED_NOISE
+
+    @property
+    def latency(self) -> LatencyModel:
+        return LatencyModel(self.profile)
+
+    @classmethod
+    def of_hardware(cls, backbone: Backbone, hardware: Hardware) -> "ModelledPlace":
+        """By the datasheet; BudgetError if the model and some requests need more memory than there is."""
+        tensors = {id(one): one for held in backbone.weights.values() for one in weight_tensors(held)}
+        bytes_of_weights = sum(tensor.nbytes for tensor in tensors.values())
+        left = _MEMORY_SHARE * hardware.memory_bytes - bytes_of_weights
+        num_pages = int(left / kv_page_bytes(backbone, _BLOCK_TOKENS))
+        if num_pages < 64:
+            raise BudgetError(
+                f"{backbone.name} has {bytes_of_weights / 1e9:.0f} GB of weights, which leaves too little of the "
+                f"{hardware.memory_bytes / 1e9:.0f} GB of {hardware.name}"
+            )
+        return cls(
+            name=hardware.name,
+            backbone=backbone,
+            profile=roofline_profile(backbone, hardware),
+            num_pages=num_pages,
+        )
+
+    def open(self, config: EngineConfig) -> EngineCore:
+        device = ModelledDevice(
+            self.backbone, self.profile, num_pages=self.num_pages, block_tokens=_BLOCK_TOKENS, noise=self.noise
+        )
+        return EngineCore(device, self.latency, config)
+
+    def idle(self, engine: EngineCore, seconds: float) -> None:
+        device = engine.device
+        assert isinstance(device, ModelledDevice)
+        device.clock.advance(seconds)
+
+    def close(self, engine: EngineCore) -> None:
+        """Nothing: the device goes with the engine."""
+
+
+@dataclass(kw_only=True)
+class TorchPlace:
+    """A device that is here; its engines take turns."""
+
+    name: str
+    device: Device
+    latency: LatencyModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.latency = LatencyModel(self.device.info.profile)
+
+    def open(self, config: EngineConfig) -> EngineCore:
+        return EngineCore(self.device, deepcopy(self.latency), config)
+
+    def idle(self, engine: EngineCore, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def close(self, engine: EngineCore) -> None:
+        for request in [each.request for each in engine.requests]:
+            engine.cancel(request)
+        for job in list(engine.jobs):
+            engine.cancel_job(job)
+        while engine.has_work:
+            engine.step()
+        engine.flush_commands()
+
+    def learn(self, engine: EngineCore) -> None:
+        """Have later engines start with what this one knows of the device."""
+        self.latency = engine.latency
+
+    def modelled(self, backbone: Backbone) -> ModelledPlace:
+        """Its model, by what is known of it now. backbone: the same, of shapes alone."""
+        profile = self.latency.settled_profile() or self.latency.profile
+        return ModelledPlace(
+            name=f"{self.name}, modelled", backbone=backbone, profile=profile, num_pages=self.device.info.num_pages
+        )

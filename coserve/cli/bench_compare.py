@@ -1,0 +1,294 @@
+"""`coserve bench compare`: every policy on one trace."""
+
+import json
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from coserve.bench.compare import CompareConfig
+    from coserve.bench.places import ModelledPlace, TorchPlace
+    from coserve.models.backbone import Backbone
+    from coserve.tuning.examples import Example
+
+# Real time for all cells on a device that is here, and time of the trace for each on a modelled one.
+_MINUTES, _QUICK_MINUTES = 40.0, 4.0
+_MODELLED_S, _QUICK_MODELLED_S = 300.0, 60.0
+_POOL_BYTES = 4 << 30
+_MOST_EXAMPLES, _CHARACTERS_PER_TOKEN = 1000, 4
+
+
+class On(StrEnum):
+    """What devices a comparison runs on."""
+
+    torch = "torch"
+    modelled = "modelled"
+
+
+def slo_option(text: str | None) -> str | None:
+    """As it was given; a mistake is said before anything is loaded."""
+    from coserve.server.units import slo_seconds
+
+    if text is not None:
+        try:
+            slo_seconds(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return text
+
+
+def compare(
+    trace: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Arrivals and lengths: CSV or JSONL, gzipped or not, as Azure or BurstGPT publish them.",
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")] = "dummy:qwen2.5-0.5b",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, or best: what this machine has instructions for.")
+    ] = "best",
+    device: Annotated[
+        On, typer.Option(help="torch: this machine, in real time; modelled: by datasheets, in virtual time.")
+    ] = On.torch,
+    hardware: Annotated[
+        str, typer.Option(metavar="NAMES", help="With --device modelled: a100, h100, … with commas between them.")
+    ] = "a100",
+    policies: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="With commas between them. [all that there are]")
+    ] = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help="Requests per second, with commas between them. [30, 60 and 90% of what requests alone can hold]",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=1, help="Of the trace, for each policy at each rate. [modelled: 300; torch: 40 minutes for all]"
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute of the trace, or five minutes in all.")] = False,
+    slo_ttft: Annotated[
+        str, typer.Option(metavar="TIME", callback=slo_option, help="SLO: time to the first token, such as 5s.")
+    ] = "5s",
+    slo_tpot: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            callback=slo_option,
+            help="SLO: mean time per later token. [2.5 decode steps of one request]",
+        ),
+    ] = None,
+    length_factor: Annotated[
+        float | None,
+        typer.Option(min=1e-3, max=10, help="Prompts and answers are this many times as long. [1, 1/2, …: as fits]"),
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Lengths from another file, as ShareGPT's, drawn at random.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=0, max=64, help="Jobs that run at once.")] = 1,
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens of a job's example, at most.")] = 512,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Examples of the jobs: Alpaca, GSM8K, …, or a job's file. [random tokens]"),
+    ] = None,
+    picture: Annotated[Path, typer.Option(help="Where the report is written, as a page for browsers.")] = Path(
+        "compare.html"
+    ),
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Every policy on one trace and one mix of jobs, with the same SLOs, in one run: attainment, latencies, tokens per
+    second of requests and of jobs, evictions and prediction errors at a light, a middle and a heavy rate. Leaves a
+    report; the last line is JSON.
+    """
+    from coserve.bench.compare import compare as run
+    from coserve.bench.compare_page import compare_html
+    from coserve.cli.tables import console
+    from coserve.server.units import slo_seconds
+    from coserve.workloads.traces import read_trace
+
+    requests = read_trace(trace)
+    if lengths is not None:
+        requests = _with_lengths(requests, lengths, seed)
+    names = _policies(policies)
+    wanted = _rates(rates)
+    budget_s = 60 * (_QUICK_MINUTES if quick else _MINUTES)
+    shapes, dtype = _shapes(model, dtype, device)
+    config = _config(
+        names,
+        seconds=seconds or (_QUICK_MODELLED_S if quick else _MODELLED_S),
+        budget_s=budget_s if device is On.torch and seconds is None else None,
+        ttft_s=slo_seconds(slo_ttft),
+        tpot_s=None if slo_tpot is None else slo_seconds(slo_tpot),
+        length_factor=length_factor,
+        num_jobs=jobs,
+        sequence=sequence,
+        examples=_examples(data, model, shapes, sequence),
+        rates=wanted,
+        seed=seed,
+    )
+    screen = console(stderr=True)
+    places = modelled_places(shapes, hardware) if device is On.modelled else [_here(model, dtype)]
+    found = [run(place, requests, config, shapes=shapes, watch=screen.print) for place in places]
+    result = {
+        "experiment": "compare",
+        "model": model,
+        "dtype": dtype,
+        "machine": ", ".join(each.place for each in found),
+        "date": datetime.now(UTC).date().isoformat(),
+        "settings": {
+            "trace": str(trace),
+            "lengths": str(lengths) if lengths else "the trace's",
+            "device": device.value,
+            "seconds of the trace": round(found[0].seconds, 1),
+            "jobs": jobs,
+            "examples": str(data) if data else f"random, {sequence} tokens",
+            "seed": seed,
+        },
+    }
+    result |= _told([each.result() for each in found])
+    picture.write_text(compare_html(result, found), "utf-8")
+    _print(result)
+
+
+def _told(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one device: all of it. Of several: the rows of all, and the rest by device."""
+    if len(results) == 1:
+        return results[0]
+    rows = [{"place": result["place"], **row} for result in results for row in result["rows"]]
+    places = [{name: value for name, value in result.items() if name != "rows"} for result in results]
+    return {"places": places, "rows": rows}
+
+
+def _config(policies: tuple[str, ...], **settings: Any) -> "CompareConfig":
+    from coserve.bench.compare import CompareConfig
+
+    return CompareConfig(policies=policies, **settings)
+
+
+def _policies(text: str | None) -> tuple[str, ...]:
+    from coserve.scheduling.policies import policy_class, policy_names
+
+    names = policy_names() if text is None else tuple(name.strip() for name in text.split(","))
+    for name in names:
+        try:
+            policy_class(name)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--policies") from None
+    return tuple(dict.fromkeys(names))
+
+
+def _rates(text: str | None) -> tuple[float, ...]:
+    try:
+        found = tuple(float(number) for number in text.split(",")) if text else ()
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 < rate < float("inf") for rate in found):
+        raise typer.BadParameter(f"{text!r} must be numbers above 0 with commas between them", param_hint="--rates")
+    return found
+
+
+def _with_lengths(requests: Any, path: Path, seed: int) -> Any:
+    from dataclasses import replace
+    from random import Random
+
+    from coserve.workloads.arrivals import RecordedLengths
+    from coserve.workloads.traces import read_lengths
+
+    lengths, random = RecordedLengths(read_lengths(path)), Random(seed)
+    drawn = ((each, lengths.draw(random)) for each in requests)
+    return [replace(each, num_prompt_tokens=prompt, num_output_tokens=output) for each, (prompt, output) in drawn]
+
+
+def _shapes(model: str, dtype: str, device: On) -> "tuple[Backbone, str]":
+    """The model without weights, and the dtype by its name."""
+    import torch
+
+    from coserve.bench.machine import best_dtype
+    from coserve.models import load_backbone
+
+    if dtype == "best":
+        dtype = "bfloat16" if device is On.modelled else best_dtype(_torch_device())
+    return load_backbone(model, dtype=dtype, device=torch.device("meta")), dtype
+
+
+def _torch_device() -> Any:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def modelled_places(shapes: "Backbone", names: str) -> "list[ModelledPlace]":
+    """Devices of the catalogue, by their names with commas between them."""
+    from coserve.bench.places import ModelledPlace
+    from coserve.simulate.hardware import CATALOGUE
+
+    places = []
+    for name in [each.strip().lower() for each in names.split(",")]:
+        if name not in CATALOGUE:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(CATALOGUE)}", param_hint="--hardware")
+        places.append(ModelledPlace.of_hardware(shapes, CATALOGUE[name]))
+    return places
+
+
+def _here(model: str, dtype: str) -> "TorchPlace":
+    from coserve.bench.machine import describe
+    from coserve.bench.places import TorchPlace
+    from coserve.devices.loading import torch_device
+    from coserve.devices.process_memory import keep_freed_memory
+    from coserve.models import load_backbone
+
+    keep_freed_memory()
+    place = _torch_device()
+    backbone = load_backbone(model, dtype=dtype, device=place)
+    memory_bytes = _POOL_BYTES if place.type == "cpu" else None
+    return TorchPlace(name=describe(place), device=torch_device(backbone, memory_bytes=memory_bytes))
+
+
+def _examples(path: Path | None, model: str, shapes: "Backbone", length: int) -> "tuple[Example, ...]":
+    """Of a file: in the model's tokens; where it has no tokenizer, about as many random ones."""
+    if path is None:
+        return ()
+    from random import Random
+
+    from coserve.engine.prompts import load_tokenizer
+    from coserve.models.source import find_model
+    from coserve.tuning.examples import Example, read_examples
+    from coserve.workloads.datasets import read_dataset
+
+    lines = [json.dumps(line) for line in read_dataset(path, most=_MOST_EXAMPLES)]
+    tokenizer = load_tokenizer(find_model(model, with_weights=False))
+    if tokenizer is not None:
+        return tuple(read_examples(lines, tokenizer, max_sequence_length=length))
+    random, vocab = Random(0), range(shapes.architecture.vocab_size)
+    counts = [min(length, max(2, len(line) // _CHARACTERS_PER_TOKEN)) for line in lines]
+    return tuple(Example(tokens=tuple(random.choices(vocab, k=count)), trained=(True,) * count) for count in counts)
+
+
+def _print(result: dict[str, Any]) -> None:
+    from coserve.cli.tables import console, table
+
+    shown = table(
+        *("policy", "load", ">requests/s", ">attainment", ">TTFT ms p50", ">p99", ">TPOT ms p50", ">p99"),
+        *(">output tokens/s", ">tuning tokens/s", ">evictions", ">prediction error"),
+        title=f"compare: {result['model']}, {result['dtype']}, {result['machine']}",
+    )
+    for row in result["rows"]:
+        times = [row[f"{name}_p{share}_ms"] for name in ("ttft", "tpot") for share in (50, 99)]
+        error = row["prediction_error"]
+        shown.add_row(
+            f"{row['place']}: {row['policy']}" if "place" in row else row["policy"],
+            *(row["load"], f"{row['rate']:.3g}", f"{row['attainment']:.1%}"),
+            *("–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in times),
+            *(f"{row[f'{name}_tokens_per_s']:,.0f}" for name in ("inference", "tuning")),
+            *(str(row["evictions"]), "–" if error is None else f"{error:.1%}"),
+        )
+    console().print(shown)
+    print(json.dumps(result))

@@ -1,0 +1,143 @@
+"""`coserve bench compare`: what it says of policies on a modelled device, and on torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from coserve.bench.compare import CompareConfig, compare, fitting_factor
+from coserve.bench.compare_page import compare_html
+from coserve.bench.open_loop import OpenLoop
+from coserve.bench.places import ModelledPlace
+from coserve.cli.main import app
+from coserve.engine.config import EngineConfig
+from coserve.errors import BudgetError
+from coserve.models import load_backbone
+from coserve.scheduling.slo import Slo
+from coserve.simulate.hardware import A40, CATALOGUE, Hardware
+from coserve.workloads.arrivals import LogNormalLengths, poisson
+from coserve.workloads.traces import TracedRequest
+
+pytestmark = pytest.mark.long
+
+TRACE = poisson(rate=4, seconds=60, seed=0, lengths=LogNormalLengths(mean_prompt_tokens=200, mean_output_tokens=30))
+SLO = Slo(ttft_s=5.0, tpot_s=0.5)
+# A step takes some 80 ms there, so that a minute of the trace is not many steps.
+SLOW = Hardware(name="slow", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5, memory_bytes=4 * 10**9)
+
+
+@pytest.fixture(scope="module")
+def place() -> ModelledPlace:
+    backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
+    return ModelledPlace.of_hardware(backbone, SLOW)
+
+
+def play(place: ModelledPlace, trace, *, seconds: float, policy: str = "slack", drain_s: float = 10.0):
+    engine = place.open(EngineConfig(policy=policy))
+    loop = OpenLoop(engine, trace, slo=SLO, seconds=seconds, idle=lambda pause_s: place.idle(engine, pause_s))
+    played = loop.run(drain_s=drain_s)
+    engine.check_integrity()
+    return played
+
+
+def test_every_request_is_answered_with_the_traces_lengths(place):
+    played = play(place, TRACE[:12], seconds=40.0)
+    assert [each.index for each in played.outcomes] == list(range(12))
+    for outcome, request in zip(played.outcomes, TRACE, strict=False):
+        assert outcome.error is None and outcome.num_output_tokens == request.num_output_tokens
+        assert outcome.arrival_s == request.at_s < outcome.end_s
+        assert len(outcome.gaps_s) == request.num_output_tokens - 1
+    assert played.attainment(SLO) == 1 and played.num_trained == 0
+    assert played.num_output_tokens <= sum(request.num_output_tokens for request in TRACE[:12])
+
+
+def test_what_is_not_answered_in_time_held_nothing(place):
+    played = play(place, TRACE[:4], seconds=3.0, policy="tuning-only", drain_s=1.0)
+    assert {each.error for each in played.outcomes} == {"not answered in time"}
+    assert played.attainment(SLO) == 0
+    huge = TracedRequest(at_s=0.0, num_prompt_tokens=16 * place.num_pages + 1, num_output_tokens=1)
+    (outcome,) = play(place, [huge], seconds=1.0).outcomes
+    assert outcome.error is not None and "tokens" in outcome.error
+
+
+def test_policies_are_compared_at_rates_up_to_what_requests_alone_can_hold(place):
+    policies = ("slack", "inference-only", "tuning-only")
+    found = compare(place, TRACE, CompareConfig(policies=policies, seconds=6.0))
+    result = found.result()
+    assert result["slo_tpot_ms"] == pytest.approx(2.5 * result["solo_step_ms"], rel=1e-3)
+    assert [(row["load"], row["policy"]) for row in result["rows"]] == [
+        (load, policy) for load in ("light", "middle", "heavy") for policy in policies
+    ]
+    for row in result["rows"]:
+        assert (row["tuning_tokens_per_s"] > 0) is (row["policy"] != "inference-only")
+        assert (row["attainment"] == 0) is (row["policy"] == "tuning-only")
+    rates = sorted({row["rate"] for row in result["rows"]})
+    assert rates == pytest.approx([share * result["saturation_rate"] for share in (0.3, 0.6, 0.9)], rel=1e-3)
+    assert [each["attainment"] >= 0.99 for each in result["against_rivals"]] == [True] * 3
+    first = found.cells[0]
+    again = compare(place, TRACE, CompareConfig(policies=("slack",), seconds=6.0, rates=(first.rate,))).cells[0]
+    assert {**again.row(), "load": "light"} == first.row(), "the same seed, the same numbers"
+    page = compare_html({"model": "m", "dtype": "d", "machine": "a<b", "date": "x", "settings": {"a": 1}}, [found])
+    assert len(ElementTree.fromstring(page.split("\n", 1)[1]).findall(".//{http://www.w3.org/2000/svg}svg")) >= 6
+
+
+def test_lengths_are_made_to_fit_and_what_cannot_be_held_is_said(place):
+    assert fitting_factor(TRACE, place.latency, 5.0) == 1
+    short = fitting_factor(TRACE, place.latency, 1.0)
+    assert short < 1 and place.latency.prompt_s(round(800 * short)) <= 1
+    with pytest.raises(BudgetError, match="hold a TTFT of 5 s and a TPOT of 1e-05 ms at no rate"):
+        compare(place, TRACE, CompareConfig(policies=("slack",), seconds=1.0, tpot_s=1e-8))
+    with pytest.raises(BudgetError, match="66 GB of weights, which leaves too little of the 48 GB of A40"):
+        ModelledPlace.of_hardware(load_backbone("dummy:qwen2.5-32b", device="meta", dtype="bfloat16"), A40)
+
+
+def run_command(tmp_path: Path, *arguments: str) -> Any:
+    trace = tmp_path / "trace.csv"
+    rows = [f"{each.at_s},{each.num_prompt_tokens},{each.num_output_tokens}\n" for each in TRACE]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
+    given = ("--trace", str(trace), "--picture", str(tmp_path / "page.html"), *arguments)
+    return CliRunner().invoke(app, ["bench", "compare", *given], catch_exceptions=False)
+
+
+def test_the_command_on_several_modelled_devices_ends_with_a_line_of_json(tmp_path):
+    data = tmp_path / "set.jsonl"
+    data.write_text(json.dumps({"question": "What is 1+1?", "answer": "2"}) + "\n")
+    options = ("--seconds", "2", "--rates", "2,3", "--policies", "slack,inference-only", "--data", str(data))
+    done = run_command(tmp_path, "--device", "modelled", "--hardware", "a100,rtx3090", *options)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [(row["place"], row["rate"], row["policy"]) for row in rows] == [
+        (place, rate, policy)
+        for place in ("A100", "RTX 3090")
+        for rate in (2, 3)
+        for policy in ("slack", "inference-only")
+    ]
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_on_torch_the_model_stands_beside_what_was_measured(tmp_path):
+    options = ("--seconds", "1", "--rates", "4", "--policies", "slack,tuning-only", "--length-factor", "0.1")
+    done = run_command(tmp_path, "--model", "tiny", "--dtype", "float32", *options)
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [row["policy"] for row in result["rows"]] == ["slack", "tuning-only"]
+    assert all(row["modelled"]["tuning_tokens_per_s"] > 0 for row in result["rows"])
+    assert result["model_error"]["tuning_tokens_per_s"] >= 0
+    assert {"attainment", "ttft_p99_ms", "tpot_p99_ms", "inference_tokens_per_s"} <= result["rows"][0].keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policies", "none"), "policy 'none' is not one of slack"),
+        (("--rates", "1,x"), "'1,x' must be numbers above 0"),
+        (("--device", "modelled", "--hardware", "abacus"), f"'abacus' is not one of {', '.join(CATALOGUE)}"),
+        (("--slo-ttft", "5"), "has no unit"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, arguments, message):
+    done = run_command(tmp_path, *arguments)
+    assert done.exit_code != 0 and message in " ".join(done.output.replace("│", "").split())
