@@ -12,7 +12,7 @@ _GPU_SHARE, _CPU_SHARE = 0.85, 0.25
 # However little is said to be free.
 _LEAST_BYTES = 64 << 20
 # Options of glibc's mallopt (malloc.h).
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 # oneDNN's own bound is 1,024; a step has few kinds of products, and of the rest most are hardly ever used again.
 _MOST_COMPILED_PRODUCTS = 256
 
@@ -46,10 +46,12 @@ def keep_freed_memory() -> None:
 
     By default every tensor of some ten megabytes comes from the system and goes back there, and its pages are made and
     cleared anew: a quarter of the time of the loss over a large vocabulary. For a process that is the engine's own.
+
+    All threads share one heap: of each other heap `give_back_freed_memory` would leave the end, up to 64 MB.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):
             mallopt(option, value)
 
 

@@ -1,0 +1,83 @@
+"""Many jobs take much memory; when they have ended it is there for others: pages, tensors, and what the system sees."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import many_jobs
+import pytest
+from engines import make_engine, watched
+from many_jobs import run_jobs, tensor_bytes
+
+from coserve.devices.messages import (
+    DropCheckpoint,
+    DropTrainer,
+    DropVersion,
+    OpenTrainer,
+    PublishVersion,
+    TakeCheckpoint,
+)
+
+# Where each thread has a heap of its own, the C library keeps the ends of those.
+IN_THREADS = """
+import threading, torch
+from many_jobs import resident_bytes
+from coserve.devices.process_memory import keep_freed_memory
+
+def work():
+    tensors = [torch.ones(250_000) for _ in range(50)]
+    there.wait()
+    measured.wait()
+
+keep_freed_memory()
+there, measured = threading.Barrier(5), threading.Barrier(5)
+before = resident_bytes()
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+there.wait()
+assert resident_bytes() > before + 190e6
+measured.wait()
+for thread in threads:
+    thread.join()
+print((resident_bytes() - before) / 1e6)
+"""
+
+
+def output_of(*command: str) -> str:
+    tests = Path(many_jobs.__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}"}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_dozen_jobs_leave_no_pages_tensors_or_handles():
+    engine = make_engine()
+    told = watched(engine).commands
+    run_jobs(engine, 1)
+    before = tensor_bytes()
+    run_jobs(engine, 12)
+    assert engine.pool.num_pages_by_owner() == {}
+    assert tensor_bytes() - before < 10_000
+    for opened, dropped in (
+        (OpenTrainer, DropTrainer),
+        (PublishVersion, DropVersion),
+        (TakeCheckpoint, DropCheckpoint),
+    ):
+        numbers = [sum(isinstance(each, kind) for each in told) for kind in (opened, dropped)]
+        assert numbers[0] == numbers[1] > 0, opened
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_what_threads_have_freed_goes_back_to_the_system():
+    assert float(output_of("-c", IN_THREADS)) < 20
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_a_dozen_jobs_of_rank_64_leave_what_one_leaves():
+    after_one, after_a_dozen = json.loads(output_of(many_jobs.__file__))
+    assert after_a_dozen - after_one < 80e6, "some 400 MB more while they run"
