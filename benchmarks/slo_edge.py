@@ -1,13 +1,15 @@
 """Loads that requests alone just hold, and the same loads beside fine-tuning jobs; in simulated time.
 
     python benchmarks/slo_edge.py [--loads 48] [--first-seed 0] [--rates FILE] [--write FILE]
+    python benchmarks/slo_edge.py --random [--loads 62]
 
 A seed names a load: a model on a modelled A100 or H100, 600 requests (of Azure's chats as recorded; or with the
 arrivals of BurstGPT's densest half minute, again and again, and lengths of ShareGPT), SLOs, pages, jobs, and noise in
 what steps take. Its rate is searched for that requests alone attain 99.0 to 99.9% at. Then the same requests come
 beside jobs: once at that rate, where the SLOs must still be attained by 99%, and once at half of it, where what jobs
 get is to be compared before and after a change. --rates: the result of an earlier run (--write), for the same loads
-without the search. The last line is JSON.
+without the search. --random: at a random rate instead, from light to too much; loads count that requests alone hold.
+The last line is JSON.
 """
 
 import argparse
@@ -41,6 +43,8 @@ LEAST, MOST = 0.990, 0.999
 # Bytes of the device for pages and weights, and the most pages that are worth simulating.
 DEVICE_BYTES, MOST_PAGES = 72e9, 30_000
 MOST_TRIALS = 24
+# Random rates: in units of the one at which the search begins.
+LIGHTEST, HEAVIEST = 0.2, 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +198,13 @@ def edge_rate(load: Load) -> tuple[float, float] | None:
     return None
 
 
+def random_rate(load: Load) -> tuple[float, float] | None:
+    """A rate that does not depend on what is attained, and what requests alone attain; None if that is too little."""
+    rate = Random(-1 - load.seed).uniform(LIGHTEST, HEAVIEST) * likely_rate(load)
+    attained = simulate(load, rate, "inference-only", stop_below=LEAST).attained
+    return (rate, attained) if attained >= LEAST else None
+
+
 def likely_rate(load: Load) -> float:
     """Where to begin: a little above the rate at which 32 at once fill the device."""
     latency = LatencyModel(profile_of(load.model, load.hardware))
@@ -210,6 +221,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="*", help="these alone")
     parser.add_argument("--rates", type=Path)
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--random", action="store_true", help="at random rates, without a search")
     parser.add_argument("--edge-only", action="store_true", help="not at half the rate")
     parser.add_argument("--policy", default="slack")
     asked = parser.parse_args()
@@ -224,15 +236,18 @@ def main() -> int:
     while len(found) < (len(seeds) or asked.loads):
         seed = seeds[len(found)] if seeds else seed + 1
         load = make_load(seed)
-        edge = (known[seed]["rate"], known[seed]["alone"]) if seed in known else edge_rate(load)
+        if seed in known:
+            edge: tuple[float, float] | None = (known[seed]["rate"], known[seed]["alone"])
+        else:
+            edge = random_rate(load) if asked.random else edge_rate(load)
         if edge is None:
-            print(f"{load} no rate at which requests alone just hold their SLOs", flush=True)
+            print(f"{load} requests alone do not hold their SLOs, or not just", flush=True)
             continue
         rate, alone = edge
         line = {"seed": seed, "rate": rate, "alone": alone}
         beside = simulate(load, rate, asked.policy)
         line |= {"beside": beside.attained, "harvest": beside.harvest}
-        if not asked.edge_only:
+        if not (asked.edge_only or asked.random):
             half = simulate(load, rate / 2, asked.policy)
             line |= {"half_beside": half.attained, "half_harvest": half.harvest}
         found.append(line)

@@ -147,9 +147,10 @@ def _calm(world: World) -> None:
         world.asked[name].was_cancelled = True
         world.engine.cancel(name)
     for number in range(_MOST_CALM_STEPS):
-        for job in [job for job in world.jobs.values() if job.state == "paused" and job.id in world.engine.jobs]:
+        # By the engine's word: a pause may hold though its caller was interrupted.
+        for job in [job for job in world.engine.jobs.values() if job.state == "paused"]:
             world.engine.resume_job(job.id)
-            job.state = "running"
+            world.jobs[job.id].state = "running"
         if not world.engine.has_work:
             break
         if not _turn(world):

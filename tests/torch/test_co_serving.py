@@ -128,49 +128,64 @@ def test_jobs_get_on_though_no_request_can_keep_its_slo():
 
 
 def test_jobs_get_on_however_much_requests_press():
-    """Three times as many requests as the device can answer, for a minute: each job gets its least share."""
+    """More requests than the device can answer: each job that has its pages gets its least share. Before there was one,
+    jobs stood still from the first seconds on.
+    """
     engine = make_engine(num_jobs=2)
-    arrivals = [Arrival(at_s=i / 40, num_prompt_tokens=800, num_output_tokens=100) for i in range(40 * 30)]
+    arrivals = [Arrival(at_s=i / 30, num_prompt_tokens=800, num_output_tokens=100) for i in range(30 * 30)]
+    num_pieces = 0
+    for after in Simulation(engine, arrivals).run(30.0):
+        num_pieces += len(engine.last_plan.moved_jobs) if after.now_s > 8.0 else 0
+    assert attained(engine) < 0.9, "requests by themselves need more than there is"
+    assert num_pieces > 20
+
+
+def test_first_tokens_are_in_time_though_there_are_too_many_requests():
+    """Who can't be in time beside those that decode waits for those that can: by deadline alone, each would be a little
+    late (68 of 273 in time; 54 of 373 before waiting requests were in the view).
+    """
+    engine = make_engine(num_jobs=0)
+    arrivals = [Arrival(at_s=i / 30, num_prompt_tokens=800, num_output_tokens=100) for i in range(30 * 30)]
     for _ in Simulation(engine, arrivals).run(30.0):
         pass
-    assert attained(engine) < 0.9, "requests by themselves need more than there is"
-    assert min(job.num_rows_run for job in engine.jobs.values()) > 100
+    in_time = [record.ttft_s is not None and record.ttft_s <= record.slo.ttft_s for record in engine.records]
+    assert sum(in_time) > 0.4 * len(in_time)
 
 
 # -- queues -------------------------------------------------------------------------------
 
 
 def test_jobs_give_way_while_requests_queue():
-    """The pool holds some requests at once; jobs would keep those running for longer, and the queue waiting."""
+    """A burst waits for slots. When a policy saw running requests alone, jobs stretched them to their SLOs while the
+    queue waited: attained 0.25.
+    """
     results = []
     for num_jobs in (0, 1):
-        engine = make_engine(num_pages=900, num_jobs=num_jobs, ttft_s=6.0, tpot_s=0.06)
+        engine = make_engine(num_pages=2500, num_jobs=num_jobs, ttft_s=4.0, tpot_s=0.1, max_requests=16)
         bursts = [
-            Arrival(at_s=20.0 * burst + 2.0, num_prompt_tokens=700, num_output_tokens=120)
-            for burst in range(2)
-            for _ in range(45)
+            Arrival(at_s=5.0 * burst + 2.0 + 0.002 * i, num_prompt_tokens=700, num_output_tokens=200)
+            for burst in range(3)
+            for i in range(21)
         ]
-        for _ in Simulation(engine, bursts).run(40.0):
+        for _ in Simulation(engine, bursts).run(35.0):
             pass
         assert len(engine.records) == len(bursts)
         results.append(attained(engine))
-    alone, both = results
-    assert alone >= 0.99 and both >= 0.99
+    assert results == [1.0, 1.0]
+    assert harvest(engine) > 100
 
 
 # -- long prompts -------------------------------------------------------------------------
 
 
 def test_a_long_prompt_beside_decoding_requests_is_in_time():
-    """Their SLOs leave a quarter of the time: none to spare at first, and later what they banked."""
-    engine = make_engine(ttft_s=1.0, tpot_s=0.020)
-    arrivals = [Arrival(at_s=0.0, num_prompt_tokens=200, num_output_tokens=800)] * 24
-    long = Arrival(at_s=2.0, num_prompt_tokens=6000, num_output_tokens=2)
+    """Their SLOs leave little time: 64 rows in each step would be 1.16 s."""
+    engine = make_engine(ttft_s=1.0, tpot_s=0.018)
+    arrivals = [Arrival(at_s=0.0, num_prompt_tokens=200, num_output_tokens=800)] * 48
+    long = Arrival(at_s=0.5, num_prompt_tokens=6000, num_output_tokens=2)
     for _ in Simulation(engine, [*arrivals, long]).run(30.0):
         pass
-    assert len(engine.records) == 25 and engine.latency.prompt_s(6000) < 0.7
-    (record,) = [record for record in engine.records if record.num_prompt_tokens == 6000]
-    assert record.ttft_s <= 1.0 and attained(engine, most_tokens=2) == 1.0
+    assert len(engine.records) == 49 and attained(engine) == 1.0
 
 
 def test_arrivals_do_not_wait_for_a_long_prompt_without_hurry():

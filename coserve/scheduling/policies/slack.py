@@ -194,12 +194,11 @@ class Slack(Policy):
         share = needed_s = 0.0
         for prompt in sorted(prompts, key=self.due_at_s):
             alone_s = latency.prompt_s(prompt.num_rows, prompt.num_past)
-            left_s = self.due_at_s(prompt) - view.now_s
+            left_s = (self.due_at_s(prompt) - view.now_s) / (1 + latency.margin) - decode_s
             if alone_s > left_s:
                 lost.append(prompt)
                 continue
             timely.append(prompt)
-            left_s = max(alone_s, left_s / (1 + latency.margin) - decode_s)
             if needed_s + alone_s <= MOST_SHARE * left_s or not needed_s:
                 needed_s += alone_s
                 share = max(share, needed_s / left_s)
