@@ -5,114 +5,37 @@ which requests alone hold both SLOs in 99 of 100 cases, found on the device's mo
 tried there, too. Beside each measured number stands what the model says of the same cell, so that its error is known.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
-from random import Random
 from statistics import mean
 from typing import Any
 
-from coserve.adapters.methods.lora import LoraConfig
-from coserve.bench.open_loop import OpenLoop, Played
-from coserve.bench.places import ModelledPlace, Place, TorchPlace
-from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
-from coserve.errors import BudgetError
+from coserve.bench.cells import (
+    ALONE,
+    ATTAINMENT,
+    JOBS_ALONE,
+    LOADS,
+    Bench,
+    Cell,
+    CompareConfig,
+    Watch,
+    fitting_factor,
+    milliseconds,
+    rounded,
+)
+from coserve.bench.places import ModelledPlace, TorchPlace
 from coserve.models.backbone import Backbone
-from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.policies import DEFAULT_POLICY
-from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, SOLO_CONTEXT, Slo
-from coserve.tuning.config import TuningConfig
-from coserve.tuning.examples import Example
+from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, Slo
 from coserve.workloads.summary import percentile
 from coserve.workloads.traces import TracedRequest, rescale, scale_lengths
 
-# What is called holding the SLOs.
-ATTAINMENT = 0.99
-# Shares of the saturation.
-LOADS = {"light": 0.3, "middle": 0.6, "heavy": 0.9}
-ALONE, JOBS_ALONE = "inference-only", "tuning-only"
-# Saturation is searched with steps of this factor, then halved as often.
-_STEP, _NUM_STEPS, _NUM_HALVINGS = 1.5, 14, 3
-_SEARCH_REQUESTS, _LEAST_SEARCH_S, _MOST_SEARCH_S = 400, 5.0, 120.0
 # On a device that is here, a rate that it does not hold is lowered by this factor, at most as often.
 _LOWERED, _NUM_LOWERED = 0.85, 3
 # Less says nothing.
 _LEAST_CELL_S = 4.0
-# Lengths are shortened until a long prompt takes at most this share of its SLO alone on the device.
-_PROMPT_SHARE, _LONG = 0.5, 0.99
-
-_SOLO = TracedRequest(at_s=0.0, num_prompt_tokens=SOLO_CONTEXT, num_output_tokens=17)
-LORA = LoraConfig(r=16, alpha=32, target_modules="all-linear")
-
-# Told what is being done.
-Watch = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareConfig:
-    """policies: by name. seconds: of the trace, for each policy at each rate. budget_s: for all of it, in place of
-    that. tpot_s: None: from a step alone. length_factor: what lengths are multiplied by; None: as the device needs.
-    examples: of each job; none: random tokens, `sequence` of them. rates: requests per second; none: from the
-    saturation.
-    """
-
-    policies: tuple[str, ...]
-    seconds: float
-    budget_s: float | None = None
-    ttft_s: float = 5.0
-    tpot_s: float | None = None
-    length_factor: float | None = None
-    num_jobs: int = 1
-    batch: int = 4
-    sequence: int = 512
-    examples: tuple[Example, ...] = ()
-    rates: tuple[float, ...] = ()
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """What a policy came to at a rate."""
-
-    policy: str
-    load: str
-    rate: float
-    played: Played
-    slo: Slo
-
-    @property
-    def attainment(self) -> float:
-        """Of the trace's requests: 0 for a policy that answers none."""
-        return self.played.attainment(self.slo) or 0.0
-
-    def row(self) -> dict[str, Any]:
-        """As JSON."""
-        played, answered = self.played, [each for each in self.played.outcomes if each.error is None]
-        times = {
-            "ttft": [each.ttft_s for each in answered if each.ttft_s is not None],
-            "tpot": [each.tpot_s for each in answered if each.tpot_s is not None],
-            "gap": [gap for each in answered for gap in each.gaps_s],
-        }
-        return {
-            "policy": self.policy,
-            "load": self.load,
-            "rate": _rounded(self.rate),
-            "requests": len(played.outcomes),
-            "unanswered": len(played.outcomes) - len(answered),
-            "attainment": round(self.attainment, 4),
-            "goodput_per_s": _rounded(self.attainment * len(played.outcomes) / played.seconds),
-            **{
-                f"{name}_p{share}_ms": _ms(percentile(values, share / 100)) if values else None
-                for name, values in times.items()
-                for share in (50, 99)
-            },
-            "inference_tokens_per_s": _rounded(played.inference_tokens_per_s),
-            "tuning_tokens_per_s": _rounded(played.tuning_tokens_per_s),
-            "evictions": played.num_evictions,
-            "packs_dropped": played.num_drops,
-            "prediction_error": None if played.prediction_error is None else round(played.prediction_error, 4),
-        }
+# Of answers, the longest but one in a hundred.
+_LONG = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +60,12 @@ class Compared:
             row["modelled"] = {name: cell.row()[name] for name in _MODELLED}
         return {
             "place": self.place,
-            "slo_ttft_ms": _ms(self.slo.ttft_s),
-            "slo_tpot_ms": _ms(self.slo.tpot_s),
-            "solo_step_ms": _ms(self.solo_s),
+            "slo_ttft_ms": milliseconds(self.slo.ttft_s),
+            "slo_tpot_ms": milliseconds(self.slo.tpot_s),
+            "solo_step_ms": milliseconds(self.solo_s),
             "length_factor": self.length_factor,
-            "seconds": _rounded(self.seconds),
-            "saturation_rate": None if self.saturation is None else _rounded(self.saturation),
+            "seconds": rounded(self.seconds),
+            "saturation_rate": None if self.saturation is None else rounded(self.saturation),
             "against_rivals": list(self._against_rivals()),
             **({"model_error": self._model_error()} if self.modelled else {}),
             "rows": rows,
@@ -160,12 +83,12 @@ class Compared:
             theirs = best.played.tuning_tokens_per_s if best is not None else 0.0
             yield {
                 "load": ours.load,
-                "rate": _rounded(rate),
+                "rate": rounded(rate),
                 "attainment": round(ours.attainment, 4),
                 "inference_only_attainment": round(found[ALONE].attainment, 4) if ALONE in found else None,
-                "tuning_tokens_per_s": _rounded(ours.played.tuning_tokens_per_s),
+                "tuning_tokens_per_s": rounded(ours.played.tuning_tokens_per_s),
                 "best_rival": best.policy if best is not None and theirs else None,
-                "ratio": _rounded(ours.played.tuning_tokens_per_s / theirs) if theirs else None,
+                "ratio": rounded(ours.played.tuning_tokens_per_s / theirs) if theirs else None,
             }
 
     def _model_error(self) -> dict[str, float | None]:
@@ -195,24 +118,24 @@ def compare(
         BudgetError: requests alone hold the SLOs at no rate.
     """
     watch("a decode step alone")
-    solo_s = _Bench(place, config).solo_s()
+    solo_s = Bench(place, config).solo_s()
     slo = Slo(ttft_s=config.ttft_s, tpot_s=config.tpot_s or DEFAULT_TPOT_STEPS * solo_s)
     factor = config.length_factor or fitting_factor(trace, place.latency, slo.ttft_s)
     trace = scale_lengths(trace, factor)
     if config.budget_s is not None:
         config = replace(config, seconds=_affordable_s(config, config.budget_s, trace, slo))
-    bench, twin = _Bench(place, config), None
+    bench, twin = Bench(place, config), None
     if isinstance(place, TorchPlace):
         assert shapes is not None
         watch("warming up: the latency model sees steps of every kind")
-        twin = _Bench(place.modelled(shapes), config)
-        warm_rate = mean(config.rates) if config.rates else LOADS["middle"] * _search(twin, trace, slo)
+        twin = Bench(place.modelled(shapes), config)
+        warm_rate = mean(config.rates) if config.rates else LOADS["middle"] * twin.saturation(trace, slo)
         place.learn(bench.run(DEFAULT_POLICY, rescale(trace, rate=warm_rate, seconds=config.seconds), slo)[1])
-        twin = _Bench(place.modelled(shapes), config)
+        twin = Bench(place.modelled(shapes), config)
     saturation, rates = None, {f"{rate:g}/s": rate for rate in config.rates}
     if not rates:
         watch("the rate at which requests alone just hold the SLOs")
-        saturation = _search(twin or bench, trace, slo)
+        saturation = (twin or bench).saturation(trace, slo)
         if twin is not None:
             saturation = _tried(bench, trace, slo, saturation)
         rates = {load: share * saturation for load, share in LOADS.items()}
@@ -230,44 +153,7 @@ def compare(
     )
 
 
-def fitting_factor(trace: Sequence[TracedRequest], latency: LatencyModel, ttft_s: float) -> float:
-    """1, 1/2, 1/4, …: what lengths must be multiplied by for a long prompt to leave time for others."""
-    longest = percentile([request.num_prompt_tokens for request in trace], _LONG)
-    factor = 1.0
-    while longest * factor > 1 and latency.prompt_s(round(longest * factor)) > _PROMPT_SHARE * ttft_s:
-        factor /= 2
-    return factor
-
-
-def saturation(place: Place, trace: Sequence[TracedRequest], slo: Slo, *, seconds: float, seed: int = 0) -> float:
-    """The highest rate, to 5%, at which requests alone hold the SLOs; BudgetError if there is none."""
-    return _search(_Bench(place, CompareConfig(policies=(), seconds=seconds, seed=seed)), trace, slo)
-
-
-def _search(bench: "_Bench", trace: Sequence[TracedRequest], slo: Slo) -> float:
-    def holds(rate: float) -> bool:
-        seconds = min(max(_SEARCH_REQUESTS / rate, _LEAST_SEARCH_S), _MOST_SEARCH_S)
-        return bench.holds(rescale(trace, rate=rate, seconds=seconds), slo, seconds=seconds)
-
-    rate = _guess(trace, bench.place.latency)
-    held, lost = (rate, inf) if holds(rate) else (0.0, rate)
-    for _ in range(_NUM_STEPS):
-        if held and lost < inf:
-            break
-        rate = held * _STEP if held else lost / _STEP
-        held, lost = (rate, lost) if holds(rate) else (held, rate)
-    if not held:
-        raise BudgetError(
-            f"requests alone hold a TTFT of {slo.ttft_s:g} s and a TPOT of {1e3 * slo.tpot_s:.3g} ms at no rate down "
-            f"to {lost:.2g}/s on {bench.place.name}: allow more time, or shorten the requests"
-        )
-    for _ in range(_NUM_HALVINGS):
-        rate = (held * lost) ** 0.5 if lost < inf else held
-        held, lost = (rate, lost) if holds(rate) else (held, rate)
-    return held
-
-
-def _tried(bench: "_Bench", trace: Sequence[TracedRequest], slo: Slo, rate: float) -> float:
+def _tried(bench: Bench, trace: Sequence[TracedRequest], slo: Slo, rate: float) -> float:
     """A saturation whose heavy rate is held by the device that is here."""
     seconds = bench.config.seconds
     for _ in range(_NUM_LOWERED):
@@ -275,88 +161,6 @@ def _tried(bench: "_Bench", trace: Sequence[TracedRequest], slo: Slo, rate: floa
             break
         rate *= _LOWERED
     return rate
-
-
-def _guess(trace: Sequence[TracedRequest], latency: LatencyModel) -> float:
-    """Requests per second by mean lengths, with a batch of 32."""
-    prompt = round(mean(request.num_prompt_tokens for request in trace))
-    output = mean(request.num_output_tokens for request in trace)
-    decode_s = latency.decode_s(num_requests=32, context=prompt) / 32
-    return 0.6 / (latency.prompt_s(prompt) + output * decode_s)
-
-
-class _Bench:
-    """Cells, one after the other, on a place."""
-
-    def __init__(self, place: Place, config: CompareConfig) -> None:
-        self.place, self.config = place, config
-
-    def solo_s(self) -> float:
-        """Seconds of a decode step of one request alone."""
-        slo = Slo(ttft_s=3600.0, tpot_s=3600.0)
-        played = [self.run(ALONE, [_SOLO], slo, num_jobs=0, seconds=0.1)[0] for _ in range(2)]
-        tpots = [each.outcomes[0].tpot_s for each in played]
-        return min(tpot_s for tpot_s in tpots if tpot_s is not None)
-
-    def holds(self, trace: Sequence[TracedRequest], slo: Slo, *, seconds: float) -> bool:
-        """Whether requests alone hold the SLOs."""
-        most_missed = (1 - ATTAINMENT) * len(trace)
-        played, _ = self.run(ALONE, trace, slo, num_jobs=0, seconds=seconds, most_missed=most_missed)
-        return (played.attainment(slo) or 0.0) >= ATTAINMENT
-
-    def cells(self, trace: Sequence[TracedRequest], slo: Slo, rates: dict[str, float], watch: Watch) -> Iterator[Cell]:
-        """Every policy at every rate; jobs alone take the same whatever the rate, and run once."""
-        jobs_alone: Played | None = None
-        for load, rate in rates.items():
-            for policy in self.config.policies:
-                if policy != JOBS_ALONE:
-                    watch(f"{policy}, {load}: {rate:.3g} requests/s")
-                    played, _ = self.run(policy, rescale(trace, rate=rate, seconds=self.config.seconds), slo)
-                else:
-                    if jobs_alone is None:
-                        watch(f"{policy}: no requests")
-                        jobs_alone, _ = self.run(policy, [], slo)
-                    played = jobs_alone
-                yield Cell(policy=policy, load=load, rate=rate, played=played, slo=slo)
-
-    def run(
-        self,
-        policy: str,
-        trace: Sequence[TracedRequest],
-        slo: Slo,
-        *,
-        num_jobs: int | None = None,
-        seconds: float | None = None,
-        most_missed: float = inf,
-    ) -> tuple[Played, EngineCore]:
-        """One policy on a trace; what came of it, and the engine, which is over."""
-        engine = self.place.open(EngineConfig(policy=policy, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s))
-        self._submit_jobs(engine, self.config.num_jobs if num_jobs is None else num_jobs)
-        longest = max([request.num_output_tokens for request in trace], default=0)
-        loop = OpenLoop(
-            engine,
-            trace,
-            slo=slo,
-            seconds=self.config.seconds if seconds is None else seconds,
-            idle=lambda pause_s: self.place.idle(engine, pause_s),
-            seed=self.config.seed,
-        )
-        played = loop.run(drain_s=slo.ttft_s + 1.5 * longest * slo.tpot_s, most_missed=most_missed)
-        self.place.close(engine)
-        return played, engine
-
-    def _submit_jobs(self, engine: EngineCore, number: int) -> None:
-        config = self.config
-        random, vocab = Random(config.seed), range(engine.device.info.vocab_size)
-        for index in range(number):
-            examples = config.examples or tuple(
-                Example(tokens=tuple(random.choices(vocab, k=config.sequence)), trained=(True,) * config.sequence)
-                for _ in range(64)
-            )
-            tuning = TuningConfig(
-                num_epochs=100_000, batch_size=config.batch, max_sequence_length=config.sequence, seed=index
-            )
-            engine.submit_examples(examples, tuning, adapter=LORA)
 
 
 def _affordable_s(config: CompareConfig, budget_s: float, trace: Sequence[TracedRequest], slo: Slo) -> float:
@@ -367,12 +171,3 @@ def _affordable_s(config: CompareConfig, budget_s: float, trace: Sequence[Traced
     num_cells = len(others) * (len(config.rates) or len(LOADS)) + (len(others) < len(config.policies)) + 3
     waits_s = slo.tpot_s * percentile([request.num_output_tokens for request in trace], _LONG)
     return max(_LEAST_CELL_S, budget_s / num_cells - waits_s)
-
-
-def _rounded(value: float) -> float:
-    """Four digits that count."""
-    return float(f"{value:.4g}")
-
-
-def _ms(value_s: float) -> float:
-    return round(1e3 * value_s, 3)

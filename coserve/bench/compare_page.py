@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from coserve.bench.cells import ATTAINMENT, JOBS_ALONE, Cell
 from coserve.bench.charts import Axis, Mark, chart, dots, legend, line, nice_high, number, rule
-from coserve.bench.compare import ATTAINMENT, JOBS_ALONE, Cell, Compared
+from coserve.bench.compare import Compared
 from coserve.bench.open_loop import Sample
 from coserve.bench.report import escape, figure, page, section, subtitle
 from coserve.workloads.summary import percentile

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from coserve.bench.compare import CompareConfig
+    from coserve.bench.cells import CompareConfig
     from coserve.bench.places import ModelledPlace, TorchPlace
     from coserve.models.backbone import Backbone
     from coserve.tuning.examples import Example
@@ -168,7 +168,7 @@ def _told(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _config(policies: tuple[str, ...], **settings: Any) -> "CompareConfig":
-    from coserve.bench.compare import CompareConfig
+    from coserve.bench.cells import CompareConfig
 
     return CompareConfig(policies=policies, **settings)
 

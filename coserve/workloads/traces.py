@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 
 from coserve.errors import DataError
-from coserve.workloads.files import read_columns
+from coserve.workloads.files import read_columns, read_records
 
 # What traces call the moment of arrival, the tokens of the prompt, and those of the answer.
 _TIMES = ("arrival_s", "timestamp_s", "timestamp")
@@ -68,10 +68,16 @@ def read_lengths(path: str | Path) -> list[tuple[int, int]]:
     return lengths
 
 
+def is_day(path: str | Path) -> bool:
+    """Whether a file has requests by hour of the day, and no arrivals; DataError if it cannot be read."""
+    _, record = next(read_records(path), (0, dict[str, str]()))
+    return "hour_of_day" in record
+
+
 def read_day(path: str | Path) -> list[int]:
     """Requests of each hour of the day, from midnight on; DataError as `read_trace`, or unless each hour is there."""
     hours: dict[int, int] = {}
-    for number, row in read_columns(path, (("hour_of_day", "hour"), ("requests",))):
+    for number, row in read_columns(path, (("hour_of_day",), ("requests",))):
         try:
             hours[int(row[0])] = _tokens(row[1])
         except ValueError:

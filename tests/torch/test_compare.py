@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from coserve.bench.compare import CompareConfig, compare, fitting_factor
+from coserve.bench.cells import CompareConfig, fitting_factor
+from coserve.bench.compare import compare
 from coserve.bench.compare_page import compare_html
 from coserve.bench.open_loop import OpenLoop
 from coserve.bench.places import ModelledPlace

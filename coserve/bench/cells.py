@@ -1,0 +1,229 @@
+"""Cells of an experiment: one policy, on one trace at one rate, beside jobs, on a place; what rates a place holds."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+from statistics import mean
+from typing import Any
+
+from coserve.adapters.methods.lora import LoraConfig
+from coserve.bench.open_loop import OpenLoop, Played
+from coserve.bench.places import Place
+from coserve.engine.config import EngineConfig
+from coserve.engine.core import EngineCore
+from coserve.errors import BudgetError
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.slo import SOLO_CONTEXT, Slo
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.examples import Example
+from coserve.workloads.summary import percentile
+from coserve.workloads.traces import TracedRequest, rescale
+
+# What is called holding the SLOs.
+ATTAINMENT = 0.99
+# Shares of the saturation.
+LOADS = {"light": 0.3, "middle": 0.6, "heavy": 0.9}
+ALONE, JOBS_ALONE = "inference-only", "tuning-only"
+# Saturation is searched with steps of this factor, then halved as often.
+_STEP, _NUM_STEPS, _NUM_HALVINGS = 1.5, 14, 3
+_SEARCH_REQUESTS, _LEAST_SEARCH_S, _MOST_SEARCH_S = 400, 5.0, 120.0
+# Lengths are shortened until a long prompt takes at most this share of its SLO alone on the device.
+_PROMPT_SHARE, _LONG = 0.5, 0.99
+
+_SOLO = TracedRequest(at_s=0.0, num_prompt_tokens=SOLO_CONTEXT, num_output_tokens=17)
+LORA = LoraConfig(r=16, alpha=32, target_modules="all-linear")
+
+# Told what is being done.
+Watch = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """policies: by name. seconds: of the trace, for each policy at each rate. budget_s: for all of it, in place of
+    that. tpot_s: None: from a step alone. length_factor: what lengths are multiplied by; None: as the device needs.
+    examples: of each job; none: random tokens, `sequence` of them. rates: requests per second; none: from the
+    saturation.
+    """
+
+    policies: tuple[str, ...]
+    seconds: float
+    budget_s: float | None = None
+    ttft_s: float = 5.0
+    tpot_s: float | None = None
+    length_factor: float | None = None
+    num_jobs: int = 1
+    batch: int = 4
+    sequence: int = 512
+    examples: tuple[Example, ...] = ()
+    rates: tuple[float, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What a policy came to at a rate."""
+
+    policy: str
+    load: str
+    rate: float
+    played: Played
+    slo: Slo
+
+    @property
+    def attainment(self) -> float:
+        """Of the trace's requests: 0 for a policy that answers none."""
+        return self.played.attainment(self.slo) or 0.0
+
+    def row(self) -> dict[str, Any]:
+        """As JSON."""
+        played, answered = self.played, [each for each in self.played.outcomes if each.error is None]
+        times = {
+            "ttft": [each.ttft_s for each in answered if each.ttft_s is not None],
+            "tpot": [each.tpot_s for each in answered if each.tpot_s is not None],
+            "gap": [gap for each in answered for gap in each.gaps_s],
+        }
+        return {
+            "policy": self.policy,
+            "load": self.load,
+            "rate": rounded(self.rate),
+            "requests": len(played.outcomes),
+            "unanswered": len(played.outcomes) - len(answered),
+            "attainment": round(self.attainment, 4),
+            "goodput_per_s": rounded(self.attainment * len(played.outcomes) / played.seconds),
+            **{
+                f"{name}_p{share}_ms": milliseconds(percentile(values, share / 100)) if values else None
+                for name, values in times.items()
+                for share in (50, 99)
+            },
+            "inference_tokens_per_s": rounded(played.inference_tokens_per_s),
+            "tuning_tokens_per_s": rounded(played.tuning_tokens_per_s),
+            "evictions": played.num_evictions,
+            "packs_dropped": played.num_drops,
+            "prediction_error": None if played.prediction_error is None else round(played.prediction_error, 4),
+        }
+
+
+def fitting_factor(trace: Sequence[TracedRequest], latency: LatencyModel, ttft_s: float) -> float:
+    """1, 1/2, 1/4, …: what lengths must be multiplied by for a long prompt to leave time for others."""
+    longest = percentile([request.num_prompt_tokens for request in trace], _LONG)
+    factor = 1.0
+    while longest * factor > 1 and latency.prompt_s(round(longest * factor)) > _PROMPT_SHARE * ttft_s:
+        factor /= 2
+    return factor
+
+
+def _guess(trace: Sequence[TracedRequest], latency: LatencyModel) -> float:
+    """Requests per second by mean lengths, with a batch of 32."""
+    prompt = round(mean(request.num_prompt_tokens for request in trace))
+    output = mean(request.num_output_tokens for request in trace)
+    decode_s = latency.decode_s(num_requests=32, context=prompt) / 32
+    return 0.6 / (latency.prompt_s(prompt) + output * decode_s)
+
+
+class Bench:
+    """Cells, one after the other, on a place."""
+
+    def __init__(self, place: Place, config: CompareConfig) -> None:
+        self.place, self.config = place, config
+
+    def solo_s(self) -> float:
+        """Seconds of a decode step of one request alone."""
+        slo = Slo(ttft_s=3600.0, tpot_s=3600.0)
+        played = [self.run(ALONE, [_SOLO], slo, num_jobs=0, seconds=0.1)[0] for _ in range(2)]
+        tpots = [each.outcomes[0].tpot_s for each in played]
+        return min(tpot_s for tpot_s in tpots if tpot_s is not None)
+
+    def holds(self, trace: Sequence[TracedRequest], slo: Slo, *, seconds: float) -> bool:
+        """Whether requests alone hold the SLOs."""
+        most_missed = (1 - ATTAINMENT) * len(trace)
+        played, _ = self.run(ALONE, trace, slo, num_jobs=0, seconds=seconds, most_missed=most_missed)
+        return (played.attainment(slo) or 0.0) >= ATTAINMENT
+
+    def saturation(self, trace: Sequence[TracedRequest], slo: Slo) -> float:
+        """The highest rate, to 5%, at which requests alone hold the SLOs; BudgetError if there is none."""
+
+        def holds(rate: float) -> bool:
+            seconds = min(max(_SEARCH_REQUESTS / rate, _LEAST_SEARCH_S), _MOST_SEARCH_S)
+            return self.holds(rescale(trace, rate=rate, seconds=seconds), slo, seconds=seconds)
+
+        rate = _guess(trace, self.place.latency)
+        held, lost = (rate, inf) if holds(rate) else (0.0, rate)
+        for _ in range(_NUM_STEPS):
+            if held and lost < inf:
+                break
+            rate = held * _STEP if held else lost / _STEP
+            held, lost = (rate, lost) if holds(rate) else (held, rate)
+        if not held:
+            raise BudgetError(
+                f"requests alone hold a TTFT of {slo.ttft_s:g} s and a TPOT of {1e3 * slo.tpot_s:.3g} ms at no rate "
+                f"down to {lost:.2g}/s on {self.place.name}: allow more time, or shorten the requests"
+            )
+        for _ in range(_NUM_HALVINGS):
+            rate = (held * lost) ** 0.5 if lost < inf else held
+            held, lost = (rate, lost) if holds(rate) else (held, rate)
+        return held
+
+    def cells(self, trace: Sequence[TracedRequest], slo: Slo, rates: dict[str, float], watch: Watch) -> Iterator[Cell]:
+        """Every policy at every rate; jobs alone take the same whatever the rate, and run once."""
+        jobs_alone: Played | None = None
+        for load, rate in rates.items():
+            for policy in self.config.policies:
+                if policy != JOBS_ALONE:
+                    watch(f"{policy}, {load}: {rate:.3g} requests/s")
+                    played, _ = self.run(policy, rescale(trace, rate=rate, seconds=self.config.seconds), slo)
+                else:
+                    if jobs_alone is None:
+                        watch(f"{policy}: no requests")
+                        jobs_alone, _ = self.run(policy, [], slo)
+                    played = jobs_alone
+                yield Cell(policy=policy, load=load, rate=rate, played=played, slo=slo)
+
+    def run(
+        self,
+        policy: str,
+        trace: Sequence[TracedRequest],
+        slo: Slo,
+        *,
+        num_jobs: int | None = None,
+        seconds: float | None = None,
+        most_missed: float = inf,
+    ) -> tuple[Played, EngineCore]:
+        """One policy on a trace; what came of it, and the engine, which is over."""
+        engine = self.place.open(EngineConfig(policy=policy, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s))
+        self._submit_jobs(engine, self.config.num_jobs if num_jobs is None else num_jobs)
+        longest = max([request.num_output_tokens for request in trace], default=0)
+        loop = OpenLoop(
+            engine,
+            trace,
+            slo=slo,
+            seconds=self.config.seconds if seconds is None else seconds,
+            idle=lambda pause_s: self.place.idle(engine, pause_s),
+            seed=self.config.seed,
+        )
+        played = loop.run(drain_s=slo.ttft_s + 1.5 * longest * slo.tpot_s, most_missed=most_missed)
+        self.place.close(engine)
+        return played, engine
+
+    def _submit_jobs(self, engine: EngineCore, number: int) -> None:
+        config = self.config
+        random, vocab = Random(config.seed), range(engine.device.info.vocab_size)
+        for index in range(number):
+            examples = config.examples or tuple(
+                Example(tokens=tuple(random.choices(vocab, k=config.sequence)), trained=(True,) * config.sequence)
+                for _ in range(64)
+            )
+            tuning = TuningConfig(
+                num_epochs=100_000, batch_size=config.batch, max_sequence_length=config.sequence, seed=index
+            )
+            engine.submit_examples(examples, tuning, adapter=LORA)
+
+
+def rounded(value: float) -> float:
+    """Four digits that count."""
+    return float(f"{value:.4g}")
+
+
+def milliseconds(value_s: float) -> float:
+    """Of seconds, to the microsecond."""
+    return round(1e3 * value_s, 3)

@@ -1,0 +1,143 @@
+"""`coserve plan`: how much fine-tuning a trace leaves over, on how many devices, and what that saves."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coserve.cli.bench_compare import modelled_places, slo_option
+
+if TYPE_CHECKING:
+    from coserve.bench.plan import Hour
+
+# FlexLLM section 8 (LLaMA-3.1-8B on four A100, 4 to 20 requests/s): it reports 9.4K to 7.2K tokens/s of tuning, where
+# rooflines of datasheets give 20.7K to 15.5K.
+_ROOFLINE_ERROR = 1.2
+_MODEL_ERROR = {
+    "tuning_tokens_per_s": _ROOFLINE_ERROR,
+    "words": (
+        "The devices are modelled by rooflines of their datasheets, which are optimistic: in FlexLLM's setting "
+        f"(LLaMA-3.1-8B on A100, section 8) they give {1 + _ROOFLINE_ERROR:.1f} times the tuning tokens/s that the "
+        "paper reports. Shares and costs of separate devices err less, since both sides are modelled."
+    ),
+}
+_MEAN_PROMPT_TOKENS, _MEAN_OUTPUT_TOKENS = 1024, 256
+
+
+def plan(
+    trace: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Arrivals and lengths, as Azure or BurstGPT publish them; or requests of each hour of a day "
+            "(hour_of_day,requests), with --rate.",
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")] = "dummy:llama-3.1-8b",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    hardware: Annotated[str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")] = "a100",
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, help="Mean requests per second over all hours. [the trace's]")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="How many there are. [as many as requests alone need]")
+    ] = None,
+    price: Annotated[float, typer.Option(min=0, help="Of a device for an hour, in any currency.")] = 2.0,
+    slo_ttft: Annotated[
+        str, typer.Option(metavar="TIME", callback=slo_option, help="SLO: time to the first token, such as 5s.")
+    ] = "5s",
+    slo_tpot: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", callback=slo_option, help="SLO: mean time per later token. [2.5 decode steps]"),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="For hours of a day: lengths, as ShareGPT's. [around 1024 in, 256 out]"),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Jobs that run at once on each device.")] = 1,
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens of a job's example.")] = 512,
+    sample: Annotated[float, typer.Option(min=1, help="Seconds of each hour that are simulated.")] = 60.0,
+    picture: Annotated[Path, typer.Option(help="Where the report is written, as a page for browsers.")] = Path(
+        "plan.html"
+    ),
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """How much fine-tuning a trace of requests leaves over, hour by hour, on how many devices; and what it would cost
+    to train as much on separate devices. Devices are modelled, and the error of the model is named. Leaves a report;
+    the last line is JSON.
+    """
+    import torch
+
+    from coserve.bench.cells import CompareConfig
+    from coserve.bench.plan import plan as run
+    from coserve.bench.plan_page import plan_html
+    from coserve.cli.tables import console
+    from coserve.models import load_backbone
+    from coserve.server.units import slo_seconds
+
+    hours = _hours(trace, rate=rate, lengths=lengths, sample_s=sample, seed=seed)
+    shapes = load_backbone(model, dtype=dtype, device=torch.device("meta"))
+    places = modelled_places(shapes, hardware)
+    if len(places) != 1:
+        raise typer.BadParameter("one kind of device at a time", param_hint="--hardware")
+    config = CompareConfig(
+        policies=(),
+        seconds=sample,
+        ttft_s=slo_seconds(slo_ttft),
+        tpot_s=None if slo_tpot is None else slo_seconds(slo_tpot),
+        num_jobs=jobs,
+        sequence=sequence,
+        seed=seed,
+    )
+    found = run(places[0], hours, config, num_devices=devices, price=price, watch=console(stderr=True).print)
+    result = {
+        "experiment": "plan",
+        "model": model,
+        "dtype": dtype,
+        "machine": f"{found.num_devices} × {found.place}, modelled",
+        "date": datetime.now(UTC).date().isoformat(),
+        "trace": str(trace),
+        **found.result(),
+        "model_error": _MODEL_ERROR,
+    }
+    picture.write_text(plan_html(result, found), "utf-8")
+    _print(result)
+
+
+def _hours(path: Path, *, rate: float | None, lengths: Path | None, sample_s: float, seed: int) -> "list[Hour]":
+    from coserve.bench.plan import hours_of_day, hours_of_trace
+    from coserve.workloads.arrivals import Lengths, LogNormalLengths, RecordedLengths
+    from coserve.workloads.traces import is_day, read_day, read_lengths, read_trace
+
+    if not is_day(path):
+        if lengths is not None:
+            raise typer.BadParameter(f"{path} has lengths of its own", param_hint="--lengths")
+        return hours_of_trace(read_trace(path), rate)
+    if rate is None:
+        raise typer.BadParameter(f"{path} has requests by hour: give their mean number per second", param_hint="--rate")
+    drawn: Lengths = LogNormalLengths(mean_prompt_tokens=_MEAN_PROMPT_TOKENS, mean_output_tokens=_MEAN_OUTPUT_TOKENS)
+    if lengths is not None:
+        drawn = RecordedLengths(read_lengths(lengths))
+    return hours_of_day(read_day(path), rate=rate, sample_s=sample_s, lengths=drawn, seed=seed)
+
+
+def _print(result: dict[str, Any]) -> None:
+    from coserve.cli.tables import console, table
+
+    shown = table(
+        *(">hour", ">requests/s", ">attainment", ">tuning tokens/s", ">tuning tokens"),
+        title=f"plan: {result['model']}, {result['dtype']}, {result['machine']}",
+    )
+    for row in result["rows"]:
+        numbers = (f"{row['tuning_tokens_per_s']:,.0f}", f"{row['tuning_tokens']:,}")
+        shown.add_row(str(row["hour"]), f"{row['rate']:.3g}", f"{row['attainment']:.1%}", *numbers)
+    screen = console()
+    screen.print(shown)
+    screen.print(
+        f"{result['devices']} devices for {result['hours']:g} h cost {result['cost']:,.2f} and train "
+        f"{result['tuning_tokens']:,} tokens beside the requests; on separate devices that takes "
+        f"{result['separate_devices']} of them, and {result['separate_cost']:,.2f}. {result['model_error']['words']}"
+    )
+    print(json.dumps(result))
