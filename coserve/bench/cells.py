@@ -40,10 +40,10 @@ Watch = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """policies: by name. seconds: of the trace, for each policy at each rate. budget_s: for all of it, in place of
-    that. tpot_s: None: from a step alone. length_factor: what lengths are multiplied by; None: as the device needs.
-    examples: of each job; none: random tokens, `sequence` of them. rates: requests per second; none: from the
-    saturation.
+    """policies: by name, or with settings (see `policy_of`). seconds: of the trace, for each policy at each rate.
+    budget_s: for all of it, in place of that. tpot_s: None: from a step alone. length_factor: what lengths are
+    multiplied by; None: as the device needs. examples: of each job; none: random tokens, `sequence` of them. rates:
+    requests per second; none: from the saturation.
     """
 
     policies: tuple[str, ...]
@@ -102,6 +102,12 @@ class Cell:
             "packs_dropped": played.num_drops,
             "prediction_error": None if played.prediction_error is None else round(played.prediction_error, 4),
         }
+
+
+def policy_of(text: str) -> tuple[str, dict[str, str]]:
+    """The name and the settings of a policy that is given as `NAME` or `NAME:KEY=VALUE:…`."""
+    name, *pairs = text.split(":")
+    return name, {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def fitting_factor(trace: Sequence[TracedRequest], latency: LatencyModel, ttft_s: float) -> float:
@@ -190,7 +196,9 @@ class Bench:
         most_missed: float = inf,
     ) -> tuple[Played, EngineCore]:
         """One policy on a trace; what came of it, and the engine, which is over."""
-        engine = self.place.open(EngineConfig(policy=policy, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s))
+        name, settings = policy_of(policy)
+        config = EngineConfig(policy=name, policy_settings=settings, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
+        engine = self.place.open(config)
         self._submit_jobs(engine, self.config.num_jobs if num_jobs is None else num_jobs)
         longest = max([request.num_output_tokens for request in trace], default=0)
         loop = OpenLoop(

@@ -59,7 +59,7 @@ def compare(
         str, typer.Option(metavar="NAMES", help="With --device modelled: a100, h100, … with commas between them.")
     ] = "a100",
     policies: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="With commas between them. [all that there are]")
+        str | None, typer.Option(metavar="NAMES", help="Such as slack,temporal-sharing:n=64. [all that there are]")
     ] = None,
     rates: Annotated[
         str | None,
@@ -174,12 +174,13 @@ def _config(policies: tuple[str, ...], **settings: Any) -> "CompareConfig":
 
 
 def _policies(text: str | None) -> tuple[str, ...]:
-    from coserve.scheduling.policies import policy_class, policy_names
+    from coserve.bench.cells import policy_of
+    from coserve.scheduling.policies import make_policy, policy_names
 
     names = policy_names() if text is None else tuple(name.strip() for name in text.split(","))
     for name in names:
         try:
-            policy_class(name)
+            make_policy(*policy_of(name))
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--policies") from None
     return tuple(dict.fromkeys(names))
@@ -276,8 +277,8 @@ def _print(result: dict[str, Any]) -> None:
     from coserve.cli.tables import console, table
 
     shown = table(
-        *("policy", "load", ">requests/s", ">attainment", ">TTFT ms p50", ">p99", ">TPOT ms p50", ">p99"),
-        *(">output tokens/s", ">tuning tokens/s", ">evictions", ">prediction error"),
+        *("=policy", "=load", ">requests/s", ">attainment", ">TTFT ms p50", ">p99", ">TPOT ms p50", ">p99"),
+        *(">output tok/s", ">tuning tok/s", ">evictions", ">error"),
         title=f"compare: {result['model']}, {result['dtype']}, {result['machine']}",
     )
     for row in result["rows"]:

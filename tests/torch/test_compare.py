@@ -106,7 +106,7 @@ def run_command(tmp_path: Path, *arguments: str) -> Any:
 def test_the_command_on_several_modelled_devices_ends_with_a_line_of_json(tmp_path):
     data = tmp_path / "set.jsonl"
     data.write_text(json.dumps({"question": "What is 1+1?", "answer": "2"}) + "\n")
-    options = ("--seconds", "2", "--rates", "2,3", "--policies", "slack,inference-only", "--data", str(data))
+    options = ("--seconds", "2", "--rates", "2,3", "--policies", "slack,temporal-sharing:n=64", "--data", str(data))
     done = run_command(tmp_path, "--device", "modelled", "--hardware", "a100,rtx3090", *options)
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
@@ -114,7 +114,7 @@ def test_the_command_on_several_modelled_devices_ends_with_a_line_of_json(tmp_pa
         (place, rate, policy)
         for place in ("A100", "RTX 3090")
         for rate in (2, 3)
-        for policy in ("slack", "inference-only")
+        for policy in ("slack", "temporal-sharing:n=64")
     ]
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
 
@@ -134,6 +134,7 @@ def test_on_torch_the_model_stands_beside_what_was_measured(tmp_path):
     ("arguments", "message"),
     [
         (("--policies", "none"), "policy 'none' is not one of slack"),
+        (("--policies", "slack,temporal-sharing:m=64"), "policy 'temporal-sharing' has no setting 'm'"),
         (("--rates", "1,x"), "'1,x' must be numbers above 0"),
         (("--device", "modelled", "--hardware", "abacus"), f"'abacus' is not one of {', '.join(CATALOGUE)}"),
         (("--slo-ttft", "5"), "has no unit"),
