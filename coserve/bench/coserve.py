@@ -40,6 +40,8 @@ class _Phase:
     errors: list[float] = field(default_factory=list)
     record_slos: list[Slo] = field(default_factory=list)
     num_tokens_trained: float = 0.0
+    num_tuning_steps: int = 0
+    num_divided_steps: int = 0
     seconds: float = 0.0
 
     @property
@@ -69,19 +71,23 @@ class _Phase:
         self.step_s += turn.step_s
         self.errors += turn.errors
         self.num_tokens_trained += turn.num_tokens_trained
+        self.num_tuning_steps += turn.num_tuning_steps
+        self.num_divided_steps += turn.num_divided_steps
         self.seconds += turn.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Turns:
     """What an engine reached in its turns: streams alone, streams with jobs, jobs alone. solo_s: of a step in which the
-    streams decode alone, by turn.
+    streams decode alone, by turn. in_turns: streams with jobs, but never beside one another; None if the device cannot
+    be divided.
     """
 
     solo_s: list[float]
     alone: _Phase
     both: _Phase
     jobs: _Phase
+    in_turns: _Phase | None
 
 
 def run(
@@ -134,15 +140,18 @@ def _measure(bench: "_Bench", after_turn: Callable[[float], None], *, runs: int,
     bench.slo = _slo(median(bench.phase("inference-only", seconds / 4).step_s))
     bench.phase("slack", seconds / 4)  # the latency model sees both kinds of step before anything counts
     solo_s, alone, both, jobs = [], _Phase(), _Phase(), _Phase()
+    in_turns = _Phase() if bench.can_be_divided else None
     for _ in range(runs):
         turn = bench.phase("inference-only", seconds / runs)
         solo_s.append(median(turn.step_s))
         bench.slo = slo = _slo(solo_s[-1])
         alone.add(turn, slo)
         both.add(bench.phase("slack", seconds / runs), slo)
+        if in_turns is not None:
+            in_turns.add(bench.phase("slack", seconds / runs, divides=False), slo)
         jobs.add(bench.phase("tuning-only", seconds / runs / 2), slo)
         after_turn(seconds / runs / 2)
-    return _Turns(solo_s=solo_s, alone=alone, both=both, jobs=jobs)
+    return _Turns(solo_s=solo_s, alone=alone, both=both, jobs=jobs, in_turns=in_turns)
 
 
 def _slo(solo_s: float) -> Slo:
@@ -173,6 +182,20 @@ def _numbers(found: _Turns) -> dict[str, Any]:
         "inference_only_ttft_p99_ms": alone.ttft_ms(0.99),
         "inference_only_attainment": alone.attainment,
         "tuning_only_tokens_per_s": found.jobs.tuning_tokens_per_s,
+        **_divided(found),
+    }
+
+
+def _divided(found: _Turns) -> dict[str, Any]:
+    """Of steps with work of jobs, how many were divided; and what is reached where none may be."""
+    both, turns = found.both, found.in_turns
+    if turns is None:
+        return {}
+    return {
+        "divided_share": both.num_divided_steps / max(1, both.num_tuning_steps),
+        "in_turns_tokens_per_s": turns.tuning_tokens_per_s,
+        "in_turns_tpot_p99_of_objective": turns.tpot_of_slo(0.99),
+        "in_turns_attainment": turns.attainment,
     }
 
 
@@ -209,10 +232,14 @@ class _Bench:
     def slo(self, slo: Slo) -> None:
         self._engine.slo = slo
 
-    def phase(self, policy: str, seconds: float) -> _Phase:
+    @property
+    def can_be_divided(self) -> bool:
+        return self._engine.device.info.num_units > 1
+
+    def phase(self, policy: str, seconds: float, **settings: Any) -> _Phase:
         """Run a policy for some seconds; what it reached."""
         phase, engine = _Phase(), self._engine
-        engine.policy = make_policy(policy)
+        engine.policy = make_policy(policy, settings)
         num_open = 0
         serves, num_trained = policy != "tuning-only", self._num_trained()
         engine.records.clear()
@@ -234,6 +261,8 @@ class _Bench:
             plan = engine.last_plan
             if plan.runs_nothing:
                 continue
+            phase.num_tuning_steps += bool(plan.moved_jobs)
+            phase.num_divided_steps += plan.partition is not None
             phase.errors.append(abs(plan.predicted_s - (now_s - before_s)) / (now_s - before_s))
             if all(rows.kind == "decode" for rows in plan.rows) and len(plan.rows) == self._streams:
                 phase.step_s.append(now_s - before_s)

@@ -35,6 +35,16 @@ def train(table: Table, result: dict[str, Any]) -> None:
         )
 
 
+def _divided(r: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Where steps can be divided: how many were, and what is reached without."""
+    if "divided_share" not in r:
+        return []
+    return [
+        ("the same, never side by side", f"{r['in_turns_tokens_per_s']:.0f}", "", "", ""),
+        ("steps of jobs that were divided", f"{r['divided_share']:.0%}", "", "", ""),
+    ]
+
+
 def coserve(table: Table, result: dict[str, Any]) -> None:
     """What each policy reached, beside PEFT alone."""
     for name in ("", "co-serving", "requests alone", "jobs alone", "PEFT alone"):
@@ -55,6 +65,7 @@ def coserve(table: Table, result: dict[str, Any]) -> None:
             f"{r['tuning_only_tokens_per_s']:.0f}",
             f"{r['peft_alone_tokens_per_s']:.0f}",
         ),
+        *_divided(r),
         ("prediction error, median", f"{r['prediction_error_median']:.1%}", "", "", ""),
         ("prediction error, p95", f"{r['prediction_error_p95']:.1%}", "", "", ""),
     ]

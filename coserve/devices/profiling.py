@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.methods.lora import LoraConfig
+from coserve.devices.beside import num_units_of
 from coserve.devices.counting import job_counts, model_counts
 from coserve.devices.measuring import Stopwatch, rising
 from coserve.devices.profile_store import read_profile, write_profile
+from coserve.devices.profiling_sides import measure_sharing
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
 from coserve.home import home_directory
@@ -31,6 +34,7 @@ from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward, logits
 from coserve.models.bypasses import Bypasses
 from coserve.scheduling.latency import Curve, Profile
+from coserve.scheduling.sharing import Sharing
 from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.optimizer import AdapterOptimizer
@@ -175,7 +179,14 @@ class _Measurement:
             if min(before_s, after_s) > (1 - _HELD_UP) * max(before_s, after_s):
                 break
             _log.info("the machine was busy with something else: measuring again")
-        return profile
+        return replace(profile, sharing=self._sharing())
+
+    def _sharing(self) -> Sharing | None:
+        """Of a device that can be divided."""
+        num_units = num_units_of(self.backbone)
+        if num_units == 1:
+            return None
+        return measure_sharing(num_units, lambda rows: self._spans(1, rows=rows), self._ready_pass)
 
     def _round(self) -> Profile:
         counts = job_counts(self.adapter, self.programs)
@@ -275,6 +286,13 @@ class _Measurement:
         pack = make_pack([([0] * num_rows, [False] * (num_rows - 1) + [True])])
         return TrainingPass(self.adapter, self.programs, pack)
 
+    def _ready_pass(self, rows: int) -> TrainingPass:
+        """A pass that is to go backward."""
+        training = self._pass(rows)
+        training.finish_window(forward(self.backbone, [training.next_window(rows)]))
+        training.run_loss(rows)
+        return training
+
     def _window(self, rows: int) -> float:
         training = self._pass(rows)
 
@@ -290,9 +308,7 @@ class _Measurement:
         """One of all tasklets of a pass, so that weights come from memory as they do in a step."""
 
         def measure() -> float:
-            training = self._pass(rows)
-            training.finish_window(forward(self.backbone, [training.next_window(rows)]))
-            training.run_loss(rows)
+            training = self._ready_pass(rows)
             seconds = self._watch.once_s(lambda: _run_all(training, rows))
             return seconds / len(self.programs.parts)
 

@@ -2,11 +2,13 @@
 
 A step is launched section by section and waited for once: everything that it computes for the engine (tokens,
 log-probabilities, loss sums, gradient norms) is read together at its end, and sections are timed by the device's own
-events.
+events. A CPU can be divided (`Partition`): its units are PyTorch's threads. A GPU cannot, nor can a CPU where results
+must be the same bit for bit, since sums depend on the number of threads: these say that they have one unit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from math import isfinite
 from pathlib import Path
@@ -19,6 +21,7 @@ from coserve.adapters.base import Adapter
 from coserve.adapters.peft_directory import load_adapter, save_adapter
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.base import Clock
+from coserve.devices.beside import Beside, num_units_of
 from coserve.devices.clock import WallClock
 from coserve.devices.counting import device_info
 from coserve.devices.messages import (
@@ -58,7 +61,9 @@ from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward
 from coserve.scheduling.latency import Profile
+from coserve.scheduling.plan import Partition
 from coserve.tuning.blockwise import BlockwisePass
+from coserve.tuning.tasklet import Tasklet
 from coserve.tuning.training_pass import TrainingPass, joined_tasklet, run_losses
 
 
@@ -78,7 +83,9 @@ class TorchDevice:
             threads=torch.get_num_threads(),
             profile=profile,
             profile_path=profile_path,
+            num_units=num_units_of(backbone),
         )
+        self._beside = Beside()
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
         self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype)
@@ -115,7 +122,8 @@ class TorchDevice:
         for command in batch.commands:
             self.execute(command)
         self._requests.extend_tables(batch.requests)
-        step = _Step(self.backbone, self._requests, self._trainers, batch)
+        assert batch.partition is None or _num_used(batch.partition) <= self.info.num_units, "it has not as many units"
+        step = _Step(self.backbone, self._requests, self._trainers, self._beside, batch)
         try:
             step.launch()
         except Exception as error:  # told with the result, as from a device that is elsewhere
@@ -130,7 +138,8 @@ class TorchDevice:
         return step.result()
 
     def close(self) -> None:
-        """Nothing: its memory goes with the object."""
+        """Its memory goes with the object."""
+        self._beside.close()
 
     # -- commands -------------------------------------------------------------------
 
@@ -165,14 +174,25 @@ class _Step:
     """One step, between its launch and its result."""
 
     def __init__(
-        self, backbone: Backbone, requests: TorchRequests, trainers: dict[str, TorchTrainer], batch: StepBatch
+        self,
+        backbone: Backbone,
+        requests: TorchRequests,
+        trainers: dict[str, TorchTrainer],
+        beside: Beside,
+        batch: StepBatch,
     ) -> None:
         self._backbone, self._requests, self._trainers, self._batch = backbone, requests, trainers, batch
+        self._beside = beside
         self._rows = [rows for rows in batch.requests if rows.tokens]
         self._spans: list[Span] = []
         self._timer: StepTimer = step_timer(backbone.device)
         self._readout = Readout()
-        self._num_tasklets: dict[str, int] = {}
+        self._turns = tasklet_turns(batch.tasklets, lambda job: self._pass(job).num_parts_done)
+        self._turn: list[Tasklets] = []  # under way
+        self._tasklet: Tasklet | None = None  # of these, if it is not done
+        self._num_tasklets = dict.fromkeys([piece.job for piece in batch.tasklets], 0)
+        self._num_beside: dict[str, int] = {}
+        self._forward_s = self._beside_s = 0.0  # of the sides of a divided device
         self._norms: dict[str, Pending] = {}
         self._updating: str | None = None
         self._served: RequestsResult | None = None
@@ -185,7 +205,7 @@ class _Step:
         """
         try:
             with torch.inference_mode(), memory_errors(), self._fixed_order():
-                for section in (self._prepare, self._losses, self._backward, self._updates, self._forward):
+                for section in self._sections():
                     section()
                     self._timer.mark()
                 self._totals = {
@@ -202,17 +222,21 @@ class _Step:
 
     def _success(self) -> StepResult:
         prepare_s, loss_s, backward_s, update_s, forward_s = self._timer.sections_s()
+        if self._batch.partition is not None:  # the first section was both sides
+            prepare_s, forward_s = 0.0, self._forward_s
         return StepResult(
             step=self._batch.step,
             tokens=self._served.tokens() if self._served else {},
             prompts=self._served.prompts() if self._served else {},
             num_tasklets=self._num_tasklets,
+            num_beside=self._num_beside,
             packs={job: self._finish_pack(job, totals) for job, totals in self._totals.items()},
             norms=self._read_norms(),
             forward_s=prepare_s + forward_s,
             loss_s=loss_s,
             backward_s=backward_s,
             update_s=update_s,
+            beside_s=self._beside_s,
         )
 
     def _failed(self, message: str) -> StepResult:
@@ -235,6 +259,37 @@ class _Step:
 
     # -- sections -------------------------------------------------------------------
 
+    def _sections(self) -> tuple[Callable[[], None], ...]:
+        """Always five, so that their times can be told apart."""
+        partition = self._batch.partition
+        if partition is None:
+            return self._prepare, self._losses, self._backward, self._updates, self._forward
+        rest = _nothing if partition.stops else self._backward
+        return partial(self._divided, partition), _nothing, rest, self._updates, _nothing
+
+    def _divided(self, partition: Partition) -> None:
+        """The forward pass here, losses and tasklets in another thread, each on its part of the CPU; and what was under
+        way there when the forward pass ended, on all of it. The first tasklet runs in any case.
+        """
+        threads, own_threads = partition.backward_units, partition.forward_units
+        with self._beside.running(self._work_beside, threads=threads, own_threads=own_threads):
+            self._prepare()
+            self._forward()
+            self._forward_s = self._timer.elapsed_s()
+        if self._turn:
+            self._run_turn()
+            self._beside_s = self._timer.elapsed_s()
+        elif not any(self._num_tasklets.values()) and self._begin_turn():
+            self._run_turn()
+
+    def _work_beside(self, forward_has_ended: Callable[[], bool]) -> None:
+        self._losses()
+        self._backward(forward_has_ended)
+        under_way = {piece.job for piece in self._turn}
+        found = {job: number + (job in under_way) for job, number in self._num_tasklets.items()}
+        self._num_beside = {job: number for job, number in found.items() if number}
+        self._beside_s = self._timer.elapsed_s()
+
     def _prepare(self) -> None:
         self._spans = self._requests.spans(self._rows)
 
@@ -244,20 +299,29 @@ class _Step:
             training.run_loss(num_rows)
         run_losses(joined)
 
-    def _backward(self) -> None:
-        """As many tasklets as there is time for."""
-        tasklets = self._batch.tasklets
-        self._num_tasklets = dict.fromkeys([piece.job for piece in tasklets], 0)
-        for turn in tasklet_turns(tasklets, lambda job: self._pass(job).num_parts_done):
-            if not self._has_time():
-                return
-            joined, apart = self._pieces(turn)
-            for training, num_rows in apart:
-                training.run_tasklet(num_rows)
-            if joined:
-                joined_tasklet(joined).run()
-            for piece in turn:
-                self._num_tasklets[piece.job] += 1
+    def _backward(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """As many tasklets as there is time for, until it is stopped, perhaps in the middle of one."""
+        while not stopped() and self._begin_turn():
+            self._run_turn(stopped)
+
+    def _begin_turn(self) -> bool:
+        """Whether tasklets are under way: those before, or the next, if there is time for them."""
+        if self._turn:
+            return True
+        if not self._has_time() or not (turn := next(self._turns, None)):
+            return False
+        joined, apart = self._pieces(turn)
+        for training, num_rows in apart:
+            training.run_tasklet(num_rows)
+        self._turn, self._tasklet = turn, joined_tasklet(joined) if joined else None
+        return True
+
+    def _run_turn(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        if self._tasklet is not None and not self._tasklet.run_until(stopped):
+            return
+        for piece in self._turn:
+            self._num_tasklets[piece.job] += 1
+        self._turn, self._tasklet = [], None
 
     def _has_time(self) -> bool:
         """Whether another tasklet may begin; the step's first always may."""
@@ -322,6 +386,14 @@ class _Step:
     def _read_norms(self) -> dict[str, float | None]:
         norms = {job: norm.floats()[0] for job, norm in self._norms.items()}
         return {job: norm if isfinite(norm) else None for job, norm in norms.items()}
+
+
+def _num_used(partition: Partition) -> int:
+    return partition.forward_units + partition.backward_units
+
+
+def _nothing() -> None:
+    """A section of another kind of step."""
 
 
 def _rows_of(spans: Sequence[Span], hidden: Tensor) -> list[Tensor]:

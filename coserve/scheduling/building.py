@@ -6,7 +6,16 @@ from math import inf
 from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_tasklets, least_advanced, tasklet_rows
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
-from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View
+from coserve.scheduling.plan import (
+    JobView,
+    Partition,
+    Plan,
+    PlannedLoss,
+    PlannedRows,
+    PlannedTasklets,
+    RequestView,
+    View,
+)
 
 # The smallest piece of a prompt that is urgent, and of one that has time; unless it is all that is left.
 LEAST_PREFILL_ROWS, LEAST_RIDING_ROWS = 64, 16
@@ -35,19 +44,24 @@ class PlanBuilder:
         self._loss_rows = 0
         self._until_s = inf  # what jobs were given
         self._longest_tasklet_s = 0.0
+        self._partition: Partition | None = None
+        self._forward_speed, self._backward_speed = 1.0, 0.0  # of the sides of a divided device
 
     @property
     def seconds(self) -> float:
-        """What the plan takes, without a margin."""
+        """What the plan takes, without a margin, one piece after the other on the whole device."""
         return self._forward_s + self._loss_s + self._backward_s + self._update_s
 
     @property
     def late_s(self) -> float:
         """What it takes if predictions are off by the margin; backward work has none, as it stops in time."""
-        return (self._forward_s + self._loss_s + self._update_s) * self._late_factor + self._backward_s
+        left_s = max(0.0, self._loss_s * self._late_factor + self._backward_s - self._beside_s)
+        return self._late_forward_s + self._update_s * self._late_factor + left_s
 
     def build(self, memory: MemoryPlan | None = None) -> Plan:
         """The plan; memory: the pages that change hands before it."""
+        if not (self._losses or self._tasklets):  # nothing fitted
+            self._partition, self._forward_speed, self._backward_speed = None, 1.0, 0.0
         return Plan(
             preempt=tuple(memory.preempt) if memory else (),
             drop=tuple(memory.drop) if memory else (),
@@ -58,12 +72,15 @@ class PlanBuilder:
             tasklets=tuple(self._tasklets),
             updates=tuple(self._updates),
             backward_limit_s=self._backward_limit_s(),
+            partition=self._partition,
             forward_s=self._forward_s,
             prefill_s=self._prefill_s,
             window_s=self._window_s,
             loss_s=self._loss_s,
             backward_s=self._backward_s,
             update_s=self._update_s,
+            forward_speed=self._forward_speed,
+            backward_speed=self._backward_speed,
             decode_share=self._decode_share,
         )
 
@@ -99,6 +116,26 @@ class PlanBuilder:
                 return False
         return True
 
+    def divide(self, jobs: Sequence[JobView], until_s: float) -> None:
+        """Have the tasklets of the plan run beside its forward pass where that is predicted to get more done by then;
+        to be asked once all requests have their rows, with the jobs that are to be served.
+
+        Only if the first job goes backward, and has tasklets for as long as the forward pass lasts: windows, the loss
+        and small rests are worth most in turns.
+        """
+        if not self._rows or not jobs or jobs[0].phase != "backward":
+            return
+        job, sharing = jobs[0], self._latency.sharing
+        found = sharing.best(forward_rows=self._load.rows, tasklet_rows=job.num_rows_left)
+        if found is None:
+            return
+        _, forward_speed, backward_speed = found
+        forward_s = self._forward_s / forward_speed
+        left_s = self._latency.tasklet_s(job, job.num_rows_left)
+        left_s += (job.num_parts_left - 1) * self._latency.tasklet_s(job, job.num_rows)
+        if forward_s * self._late_factor <= until_s and backward_speed * forward_s <= left_s:
+            self._partition, self._forward_speed, self._backward_speed = found
+
     def tune(
         self, jobs: Sequence[JobView], until_s: float, *, max_defer_s: float = 0.0, least_share: float = 0.0
     ) -> None:
@@ -124,14 +161,15 @@ class PlanBuilder:
                 break
             if job.phase == "update":
                 self._update(job, left_s)
-            elif job.phase == "forward":
+            elif job.phase == "forward" and self._partition is None:
                 if self._window(job, left_s, may_wait=job.waited_s < max_defer_s):
                     forward.add(tasks[job.id])
-            elif job.id not in served:
+            elif job.id not in served and (self._partition is None or job.phase == "backward"):
                 # Who was served more waits at the loss for those of its hybrid task who were served less.
                 if tasks[job.id] in forward and is_before_backward(job):
                     continue
-                together = [each for each in jobs if tasks.get(each.id) == tasks[job.id] and each.phase != "forward"]
+                phases = ("loss", "backward") if self._partition is None else ("backward",)
+                together = [each for each in jobs if tasks.get(each.id) == tasks[job.id] and each.phase in phases]
                 served.update([each.id for each in together])
                 self._together(together, until_s, max_defer_s=max_defer_s)
         if least_share:
@@ -189,8 +227,32 @@ class PlanBuilder:
         """When the last tasklet must have begun, so that all else is done in time."""
         if not self._tasklets or self._until_s == inf:
             return None
-        after_s = (self._forward_s + self._update_s) * self._late_factor
-        return max(0.0, self._until_s - after_s - self._longest_tasklet_s * self._late_factor)
+        until_s, longest_s = (
+            self._until_s - self._update_s * self._late_factor,
+            self._longest_tasklet_s * self._late_factor,
+        )
+        if self._partition is None:
+            return max(0.0, until_s - self._forward_s * self._late_factor - longest_s)
+        # What it has not done when the forward pass ends, it does on the whole device.
+        after_s = until_s - self._late_forward_s
+        if after_s >= longest_s:
+            return until_s - longest_s
+        return max(0.0, self._late_forward_s - (longest_s - after_s) / self._backward_speed)
+
+    @property
+    def _late_forward_s(self) -> float:
+        """The forward pass on its part of the device, if predictions are off by the margin."""
+        return self._forward_s / self._forward_speed * self._late_factor
+
+    @property
+    def _beside_s(self) -> float:
+        """What is done of losses and tasklets meanwhile, in seconds of the whole device."""
+        return self._backward_speed * self._forward_s / self._forward_speed
+
+    def _left_s(self, until_s: float) -> float:
+        """Seconds of the whole device that further tasklets may take."""
+        after_s = (self._loss_s + self._update_s) * self._late_factor + self._backward_s
+        return until_s - self._late_forward_s - after_s + self._beside_s
 
     def _least(self, job: JobView) -> None:
         """The smallest piece of a job."""
@@ -224,7 +286,7 @@ class PlanBuilder:
         while going:
             joined = least_advanced(going)
             going = [job for job in going if job not in joined]
-            self._backward(joined, until_s - self.late_s)
+            self._backward(joined, self._left_s(until_s))
 
     def _backward(self, jobs: Sequence[JobView], left_s: float) -> None:
         if left_s <= 0:
@@ -261,7 +323,7 @@ class PlanBuilder:
         self._loss_s = self._latency.loss_s(self._loss_rows)
 
     def _window(self, job: JobView, left_s: float, *, may_wait: bool) -> bool:
-        """As many rows as possible; whether there are any."""
+        """As many rows as fit, or fewer if they cost less each; whether there are any."""
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
         least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
         before_s = self._forward_s
@@ -272,6 +334,9 @@ class PlanBuilder:
         if longest < least or extra_s(least) > left_s:
             return False
         rows = _most(least, longest, lambda rows: extra_s(rows) <= left_s)
+        # The step that is cheapest per row, not the largest.
+        while rows // 2 >= least and before_s + extra_s(rows // 2) < (before_s + extra_s(rows)) / 2:
+            rows //= 2
         good = min(longest, GOOD_ROWS)
         if may_wait and rows < good and extra_s(rows) / rows > MOST_ROW_COST * extra_s(good) / good:
             return False

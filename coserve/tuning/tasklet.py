@@ -90,6 +90,14 @@ class Tasklet:
                 _finish(group, run)
         return self.done
 
+    def run_until(self, stopped: Callable[[], bool]) -> bool:
+        """Run until it is `stopped`, which is asked between two instructions (of several programs: only at first).
+        Returns whether the tasklet is done.
+        """
+        while not self.done and not stopped():
+            self.run(1 if len(self._runs) == 1 else None)
+        return self.done
+
 
 def _finish(group: Sequence[BackwardWindow], run: BackwardRun) -> None:
     """Give each window its rows of the gradient."""

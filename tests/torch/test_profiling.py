@@ -6,6 +6,7 @@ However busy the machine is at the first start, what is found is near to what st
 from random import Random
 
 import pytest
+import torch
 from support import make_backbone
 
 from coserve.devices import profiling
@@ -130,6 +131,25 @@ def test_a_piece_is_run_until_its_fastest_runs_agree():
 
 def test_what_more_rows_did_faster_was_held_up():
     assert rising({1: 5.0, 4: 2.0, 8: 9.0, 16: 3.0, 32: 4.0}) == {1: 2.0, 4: 2.0, 8: 3.0, 16: 3.0, 32: 4.0}
+
+
+def test_a_cpu_that_can_be_divided_is_measured_in_parts_too(monkeypatch):
+    """The rest of the profile is not measured here."""
+    cpu = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
+    monkeypatch.setattr(profiling._Measurement, "_round", lambda self: roofline_profile(self.backbone, cpu))
+    backbone, before = make_backbone("llama"), torch.get_num_threads()
+    assert profiling.measure_profile(backbone).sharing is None, "of one thread"
+    torch.set_num_threads(2)
+    try:
+        profile = profiling.measure_profile(backbone)
+        assert torch.get_num_threads() == 2
+        assert profiling.measure_profile(backbone.deterministic()).sharing is None
+    finally:
+        torch.set_num_threads(before)
+    assert profile.sharing is not None and profile.sharing.num_units == 2
+    (share,) = profile.sharing.shares
+    assert share.units == 1 and all(0 < speed <= 1 for speed in (*share.forward, *share.backward))
+    assert min(profile.sharing.forward_interference, profile.sharing.backward_interference) >= 0
 
 
 # -- corrections -----------------------------------------------------------------------------

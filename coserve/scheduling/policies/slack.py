@@ -81,6 +81,10 @@ class Slack(Policy):
         most=0.5,
     )
 
+    divides: bool = setting(
+        True, "Whether jobs may run beside the forward pass, each on its part of the device, where that brings more."
+    )
+
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         return self.plan_steps(view, latency, tunes=True)
 
@@ -104,7 +108,10 @@ class Slack(Policy):
             # As long as a request's token may, a job's piece may wait for more time than there is; where there can be.
             max_defer_s = self.max_gap_tpots * tightest_tpot_s(view, memory.requests) if until_s < wait_s else 0.0
             least_share = self._least_share(view)
-            build.tune(self.shares(memory.jobs, view), until_s, max_defer_s=max_defer_s, least_share=least_share)
+            jobs = self.shares(memory.jobs, view)
+            if self.divides and view.num_units > 1:
+                build.divide(jobs, until_s)
+            build.tune(jobs, until_s, max_defer_s=max_defer_s, least_share=least_share)
         return build.build(memory)
 
     def queue(self, view: View) -> Sequence[RequestView]:
