@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from coserve.bench.machine import Clock, seconds_of
 from coserve.devices.torch_requests import SAMPLING
 from coserve.kernels.base import Backend
 
@@ -46,9 +47,12 @@ def part_of(method: str) -> str:
 
 
 class Ledger:
-    """Seconds of steps by part. Does nothing but when it is asked to measure a step."""
+    """Seconds of steps by part, by a clock (see `machine.best_clock`). Does nothing but when it is asked to measure a
+    step.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
         self._mode: Literal["off", "timed", "traced"] = "off"
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._thread_s = 0.0
@@ -59,16 +63,17 @@ class Ledger:
 
     def timed(self, step: Callable[[], object]) -> dict[str, float]:
         """Seconds of a step by part; "Python" has what PyTorch does beside the backend, too. "waiting" is the time in
-        which this thread did not run, outside of the backend's calls. The sum is the step.
+        which this thread did not run, outside of the backend's calls (none by a clock that stands still then). The sum
+        is the step.
         """
         self._seconds.clear()
         self._thread_s, self._mode = 0.0, "timed"
-        thread_s, start_s = time.thread_time(), time.perf_counter()
+        thread_s, start_s = time.thread_time(), self._clock()
         try:
             step()
         finally:
             self._mode = "off"
-        rest_s = time.perf_counter() - start_s - sum(self._seconds.values())
+        rest_s = self._clock() - start_s - sum(self._seconds.values())
         python_s = min(rest_s, time.thread_time() - thread_s - self._thread_s)
         return {**self._seconds, "Python": python_s, "waiting": rest_s - python_s}
 
@@ -91,9 +96,9 @@ class Ledger:
         if self._mode == "traced":
             with record_function(_PREFIX + part):
                 return call(*args, **named)
-        thread_s, start_s = time.thread_time(), time.perf_counter()
+        thread_s, start_s = time.thread_time(), self._clock()
         result = call(*args, **named)
-        self._seconds[part] += time.perf_counter() - start_s
+        self._seconds[part] += self._clock() - start_s
         self._thread_s += time.thread_time() - thread_s
         return result
 
@@ -144,14 +149,8 @@ def _add_operations(events: Iterable[Any], part: str, found: defaultdict[str, fl
             found[part] += event.time_range.elapsed_us() / 1e6
 
 
-def peak_flops_per_s(dtype: torch.dtype, *, size: int = 2048) -> float:
+def peak_flops_per_s(dtype: torch.dtype, clock: Clock = time.perf_counter, *, size: int = 2048) -> float:
     """FLOP/s of a large product of PyTorch's: the fastest of a few."""
     x, w = (torch.randn(size, size).to(dtype) for _ in range(2))
     x @ w
-
-    def product_s() -> float:
-        start_s = time.perf_counter()
-        x @ w
-        return time.perf_counter() - start_s
-
-    return 2 * size**3 / min(product_s() for _ in range(5))
+    return 2 * size**3 / min(seconds_of(lambda: x @ w, clock) for _ in range(5))

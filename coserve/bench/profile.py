@@ -1,8 +1,8 @@
 """What the time of a step goes to, part by part, each beside the least that it could take."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from random import Random
 from statistics import median
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from coserve.adapters.base import Adapter
 from coserve.bench.floors import Floors, Work
 from coserve.bench.ledger import PARTS, Ledger, median_step, peak_flops_per_s, split_rest
-from coserve.bench.machine import read_bytes_per_s
+from coserve.bench.machine import Clock, best_clock, read_bytes_per_s, seconds_of
 from coserve.bench.train import LORA
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
@@ -34,9 +34,10 @@ _RELAXED = Slo(ttft_s=1e3, tpot_s=1e3)
 
 
 def run(backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, rows: int = 512) -> dict[str, Any]:
-    """Three kinds of steps, in turns: requests decode (`streams` of them, which draw their tokens, after `context`
+    """Three kinds of steps: requests decode (`streams` of them, which draw their tokens, after `context`
     others); they decode, and a window of a job goes forward (`rows` of its rows); the loss and the whole backward pass
-    of such a window, by itself. Medians over `runs` turns, after one that warms up.
+    of such a window, by itself. Medians over `runs` turns, after one that warms up. In a turn the three run as they are
+    and by part, every other turn the other way round: what else the machine does weighs on both alike.
 
     Raises:
         CoserveError: on another device than a CPU, where calls do not wait for their results.
@@ -45,20 +46,25 @@ def run(backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, 
         raise CoserveError(
             f"this experiment times calls, which on {backbone.device} do not wait: it needs --device cpu"
         )
-    bench = _Bench(backbone, streams=streams, context=context, rows=rows, turns=3 * (runs + 1))
+    clock_name, clock = best_clock()
+    bench = _Bench(backbone, clock, streams=streams, context=context, rows=rows, turns=3 * (runs + 1))
     whole: dict[str, list[float]] = {kind: [] for kind in _POLICIES}
     timed: dict[str, list[dict[str, float]]] = {kind: [] for kind in _POLICIES}
     traced: dict[str, list[dict[str, float]]] = {kind: [] for kind in _POLICIES}
+    ways: list[Callable[[str], None]] = [
+        lambda kind: whole[kind].append(bench.step(kind, partial(seconds_of, clock=clock))),
+        lambda kind: timed[kind].append(bench.step(kind, bench.ledger.timed)),
+    ]
     for _ in range(runs + 1):
-        for kind in _POLICIES:
-            whole[kind].append(bench.step(kind, _seconds))
-        for kind in _POLICIES:
-            timed[kind].append(bench.step(kind, bench.ledger.timed))
+        for measure in ways:
+            for kind in _POLICIES:  # in this order, since the backward pass is that of the window before
+                measure(kind)
         for kind in _POLICIES:
             traced[kind].append(bench.step(kind, bench.ledger.traced))
+        ways.reverse()
     speeds = {
-        "flops_per_s": peak_flops_per_s(backbone.dtype),
-        "bytes_per_s": read_bytes_per_s(backbone.device),
+        "flops_per_s": peak_flops_per_s(backbone.dtype, clock),
+        "bytes_per_s": read_bytes_per_s(backbone.device, clock),
     }
     floors = Floors(Adapter(backbone, LORA))
     least = {
@@ -78,20 +84,21 @@ def run(backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, 
                 "floor_ms": {part: 1e3 * least[kind].get(part, Work()).seconds(**speeds) for part in PARTS},
             }
         )
-    return {"requests": streams, "context": context, "window_rows": rows, **speeds, "steps": steps}
-
-
-def _seconds(step: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    step()
-    return time.perf_counter() - start_s
+    return {
+        "clock": clock_name,
+        "requests": streams,
+        "context": context,
+        "window_rows": rows,
+        **speeds,
+        "steps": steps,
+    }
 
 
 class _Bench:
     """An engine under watch, with requests and a job that do not end before the last turn."""
 
-    def __init__(self, backbone: Backbone, *, streams: int, context: int, rows: int, turns: int) -> None:
-        self.ledger = Ledger()
+    def __init__(self, backbone: Backbone, clock: Clock, *, streams: int, context: int, rows: int, turns: int) -> None:
+        self.ledger = Ledger(clock)
         head = [tensor.data_ptr() for tensor in weight_tensors(backbone.weights["head"])]
         watched = replace(backbone, backend=self.ledger.watch(backbone.backend, head))
         self._engine = engine = Engine.from_backbone(watched, EngineConfig(memory_bytes=_MEMORY_BYTES))

@@ -24,9 +24,9 @@ def profile_html(result: dict[str, Any]) -> str:
     figures = "".join(figure(f"{step['step']}: {number(step['step_ms'])} ms", _piles(step)) for step in result["steps"])
     words = (
         f"{result['requests']} requests decode at context {result['context']}; the window and the backward pass have "
-        f"{result['window_rows']} rows. A floor is what a part takes at least: bytes read once at "
-        f"{result['bytes_per_s'] / 1e9:.1f} GB/s, or FLOPs at {result['flops_per_s'] / 1e9:.0f} GFLOP/s, as measured "
-        "in the same run."
+        f"{result['window_rows']} rows. Times are {result['clock']}. A floor is what a part takes "
+        f"at least: bytes read once at {result['bytes_per_s'] / 1e9:.1f} GB/s, or FLOPs at "
+        f"{result['flops_per_s'] / 1e9:.0f} GFLOP/s, as measured in the same run."
     )
     body = f'<h1>{title}</h1>{subtitle(result)}<p class="note">{escape(words)}</p>{entries}'
     return page(title, f'{body}<div class="pair">{figures}</div>')
