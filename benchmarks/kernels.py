@@ -82,7 +82,7 @@ def _cases(dtype: torch.dtype) -> Iterator[_Case]:
         x, narrow, a, b = make(n, 4864), make(n, 16), make(16, 4864), make(4864, 16)
         yield _both(f"LoRA x A^T, {n} x 4864", "low_rank_product", x, a)
         yield _both(f"LoRA y += z B^T, {n} x 4864", "low_rank_product", narrow, b, x)
-        yield _both(f"LoRA gradient of A, {n} x 4864", "low_rank_gradient", narrow, x)
+        yield _both(f"LoRA gradient of A, {n} x 4864", "add_low_rank_gradient", narrow, x, torch.zeros(16, 4864))
     for n in (4, 512):
         x, y, weight, cos = make(n, 896), make(n, 896), make(896), make(n, 64)
         yield _both(f"RMSNorm, {n} x 896", "rms_norm", x, weight, 1e-6)

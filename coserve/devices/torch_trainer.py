@@ -77,8 +77,7 @@ class TorchTrainer:
         if self._gradients is None:
             self._gradients = last
             return
-        for name, gradient in last.items():
-            self._gradients[name] += gradient
+        torch._foreach_add_([self._gradients[name] for name in last], list(last.values()))
 
     def update(self, num_trained: int, num_steps: int) -> Tensor:
         """The optimizer step over the gradients of all packs since the last; returns their norm."""

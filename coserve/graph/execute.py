@@ -2,8 +2,7 @@
 more.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from coserve.graph.blocks import in_blocks
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Context, Values
 from coserve.graph.program import Instruction, Program
-from coserve.kernels.base import Factor, Grouped
+from coserve.kernels.base import Factor, Grouped, JoinedRows, rows_of_owner
 from coserve.kernels.low_rank import AdapterRows
 
 
@@ -63,13 +62,6 @@ def run_graph(
                 after(node, values)
             for name in graph.frees[node.name]:
                 values.pop(name, None)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class JoinedRows:
-    """The rows of several owners, which lie apart: they are copied side by side when they are read, and only then."""
-
-    tensors: tuple[Tensor, ...]
 
 
 class BackwardRun:
@@ -149,7 +141,7 @@ class BackwardRun:
         if step.kind == "recompute":
             self._recompute(step, owners)
         elif owners is None:
-            self._reverse(step, self._inputs(step), self._output_gradients(step))
+            self._reverse(step)
         else:
             self._reverse_each(step, owners)
         self._finish(step)
@@ -161,14 +153,15 @@ class BackwardRun:
             self._gradients.pop(name, None)
         self._next += 1
 
-    def _inputs(self, step: Instruction) -> dict[str, Any]:
-        return {slot: self._value(name) for slot, name in step.reads}
+    def _inputs(self, step: Instruction, apart: Collection[str] = ()) -> dict[str, Any]:
+        """By slot; apart: slots whose rows need not stand side by side."""
+        return {slot: self._value(name, apart=slot in apart) for slot, name in step.reads}
 
-    def _value(self, name: str) -> Any:
+    def _value(self, name: str, *, apart: bool) -> Any:
         if name in self._values:
             return self._values[name]
         value = self._given[name]
-        if isinstance(value, JoinedRows):
+        if isinstance(value, JoinedRows) and not apart:
             value = self._values[name] = torch.cat(value.tensors)
         return value
 
@@ -187,9 +180,10 @@ class BackwardRun:
             results = {slot: torch.cat([found[slot] for found in each]) for slot in each[0]}
         self._values.update({name: results[slot] for slot, name in node.outputs})
 
-    def _reverse(self, step: Instruction, inputs: Values, gradients: Mapping[str, Tensor]) -> None:
+    def _reverse(self, step: Instruction) -> None:
         node, rule = step.node, step.node.operator
-        added = [slot for slot in step.wanted if slot in rule.sums and node.input[slot] in self._gradients]
+        inputs, gradients = self._inputs(step, rule.apart), self._output_gradients(step)
+        added = [slot for slot in step.wanted if slot in rule.sums and self._has_sum(node.input[slot])]
         for slot in added:
             total = self._sum(node.input[slot])
             rule.vjp_onto(total, slot, inputs, gradients, node.attribute, self._context)
@@ -204,10 +198,12 @@ class BackwardRun:
     # -- several owners -------------------------------------------------------------
 
     def _owners(self, node: Node) -> AdapterRows | None:
-        """Whose rows are whose, if an instruction reads parameters of several adapters or gives their gradients."""
-        for name in node.input.values():
+        """Whose rows are whose, if an instruction reads parameters of several adapters or gives their gradients, and
+        its operator knows of one adapter alone.
+        """
+        for slot, name in node.inputs:
             for found in (self._given.get(name), self._accumulators.get(name)):
-                if isinstance(found, Grouped):
+                if isinstance(found, Grouped) and slot not in node.operator.grouped:
                     return found.rows
         return None
 
@@ -218,15 +214,15 @@ class BackwardRun:
             if isinstance(value, Grouped):
                 found[slot] = value.tensors[index]
             else:
-                found[slot] = value[rows] if spec[tensor[slot]].per_row else value
+                found[slot] = rows_of_owner(value, index, rows) if spec[tensor[slot]].per_row else value
         return found
 
     def _reverse_each(self, step: Instruction, owners: AdapterRows) -> None:
         """An instruction on parameters, for one owner after the other."""
         node, rule = step.node, step.node.operator
-        inputs, gradients = self._inputs(step), self._output_gradients(step)
+        inputs, gradients = self._inputs(step, rule.inputs), self._output_gradients(step)
         added = [slot for slot in step.wanted if slot in rule.sums and node.input[slot] in self._gradients]
-        totals = {slot: self._sum(node.input[slot]) for slot in added}
+        totals = {slot: self._row_sum(node.input[slot]) for slot in added}
         wanted = [slot for slot in step.wanted if slot not in added]
         parts: dict[str, list[Tensor]] = {}
         for index, rows in enumerate(owners.slices):
@@ -264,7 +260,15 @@ class BackwardRun:
             if is_new:
                 self._sums.add(tensor)
 
-    def _sum(self, tensor: str) -> Tensor:
+    def _has_sum(self, tensor: str) -> bool:
+        """Whether there is something that its gradient can be added to."""
+        return tensor in self._gradients or tensor in self._accumulators
+
+    def _sum(self, tensor: str) -> Factor:
+        """What its gradient is added to in place: the accumulator of a parameter, or the gradient so far."""
+        return self._accumulators[tensor] if tensor in self._accumulators else self._row_sum(tensor)
+
+    def _row_sum(self, tensor: str) -> Tensor:
         """The gradient so far, to be added to in place."""
         if tensor not in self._sums:
             self._gradients[tensor] = self._gradients[tensor].clone()

@@ -33,8 +33,22 @@ class Grouped:
     rows: AdapterRows
 
 
-# A factor of an adapter's product: of the one adapter of all rows, or of several.
+# A factor of an adapter's product (or the sum of its gradients): of the one adapter of all rows, or of several.
 Factor = Tensor | Grouped
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JoinedRows:
+    """The rows of several owners, which lie apart: they are copied side by side for those who read them as one, and
+    only then.
+    """
+
+    tensors: tuple[Tensor, ...]
+
+
+def rows_of_owner(x: Tensor | JoinedRows, index: int, rows: slice) -> Tensor:
+    """One owner's rows, which are these among all rows."""
+    return x.tensors[index] if isinstance(x, JoinedRows) else x[rows]
 
 
 class Backend(ABC):
@@ -99,12 +113,12 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
+    def low_rank_input_gradient(self, grad: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
         """dx = dy F, added to `onto` in place if that is given."""
 
     @abstractmethod
-    def low_rank_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """dF = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs nothing."""
+    def add_low_rank_gradient(self, grad: Tensor, x: Tensor | JoinedRows, onto: Factor) -> None:
+        """Add dF = dy^T x of each adapter's rows to its sum, float32 [out, in], in place; grad [n, out], x [n, in]."""
 
     @abstractmethod
     def dropout_mask(self, row_ids: Tensor, width: int, *, p: float, salt: int) -> Tensor:

@@ -29,20 +29,23 @@ class AdapterOptimizer:
     def step(self, gradients: Mapping[str, Tensor], *, num_trained: int, num_steps: int) -> Tensor:
         """One step with the summed gradients of `num_trained` trained rows, of a job of `num_steps` steps.
 
-        Returns the gradient's norm before clipping, float32 []; where it is not finite, nothing changes but the step
-        count. Waits for nothing on the device: it is there that the norm decides (`found_inf`, as PyTorch's GradScaler
-        has it).
+        Returns the mean gradient's norm before clipping, float32 []; where it is not finite, nothing changes but the
+        step count. Waits for nothing on the device: it is there that the norm decides (`found_inf`, as PyTorch's
+        GradScaler has it). Mean and clipping are one number that AdamW divides by as it reads the gradients
+        (`grad_scale`, likewise); the gradients are not there any more afterwards.
         """
-        mean = [gradients[name] / num_trained for name in self._masters]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mean)))
+        sums = [gradients[name] for name in self._masters]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(sums))) / num_trained
+        divisor = torch.full_like(norm, num_trained)
         if bound := self.config.max_grad_norm:
-            torch._foreach_mul_(mean, torch.where(norm > bound, bound / (norm + 1e-6), 1.0))
+            divisor *= torch.where(norm > bound, (norm + 1e-6) / bound, 1.0)
         rate = self.config.learning_rate_at(self.num_steps_done, num_steps)
         self.num_steps_done += 1
         for group in self._adamw.param_groups:
             group["lr"] = rate
-        for master, gradient in zip(self._masters.values(), mean, strict=True):
+        for master, gradient in zip(self._masters.values(), sums, strict=True):
             master.grad = gradient
+        self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from coserve.graph.execute import BackwardRun, JoinedRows, run_together
+from coserve.graph.execute import BackwardRun, run_together
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.graph.program import Program
-from coserve.kernels.base import Factor, Grouped
+from coserve.kernels.base import Factor, Grouped, JoinedRows
 from coserve.kernels.low_rank import AdapterRows
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part

@@ -9,7 +9,7 @@ from torch import nn
 from coserve.errors import ModelError
 from coserve.kernels import backend_names, find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
-from coserve.kernels.base import Grouped
+from coserve.kernels.base import Grouped, JoinedRows
 from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
 from coserve.kernels.cpu import products
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
@@ -186,6 +186,33 @@ def test_factors_of_many_adapters_multiply_their_own_rows(backend, dtype):
     total = onto.clone()
     assert backend.low_rank_product(x, grouped, total) is total
     torch.testing.assert_close(total, onto + expected, **tolerance)
+
+
+@each_backend
+@each_dtype
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_gradients_of_each_row_s_own_factor(backend, dtype, is_apart):
+    torch.manual_seed(0)
+    sizes = (1, 9, 16, 2)
+    factors = [torch.randn(4, 24).to(dtype) for _ in sizes]
+    rows = AdapterRows(sizes, DEVICE)
+    grouped = Grouped(tensors=tuple(factors), rows=rows)
+    grad, x = torch.randn(28, 4).to(dtype), torch.randn(28, 24).to(dtype)
+    tolerance: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+    expected = torch.cat([part @ f for part, f in zip(grad.split(sizes), factors, strict=True)])
+    torch.testing.assert_close(backend.low_rank_input_gradient(grad, grouped), expected, **tolerance)
+    total = x.clone()
+    assert backend.low_rank_input_gradient(grad, grouped, total) is total
+    torch.testing.assert_close(total, x + expected, **tolerance)
+    before = [torch.randn(4, 24) for _ in sizes]
+    sums = Grouped(tensors=tuple(each.clone() for each in before), rows=rows)
+    backend.add_low_rank_gradient(grad, JoinedRows(tensors=x.split(sizes)) if is_apart else x, sums)
+    for found, start, dy, own in zip(sums.tensors, before, grad.split(sizes), x.split(sizes), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, start + dy.float().T @ own.float(), **tolerance)
+    alone = before[1].clone()
+    backend.add_low_rank_gradient(grad[1:10], x[1:10], alone)
+    torch.testing.assert_close(alone, sums.tensors[1], **tolerance)
 
 
 def row_adapters(inner: int, outs: tuple[int, ...], dtype: torch.dtype) -> list[LowRankAdapter]:

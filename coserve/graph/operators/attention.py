@@ -9,6 +9,7 @@ from torch import Tensor
 from coserve.graph.operators.base import Attributes, Context, Load, Operator, Shape, Shapes, Values
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.base import rows_of_owner
 
 
 class Attention(Operator):
@@ -26,6 +27,7 @@ class Attention(Operator):
     outputs = ("y", "lse")
     needs = {**dict.fromkeys(("q", "k", "v"), ("q", "k", "v", "sinks", "y", "lse")), "sinks": None}
     whole = ("k", "v")
+    apart = frozenset(("q", "k", "v", "y", "lse"))
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": (shapes["q"], None), "lse": ((attributes["num_heads"],), torch.float32)}
@@ -42,13 +44,13 @@ class Attention(Operator):
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         heads, spec = attributes["num_heads"], attention_spec(values, attributes)
-        dy, q, y = (_heads(x, heads) for x in (gradients["y"], values["q"], values["y"]))
         found: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
-        for own in context.attention:
+        for index, own in enumerate(context.attention):
             assert own.key_grads is not None and own.value_grads is not None, "requests run forward only"
+            q, y, lse = (rows_of_owner(values[slot], index, own.rows) for slot in ("q", "y", "lse"))
             dq = context.backend.attention_gradient(
-                *(dy[own.rows], q[own.rows], own.keys, own.values, y[own.rows], values["lse"][own.rows]),
-                *(own.batch, spec),
+                *(_heads(gradients["y"][own.rows], heads), _heads(q, heads), own.keys, own.values, _heads(y, heads)),
+                *(lse, own.batch, spec),
                 key_grads=own.key_grads,
                 value_grads=own.value_grads,
             )

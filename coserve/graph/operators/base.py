@@ -12,7 +12,7 @@ from torch import Tensor
 from coserve.errors import GraphError
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.attention import AttentionBatch
-from coserve.kernels.base import Backend
+from coserve.kernels.base import Backend, Factor
 
 # Tensors by name; a backbone's linear weights are `kernels.weights.Weight`, parameters of several adapters `Grouped`.
 Values = Mapping[str, Any]
@@ -97,14 +97,17 @@ class Operator(ABC):
     restores: ClassVar[tuple[str, ...]] = ()
     # An input slot: neighbours that read the same tensor there, and nothing else of each other's, may run at once.
     shared: ClassVar[str | None] = None
-    # Row inputs whose gradient can be added to what other readers of the same tensor gave (`vjp_onto`) as it is made;
-    # `vjp` gives a new tensor for them.
+    # Inputs whose gradient can be added to a sum as it is made (`vjp_onto`): to what other readers of the same rows
+    # gave, or to the sums of a parameter. `vjp` gives a new tensor for them.
     sums: ClassVar[frozenset[str]] = frozenset()
     # Whether its gradient for x alone reads nothing but a weight of the backbone, so that rows of other programs may be
     # among its own.
     joins_rows: ClassVar[bool] = False
-    # Slots in which forward accepts the parameters of several adapters (kernels.base.Grouped), each for its own rows.
+    # Slots in which forward and VJP accept the parameters of several adapters (kernels.base.Grouped), each for its own
+    # rows.
     grouped: ClassVar[frozenset[str]] = frozenset()
+    # Slots in which the VJP accepts rows of several owners that lie apart (kernels.base.JoinedRows).
+    apart: ClassVar[frozenset[str]] = frozenset()
     # Slots for which the VJP accepts packed signs (`Backend.pack_signs`) in place of the values.
     sign_suffices: ClassVar[tuple[str, ...]] = ()
 
@@ -130,9 +133,12 @@ class Operator(ABC):
     ) -> dict[str, Tensor]: ...
 
     def vjp_onto(
-        self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> None:
-        """Add the gradient of one of the slots in `sums` to `total` in place."""
+        """Add the gradient of one of the slots in `sums` to `total` in place: rows, or the sums of a parameter, of each
+        of several adapters if it is one of those in `grouped`.
+        """
+        assert isinstance(total, Tensor), f"operator {self.name} keeps no adapters apart"
         total += self.vjp((slot,), values, gradients, attributes, context)[slot]
 
     @abstractmethod

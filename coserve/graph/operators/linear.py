@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Context, Load, Operator, Shape, Shapes, Values
 from coserve.graph.tensors import TensorSpec
+from coserve.kernels.base import Factor
 from coserve.kernels.weights import as_weight
 
 
@@ -62,8 +63,9 @@ class Linear(_Product):
         return result
 
     def vjp_onto(
-        self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> None:
+        assert isinstance(total, Tensor)
         as_weight(values["weight"]).input_gradient(context.backend, gradients["y"], total)
 
 
@@ -73,8 +75,9 @@ class LowRank(_Product):
     name = "low_rank"
     inputs = ("x", "weight")
     needs = {"x": ("weight",), "weight": ("x",)}
-    sums: ClassVar[frozenset[str]] = frozenset({"x"})
+    sums: ClassVar[frozenset[str]] = frozenset({"x", "weight"})
     grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
+    apart: ClassVar[frozenset[str]] = frozenset({"x"})
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": context.backend.low_rank_product(values["x"], values["weight"])}
@@ -89,13 +92,17 @@ class LowRank(_Product):
         if "x" in wanted:
             result["x"] = context.backend.low_rank_input_gradient(dy, values["weight"])
         if "weight" in wanted:
-            result["weight"] = context.backend.low_rank_gradient(dy, values["x"])
+            result["weight"] = _low_rank_gradient(dy, values["x"], context)
         return result
 
     def vjp_onto(
-        self, total: Tensor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> None:
-        context.backend.low_rank_input_gradient(gradients["y"], values["weight"], total)
+        if slot == "weight":
+            context.backend.add_low_rank_gradient(gradients["y"], values["x"], total)
+        else:
+            assert isinstance(total, Tensor)
+            context.backend.low_rank_input_gradient(gradients["y"], values["weight"], total)
 
 
 class DropoutLowRank(_Product):
@@ -109,6 +116,7 @@ class DropoutLowRank(_Product):
     name = "dropout_low_rank"
     inputs = ("x", "weight", "dropout_row_ids")
     needs = {"x": ("weight", "dropout_row_ids"), "weight": ("x", "dropout_row_ids"), "dropout_row_ids": None}
+    sums: ClassVar[frozenset[str]] = frozenset({"weight"})
     grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
 
     def _drop(self, x: Tensor, values: Values, attributes: Attributes, context: Context) -> Tensor:
@@ -130,8 +138,21 @@ class DropoutLowRank(_Product):
             result["x"] = self._drop(x_grad, values, attributes, context)
         if "weight" in wanted:
             dropped = self._drop(values["x"], values, attributes, context)
-            result["weight"] = context.backend.low_rank_gradient(dy, dropped)
+            result["weight"] = _low_rank_gradient(dy, dropped, context)
         return result
+
+    def vjp_onto(
+        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> None:
+        dropped = self._drop(values["x"], values, attributes, context)
+        context.backend.add_low_rank_gradient(gradients["y"], dropped, total)
+
+
+def _low_rank_gradient(dy: Tensor, x: Tensor, context: Context) -> Tensor:
+    """dF of one adapter, float32 [out, in]."""
+    total = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
+    context.backend.add_low_rank_gradient(dy, x, total)
+    return total
 
 
 class Embedding(Operator):

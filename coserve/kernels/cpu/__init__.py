@@ -4,13 +4,13 @@ own products for the rest, and the plain way for what neither is for (other dtyp
 It is available where g++ compiles the kernels (`compiled.py`); elsewhere `plain/` runs, and one warning says why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
-from coserve.kernels.base import Factor, Grouped, SiluMulGradients
+from coserve.kernels.base import Factor, Grouped, JoinedRows, SiluMulGradients, rows_of_owner
 from coserve.kernels.cpu import adapters, rows
 from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
 from coserve.kernels.cpu.compiled import compiled_kernels
@@ -60,16 +60,10 @@ class CpuBackend(PlainBackend):
         return self._products.int8_input_gradient(grad, values, scales, onto)
 
     def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
-        if not isinstance(factor, Grouped):
-            return self._products.low_rank_product(x, factor, onto)
-        # No adapter's factor is copied: on a CPU that would take as long as the product.
-        y = x.new_empty(x.shape[0], factor.tensors[0].shape[0]) if onto is None else onto
-        for own, matrix in zip(factor.rows.slices, factor.tensors, strict=True):
-            if onto is None:
-                y[own] = self._products.low_rank_product(x[own], matrix)
-            else:
-                self._products.low_rank_product(x[own], matrix, y[own])
-        return y
+        multiply = self._products.low_rank_product
+        if isinstance(factor, Grouped):
+            return _each(multiply, x, factor, factor.tensors[0].shape[0], onto)
+        return multiply(x, factor, onto)
 
     def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
         if self._kernels.has_amx and has_native_bf16(x) and max(batch.sizes.sizes) >= _MANY_ROWS_OF_ADAPTER:
@@ -79,11 +73,19 @@ class CpuBackend(PlainBackend):
         else:
             super().add_adapters(x, outputs, first_place, batch)
 
-    def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
-        return self._products.low_rank_input_gradient(grad, factor, onto)
+    def low_rank_input_gradient(self, grad: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
+        multiply = self._products.low_rank_input_gradient
+        if isinstance(factor, Grouped):
+            return _each(multiply, grad, factor, factor.tensors[0].shape[1], onto)
+        return multiply(grad, factor, onto)
 
-    def low_rank_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        return self._products.low_rank_gradient(grad, x)
+    def add_low_rank_gradient(self, grad: Tensor, x: Tensor | JoinedRows, onto: Factor) -> None:
+        if isinstance(onto, Grouped):
+            for index, (own, total) in enumerate(zip(onto.rows.slices, onto.tensors, strict=True)):
+                self._products.add_low_rank_gradient(grad[own], rows_of_owner(x, index, own), total)
+        else:
+            assert isinstance(x, Tensor), "rows of one adapter"
+            self._products.add_low_rank_gradient(grad, x, onto)
 
     def prepare_attention(self, segments: Sequence[Segment], *, block_tokens: int) -> AttentionBatch:
         return CpuAttentionBatch(segments, block_tokens, self.device)
@@ -151,6 +153,25 @@ class CpuBackend(PlainBackend):
     def argmax(self, logits: Tensor) -> Tensor:
         fits = rows.fit(logits) and logits.shape[1]  # an empty vocabulary is PyTorch's error
         return rows.argmax(self._kernels, logits) if fits else super().argmax(logits)
+
+
+def _each(
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    factor: Grouped,
+    width: int,
+    onto: Tensor | None,
+) -> Tensor:
+    """Rows of several adapters with the factor of each, added to `onto` or put side by side. No factor is copied: on a
+    CPU that would take as long as the product.
+    """
+    y = x.new_empty(x.shape[0], width) if onto is None else onto
+    for own, matrix in zip(factor.rows.slices, factor.tensors, strict=True):
+        if onto is None:
+            y[own] = multiply(x[own], matrix, None)
+        else:
+            multiply(x[own], matrix, y[own])
+    return y
 
 
 BACKEND = CpuBackend

@@ -138,14 +138,19 @@ class CpuProducts:
                 return onto
         return self.input_gradient(grad, factor, onto)
 
-    def low_rank_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """dF = dy^T x."""
+    def add_low_rank_gradient(self, grad: Tensor, x: Tensor, onto: Tensor) -> None:
+        """Add dF = dy^T x to a float32 sum."""
+        found = None
         if has_native_bf16(grad) and self._amx is not None:
-            if (found := self._amx.low_rank_gradient(grad, x, transposed=False)) is not None:
-                return found
-            if (found := self._amx.low_rank_gradient(x, grad, transposed=True)) is not None:
-                return found
-        return self.weight_gradient(grad, x)
+            found = self._amx.low_rank_gradient(grad, x, transposed=False)
+            if found is None:
+                found = self._amx.low_rank_gradient(x, grad, transposed=True)
+        if found is not None:
+            onto.add_(found)
+        elif grad.dtype == onto.dtype:
+            onto.addmm_(grad.T, x)
+        else:
+            onto.add_(self.weight_gradient(grad, x))
 
 
 def layout(weight: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
-from coserve.kernels.base import Backend, Factor, Grouped, SiluMulGradients
+from coserve.kernels.base import Backend, Factor, Grouped, JoinedRows, SiluMulGradients
 from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask
 from coserve.kernels.low_rank import AdapterBatch
@@ -44,7 +44,7 @@ class PlainBackend(Backend):
 
     def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
         if isinstance(factor, Grouped):
-            y = adapters.grouped_product(x, factor)
+            y = adapters.grouped_product(x, factor, transposed=True)
             return y if onto is None else onto.add_(y)
         return self.product(x, factor) if onto is None else onto.addmm_(x, factor.T)
 
@@ -54,11 +54,18 @@ class PlainBackend(Backend):
         else:
             adapters.add_at_once(x, outputs, first_place, batch)
 
-    def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
+    def low_rank_input_gradient(self, grad: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
+        if isinstance(factor, Grouped):
+            dx = adapters.grouped_product(grad, factor, transposed=False)
+            return dx if onto is None else onto.add_(dx)
         return self.input_gradient(grad, factor, onto)
 
-    def low_rank_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        return self.weight_gradient(grad, x)
+    def add_low_rank_gradient(self, grad: Tensor, x: Tensor | JoinedRows, onto: Factor) -> None:
+        if isinstance(onto, Grouped):
+            adapters.add_grouped_gradient(grad, x, onto)
+        else:
+            assert isinstance(x, Tensor), "rows of one adapter"
+            onto.add_(self.weight_gradient(grad, x))
 
     def dropout_mask(self, row_ids: Tensor, width: int, *, p: float, salt: int) -> Tensor:
         return dropout_mask(row_ids, width, p=p, salt=salt)

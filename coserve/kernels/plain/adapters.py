@@ -11,19 +11,35 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from coserve.kernels.base import Backend, Grouped
+from coserve.kernels.base import Backend, Grouped, JoinedRows
 from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank
 from coserve.kernels.transfer import on_device
 
 _BLOCK_ROWS = 8
 
 
-def grouped_product(x: Tensor, factor: Grouped) -> Tensor:
-    """x F^T with each row's own F; x [n, in], n distinct F [out, in] -> [n, out]."""
+def grouped_product(x: Tensor, factor: Grouped, *, transposed: bool) -> Tensor:
+    """x F^T (transposed) or x F with each row's own F [out, in]."""
     tables = _tables(factor.rows)
     factors = torch.stack(factor.tensors).index_select(0, tables.adapters)
-    y = torch.bmm(x.index_select(0, tables.rows).view(-1, _BLOCK_ROWS, x.shape[1]), factors.mT)
+    blocks = x.index_select(0, tables.rows).view(-1, _BLOCK_ROWS, x.shape[1])
+    y = torch.bmm(blocks, factors.mT if transposed else factors)
     return y.flatten(0, 1).index_select(0, tables.places)
+
+
+def add_grouped_gradient(grad: Tensor, x: Tensor | JoinedRows, onto: Grouped) -> None:
+    """Add dy^T x of each adapter's rows to its sum; fewer rows than the most are filled up with zeros."""
+    rows, places = onto.rows, _tables(onto.rows).padded
+    if isinstance(x, JoinedRows):
+        x = torch.cat(x.tensors)
+
+    def padded(rows_of_all: Tensor) -> Tensor:
+        most = max(rows.sizes)
+        filled = rows_of_all.new_zeros(len(rows.sizes) * most, rows_of_all.shape[1])
+        return filled.index_copy_(0, places, rows_of_all).view(len(rows.sizes), most, -1)
+
+    found = torch.bmm(padded(grad).mT, padded(x)).float()
+    torch._foreach_add_(list(onto.tensors), list(found.unbind()))
 
 
 def add_at_once(x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
@@ -82,7 +98,8 @@ def add_one_by_one(
 
 class _Tables:
     """Which adapter each block has (int64 [blocks]), which row each place of the blocks (a last row again where there
-    is none; int64 [blocks * size]), and which place each row (int64 [n]).
+    is none; int64 [blocks * size]), and which place each row (int64 [n]). padded: which place each row has where all
+    adapters take as many rows as the one that has the most (int64 [n]).
     """
 
     def __init__(self, rows: AdapterRows) -> None:
@@ -95,8 +112,10 @@ class _Tables:
             adapters.extend([adapter] * num_blocks)
             filled = range(own.start, own.start + num_blocks * _BLOCK_ROWS)
             sources.extend(min(row, own.stop - 1) for row in filled)
-        self.adapters, self.rows, self.places = (
-            on_device(numbers, rows.device) for numbers in (adapters, sources, places)
+        most = max(rows.sizes)
+        padded = [adapter * most + row for adapter, size in enumerate(rows.sizes) for row in range(size)]
+        self.adapters, self.rows, self.places, self.padded = (
+            on_device(numbers, rows.device) for numbers in (adapters, sources, places, padded)
         )
 
 
