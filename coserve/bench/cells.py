@@ -41,13 +41,14 @@ Watch = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
     """policies: by name, or with settings (see `policy_of`). seconds: of the trace, for each policy at each rate.
-    budget_s: for all of it, in place of that. tpot_s: None: from a step alone. length_factor: what lengths are
-    multiplied by; None: as the device needs. examples: of each job; none: random tokens, `sequence` of them. rates:
-    requests per second; none: from the saturation.
+    drain_s: that answers are waited for after that, at most. budget_s: for all of it, in place of both. tpot_s: None:
+    from a step alone. length_factor: what lengths are multiplied by; None: as the device needs. examples: of each job;
+    none: random tokens, `sequence` of them. rates: requests per second; none: from the saturation.
     """
 
     policies: tuple[str, ...]
     seconds: float
+    drain_s: float = inf
     budget_s: float | None = None
     ttft_s: float = 5.0
     tpot_s: float | None = None
@@ -209,7 +210,8 @@ class Bench:
             idle=lambda pause_s: self.place.idle(engine, pause_s),
             seed=self.config.seed,
         )
-        played = loop.run(drain_s=slo.ttft_s + 1.5 * longest * slo.tpot_s, most_missed=most_missed)
+        drain_s = min(self.config.drain_s, slo.ttft_s + 1.5 * longest * slo.tpot_s)
+        played = loop.run(drain_s=drain_s, most_missed=most_missed)
         self.place.close(engine)
         return played, engine
 

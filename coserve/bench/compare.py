@@ -27,15 +27,14 @@ from coserve.bench.places import ModelledPlace, TorchPlace
 from coserve.models.backbone import Backbone
 from coserve.scheduling.policies import DEFAULT_POLICY
 from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, Slo
-from coserve.workloads.summary import percentile
 from coserve.workloads.traces import TracedRequest, rescale, scale_lengths
 
 # On a device that is here, a rate that it does not hold is lowered by this factor, at most as often.
 _LOWERED, _NUM_LOWERED = 0.85, 3
 # Less says nothing.
 _LEAST_CELL_S = 4.0
-# Of answers, the longest but one in a hundred.
-_LONG = 0.99
+# Where time is short, answers are waited for this share of a cell's time.
+_DRAIN_SHARE = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,8 @@ def compare(
     factor = config.length_factor or fitting_factor(trace, place.latency, slo.ttft_s)
     trace = scale_lengths(trace, factor)
     if config.budget_s is not None:
-        config = replace(config, seconds=_affordable_s(config, config.budget_s, trace, slo))
+        seconds = _affordable_s(config, config.budget_s)
+        config = replace(config, seconds=seconds, drain_s=_DRAIN_SHARE * seconds)
     bench, twin = Bench(place, config), None
     if isinstance(place, TorchPlace):
         assert shapes is not None
@@ -163,11 +163,10 @@ def _tried(bench: Bench, trace: Sequence[TracedRequest], slo: Slo, rate: float) 
     return rate
 
 
-def _affordable_s(config: CompareConfig, budget_s: float, trace: Sequence[TracedRequest], slo: Slo) -> float:
+def _affordable_s(config: CompareConfig, budget_s: float) -> float:
     """Of the trace for each cell, so that all of them take this long, with the answers that each waits for at its end,
     and with the warm-up and the search before them.
     """
     others = [policy for policy in config.policies if policy != JOBS_ALONE]
     num_cells = len(others) * (len(config.rates) or len(LOADS)) + (len(others) < len(config.policies)) + 3
-    waits_s = slo.tpot_s * percentile([request.num_output_tokens for request in trace], _LONG)
-    return max(_LEAST_CELL_S, budget_s / num_cells - waits_s)
+    return max(_LEAST_CELL_S, budget_s / num_cells / (1 + _DRAIN_SHARE))

@@ -98,6 +98,9 @@ class OpenLoop:
     def run(self, *, drain_s: float, most_missed: float = inf) -> Played:
         """Play it; then wait at most this long for the answers that are not over yet, and cancel the others.
 
+        What is cancelled is judged by its pace until then, without a first token by how long it has waited; what might
+        still have its first token in time does not count at all.
+
         most_missed: when more requests than that have missed their SLOs, it ends at once.
         """
         engine, played = self._engine, self.played
@@ -112,7 +115,7 @@ class OpenLoop:
             if not engine.has_work or engine.last_plan.runs_nothing:
                 self._wait()
         for name in list(self._open):
-            self._end(name, error="not answered in time")
+            self._cut_off(name)
             engine.cancel(name)
         played.num_evictions = engine.num_preemptions - num_evictions
         played.num_drops = engine.jobs.num_packs_dropped - num_drops
@@ -164,6 +167,18 @@ class OpenLoop:
 
     def _end(self, name: str, error: str | None) -> None:
         self._finish(self._open.pop(name), error)
+
+    def _cut_off(self, name: str) -> None:
+        """A request that is not over when the time is."""
+        index, now_s = self._open[name], self._now_s()
+        if self._times_s[index]:
+            # As if its next token came now: who stands still is late by all of that time.
+            self._times_s[index].append(now_s)
+            self._end(name, error=None)
+        elif now_s - self._trace[index].at_s > self._slo.ttft_s:
+            self._end(name, error="not answered in time")
+        else:
+            del self._open[name]
 
     def _finish(self, index: int, error: str | None) -> None:
         request, times_s = self._trace[index], self._times_s.pop(index)

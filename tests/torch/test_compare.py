@@ -56,12 +56,20 @@ def test_every_request_is_answered_with_the_traces_lengths(place):
 
 
 def test_what_is_not_answered_in_time_held_nothing(place):
-    played = play(place, TRACE[:4], seconds=3.0, policy="tuning-only", drain_s=1.0)
+    played = play(place, TRACE[:4], seconds=3.0, policy="tuning-only", drain_s=6.0)
     assert {each.error for each in played.outcomes} == {"not answered in time"}
     assert played.attainment(SLO) == 0
     huge = TracedRequest(at_s=0.0, num_prompt_tokens=16 * place.num_pages + 1, num_output_tokens=1)
     (outcome,) = play(place, [huge], seconds=1.0).outcomes
     assert outcome.error is not None and "tokens" in outcome.error
+
+
+def test_what_is_cut_off_is_judged_by_its_pace_until_then(place):
+    long = TracedRequest(at_s=0.0, num_prompt_tokens=100, num_output_tokens=1000)
+    (outcome,) = play(place, [long], seconds=5.0, drain_s=0.0).outcomes
+    assert outcome.error is None and 10 < outcome.num_output_tokens < 100
+    assert outcome.attained(ttft_s=SLO.ttft_s, tpot_s=SLO.tpot_s)
+    assert play(place, [long], seconds=5.0, drain_s=0.0, policy="tuning-only").outcomes == [], "it may still be in time"
 
 
 def test_policies_are_compared_at_rates_up_to_what_requests_alone_can_hold(place):
