@@ -508,12 +508,15 @@ class EngineCore:
         self._history.add(
             StepView(
                 view=view,
+                latency=self.latency,
                 plan=plan,
                 forward_s=result.forward_s,
                 loss_s=result.loss_s,
                 backward_s=result.backward_s,
                 update_s=result.update_s,
+                beside_s=result.beside_s,
                 num_tasklets=result.num_tasklets,
+                num_beside=result.num_beside,
                 num_running=len(self.requests.running),
                 num_waiting=len(self.requests.waiting),
                 num_arrived=self.requests.num_arrived,

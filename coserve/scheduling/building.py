@@ -53,6 +53,16 @@ class PlanBuilder:
         return self._forward_s + self._loss_s + self._backward_s + self._update_s
 
     @property
+    def runs_nothing(self) -> bool:
+        """Whether there is no step to run so far."""
+        return not (self._rows or self._losses or self._tasklets or self._updates)
+
+    @property
+    def num_rows(self) -> int:
+        """Of its forward pass."""
+        return self._load.rows
+
+    @property
     def late_s(self) -> float:
         """What it takes if predictions are off by the margin; backward work has none, as it stops in time."""
         left_s = max(0.0, self._loss_s * self._late_factor + self._backward_s - self._beside_s)
@@ -174,7 +184,7 @@ class PlanBuilder:
                 self._together(together, until_s, max_defer_s=max_defer_s)
         if least_share:
             self._age(jobs, least_share)
-        if jobs and not (self._rows or self._losses or self._tasklets or self._updates):
+        if jobs and self.runs_nothing:
             self._least(jobs[0])
 
     def take(self, job: JobView, rows: int, num_tasklets: int = 1) -> None:

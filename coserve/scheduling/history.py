@@ -8,24 +8,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan, View
 
 
 class StepView(NamedTuple):
     """A step that was run.
 
-    view, plan: what it was planned from, and what ran. forward_s, loss_s, backward_s, update_s: what its sections took.
-    num_tasklets: that ran, by job. num_running, num_waiting: sequences of requests after it. num_arrived, num_ended:
-    sequences that ever came, and that ever ended.
+    view, latency, plan: what it was planned from, and what ran. forward_s, loss_s, backward_s, update_s: what its
+    sections took; beside_s: tasklets beside the forward pass. num_tasklets, num_beside: all that ran, and those, by
+    job. num_running, num_waiting: sequences of requests after it. num_arrived, num_ended: sequences that ever came, and
+    that ever ended.
     """
 
     view: View
+    latency: LatencyModel
     plan: Plan
     forward_s: float
     loss_s: float
     backward_s: float
     update_s: float
+    beside_s: float
     num_tasklets: Mapping[str, int]
+    num_beside: Mapping[str, int]
     num_running: int
     num_waiting: int
     num_arrived: int

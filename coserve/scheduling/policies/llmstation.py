@@ -1,0 +1,224 @@
+"""LLMStation sections 4 and 5: before every decode step a planner says how many tuning tasklets can run with it.
+
+Algorithm 1: requests that arrive are prefilled at once, all of them, and tuning is suspended meanwhile, unless their
+prompts are short. Otherwise a decode step is planned: while a job goes forward, it is fused with as many of the job's
+tokens as keep the TPOT SLO; while it goes backward, with as many tasklets of a layer as inequality (1) allows, beside
+it where the device can be divided, after it where not. Deferred continuous batching: while no request runs, those that
+arrive wait for others for a share of the TTFT SLO.
+
+Latencies are those that were recorded of steps like this, or a linear model's (`scheduling.records`). Of the two ways
+to fuse a forward pass that section 5.2 has, this is the one by tokens: windows here go through all layers. Where not
+even one layer of a whole sequence fits, tasklets are cut by rows, as operators of a layer are there.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import ClassVar
+
+from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
+from coserve.scheduling.history import History, StepView
+from coserve.scheduling.latency import ForwardLoad, LatencyModel
+from coserve.scheduling.memory import MemoryPlan
+from coserve.scheduling.plan import JobView, Partition, Plan, RequestView, View
+from coserve.scheduling.policies._sides import divided
+from coserve.scheduling.policies._turns import next_job, slo_s
+from coserve.scheduling.policies.base import Policy, setting
+from coserve.scheduling.records import Key, LatencyRecords, forward_work, tasklet_work
+
+# Sizes that windows may have, so that steps recur and records are found again.
+WINDOWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+
+
+def most_tasklets(slo_s: float, decode_s: float, beside_s: float, tasklet_s: float) -> int:
+    """Inequality (1): N_p <= (SLO_d - N_d,all l_d0) l_d / ((l_d - l_d0) l_p), for a decode step of N_d,all tasklets.
+
+    Args:
+        decode_s, beside_s: the decode step alone, N_d,all l_d0, and with all of it beside tuning, N_d,all l_d.
+        tasklet_s: l_p, a tuning tasklet beside decoding.
+    """
+    if decode_s >= slo_s:
+        return 0
+    share = 1.0 if beside_s <= slo_s else (slo_s - decode_s) / (beside_s - decode_s)  # N_d of N_d,all
+    return int(share * beside_s / tasklet_s)
+
+
+def _size(rows: int) -> int:
+    """The size under which a window or a tasklet is recorded."""
+    return next((size for size in WINDOWS if size >= rows), WINDOWS[-1])
+
+
+def _adapters(job: JobView | None, requests: Sequence[RequestView]) -> Hashable:
+    """What records are grouped by: what the job trains, and the bypasses of the adapters that requests use."""
+    used = {request.version: request.num_bypasses for request in requests}
+    return None if job is None else job.counts, tuple(sorted(used.values()))
+
+
+def _load(requests: Sequence[RequestView]) -> ForwardLoad:
+    load = ForwardLoad()
+    for request in requests:
+        load.add_request(request, request.num_rows)
+    return load
+
+
+def _with_window(load: ForwardLoad, job: JobView, rows: int, latency: LatencyModel) -> ForwardLoad:
+    more = replace(load)
+    latency.add_window(more, job, rows)
+    return more
+
+
+@dataclass
+class _Records(LatencyRecords, History):
+    """Kinds: "decode" alone; "forward" with a window; "backward", a tasklet after decoding. Where the device is
+    divided: "beside", a tasklet beside decoding, and "divided", decoding beside tasklets.
+    """
+
+    def add(self, step: StepView) -> None:
+        ids = {rows.item: rows.rows for rows in step.plan.rows if rows.kind != "window"}
+        requests = [each for each in (*step.view.requests, *step.view.waiting) if each.id in ids]
+        if any(request.num_rows > 1 for request in requests) or len(requests) != len(ids):
+            return
+        load, batch, latency = _load(requests), len(requests), step.latency
+        jobs = {job.id: job for job in step.view.jobs}
+        windows = [rows for rows in step.plan.rows if rows.kind == "window" and rows.item in jobs]
+        tasklets = [part for part in step.plan.tasklets if part.job in jobs]
+        group = _adapters(None, requests)
+        if windows:
+            job, rows = jobs[windows[0].item], windows[0].rows
+            work = forward_work(_with_window(load, job, rows, latency), latency)
+            self.record(_adapters(job, requests), Key("forward", batch, _size(rows)), work, step.forward_s)
+        elif step.plan.partition is None:
+            self.record(group, Key("decode", batch, 0), forward_work(load, latency), step.forward_s)
+        if not tasklets:
+            return
+        job, part, group = jobs[tasklets[0].job], tasklets[0], _adapters(jobs[tasklets[0].job], requests)
+        work, size = tasklet_work(job, part.rows, latency), _size(part.rows)
+        beside = step.num_beside.get(job.id, 0)
+        after = step.num_tasklets.get(job.id, 0) - beside
+        if after and step.plan.partition is None:
+            self.record(group, Key("backward", batch, size), work, step.backward_s / after)
+        if beside:
+            self.record(group, Key("beside", batch, size), work, step.beside_s / beside)
+            self.record(group, Key("divided", batch, size), forward_work(load, latency), step.forward_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llmstation(Policy):
+    """See the module."""
+
+    summary: ClassVar[str] = "with every decode step, as many tuning tasklets as a planner allows (LLMStation)"
+
+    short_prompt: int = setting(64, "Prompts of no more tokens, all together, do not suspend tuning.")
+    decode_share: float = setting(
+        0.75, "SLO_d, as a share of the TPOT SLO: the rest is for prefills in between.", most=1
+    )
+    deferral: float = setting(0.5, "Share of the TTFT SLO for which requests are deferred while none runs.", most=1)
+
+    def make_history(self) -> History:
+        return _Records()
+
+    def plan(self, view: View, latency: LatencyModel) -> Plan:
+        memory = MemoryPlan(view)
+        memory.grow()
+        defers = self.defers(view)
+        if not defers:
+            memory.admit_waiting()
+        job = next_job(view, memory, requests_first=not defers)
+        if defers and job is None:
+            memory.admit_waiting()
+        build = PlanBuilder(view, latency, margin=0.0)
+        prompts = [request for request in memory.requests if request.num_rows > 1]
+        if sum([prompt.num_rows for prompt in prompts]) > self.short_prompt:
+            build.prefill(prompts, inf)
+            return build.build(memory)
+        build.decode([request for request in memory.requests if request.num_rows == 1])
+        build.prefill(prompts, inf)
+        if job is None:
+            return build.build(memory)
+        step = _Step(
+            build=build,
+            requests=memory.requests,
+            job=job,
+            view=view,
+            latency=latency,
+            records=view.history or _Records(),
+            budget_s=self.decode_share * slo_s(view, memory),
+        )
+        sides = step.add_tuning()
+        if build.runs_nothing:  # an idle device makes the smallest step
+            build.take(job, 0)
+        return divided(build.build(memory), *sides) if sides else build.build(memory)
+
+    def defers(self, view: View) -> bool:
+        """Whether those that wait are to wait for others."""
+        return not view.requests and all(
+            view.now_s < request.arrival_s + self.deferral * request.ttft_s for request in view.waiting
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A step with its requests' rows, to which the planner adds work of a job; budget_s: SLO_d."""
+
+    build: PlanBuilder
+    requests: Sequence[RequestView]
+    job: JobView
+    view: View
+    latency: LatencyModel
+    records: LatencyRecords
+    budget_s: float
+
+    def add_tuning(self) -> tuple[Partition, float, float] | None:
+        """As much as fits. Returns how the device is to be divided, with the sides' speeds, if it is."""
+        if self.job.phase == "forward":
+            self._add_window()
+        elif self.job.phase == "backward":
+            return self._add_tasklets()
+        elif self.build.seconds < self.budget_s:
+            self.build.tune([self.job], self.budget_s)
+        return None
+
+    def _add_window(self) -> None:
+        """As many tokens as can be fused with the step."""
+        load, group, batch = _load(self.requests), _adapters(self.job, self.requests), self.build.num_rows
+        most = min(_size(self.job.num_rows_left), max(WINDOWS[0], self.view.max_rows - batch))
+        for size in [size for size in reversed(WINDOWS) if size <= most]:
+            rows = min(size, self.job.num_rows_left)
+            work = forward_work(_with_window(load, self.job, rows, self.latency), self.latency)
+            if self.records.seconds(group, Key("forward", batch, size), work) <= self.budget_s:
+                self.build.take(self.job, rows)
+                return
+
+    def _add_tasklets(self) -> tuple[Partition, float, float] | None:
+        """Beside the step, if the device can be divided so that this pays, and the SLO is kept; otherwise after it."""
+        batch, decode_s = self.build.num_rows, self._decode_s()
+        rows = self.job.num_rows
+        while rows > LEAST_WINDOW_ROWS and self._tasklet_s(rows) > self.budget_s - decode_s:
+            rows = max(LEAST_WINDOW_ROWS, rows // 2)
+        tasklet_s, found = self._tasklet_s(rows), None
+        if batch and self.view.num_units > 1:
+            found = self.latency.sharing.best(forward_rows=batch, tasklet_rows=rows)
+        if found is not None:
+            beside_s = self._recorded("divided", rows) or decode_s / found[1]
+            side_s = self._recorded("beside", rows) or tasklet_s / found[2]
+            number = most_tasklets(self.budget_s, decode_s, beside_s, side_s)
+            if number and beside_s <= self.budget_s:
+                self.build.take(self.job, rows, number)
+                return found
+        # In turns a tuning tasklet takes all of its time from decoding: l_d - l_d0 = l_p, and (1) is what fits.
+        self.build.take(self.job, rows, max(0, int((self.budget_s - decode_s) / tasklet_s)))
+        return None
+
+    def _decode_s(self) -> float:
+        if not self.build.num_rows:
+            return 0.0
+        work = forward_work(_load(self.requests), self.latency)
+        return self.records.seconds(_adapters(None, self.requests), Key("decode", self.build.num_rows, 0), work)
+
+    def _tasklet_s(self, rows: int) -> float:
+        key = Key("backward", self.build.num_rows, _size(rows))
+        work = tasklet_work(self.job, rows, self.latency)
+        return self.records.seconds(_adapters(self.job, self.requests), key, work)
+
+    def _recorded(self, kind: str, rows: int) -> float | None:
+        return self.records.recorded(_adapters(self.job, self.requests), Key(kind, self.build.num_rows, _size(rows)))

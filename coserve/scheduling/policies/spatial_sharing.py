@@ -1,0 +1,44 @@
+"""Static spatial sharing: FlexLLM's baseline (section 8.2) and HARLI's StaticMode (section 8.1).
+
+Requests have a fixed share of the device, and jobs run beside them on the rest, whatever the load and the SLOs.
+`_sides` says how far this engine follows processes on fixed parts of a device. On one that cannot be divided, each step
+of requests is followed by work of jobs for the time that their share would have been worth.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.plan import Partition, Plan, View
+from coserve.scheduling.policies._sides import tune_beside
+from coserve.scheduling.policies._turns import next_job, serving_step, slo_s
+from coserve.scheduling.policies.base import Policy, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpatialSharing(Policy):
+    """See the module."""
+
+    summary: ClassVar[str] = "requests and jobs side by side on fixed shares of the device (FlexLLM section 8.2)"
+
+    inference_share: float = setting(0.6, "Of the device, what requests have.", least=0.05, most=0.95)
+
+    def plan(self, view: View, latency: LatencyModel) -> Plan:
+        memory, build = serving_step(view, latency)
+        job = next_job(view, memory)
+        if job is None:
+            return build.build(memory)
+        if not build.num_rows:  # who arrives finds a share of the device at once, or nearly so
+            build.tune([job], slo_s(view, memory))
+            return build.build(memory)
+        others = 1 - self.inference_share
+        if view.num_units > 1 and latency.sharing.partitions:
+            partition = min(latency.sharing.partitions, key=self._distance)
+            return tune_beside(build, memory, job, latency, partition, least_share=others)
+        build.tune([job], build.seconds / self.inference_share, least_share=others)
+        return build.build(memory)
+
+    def _distance(self, partition: Partition) -> float:
+        """From the share that requests are to have."""
+        units, others = partition.forward_units, partition.backward_units
+        return abs(units / (units + others) - self.inference_share)

@@ -1,0 +1,114 @@
+"""LLMStation section 4.2: latencies by what was recorded, and by a linear model of counted work where nothing was.
+
+Records are grouped by (hardware, model, adapters) and keyed by (decode batch, tuning length). Hardware and model are
+the engine's own, which leaves the adapters: what a job trains, and how many bypasses those have that requests use.
+Beside the paper's two, a key says which kind of step it was. A record outweighs the model as soon as it is there.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from coserve.scheduling.latency import ForwardLoad, LatencyModel
+from coserve.scheduling.plan import JobView
+
+# Weight of the newest step in a record: contexts grow under one key.
+_NEWEST = 0.3
+# How unsure a linear model is of its first weights.
+_UNSURE = 100.0
+# Of its longest part, what a piece takes at least, whatever the weights say.
+_LEAST = 0.1
+# Rows beyond which a forward pass is bound by computation.
+_MANY = 1024, 2048
+
+
+class Work(NamedTuple):
+    """What a piece needs, in seconds at the device's rates: fixed_s is a step with nothing to compute. There is no
+    interconnect within one device, so communication_s is 0 until there are several.
+    """
+
+    fixed_s: float
+    computation_s: float
+    communication_s: float
+    memory_s: float
+
+
+class Key(NamedTuple):
+    """kind: of the step. batch: rows of requests. length: rows of the job, in the window or in a tasklet."""
+
+    kind: str
+    batch: int
+    length: int
+
+
+@dataclass
+class LinearModel:
+    """Seconds as a weighted sum of a piece's work; weights by recursive least squares, all steps counting alike.
+
+    At first a piece takes its computation and its memory access, one after the other.
+    """
+
+    weights: list[float] = field(default_factory=lambda: [0.0, 1.0, 1.0, 1.0])
+    _inverse: list[list[float]] = field(
+        default_factory=lambda: [[_UNSURE if row == column else 0.0 for column in range(4)] for row in range(4)]
+    )
+
+    def seconds(self, work: Work) -> float:
+        found = sum([weight * each for weight, each in zip(self.weights, work, strict=True)])
+        return max(found, _LEAST * max(work))
+
+    def learn(self, work: Work, seconds: float) -> None:
+        """A piece took this long. The error that counts is a share of it."""
+        x = [each / seconds for each in work]
+        px = [sum([p * each for p, each in zip(row, x, strict=True)]) for row in self._inverse]
+        gain = [each / (1 + sum([a * b for a, b in zip(x, px, strict=True)])) for each in px]
+        error = 1 - sum([weight * each for weight, each in zip(self.weights, x, strict=True)])
+        self.weights = [weight + each * error for weight, each in zip(self.weights, gain, strict=True)]
+        self._inverse = [
+            [p - g * other for p, other in zip(row, px, strict=True)]
+            for row, g in zip(self._inverse, gain, strict=True)
+        ]
+
+
+@dataclass
+class LatencyRecords:
+    """Records, by adapters and by key; and a linear model for each kind."""
+
+    records: dict[Hashable, dict[Key, float]] = field(default_factory=dict)
+    models: dict[str, LinearModel] = field(default_factory=dict)
+
+    def seconds(self, adapters: Hashable, key: Key, work: Work) -> float:
+        """What was recorded, or what the model of this kind says."""
+        found = self.recorded(adapters, key)
+        return (self.models.get(key.kind) or LinearModel()).seconds(work) if found is None else found
+
+    def recorded(self, adapters: Hashable, key: Key) -> float | None:
+        """None if there was no such step."""
+        return self.records.get(adapters, {}).get(key)
+
+    def record(self, adapters: Hashable, key: Key, work: Work, seconds: float) -> None:
+        """A piece took this long."""
+        if seconds <= 0:
+            return
+        group = self.records.setdefault(adapters, {})
+        group[key] = seconds if key not in group else (1 - _NEWEST) * group[key] + _NEWEST * seconds
+        self.models.setdefault(key.kind, LinearModel()).learn(work, seconds)
+
+
+def forward_work(load: ForwardLoad, latency: LatencyModel) -> Work:
+    """Of a forward pass."""
+    p = latency.profile
+    row_s = (p.forward.at(_MANY[1]) - p.forward.at(_MANY[0])) / (_MANY[1] - _MANY[0])
+    computation_s = load.rows * row_s + load.pairs * p.s_per_pair + load.window_rows * p.s_per_window_row
+    fixed_s = p.forward.at(1)
+    return Work(fixed_s, computation_s, 0.0, fixed_s + p.head.at(load.sampled) + load.keys * p.s_per_key)
+
+
+def tasklet_work(job: JobView, rows: int, latency: LatencyModel) -> Work:
+    """Of a backward tasklet."""
+    p = latency.profile
+    row_s = (p.backward.at(_MANY[1]) - p.backward.at(_MANY[0])) / (_MANY[1] - _MANY[0])
+    pairs = rows * job.mean_context_len
+    computation_s = rows * row_s * latency.backward_weight(job) + pairs * p.backward_s_per_pair
+    fixed_s = p.backward.at(1)
+    return Work(fixed_s, computation_s, 0.0, fixed_s)
