@@ -2,10 +2,11 @@
 
 Records are grouped by (hardware, model, adapters) and keyed by (decode batch, tuning length). Hardware and model are
 the engine's own, which leaves the adapters: what a job trains, and how many bypasses those have that requests use.
-Beside the paper's two, a key says which kind of step it was. A record outweighs the model as soon as it is there.
+Beside the paper's two, a key says which kind of step it was. A record overrules the model as soon as it is there, until
+it is too old: what was once held up by something else would never be tried again.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from coserve.scheduling.plan import JobView
 
 # Weight of the newest step in a record: contexts grow under one key.
 _NEWEST = 0.3
+# Records that have come since a record was last renewed, for it to be forgotten.
+_OLD = 2000
 # How unsure a linear model is of its first weights.
 _UNSURE = 100.0
 # Of its longest part, what a piece takes at least, whatever the weights say.
@@ -72,26 +75,29 @@ class LinearModel:
 
 @dataclass
 class LatencyRecords:
-    """Records, by adapters and by key; and a linear model for each kind."""
+    """Records, by adapters and by key, with when they were renewed; and a linear model for each kind."""
 
-    records: dict[Hashable, dict[Key, float]] = field(default_factory=dict)
+    records: dict[Hashable, dict[Key, tuple[float, int]]] = field(default_factory=dict)
     models: dict[str, LinearModel] = field(default_factory=dict)
+    num_recorded: int = 0
 
-    def seconds(self, adapters: Hashable, key: Key, work: Work) -> float:
-        """What was recorded, or what the model of this kind says."""
+    def seconds(self, adapters: Hashable, key: Key, work: Callable[[], Work]) -> float:
+        """What was recorded, or what the model of this kind says; only that asks for the work."""
         found = self.recorded(adapters, key)
-        return (self.models.get(key.kind) or LinearModel()).seconds(work) if found is None else found
+        return (self.models.get(key.kind) or LinearModel()).seconds(work()) if found is None else found
 
     def recorded(self, adapters: Hashable, key: Key) -> float | None:
-        """None if there was no such step."""
-        return self.records.get(adapters, {}).get(key)
+        """None if there was no such step, or not for long."""
+        found = self.records.get(adapters, {}).get(key)
+        return found[0] if found is not None and self.num_recorded - found[1] < _OLD else None
 
     def record(self, adapters: Hashable, key: Key, work: Work, seconds: float) -> None:
         """A piece took this long."""
         if seconds <= 0:
             return
-        group = self.records.setdefault(adapters, {})
-        group[key] = seconds if key not in group else (1 - _NEWEST) * group[key] + _NEWEST * seconds
+        old, self.num_recorded = self.recorded(adapters, key), self.num_recorded + 1
+        mean_s = seconds if old is None else (1 - _NEWEST) * old + _NEWEST * seconds
+        self.records.setdefault(adapters, {})[key] = mean_s, self.num_recorded
         self.models.setdefault(key.kind, LinearModel()).learn(work, seconds)
 
 

@@ -300,10 +300,16 @@ def test_the_planners_inequality():
 def test_records_overrule_the_linear_model_which_learns_from_them():
     records, key, other = LatencyRecords(), Key("decode", 8, 0), Key("decode", 9, 0)
     work = [Work(0.01, 0.001 * n, 0.0, 0.010 + 0.001 * n) for n in range(20)]
-    assert records.seconds("a", key, work[8]) == pytest.approx(work[8].computation_s + work[8].memory_s)
+    assert records.seconds("a", key, lambda: work[8]) == pytest.approx(work[8].computation_s + work[8].memory_s)
     for batch, each in enumerate(work):
         if batch != 9:
             records.record("a", Key("decode", batch, 0), each, 0.02 + 0.003 * batch)
-    assert records.seconds("a", key, Work(1, 1, 1, 1)) == 0.02 + 0.003 * 8, "a record, whatever the work"
+    assert records.seconds("a", key, lambda: Work(1, 1, 1, 1)) == 0.02 + 0.003 * 8, "a record, whatever the work"
     assert records.recorded("a", other) is None and records.recorded("b", key) is None
-    assert records.seconds("a", other, work[9]) == pytest.approx(0.02 + 0.003 * 9, rel=0.02)
+    assert records.seconds("a", other, lambda: work[9]) == pytest.approx(0.02 + 0.003 * 9, rel=0.02)
+    records.record("a", key, work[8], 5.0)
+    held_up_s = records.seconds("a", key, lambda: work[8])
+    for _ in range(3000):
+        records.record("a", other, work[9], 0.047)
+    assert records.recorded("a", key) is None, "one step that was held up is not believed for ever"
+    assert records.seconds("a", key, lambda: work[8]) < 0.1 * held_up_s

@@ -1,9 +1,12 @@
 """Every policy, whatever it decides: the right answers, each example once, and the same adapter."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from engines import (
+    FAST,
     assert_nothing_is_held,
     drain,
     examples_of,
@@ -49,7 +52,24 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("policy", policy_names())
 def test_answers_and_adapters_are_the_same_under_every_policy(policy, undisturbed, tmp_path):
     """Waves of requests while a job runs, on a pool that holds either well, and both hardly."""
-    engine = make_engine(num_pages=260, policy=policy, policy_settings=SETTINGS.get(policy, {}), ttft_s=1e-3)
+    serve_and_tune(policy, undisturbed, tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["harli", "spatial-sharing"])
+def test_they_are_the_same_on_a_divided_device(policy, undisturbed, tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        batches = serve_and_tune(policy, undisturbed, tmp_path, hardware=replace(FAST, num_units=2))
+    finally:
+        torch.set_num_threads(before)
+    assert any(batch.partition is not None for batch in batches)
+
+
+def serve_and_tune(policy, undisturbed, tmp_path, **given):
+    """The steps of an engine that answers waves of requests and runs a job, all of which was checked."""
+    settings = SETTINGS.get(policy, {})
+    engine = make_engine(num_pages=260, policy=policy, policy_settings=settings, ttft_s=1e-3, **given)
     job = engine.job(engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine"))
     device, asked, used = watched(engine), {}, []
     events: list[Any] = []
@@ -67,13 +87,15 @@ def test_answers_and_adapters_are_the_same_under_every_policy(policy, undisturbe
             used += [tokens for tokens, _ in begun[-1].sequences]
     events += drain(engine)
     assert tokens_by_request(events) == {name: expected_tokens(prompt, 9) for name, prompt in asked.items()}
-    if not tunes:
+    if tunes:
+        assert job.state == "succeeded"
+        every = [list(example.tokens) for example in examples_of(LENGTHS)]
+        assert sorted(map(list, used)) == sorted(2 * every), "each example once in every epoch"
+        found = saved(engine, tmp_path)
+        assert found.keys() == undisturbed.keys()
+        assert max(float((found[name] - undisturbed[name]).abs().max()) for name in found) < 1e-5
+        assert_nothing_is_held(engine)
+    else:
         assert job.num_rows_run == 0
-        return
-    assert job.state == "succeeded"
-    every = [list(example.tokens) for example in examples_of(LENGTHS)]
-    assert sorted(map(list, used)) == sorted(2 * every), "each example once in every epoch"
-    found = saved(engine, tmp_path)
-    assert found.keys() == undisturbed.keys()
-    assert max(float((found[name] - undisturbed[name]).abs().max()) for name in found) < 1e-5
-    assert_nothing_is_held(engine)
+    device.close()
+    return device.batches

@@ -13,6 +13,7 @@ even one layer of a whole sequence fits, tasklets are cut by rows, as operators 
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import ClassVar
 
@@ -24,7 +25,7 @@ from coserve.scheduling.plan import JobView, Partition, Plan, RequestView, View
 from coserve.scheduling.policies._sides import divided
 from coserve.scheduling.policies._turns import next_job, slo_s
 from coserve.scheduling.policies.base import Policy, setting
-from coserve.scheduling.records import Key, LatencyRecords, forward_work, tasklet_work
+from coserve.scheduling.records import Key, LatencyRecords, Work, forward_work, tasklet_work
 
 # Sizes that windows may have, so that steps recur and records are found again.
 WINDOWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -61,10 +62,10 @@ def _load(requests: Sequence[RequestView]) -> ForwardLoad:
     return load
 
 
-def _with_window(load: ForwardLoad, job: JobView, rows: int, latency: LatencyModel) -> ForwardLoad:
+def _fused_work(load: ForwardLoad, job: JobView, rows: int, latency: LatencyModel) -> Work:
     more = replace(load)
     latency.add_window(more, job, rows)
-    return more
+    return forward_work(more, latency)
 
 
 @dataclass
@@ -85,7 +86,7 @@ class _Records(LatencyRecords, History):
         group = _adapters(None, requests)
         if windows:
             job, rows = jobs[windows[0].item], windows[0].rows
-            work = forward_work(_with_window(load, job, rows, latency), latency)
+            work = _fused_work(load, job, rows, latency)
             self.record(_adapters(job, requests), Key("forward", batch, _size(rows)), work, step.forward_s)
         elif step.plan.partition is None:
             self.record(group, Key("decode", batch, 0), forward_work(load, latency), step.forward_s)
@@ -184,7 +185,7 @@ class _Step:
         most = min(_size(self.job.num_rows_left), max(WINDOWS[0], self.view.max_rows - batch))
         for size in [size for size in reversed(WINDOWS) if size <= most]:
             rows = min(size, self.job.num_rows_left)
-            work = forward_work(_with_window(load, self.job, rows, self.latency), self.latency)
+            work = partial(_fused_work, load, self.job, rows, self.latency)
             if self.records.seconds(group, Key("forward", batch, size), work) <= self.budget_s:
                 self.build.take(self.job, rows)
                 return
@@ -212,12 +213,15 @@ class _Step:
     def _decode_s(self) -> float:
         if not self.build.num_rows:
             return 0.0
-        work = forward_work(_load(self.requests), self.latency)
+
+        def work() -> Work:
+            return forward_work(_load(self.requests), self.latency)
+
         return self.records.seconds(_adapters(None, self.requests), Key("decode", self.build.num_rows, 0), work)
 
     def _tasklet_s(self, rows: int) -> float:
         key = Key("backward", self.build.num_rows, _size(rows))
-        work = tasklet_work(self.job, rows, self.latency)
+        work = partial(tasklet_work, self.job, rows, self.latency)
         return self.records.seconds(_adapters(self.job, self.requests), key, work)
 
     def _recorded(self, kind: str, rows: int) -> float | None:
