@@ -65,6 +65,7 @@ class SharingModel:
         """None: the device cannot be divided, or nobody has measured how."""
         self._sharing = sharing
         self._shares = {share.units: share for share in sharing.shares} if sharing else {}
+        self._measured: dict[tuple[Partition, Side, int], float] = {}  # speeds by rows, without corrections
         self._corrections: dict[tuple[Partition, Side, int], tuple[float, int]] = {}
         self._num_steps = 0
         self.partitions: tuple[Partition, ...] = ()
@@ -78,18 +79,27 @@ class SharingModel:
         Args:
             partition: of units that were measured; one of `partitions`, which use all units, or one that leaves some.
         """
-        assert self._sharing is not None, "the device was not measured in parts"
-        forward_units, backward_units = partition.forward_units, partition.backward_units
-        sharing, whole = self._sharing, self._sharing.num_units
-        forward, backward = self._shares[forward_units], self._shares[backward_units]
-        forward_speed = between(forward.rows, forward.forward, forward_rows)
-        backward_speed = between(backward.rows, backward.backward, tasklet_rows)
-        forward_speed /= 1 + sharing.forward_interference * backward_units / whole
-        backward_speed /= 1 + sharing.backward_interference * forward_units / whole
         return (
-            forward_speed * self._correction(partition, "forward", forward_rows),
-            backward_speed * self._correction(partition, "backward", tasklet_rows),
+            self._measured_speed(partition, "forward", forward_rows)
+            * self._correction(partition, "forward", forward_rows),
+            self._measured_speed(partition, "backward", tasklet_rows)
+            * self._correction(partition, "backward", tasklet_rows),
         )
+
+    def _measured_speed(self, partition: Partition, side: Side, rows: int) -> float:
+        """Both stages, worked out once for each number of rows: every plan asks for all partitions."""
+        key = partition, side, rows
+        if key not in self._measured:
+            assert self._sharing is not None, "the device was not measured in parts"
+            forward_units, backward_units, _ = partition
+            if side == "forward":
+                own, other, interference = forward_units, backward_units, self._sharing.forward_interference
+            else:
+                own, other, interference = backward_units, forward_units, self._sharing.backward_interference
+            share = self._shares[own]
+            alone = between(share.rows, share.forward if side == "forward" else share.backward, rows)
+            self._measured[key] = alone / (1 + interference * other / self._sharing.num_units)
+        return self._measured[key]
 
     def best(self, *, forward_rows: int, tasklet_rows: int) -> tuple[Partition, float, float] | None:
         """The partition that gets most done, with its speeds; None if none gets more done than one side after the
@@ -130,7 +140,7 @@ def between(rows: Sequence[int], values: Sequence[float], num_rows: int) -> floa
 
 def _key(partition: Partition, side: Side, rows: int) -> tuple[Partition, Side, int]:
     """A partition that stops is as fast as one that does not."""
-    return partition._replace(stops=False), side, rows.bit_length()
+    return (partition._replace(stops=False) if partition.stops else partition), side, rows.bit_length()
 
 
 def _tuple(value: Any) -> Any:

@@ -2,21 +2,29 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from devices import Driver
-from engines import expected_tokens, greedy
+from engines import examples_of, expected_tokens, greedy, prompts_of
 from support import make_backbone, random_sequences, random_tokens
 
 import coserve.devices.torch_device as torch_device
 from coserve import models
 from coserve.adapters import LoraConfig
+from coserve.devices.base import Device
 from coserve.devices.loading import torch_device as make_device
 from coserve.devices.messages import LossRows, RequestRows, StepResult, Tasklets, Update, WindowRows
+from coserve.devices.recording import Submitted
+from coserve.engine.config import EngineConfig
+from coserve.engine.engine import Engine
+from coserve.engine.recording import read_recording, record
+from coserve.engine.replay import replay
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling import Partition
+from coserve.scheduling.sharing import Share, Sharing
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
@@ -178,3 +186,34 @@ def test_more_units_than_there_are_are_refused(driver):
     ready(driver, "job")
     with pytest.raises(AssertionError, match="not as many units"):
         driver.step(requests=rows(driver), losses=[LossRows("job", 9)], partition=Partition(2, 1))
+
+
+# -- the engine -----------------------------------------------------------------------
+
+
+def test_a_recorded_run_of_a_divided_device_is_run_again_divided_or_not(tmp_path):
+    backbone, here = make_backbone("llama"), Hardware(name="here", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-4)
+    share = Share(units=1, rows=(1,), forward=(0.95,), backward=(0.95,))
+    profile = replace(roofline_profile(backbone, here), sharing=Sharing(num_units=2, shares=(share,)))
+
+    def device() -> Device:
+        return make_device(backbone, memory_bytes=3000 * kv_page_bytes(backbone, 4), block_tokens=4, profile=profile)
+
+    config = EngineConfig(policy="spatial-sharing", block_tokens=4, tpot_s=1.0, ttft_s=4.0)
+    engine = record(Engine(device(), config), str(tmp_path / "file"))
+    adapter = LoraConfig(r=4, target_modules="all-linear")
+    engine.submit(examples_of([40] * 4), TuningConfig(num_epochs=2, batch_size=2), adapter=adapter)
+    engine.add(prompts_of((9,))[0], greedy(100))
+    while engine.has_work:
+        engine.step()
+    engine.device.close()
+    header, read = read_recording(tmp_path / "file")
+    lines = list(read)
+    divided = [line for line in lines if isinstance(line, Submitted) and line.batch.partition is not None]
+    assert divided
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        report = replay(header, iter(lines), device())
+        torch.set_num_threads(2)
+        assert report.plans_equal and report.tokens_equal, report.diverged
+        assert report.max_loss_difference < 1e-5
