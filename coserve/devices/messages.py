@@ -6,7 +6,6 @@ own. Pages count from 0; times are seconds. Everything here can be encoded by ms
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,8 +20,7 @@ from coserve.tuning.config import TuningConfig
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A chosen token with its log-probability, and the likeliest tokens in its place with theirs."""
 
     token: int
@@ -238,7 +236,7 @@ Reply = VersionOpened | TrainerOpened | None
 # -- a step -------------------------------------------------------------------------------
 
 
-class RequestRows(msgspec.Struct, frozen=True, array_like=True):
+class RequestRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Consecutive rows of a request: the tokens from position `start` on; none where it only gets pages.
 
     new_pages: join the request's page table before anything runs, so also if the step fails. samples: whether a token

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -61,8 +62,7 @@ class TokenCounts:
         return torch.frombuffer(self._tokens, dtype=torch.int64), torch.frombuffer(self._uses, dtype=torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingRow:
+class SamplingRow(msgspec.Struct, frozen=True, kw_only=True):
     """One request, at the point where its next token is chosen.
 
     seed: of its draws. place: how many tokens it has been given so far. counts: of its tokens, for params that penalize
@@ -96,15 +96,14 @@ class Sampled:
 def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None = None) -> Sampled:
     """Choose a token for each row of logits [n, vocabulary], which stay as they are. backend: by default the plain."""
     backend = backend or PlainBackend(logits.device)
-    drawn, adjusted, plain = [], [], []
-    for index, row in enumerate(rows):
-        if row.params.temperature >= _LEAST_TEMPERATURE:
-            drawn.append(index)
-        elif row.counts or row.params.logit_bias or row.forbidden:
-            adjusted.append(index)
-        else:
-            plain.append(index)
-    tokens = backend.argmax(logits) if plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    drawn = [index for index, row in enumerate(rows) if row.params.temperature >= _LEAST_TEMPERATURE]
+    adjusted = [
+        index
+        for index, row in enumerate(rows)
+        if (row.counts or row.forbidden or row.params.logit_bias) and row.params.temperature < _LEAST_TEMPERATURE
+    ]
+    is_plain = len(drawn) + len(adjusted) < len(rows)
+    tokens = backend.argmax(logits) if is_plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     at_once = _ROWS_AT_ONCE.get(logits.device.type, _ROWS_AT_ONCE_ELSEWHERE)
     for indices, choose in ((adjusted, partial(_likeliest, backend)), (drawn, _draw)):
         for start in range(0, len(indices), at_once):

@@ -9,13 +9,11 @@ must be the same bit for bit, since sums depend on the number of threads: these 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.peft_directory import load_adapter, save_adapter
@@ -350,8 +348,10 @@ class _Step:
             return
         hidden = forward(self._backbone, spans)
         self._served = self._requests.finish(hidden, requests, self._readout)
-        for training, rows in zip(passes, _rows_of(spans, hidden)[len(requests) :], strict=True):
-            training.finish_window(rows)
+        start = sum([span.num_rows for span in self._spans])
+        for training, span in zip(passes, spans[len(requests) :], strict=True):
+            training.finish_window(hidden[start : start + span.num_rows])
+            start += span.num_rows
 
     # -- packs ----------------------------------------------------------------------
 
@@ -394,9 +394,3 @@ def _num_used(partition: Partition) -> int:
 
 def _nothing() -> None:
     """A section of another kind of step."""
-
-
-def _rows_of(spans: Sequence[Span], hidden: Tensor) -> list[Tensor]:
-    """The rows [n, hidden_size] of each span of a batch."""
-    lengths = [span.num_rows for span in spans]
-    return [hidden[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]

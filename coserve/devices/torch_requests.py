@@ -58,13 +58,16 @@ class TorchRequests:
     def extend_tables(self, requests: Sequence[RequestRows]) -> None:
         """New pages join their requests'."""
         for rows in requests:
-            self._handles[rows.request].pages += rows.new_pages
+            if rows.new_pages:
+                self._handles[rows.request].pages += rows.new_pages
 
     def spans(self, requests: Sequence[RequestRows]) -> list[Span]:
         """The rows as spans of a forward batch."""
+        handles, span = self._handles, self._pages.rows
         return [
-            self._pages.rows(self._handles[rows.request].pages, rows.start, rows.tokens, self._bypasses(rows.request))
+            span(handle.pages, rows.start, rows.tokens, self._bypasses(handle))
             for rows in requests
+            for handle in (handles[rows.request],)
         ]
 
     def finish(self, hidden: Tensor, requests: Sequence[RequestRows], readout: Readout) -> "RequestsResult":
@@ -74,9 +77,8 @@ class TorchRequests:
             self._sample(hidden, ends, requests, readout), self._score_prompts(hidden, ends, requests, readout)
         )
 
-    def _bypasses(self, request: str) -> Bypasses | None:
-        version = self._handles[request].version
-        return self._versions[version].bypasses() if version else None
+    def _bypasses(self, handle: RequestHandle) -> Bypasses | None:
+        return self._versions[handle.version].bypasses() if handle.version else None
 
     def _sample(
         self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout
@@ -85,7 +87,7 @@ class TorchRequests:
         if not sampled:
             return dict
         handles = [self._handles[rows.request] for _, rows in sampled]
-        users = [(1, self._bypasses(rows.request)) for _, rows in sampled]
+        users = [(1, self._bypasses(handle)) for handle in handles]
         scores = logits(self._backbone, hidden[on_device([row for row, _ in sampled], hidden.device)], users)
         points = [handle.sampling_row(rows) for handle, (_, rows) in zip(handles, sampled, strict=True)]
         with record_function(SAMPLING):
@@ -109,13 +111,14 @@ class TorchRequests:
         """Log-probabilities of prompts' tokens, a chunk of rows at a time: the logits of all never exist at once."""
         most = chunk_rows(self._backbone.architecture.vocab_size, torch.float32)
         found: dict[str, list[Callable[[], list[TokenLogprob]]]] = {}
-        for end, rows in zip(ends, requests, strict=True):
+        for end, rows in [pair for pair in zip(ends, requests, strict=True) if pair[1].targets]:
+            handle = self._handles[rows.request]
             first = end - len(rows.tokens) + rows.scored_row - rows.start
             for start in range(0, len(rows.targets), most):
                 targets = rows.targets[start : start + most]
                 some = slice(first + start, first + start + len(targets))
-                scores = logits(self._backbone, hidden[some], [(len(targets), self._bypasses(rows.request))])
-                k = self._handles[rows.request].params.prompt_logprobs or 0
+                scores = logits(self._backbone, hidden[some], [(len(targets), self._bypasses(handle))])
+                k = handle.params.prompt_logprobs or 0
                 found.setdefault(rows.request, []).append(_score(scores, targets, k, readout))
         return found
 
@@ -166,6 +169,8 @@ class _Lines:
         """What was read; numbers: how many of the likeliest each row asked for."""
         tokens = self._tokens.ints()
         logprobs = self._logprobs.floats() or [nan] * len(tokens)
+        if not any(numbers):
+            return [TokenLogprob(token=token, logprob=logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
         likeliest = list(zip(self._top_tokens.ints(), self._top_logprobs.floats(), strict=True))
         k = len(likeliest) // max(1, len(tokens))
         return [

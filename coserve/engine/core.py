@@ -79,7 +79,7 @@ class EngineCore:
             self.pages,
             self.adapters,
             self.counters,
-            emit=lambda event: self._outbox.append(event),
+            emit=self._outbox.append,
             send=self._commands.append,
         )
         self._serving = Serving(
@@ -89,7 +89,7 @@ class EngineCore:
             self.counters,
             end_tokens=end_tokens,
             text_stream=text_stream,
-            emit=lambda event: self._outbox.append(event),
+            emit=self._outbox.append,
             send=self._commands.append,
         )
         self._keep_profile = keep_profile
@@ -402,7 +402,9 @@ class EngineCore:
     def finish_step(self) -> list[Event]:
         """Wait for the device, and book what came of the step. Returns all events so far."""
         self._finish()
-        return self._take(lambda event: True)
+        events = self._outbox.copy()
+        self._outbox.clear()
+        return events
 
     def _advance(self) -> None:
         """A step; what came of it is in the outbox."""
@@ -558,5 +560,5 @@ class EngineCore:
     def _take(self, is_wanted: Callable[[Event], bool]) -> list[Event]:
         """Events out of the outbox; the others stay for the next step."""
         events = [event for event in self._outbox if is_wanted(event)]
-        self._outbox = [event for event in self._outbox if not is_wanted(event)]
+        self._outbox[:] = [event for event in self._outbox if not is_wanted(event)]
         return events

@@ -1,8 +1,9 @@
 """A request as the engine sees it: one sequence that is to be continued, what has come of it, and when it is over."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from coserve.devices.messages import CloseRequest, OpenRequest, RequestRows, TokenLogprob
 from coserve.devices.sampling_params import SamplingParams
@@ -16,8 +17,7 @@ from coserve.scheduling.slo import Slo
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a step brought a request: tokens, the text that can be shown now, and on the last one why it is over.
 
     index: which of the request's `n` sequences. prompt_logprobs: of the prompt's tokens but the first, if they were
@@ -67,6 +67,7 @@ class Request:
         self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source
         self.prompt, self.params, self.seed, self.tenant = list(prompt), params, seed, tenant
         self.version, self.slo, self.asked_slo, self.arrival_s = version, slo, asked_slo, arrival_s
+        self.version_key = version.key if version is not None else ""
         self.tokens = list(prompt)  # and the output after it
         self.num_output = 0
         self.sequence: PagedSequence | None = None
@@ -81,16 +82,13 @@ class Request:
         self._jobs_mark_s = self._jobs_time.at(arrival_s)
         self._num_pages_sent = 0
         self._prompt_logprobs: list[TokenLogprob] = []
+        self._num_unscored = len(self.prompt) - 1 if params.prompt_logprobs is not None and not index else 0
+        self._draws = params.temperature > 0
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
         self._text = text
 
     # -- questions ----------------------------------------------------------------
-
-    @property
-    def version_key(self) -> str:
-        """Of its adapter's version; "" for none."""
-        return self.version.key if self.version is not None else ""
 
     @property
     def may_start(self) -> bool:
@@ -112,21 +110,21 @@ class Request:
     @property
     def scores_prompt(self) -> bool:
         """Whether rows of its prompt are still to be run for the log-probabilities of what comes after them."""
-        wanted = self.params.prompt_logprobs is not None and not self.index
-        return wanted and len(self._prompt_logprobs) < len(self.prompt) - 1
+        return self._num_unscored > 0
 
     def running_view(self) -> RequestView:
         """As a policy sees it while it runs."""
-        assert self.sequence is not None
-        num_rows, num_held = self.num_rows, len(self.sequence.pages)
-        return self._view(num_rows, self.sequence.length, self.sequence.num_pages_missing(num_rows), num_held)
+        sequence = self.sequence
+        assert sequence is not None
+        num_rows = len(self.tokens) - sequence.length
+        return self._view(num_rows, sequence.length, sequence.num_pages_missing(num_rows), len(sequence.pages))
 
     def waiting_view(self, num_known: int, num_pages: int) -> RequestView:
         """The same while it waits; num_known: of its tokens, those whose K and V it would share."""
         return self._view(len(self.tokens) - num_known, num_known, num_pages, 0)
 
     def _view(self, num_rows: int, num_past: int, num_pages: int, num_held: int) -> RequestView:
-        version = self.version
+        version, num_left = self.version, self.params.max_tokens - self.num_output
         return RequestView(
             self.id,
             num_rows,
@@ -137,16 +135,16 @@ class Request:
             self.last_token_s,
             self.slo.ttft_s,
             self.slo.tpot_s,
-            version.key if version else "",
+            self.version_key,
             version.num_bypasses if version else 0,
             self.tenant,
             num_pages,
             num_held,
-            self.params.temperature > 0,
-            len(self.prompt) - 1 - len(self._prompt_logprobs) if self.scores_prompt else 0,
-            self.may_start,
-            max(1, self.params.max_tokens - self.num_output),
-            self.jobs_s,
+            self._draws,
+            self._num_unscored,
+            self.prefix_source is None or self.may_start,
+            num_left if num_left > 1 else 1,
+            self._jobs_time.seconds - self._jobs_mark_s,
         )
 
     # -- what a device is told ------------------------------------------------------
@@ -180,24 +178,21 @@ class Request:
         assert self.sequence is not None
         start, pages = self.sequence.length, self.sequence.pages
         samples = start + num_rows == len(self.tokens)
-        new_pages, self._num_pages_sent = pages[self._num_pages_sent :], len(pages)
+        new_pages: tuple[int, ...] = ()
+        if len(pages) > self._num_pages_sent:
+            new_pages, self._num_pages_sent = tuple(pages[self._num_pages_sent :]), len(pages)
+        tokens = tuple(self.tokens[start : start + num_rows])
+        forbidden = tuple(self._stop_tokens) if samples and self.num_output < self.params.min_tokens else ()
+        if not self._num_unscored:
+            return RequestRows(self.id, start, tokens, new_pages, samples, self.num_output, forbidden)
         scored = self._scored_rows(start, start + num_rows)
+        targets = tuple(self.prompt[scored.start + 1 : scored.stop + 1])
         return RequestRows(
-            self.id,
-            start,
-            tuple(self.tokens[start : start + num_rows]),
-            tuple(new_pages),
-            samples,
-            self.num_output,
-            tuple(self._stop_tokens) if samples and self.num_output < self.params.min_tokens else (),
-            scored.start,
-            tuple(self.prompt[scored.start + 1 : scored.stop + 1]),
+            self.id, start, tokens, new_pages, samples, self.num_output, forbidden, scored.start, targets
         )
 
     def _scored_rows(self, start: int, end: int) -> range:
         """Of these rows, those after which the prompt's next token is to be scored; none that has been before."""
-        if not self.scores_prompt:
-            return range(0)
         first = max(start, len(self._prompt_logprobs))
         return range(first, max(first, min(end, len(self.prompt) - 1)))
 
@@ -207,7 +202,9 @@ class Request:
         """Rows have run; scored: what came of their targets."""
         assert self.sequence is not None
         self.sequence.commit(num_rows, self.tokens, self.version_key)
-        self._prompt_logprobs += scored
+        if scored:
+            self._prompt_logprobs += scored
+            self._num_unscored -= len(scored)
 
     def accept(self, chosen: TokenLogprob, now_s: float) -> Chunk:
         """Take the next token; the chunk says whether that was the last."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
+from msgspec import structs
+
 from coserve.devices.messages import CloseRequest, OpenRequest
 from coserve.engine.request import Request
 from coserve.memory.kv_cache import KvCache
 from coserve.scheduling.fairness import TokenCounters
-from coserve.scheduling.plan import RequestView
+from coserve.scheduling.plan import PlannedRows, RequestView
 
 # Of those that wait, how many are looked up among the known prefixes anew for each view: the others come later anyway.
 _NUM_LOOKED_UP = 16
@@ -73,13 +75,24 @@ class RequestQueue:
         self.running[request.id] = request
         return opened
 
-    def reserve(self, request: Request, num_rows: int) -> None:
-        """Pages for the next rows of a request that runs, at most this many, if they can be had."""
-        assert request.sequence is not None
-        num_rows = min(num_rows, request.num_rows)
-        missing = request.sequence.num_pages_missing(num_rows)
-        if missing and missing <= self._cache.num_available:
-            request.sequence.reserve(num_rows)
+    def reserve(self, planned: PlannedRows) -> PlannedRows | None:
+        """Pages for the next rows of a request, if they can be had: the rows as they are now. None without pages, or if
+        it does not run.
+        """
+        request = self.running.get(planned.item)
+        if request is None or request.sequence is None:
+            return None
+        sequence = request.sequence
+        start, num_rows = sequence.length, planned.rows
+        if num_rows > len(request.tokens) - start:
+            num_rows = len(request.tokens) - start
+        if missing := sequence.num_pages_missing(num_rows):
+            if missing > self._cache.num_available:
+                return None
+            sequence.reserve(num_rows)
+        if start == planned.start and num_rows == planned.rows:
+            return planned
+        return structs.replace(planned, start=start, rows=num_rows)
 
     def preempt(self, request: Request) -> CloseRequest:
         """Take its pages; it waits at the head of the queue, to be computed again."""

@@ -1,6 +1,6 @@
 """The life of requests: how they come, what a step brings them, how they end."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from random import Random
@@ -116,22 +116,27 @@ class Serving:
         """A step's rows are in: their keys and values are known, and some have brought a token. started_s: when the
         step began.
         """
+        running, prompts, tokens = self._queue.running, result.prompts, result.tokens
+        num_tokens: Counter[str] = Counter()
         for rows in batch.requests:
-            request = self._queue.running.get(rows.request)
+            request = running.get(rows.request)
             if request is None:  # cancelled or stopped while the step ran
                 continue
             if request.started_s is None and rows.tokens:
                 request.started_s = started_s
-            request.commit(len(rows.tokens), result.prompts.get(rows.request, ()))
+            request.commit(len(rows.tokens), prompts.get(rows.request, ()) if prompts else ())
             if not rows.samples:
                 continue
-            chunk = request.accept(result.tokens[rows.request], now_s)
-            self._counters.charge(request.tenant, output=1)
+            chunk = request.accept(tokens[rows.request], now_s)
+            num_tokens[request.tenant] += 1
             self._emit(chunk)
-            self._note_need(request, now_s)
+            if request.num_output <= 1 or chunk.finish_reason is not None:
+                self._note_need(request, now_s)
             if chunk.finish_reason is not None:
                 self.records.append(record_of(request))
                 self._leave(request)
+        for tenant, number in num_tokens.items():
+            self._counters.charge(tenant, output=number)
 
     def fail(self, batch: StepBatch, reason: str) -> None:
         """End the requests of a step that the device could not run."""

@@ -1,10 +1,11 @@
 """A plan: what changes hands, what the device is told, and what the latency model learns of the result."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
-from coserve.devices.messages import Command, LossRows, StepBatch, StepResult, Tasklets, Update, WindowRows
+from msgspec import structs
+
+from coserve.devices.messages import Command, LossRows, RequestRows, StepBatch, StepResult, Tasklets, Update, WindowRows
 from coserve.engine.job import Job
 from coserve.engine.job_set import JobSet
 from coserve.engine.plan_checks import check_plan
@@ -42,23 +43,22 @@ def carry_out(
             continue
         if (opened := requests.admit(request)) is not None:
             send(opened)
-    for rows in plan.rows:
-        if (request := requests.running.get(rows.item)) is not None:
-            requests.reserve(request, rows.rows)
+    reserved = {rows.item: requests.reserve(rows) for rows in plan.rows if rows.kind != "window"}
     for job_id in plan.begin:
         if job_id in jobs:
             jobs.begin(job_id)
-    plan = runnable(plan, requests, jobs)
+    plan = _runnable(plan, reserved, jobs)
     check_plan(plan, jobs, policy, num_units=num_units)
     return plan
 
 
-def runnable(plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job]) -> Plan:
-    """The plan without what has no pages, and with rows as they are now.
+def _runnable(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapping[str, Job]) -> Plan:
+    """The plan without what has no pages, and with rows as they are now; reserved: those of requests.
 
     Where something is left out, the sections' predictions are of another step: they become 0, and teach nothing.
     """
-    rows = tuple([now for each in plan.rows if (now := _runnable_rows(each, requests, jobs)) is not None])
+    found = [reserved[each.item] if each.kind != "window" else _window(each, jobs) for each in plan.rows]
+    rows = tuple([each for each in found if each is not None])
     losses = tuple([_limited(jobs[piece.job], piece) for piece in plan.losses if _has_pack(jobs, piece.job)])
     # Tasklets may follow the last rows of the loss; not if these turned out not to be the last.
     cut = {piece.job for piece in losses if piece not in plan.losses}
@@ -71,8 +71,8 @@ def runnable(plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job]) -> Pla
     if is_same and has_sides:
         return plan
     if not has_sides:
-        plan = replace(plan, partition=None, forward_speed=1.0, backward_speed=0.0)
-    return replace(
+        plan = structs.replace(plan, partition=None, forward_speed=1.0, backward_speed=0.0)
+    return structs.replace(
         plan,
         rows=rows,
         losses=losses,
@@ -85,25 +85,14 @@ def runnable(plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job]) -> Pla
     )
 
 
-def _runnable_rows(planned: PlannedRows, requests: RequestQueue, jobs: Mapping[str, Job]) -> PlannedRows | None:
-    if planned.kind == "window":
-        return _limited(jobs[planned.item], planned) if _has_pack(jobs, planned.item) else None
-    request = requests.running.get(planned.item)
-    if request is None or request.sequence is None:
-        return None
-    num_rows = min(planned.rows, request.num_rows)
-    if request.sequence.num_pages_missing(num_rows):
-        return None
-    start = request.sequence.length
-    return (
-        planned if (start, num_rows) == (planned.start, planned.rows) else planned._replace(start=start, rows=num_rows)
-    )
+def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None:
+    return _limited(jobs[planned.item], planned) if _has_pack(jobs, planned.item) else None
 
 
 def _limited(job: Job, piece: Piece) -> Piece:
     """A piece of a job, not larger than it may be."""
     num_rows = job.memory_failures.limit(piece.rows)
-    return piece if num_rows == piece.rows else piece._replace(rows=num_rows)
+    return piece if num_rows == piece.rows else structs.replace(piece, rows=num_rows)
 
 
 def _has_pack(jobs: Mapping[str, Job], job: str) -> bool:
@@ -114,16 +103,19 @@ def build_batch(
     step: int, plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job], commands: tuple[Command, ...]
 ) -> StepBatch:
     """What the device is told of a plan that can run."""
-    planned = [(requests.running[rows.item], rows.rows) for rows in plan.rows if rows.kind != "window"]
     # Rows of one adapter side by side, so that its bypasses run once for all of them.
-    planned.sort(key=lambda pair: pair[0].version_key)
+    by_version: dict[str, list[RequestRows]] = {}
+    for rows in plan.rows:
+        if rows.kind != "window":
+            request = requests.running[rows.item]
+            by_version.setdefault(request.version_key, []).append(request.next_rows(rows.rows))
     return StepBatch(
         step=step,
         commands=commands,
         losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses]),
         tasklets=tuple([Tasklets(part.job, part.rows, part.num_tasklets, part.group) for part in plan.tasklets]),
         updates=tuple([Update(job, jobs[job].sums.num_trained, jobs[job].order.num_steps) for job in plan.updates]),
-        requests=tuple([request.next_rows(num_rows) for request, num_rows in planned]),
+        requests=tuple([rows for _, group in sorted(by_version.items()) for rows in group]),
         windows=tuple([WindowRows(rows.item, rows.rows) for rows in plan.rows if rows.kind == "window"]),
         backward_limit_s=plan.backward_limit_s,
         partition=plan.partition,

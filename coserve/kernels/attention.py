@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from torch import Tensor
 
 
@@ -34,8 +35,7 @@ class AttentionSpec:
         return self.soft_cap is None and self.alibi_slopes is None and self.sinks is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive query rows of one sequence, at least one, which are the last `num_rows` of its `num_keys` keys.
 
     pages: of the store, in order. Key j is entry `first_key + j` of these pages laid end to end.

@@ -81,12 +81,13 @@ class PagedSequence:
     def __init__(self, cache: KvCache, pages: list[int], keys: Sequence[bytes]) -> None:
         self.cache, self.pages = cache, pages
         self.length = len(pages) * cache.block_tokens
+        self._block = cache.block_tokens
         self._keys = list(keys)
         self._num_known = len(pages)  # blocks that are in the index, or have been offered to it
 
     def num_pages_missing(self, num_tokens: int) -> int:
         """Pages that it takes to run this many more tokens."""
-        missing = -(-(self.length + num_tokens) // self.cache.block_tokens) - len(self.pages)
+        missing = -(-(self.length + num_tokens) // self._block) - len(self.pages)
         return missing if missing > 0 else 0  # asked of every request in every step: calls would be most of it
 
     def reserve(self, num_tokens: int) -> None:
@@ -98,7 +99,7 @@ class PagedSequence:
         """The rows of this many tokens have run. `tokens`: all so far, to make full blocks known."""
         self.length += num_tokens
         assert len(tokens) >= self.length
-        num_blocks = self.length // self.cache.block_tokens
+        num_blocks = self.length // self._block
         if num_blocks > self._num_known:
             prefixes = self.cache.prefixes
             if len(self._keys) < num_blocks:

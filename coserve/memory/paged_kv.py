@@ -4,7 +4,7 @@ A page holds `block_tokens` tokens of all blocks, laid out [num_layers, 2, block
 Which pages are whose is not known here: callers bring page numbers (`coserve.memory.kv_cache` gives them out).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,21 +73,14 @@ class _PagedRows(Span):
     def __init__(
         self, cache: PagedKv, pages: Sequence[int], start: int, tokens: Sequence[int], bypasses: Bypasses | None
     ) -> None:
-        self.cache, self.tokens, self.bypasses = cache, tokens, bypasses
+        self.cache = self.group = cache
+        self.tokens, self.bypasses = tokens, bypasses
         self.num_rows, self.start, self.end = len(tokens), start, start + len(tokens)
         self.pages = pages[: -(-self.end // cache.block_tokens)]
         assert len(self.pages) * cache.block_tokens >= self.end, "the pages come before the rows"
 
-    @property
-    def group(self) -> Hashable:
-        return self.cache
-
     def gather(self, others: Sequence["_PagedRows"]) -> BatchRows:
         return _CacheRows(self.cache, [self, *others])
-
-    def new_pages(self) -> Sequence[int]:
-        """Pages that these rows are the first to write to."""
-        return self.pages[-(-self.start // self.cache.block_tokens) :]
 
 
 class _CacheRows(BatchRows):
@@ -97,19 +90,24 @@ class _CacheRows(BatchRows):
         device, block = cache.backbone.device, cache.block_tokens
         self._cache, self.block_tokens = cache, block
         tokens = [token for span in spans for token in span.tokens]
-        positions = [position for span in spans for position in range(span.start, span.end)]
-        pages = [span.pages[position // block] for span in spans for position in range(span.start, span.end)]
+        if {span.num_rows for span in spans} == {1}:  # some hundred requests that decode: without ranges
+            positions, pages = [span.start for span in spans], [span.pages[-1] for span in spans]
+        else:
+            positions = [position for span in spans for position in range(span.start, span.end)]
+            pages = [span.pages[position // block] for span in spans for position in range(span.start, span.end)]
         self.tokens, self.positions, self._pages = on_device([tokens, positions, pages], device).unbind()
         self._offsets = self.positions % block
-        self.segments = [segment for span in spans for segment in self._segments_of(span)]
-        # What lies in a page after its tokens must be finite: kernels may read it, and give it no weight.
-        if new := [page for span in spans for page in span.new_pages()]:
+        if cache.backbone.block_rows is None:
+            self.segments = [Segment(num_rows=span.num_rows, num_keys=span.end, pages=span.pages) for span in spans]
+        else:
+            self.segments = [segment for span in spans for segment in self._row_by_row(span)]
+        # Of pages that rows are the first to write to, what lies after the rows must be finite: kernels may read that,
+        # and give it no weight.
+        if new := [page for span in spans for page in span.pages[-(-span.start // block) :]]:
             cache.pages[:, :, on_device(new, device)] = 0
 
-    def _segments_of(self, span: _PagedRows) -> list[Segment]:
-        """One, or where results must not depend on how a prompt is cut, one for each row."""
-        if self._cache.backbone.block_rows is None:
-            return [Segment(num_rows=span.num_rows, num_keys=span.end, pages=span.pages)]
+    def _row_by_row(self, span: _PagedRows) -> list[Segment]:
+        """One for each row: results must not depend on how a prompt is cut."""
         block, pages = self.block_tokens, span.pages
         ends = range(span.start + 1, span.end + 1)
         return [Segment(num_rows=1, num_keys=end, pages=pages[: -(-end // block)]) for end in ends]

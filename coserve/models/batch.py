@@ -73,16 +73,13 @@ class BatchRows(ABC):
 class Span(ABC):
     """Consecutive rows of a batch that belong to one request or one training window.
 
-    bypasses: of the adapter that the rows use, or None.
+    bypasses: of the adapter that the rows use, or None. group: neighbours of an equal group are one `BatchRows`; None:
+    alone.
     """
 
     num_rows: int
     bypasses: Bypasses | None = None
-
-    @property
-    def group(self) -> Hashable:
-        """Neighbours of an equal group are one `BatchRows`; None: alone."""
-        return None
+    group: Hashable = None
 
     @abstractmethod
     def gather(self, others: Sequence[Any]) -> BatchRows:

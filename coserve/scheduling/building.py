@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from math import inf
 
+from msgspec import structs
+
 from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_tasklets, least_advanced, tasklet_rows
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
@@ -292,7 +294,7 @@ class PlanBuilder:
             if job.phase == "backward":
                 going.append(job)
             elif self._loss(job, (until_s - self.late_s) / self._late_factor, may_wait=job.waited_s < max_defer_s):
-                going.append(job._replace(phase="backward", num_rows_left=job.num_rows))
+                going.append(structs.replace(job, phase="backward", num_rows_left=job.num_rows))
         while going:
             joined = least_advanced(going)
             going = [job for job in going if job not in joined]

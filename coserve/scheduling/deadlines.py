@@ -68,16 +68,17 @@ def decode_deadlines(
     lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
     # Run for each of some hundred requests, so without calls.
     for request in requests:
-        _, _, _, num_output, arrival_s, first_s, last_s, ttft_s, tpot_s, *_, num_left, spent_s = request
+        num_output, tpot_s = request.num_output, request.tpot_s
+        first_s, last_s = request.first_token_s, request.last_token_s
         if first_s is None:  # preempted, or of a prompt of one token: due like any first token
-            due_s = arrival_s + ttft_s
+            due_s = request.arrival_s + request.ttft_s
             if end_s > due_s:
                 due_s = last_s + lost_pace_s
             prompts_s, jobs_s = min(prompts_s, due_s), min(jobs_s, due_s)
             continue
         banked_s = first_s + num_output * tpot_s
         late_s = end_s - banked_s
-        if late_s > 0 and late_s > (tpot_s - decode_s) * (num_left - 1):
+        if late_s > 0 and late_s > (tpot_s - decode_s) * (request.num_left - 1):
             pace_s = last_s + (tpot_s if tpot_s > lost_pace_s else lost_pace_s)
             if pace_s < prompts_s:
                 prompts_s = pace_s
@@ -94,6 +95,6 @@ def decode_deadlines(
         due_s = banked_s - reserve_tpots * kept_s
         if due_s < jobs_s:
             jobs_s = due_s
-        if limited and jobs_share * tpot_s * num_output - spent_s < extra_s:
-            extra_s = jobs_share * tpot_s * num_output - spent_s
+        if limited and jobs_share * tpot_s * num_output - request.jobs_s < extra_s:
+            extra_s = jobs_share * tpot_s * num_output - request.jobs_s
     return Deadlines(prompts_s=min(prompts_s, gap_s), jobs_s=min(jobs_s, gap_s), gap_s=gap_s, extra_s=max(0.0, extra_s))

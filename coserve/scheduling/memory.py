@@ -10,6 +10,8 @@ own file.
 from collections.abc import Callable, Sequence
 from math import inf
 
+from msgspec import structs
+
 from coserve.scheduling.plan import JobView, RequestView, View
 
 # A pack waits until there are this many pages per running request beside it: it would be dropped at once otherwise.
@@ -101,7 +103,7 @@ class MemoryPlan:
                 continue
             self.free -= job.num_pages
             self.begin.append(job.id)
-            self.jobs.append(job._replace(phase="forward", num_rows_left=job.num_rows))
+            self.jobs.append(structs.replace(job, phase="forward", num_rows_left=job.num_rows))
         if self.begin or jobs is not self._view.jobs:
             turns = {job.id: turn for turn, job in enumerate(jobs)}
             self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))

@@ -1,11 +1,13 @@
 """What a policy may see, and what it decides: plain data, small enough to make anew for every step.
 
-The entries are named tuples because a step makes dozens of them within its budget of microseconds.
+The entries are structs, which are quick to make: a step makes several for each of some hundred requests. Those hold
+numbers and strings alone, so that the garbage collector need not look at them (`gc=False`).
 """
 
-from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from coserve.scheduling.counts import JobCounts
 
@@ -13,7 +15,7 @@ RowKind = Literal["decode", "prefill", "window"]
 JobPhase = Literal["pack", "forward", "loss", "backward", "update"]
 
 
-class RequestView(NamedTuple):
+class RequestView(msgspec.Struct, frozen=True, gc=False):
     """A sequence of a request that runs, or that waits for pages.
 
     num_rows: tokens to run before its next token can be chosen; 1 for a request that decodes. num_past: tokens whose K
@@ -47,7 +49,7 @@ class RequestView(NamedTuple):
     jobs_s: float = 0.0
 
 
-class JobView(NamedTuple):
+class JobView(msgspec.Struct, frozen=True):
     """A job that could do something now.
 
     phase: "pack" if its next pack is to be begun, "update" if an optimizer step is due; otherwise what its pack in
@@ -72,14 +74,14 @@ class JobView(NamedTuple):
     num_rows_run: float = 0.0
 
 
-class TenantView(NamedTuple):
+class TenantView(msgspec.Struct, frozen=True):
     """What a tenant that has requests or jobs here has been served, in weighted tokens (`scheduling.fairness`)."""
 
     name: str
     served: float
 
 
-class NeedView(NamedTuple):
+class NeedView(msgspec.Struct, frozen=True):
     """What recent requests would have needed of their SLOs without jobs, 99 of 100 of them; 0 if nothing is known. At 1
     there is nothing left for jobs (`scheduling.attainment`).
 
@@ -96,8 +98,7 @@ class NeedView(NamedTuple):
 _UNKNOWN_NEED = NeedView()
 
 
-@dataclass(frozen=True, kw_only=True)
-class View:
+class View(msgspec.Struct, frozen=True, kw_only=True):
     """The engine at the moment of planning.
 
     requests: those that run, in the order of admission. waiting: those that wait for pages, in the order in which they
@@ -126,7 +127,7 @@ class View:
     history: Any = None
 
 
-class PlannedRows(NamedTuple):
+class PlannedRows(msgspec.Struct, frozen=True, gc=False):
     """Consecutive rows of one work item in the forward pass; start: its first row, counted in the work item."""
 
     item: str
@@ -135,14 +136,14 @@ class PlannedRows(NamedTuple):
     rows: int
 
 
-class PlannedLoss(NamedTuple):
+class PlannedLoss(msgspec.Struct, frozen=True):
     """The next trained rows of a job's pack through the head, to their loss."""
 
     job: str
     rows: int
 
 
-class PlannedTasklets(NamedTuple):
+class PlannedTasklets(msgspec.Struct, frozen=True):
     """The next tasklets of a job, each of at most `rows` rows.
 
     Jobs of one group run theirs as one batch of rows where they are at the same part of the model; one that is ahead
@@ -168,8 +169,7 @@ class Partition(NamedTuple):
     stops: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine does next.
 
     First, memory: requests are preempted (their pages go back, their tokens are computed again), packs dropped,

@@ -34,7 +34,7 @@ class SequenceText:
                 break
             text += self._text.push(token, may_stop=self.num_tokens > self._min_tokens)
             if self._text.stopped is not None:
-                return replace(
+                return structs.replace(
                     chunk,
                     tokens=chunk.tokens[: place + 1],
                     logprobs=chunk.logprobs[: place + 1],
@@ -44,7 +44,7 @@ class SequenceText:
                 )
         if chunk.finish_reason is not None:
             text += self._text.finish()
-        return replace(chunk, text=text)
+        return structs.replace(chunk, text=text)
 
 
 class RequestStream:

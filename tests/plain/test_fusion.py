@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from coserve.scheduling import JobView, LatencyModel, Plan, View, make_policy
+from coserve.scheduling import JobView, LatencyModel, Plan, PlannedTasklets, View, make_policy
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.fusion import JOINING, hybrid_tasks, joined_tasklets
 from coserve.scheduling.latency import Curve, Profile
@@ -95,7 +95,12 @@ def test_no_other_partition_of_the_sorted_jobs_takes_less_time(seed):
 
 def test_jobs_of_a_hybrid_task_go_backward_together():
     made = plan("tuning-only", job("a"), job("b", left=10), job("c", "loss"), job("d", parts_left=2))
-    assert {part.job: part[1:3] for part in made.tasklets} == {"a": (64, 4), "b": (64, 4), "c": (64, 4), "d": (64, 2)}
+    assert {part.job: (part.rows, part.num_tasklets) for part in made.tasklets} == {
+        "a": (64, 4),
+        "b": (64, 4),
+        "c": (64, 4),
+        "d": (64, 2),
+    }
     groups = {part.job: part.group for part in made.tasklets}
     assert groups["a"] is not None and groups["a"] == groups["b"] == groups["c"] != groups["d"]
     apart = plan("tuning-only", job("a"), job("b"), by=STRAIGHT)
@@ -122,7 +127,7 @@ def test_a_job_that_is_one_part_ahead_waits_for_the_others():
     alone_s, both_s = FLAT.tasklets_s([(slow, 20)]), FLAT.tasklets_s([(slow, 64), (ahead, 64)])
     assert found.seconds == pytest.approx(alone_s + 3 * both_s)
     once = joined_tasklets([ahead, slow], alone_s * 1.01, FLAT, group=5)
-    assert once is not None and [part[:3] for part in once.tasklets] == [("slow", 64, 1)]
+    assert once is not None and [*once.tasklets] == [PlannedTasklets("slow", 64, 1, 5)]
     assert joined_tasklets([ahead, slow], 0.5, FLAT, group=5) is None
     halves = joined_tasklets([job("a"), job("b", rows=40)], 1.0, STRAIGHT, group=1)
     assert halves is not None and sum(part.rows for part in halves.tasklets) < 104 and halves.seconds <= 1.0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from coserve.devices.messages import RequestRows, StepBatch, StepResult, Tasklets
 from coserve.devices.replay import as_it_ran
@@ -105,7 +106,7 @@ def test_what_was_measured_comes_back_from_json():
 def test_what_runs_beside_the_forward_pass_takes_no_time_of_its_own():
     made = Plan(forward_s=0.06, loss_s=0.02, backward_s=0.08, update_s=0.01)
     assert made.predicted_s == pytest.approx(0.17)
-    made = replace(made, partition=HALVES, forward_speed=0.6, backward_speed=0.5)
+    made = structs.replace(made, partition=HALVES, forward_speed=0.6, backward_speed=0.5)
     assert made.predicted_s == pytest.approx(0.1 + (0.1 - 0.05) + 0.01)
     assert made.seconds_with(0.0) == pytest.approx(0.1 + 0.01)
 
@@ -161,9 +162,9 @@ def test_a_divided_step_teaches_the_speeds_and_nothing_else():
 
 
 def test_jobs_took_all_but_what_requests_needed_of_the_whole_device():
-    made = replace(PLANNED, window_s=0.02)
+    made = structs.replace(PLANNED, window_s=0.02)
     assert jobs_seconds(made, step_s=0.2, forward_s=0.1) == pytest.approx(0.2 - 0.1 * 0.6 * 2 / 3)
-    turns = replace(made, partition=None, forward_speed=1.0, backward_speed=0.0)
+    turns = structs.replace(made, partition=None, forward_speed=1.0, backward_speed=0.0)
     assert jobs_seconds(turns, step_s=0.2, forward_s=0.06) == pytest.approx(0.14 + 0.02)
 
 

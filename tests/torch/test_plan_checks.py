@@ -1,10 +1,10 @@
 """Plans of policies that have a bug: what is wrong is said, with the policy and the item."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from engines import drain, examples_of, expected_tokens, greedy, make_engine, prompts_of, tokens_by_request
+from msgspec import structs
 from random_plans import PlannedBy
 
 from coserve.adapters import LoraConfig
@@ -35,7 +35,7 @@ def until_it_fails(engine: Engine) -> str:
 
 
 def twice(field: str) -> Callable[[Plan], Plan]:
-    return lambda plan: replace(plan, **{field: getattr(plan, field) * 2})
+    return lambda plan: structs.replace(plan, **{field: getattr(plan, field) * 2})
 
 
 def test_requests_have_their_rows_once():
@@ -76,7 +76,7 @@ def test_jobs_have_each_piece_once(field, what):
 def test_pieces_are_of_what_a_job_is_at(pieces, message):
     engine = make_engine()
     engine.submit(examples_of((9, 5)), TuningConfig(batch_size=2), adapter=LORA)
-    change_plans(engine, lambda plan: replace(Plan(begin=plan.begin), **pieces))
+    change_plans(engine, lambda plan: structs.replace(Plan(begin=plan.begin), **pieces))
     assert message in until_it_fails(engine)
 
 
@@ -84,7 +84,7 @@ def test_a_window_of_a_pack_that_has_been_forward_is_refused():
     engine = make_engine()
     engine.submit(examples_of((9, 5)), TuningConfig(batch_size=2), adapter=LORA)
     window = PlannedRows("job-0", "window", 0, 14)
-    change_plans(engine, lambda plan: replace(Plan(begin=plan.begin), rows=(window,)))
+    change_plans(engine, lambda plan: structs.replace(Plan(begin=plan.begin), rows=(window,)))
     assert "a window of job 'job-0', which is at 'loss', not 'forward'" in until_it_fails(engine)
 
 
@@ -92,7 +92,7 @@ def test_a_device_is_divided_among_as_many_units_as_it_has():
     engine = make_engine()
     engine.submit(examples_of((9, 5)), adapter=LORA)
     engine.add(prompts_of((9,))[0], greedy(64))
-    change_plans(engine, lambda plan: replace(plan, partition=Partition(2, 1)))
+    change_plans(engine, lambda plan: structs.replace(plan, partition=Partition(2, 1)))
     assert "plans 2 units for the forward pass and 1 for jobs beside it on a device that has 1" in until_it_fails(
         engine
     )
@@ -111,7 +111,8 @@ def test_what_is_not_there_is_left_out():
         "tasklets": (PlannedTasklets("nobody", 1, 1),),
     }
     change_plans(
-        engine, lambda plan: replace(plan, **{name: getattr(plan, name) + more for name, more in nobody.items()})
+        engine,
+        lambda plan: structs.replace(plan, **{name: getattr(plan, name) + more for name, more in nobody.items()}),
     )
     (prompt,) = prompts_of((9,))
     one = engine.add(prompt, greedy(8))

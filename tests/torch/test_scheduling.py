@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from support import make_backbone
 
 from coserve.adapters import Adapter, LoraConfig
@@ -31,7 +32,7 @@ from coserve.scheduling.building import (
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.deadlines import RESERVE_TOKENS
 from coserve.scheduling.latency import Curve, ForwardLoad, Profile
-from coserve.scheduling.plan import NeedView
+from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
 from coserve.scheduling.policies.slack import MOST_SHARE, Slack
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning import training_programs
@@ -77,12 +78,12 @@ def make_latency(hardware: Hardware = CPU, *, margin: float = 0.1) -> LatencyMod
 def decoding(id: str = "r", **fields: float | None) -> RequestView:
     """A request that decodes, at 10 s: ten tokens since 8 s, one every 0.2 s, of which 0.4 s may be taken."""
     view = RequestView(id, 1, 100, 10, 5.0, 8.0, 9.9, 2.0, 0.4)
-    return view._replace(**fields)  # type: ignore[arg-type]
+    return structs.replace(view, **fields)
 
 
 def prompt(id: str = "p", rows: int = 200, **fields: float) -> RequestView:
     """A request that has just come, at 10 s."""
-    return RequestView(id, rows, 0, 0, 10.0, None, 10.0, 2.0, 0.4)._replace(**fields)  # type: ignore[arg-type]
+    return structs.replace(RequestView(id, rows, 0, 0, 10.0, None, 10.0, 2.0, 0.4), **fields)
 
 
 def job(
@@ -126,10 +127,12 @@ def views(draw: st.DrawFn) -> View:
             num_output = rng.randint(1, 50)
             first_s = now_s - num_output * tpot_s * rng.uniform(0.3, 1.1)
             last_s = rng.uniform(first_s, now_s)
-            item = item._replace(first_token_s=first_s, last_token_s=last_s, num_output=num_output)
-            item = item._replace(num_rows=1 if rng.random() < 0.9 else item.num_rows, num_past=rng.randint(1, 2000))
+            item = structs.replace(item, first_token_s=first_s, last_token_s=last_s, num_output=num_output)
+            item = structs.replace(
+                item, num_rows=1 if rng.random() < 0.9 else item.num_rows, num_past=rng.randint(1, 2000)
+            )
         if rng.random() < 0.3:
-            item = item._replace(version=f"v{rng.randint(0, 2)}", num_bypasses=168)
+            item = structs.replace(item, version=f"v{rng.randint(0, 2)}", num_bypasses=168)
         requests.append(item)
     jobs = []
     near = rng.randint(2, 24)
@@ -192,7 +195,7 @@ def test_plans_are_what_the_engine_can_run(policy, seen, hardware):
         item = jobs[part.job]
         if item.phase == "loss":
             assert losses[part.job] == item.num_rows_left, "tasklets come after all of the loss"
-            item = item._replace(phase="backward", num_rows_left=item.num_rows)
+            item = structs.replace(item, phase="backward", num_rows_left=item.num_rows)
         assert item.phase == "backward" and part.num_tasklets >= 1
         assert part.rows >= min(LEAST_WINDOW_ROWS, item.num_rows_left)
         in_current = -(-item.num_rows_left // part.rows)
@@ -238,7 +241,7 @@ def test_a_plan_says_what_it_takes(policy, seen, hardware):
         else:
             load.add_request(requests[rows.item], rows.rows)
     cursors = {part.job: cursor_of(jobs[part.job]) for part in made.tasklets}
-    pieces = [Tasklets(*part) for part in made.tasklets]
+    pieces = [Tasklets(*structs.astuple(part)) for part in made.tasklets]
     for turn in tasklet_turns(pieces, lambda name: cursors[name].num_parts_done):
         windows = []
         for piece in turn:
@@ -345,7 +348,7 @@ def test_a_late_request_stops_fine_tuning_and_is_served_itself():
     assert due_at_s(late) < 10.0
     for phase in ("forward", "backward", "update"):
         assert tunes(plan("slack", view(decoding(), job(phase=phase))))
-        made = plan("slack", view(decoding(), late._replace(id="late"), job(phase=phase)))
+        made = plan("slack", view(decoding(), structs.replace(late, id="late"), job(phase=phase)))
         assert not tunes(made) and rows_of(made, "decode") == {"r": 1, "late": 1}
 
 
@@ -367,7 +370,7 @@ def test_nothing_is_tuned_while_a_prompt_is_not_wholly_in():
 def test_a_tight_first_token_bounds_the_step_that_brings_it():
     tight = prompt(rows=64, arrival_s=8.4, ttft_s=2.0)  # due in 0.4 s
     made = plan("slack", view(tight, job(), ttft_s=2.0, tpot_s=0.4))
-    free = plan("slack", view(tight._replace(arrival_s=10.0), job(), ttft_s=2.0, tpot_s=0.4))
+    free = plan("slack", view(structs.replace(tight, arrival_s=10.0), job(), ttft_s=2.0, tpot_s=0.4))
     assert made.predicted_s * 1.1 <= 0.4 < free.predicted_s * 1.1
 
 
@@ -385,7 +388,7 @@ def test_longer_margins_leave_less_to_jobs():
 @settings(deadline=None, max_examples=200)
 @given(views(), devices)
 def test_idle_steps_end_soon_or_are_one_indivisible_piece(seen, hardware):
-    idle, latency = replace(seen, requests=()), make_latency(hardware)
+    idle, latency = structs.replace(seen, requests=()), make_latency(hardware)
     made = plan("slack", idle, latency)
     assert made.runs_nothing == (not idle.jobs), "jobs always continue"
     if made.predicted_s <= arrival_wait_s(idle):
@@ -393,9 +396,9 @@ def test_idle_steps_end_soon_or_are_one_indivisible_piece(seen, hardware):
     first = idle.jobs[0]
     assert [*made.moved_jobs, *made.updates] == [first.id]
     least = min(first.num_rows_left, LEAST_WINDOW_ROWS)
-    assert [tuple(piece) for piece in made.losses] == ([(first.id, least)] if first.phase == "loss" else [])
+    assert [*made.losses] == ([PlannedLoss(first.id, least)] if first.phase == "loss" else [])
     assert sum(rows.rows for rows in made.rows) == (least if first.phase == "forward" else 0)
-    assert [part[:3] for part in made.tasklets] == ([(first.id, least, 1)] if first.phase == "backward" else [])
+    assert [*made.tasklets] == ([PlannedTasklets(first.id, least, 1)] if first.phase == "backward" else [])
     assert all(made.predicted_s > arrival_wait_s(idle) for _ in idle.jobs)
 
 
@@ -434,7 +437,7 @@ def test_an_urgent_prompt_gets_what_its_deadline_needs_however_late_others_are()
         last_s = now_s
         if rows == urgent.num_rows:
             break
-        urgent = urgent._replace(num_rows=urgent.num_rows - rows, num_past=urgent.num_past + rows)
+        urgent = structs.replace(urgent, num_rows=urgent.num_rows - rows, num_past=urgent.num_past + rows)
     assert latency.prompt_s(1000) < now_s - 10.0 <= 3.0
     assert len(sizes) > 2 and max(sizes) > 1.5 * LEAST_PREFILL_ROWS
 
@@ -458,14 +461,14 @@ def test_a_request_that_cannot_be_in_time_does_not_hold_up_jobs(tpot_s):
     # One that can still catch up does.
     late = decoding("late", tpot_s=0.2, num_output=40, first_token_s=1.0, last_token_s=10.0)
     assert due_at_s(late) < 10.0 and not tunes(plan("slack", view(late, job())))
-    assert tunes(plan("slack", view(late._replace(num_left=5), job()))), "too few tokens are left for that"
+    assert tunes(plan("slack", view(structs.replace(late, num_left=5), job()))), "too few tokens are left for that"
 
 
 def test_a_prompt_alone_is_run_in_pieces_that_an_arrival_may_wait_for():
     latency, long = make_latency(), prompt(rows=3000, ttft_s=30.0)
     made = plan("slack", view(long, ttft_s=2.0), latency)
     assert 0.8 * 0.8 < made.predicted_s <= arrival_wait_s(view(long, ttft_s=2.0)) == 0.8
-    urgent = long._replace(ttft_s=1.2 * latency.prompt_s(3000))
+    urgent = structs.replace(long, ttft_s=1.2 * latency.prompt_s(3000))
     assert rows_of(plan("slack", view(urgent, max_rows=4000), latency), "prefill") == {"p": 3000}
 
 
@@ -481,12 +484,12 @@ def test_drawing_and_scoring_take_time():
     plain = [decoding(f"r{index}") for index in range(32)]
     greedy, drawn = (
         plan("slack", view(*requests), latency)
-        for requests in (plain, [request._replace(draws=True) for request in plain])
+        for requests in (plain, [structs.replace(request, draws=True) for request in plain])
     )
     load = decode_load(plain)
     load.drawn = 32
     assert drawn.forward_s == pytest.approx(latency.forward_s(load)) and drawn.forward_s > 1.02 * greedy.forward_s
-    asked = prompt(rows=100)._replace(num_scored=99)
+    asked = structs.replace(prompt(rows=100), num_scored=99)
     bare, scored = (plan("slack", view(each), latency) for each in (prompt(rows=100), asked))
     assert scored.forward_s > bare.forward_s + 0.9 * make_profile().score.at(99)
 
@@ -504,18 +507,18 @@ def test_backward_work_has_a_limit_so_that_the_rest_is_in_time():
 
 
 def test_jobs_give_way_while_a_request_waits_for_pages():
-    items = decoding(num_output=50), job(phase="backward")._replace(num_pages=500)
-    blocked = prompt("waits", 320, arrival_s=9.5)._replace(num_pages=20)
-    free = replace(view(*items, ttft_s=2.0), num_pages=1000, num_free_pages=900)
+    items = decoding(num_output=50), structs.replace(job(phase="backward"), num_pages=500)
+    blocked = structs.replace(prompt("waits", 320, arrival_s=9.5), num_pages=20)
+    free = structs.replace(view(*items, ttft_s=2.0), num_pages=1000, num_free_pages=900)
     assert tunes(plan("slack", free))
-    queued = replace(free, num_free_pages=10, waiting=(blocked,))
+    queued = structs.replace(free, num_free_pages=10, waiting=(blocked,))
     made = plan("slack", queued)
     assert made.drop == ("j",) and made.admit == ("waits",), "the pack's pages are enough"
-    other = replace(queued, jobs=(job(phase="update"),))
+    other = structs.replace(queued, jobs=(job(phase="update"),))
     assert not tunes(plan("slack", other)), "nothing can be dropped: it is to be done soon"
-    lost = blocked._replace(arrival_s=0.0)
-    assert plan("slack", replace(other, waiting=(lost,), num_free_pages=990)).admit == ("waits",)
-    assert tunes(plan("slack", replace(other, requests=(), waiting=(lost._replace(num_pages=2000),))))
+    lost = structs.replace(blocked, arrival_s=0.0)
+    assert plan("slack", structs.replace(other, waiting=(lost,), num_free_pages=990)).admit == ("waits",)
+    assert tunes(plan("slack", structs.replace(other, requests=(), waiting=(structs.replace(lost, num_pages=2000),))))
 
 
 @pytest.mark.parametrize("field", ["ttft", "tpot"])
@@ -523,7 +526,7 @@ def test_jobs_get_less_the_nearer_requests_are_to_their_slo(field):
     request = decoding(num_output=50, last_token_s=10.0)
     times = []
     for need in (0.0, 0.8, 0.9, 0.95, 0.99, 1.0):
-        seen = replace(view(request, job(phase="backward")), need=NeedView(**{field: need}))
+        seen = structs.replace(view(request, job(phase="backward")), need=NeedView(**{field: need}))
         times.append(plan("slack", seen).backward_s)
     assert times == sorted(times, reverse=True) and times[0] > 0 and times[-1] == 0
 
@@ -533,12 +536,15 @@ def test_a_job_gets_its_smallest_piece_however_much_requests_press():
     for phase in ("forward", "loss", "backward", "update"):
         item = job(phase=phase)
         for waited_s, wanted in ((0.0, False), (1000.0, True)):
-            made = plan("slack", view(late, item._replace(waited_s=waited_s)))
+            made = plan("slack", view(late, structs.replace(item, waited_s=waited_s)))
             assert tunes(made) == wanted
         assert all(rows == LEAST_WINDOW_ROWS for rows in rows_of(made, "window").values())
         assert all(part.num_tasklets == 1 for part in made.tasklets)
     # Of several, the one that waited longest, though another would be cheaper.
-    made = plan("slack", view(late, job("a")._replace(waited_s=50.0), job("b", "update")._replace(waited_s=100.0)))
+    made = plan(
+        "slack",
+        view(late, structs.replace(job("a"), waited_s=50.0), structs.replace(job("b", "update"), waited_s=100.0)),
+    )
     assert made.updates == ("b",) and not rows_of(made, "window")
 
 
@@ -549,13 +555,13 @@ def test_a_prompt_with_time_leaves_decoding_requests_some_of_their_bank():
     assert due_at_s(late, 1.0) < 10.0
     assert rows_of(plan("slack", view(late, relaxed), latency), "prefill") == {}
     assert rows_of(plan("slack", view(late, urgent), latency), "prefill") == {}, "it has time"
-    urgent = urgent._replace(ttft_s=0.6)
+    urgent = structs.replace(urgent, ttft_s=0.6)
     assert rows_of(plan("slack", view(late, urgent), latency), "prefill")["p"] > LEAST_PREFILL_ROWS
     # With a bank: the relaxed one stops one TPOT before the deadline, the urgent one goes up to it.
     banked = decoding(num_output=8, last_token_s=9.9)
     deadline_s = due_at_s(banked) - 10.0
     left, taken = (
-        plan("slack", view(banked, each._replace(num_rows=2000, ttft_s=ttft_s), tpot_s=0.4), latency)
+        plan("slack", view(banked, structs.replace(each, num_rows=2000, ttft_s=ttft_s), tpot_s=0.4), latency)
         for each, ttft_s in ((relaxed, 50.0), (urgent, 6.0))
     )
     assert left.predicted_s * 1.1 <= deadline_s - 0.4 + EPSILON
@@ -652,7 +658,7 @@ def test_what_costs_much_waits_for_a_while_and_no_longer():
         (0.99 * MOST_GAP_TPOTS * 10.0, False),
         (1.01 * MOST_GAP_TPOTS * 10.0, True),
     ):
-        waiting = job("j", "loss")._replace(waited_s=waited_s)
+        waiting = structs.replace(job("j", "loss"), waited_s=waited_s)
         seen = view(request, waiting, ttft_s=1000.0, tpot_s=10.0)
         made = make_policy("slack", {"least_share": 0}).plan(seen, latency)
         assert len(made.losses) == runs
@@ -661,10 +667,10 @@ def test_what_costs_much_waits_for_a_while_and_no_longer():
 
 def test_tasklets_follow_the_last_rows_of_the_loss():
     made = plan("slack", view(job("j", "loss", left=100), ttft_s=100.0))
-    assert [*made.losses] == [("j", 100)] and [part.job for part in made.tasklets] == ["j"]
+    assert [*made.losses] == [PlannedLoss("j", 100)] and [part.job for part in made.tasklets] == ["j"]
     assert made.tasklets[0].rows == 1024, "the whole pack is still to go backward"
     evaluated = plan("slack", view(job("j", "loss", left=100, parts_left=0), ttft_s=100.0))
-    assert [*evaluated.losses] == [("j", 100)] and not evaluated.tasklets
+    assert [*evaluated.losses] == [PlannedLoss("j", 100)] and not evaluated.tasklets
     partly = plan("slack", view(decoding(num_output=20), job("j", "loss"), ttft_s=3.0))
     assert partly.losses and partly.losses[0].rows < 1024 and not partly.tasklets
 
@@ -689,7 +695,7 @@ def test_jobs_are_served_in_turn_and_phases_share_a_step():
 
 def test_a_pack_goes_backward_over_several_parts_in_one_step():
     made = plan("slack", view(job(phase="backward", rows=1024, left=100, parts_left=24), ttft_s=1000.0))
-    assert made.tasklets == (("j", 1024, 24, None),), "the rest of one part, and all others whole"
+    assert made.tasklets == (PlannedTasklets("j", 1024, 24),), "the rest of one part, and all others whole"
     made = plan("slack", view(job(phase="backward", rows=1024, left=1024, parts_left=24), ttft_s=0.2, tpot_s=0.01))
     (part,) = made.tasklets
     assert part.rows < 1024 and made.predicted_s <= arrival_wait_s(view(ttft_s=0.2, tpot_s=0.01))
@@ -728,7 +734,7 @@ def test_tuning_only_knows_no_requests_and_inference_only_no_jobs():
     items = decoding(), prompt(), job("a"), job("b", "backward"), job("c", "update")
     tuning, inference = plan("tuning-only", view(*items)), plan("inference-only", view(*items))
     assert [rows.kind for rows in tuning.rows] == ["window"] and rows_of(tuning, "window") == {"a": 1024}
-    assert tuning.tasklets == (("b", 1024, 24, None),) and tuning.updates == ("c",)
+    assert tuning.tasklets == (PlannedTasklets("b", 1024, 24),) and tuning.updates == ("c",)
     assert inference == plan("slack", view(*items[:2])) and not tunes(inference)
 
 
@@ -804,7 +810,7 @@ def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, kno
     latency = taught_latency()
     if known:
         load.versions.add("v")
-    request = prompt(rows=rows if last else rows + 1, num_past=77)._replace(version=version, num_bypasses=168)
+    request = structs.replace(prompt(rows=rows if last else rows + 1, num_past=77), version=version, num_bypasses=168)
     foreseen_s = latency.with_request_s(load, request, rows)
     load.add_request(request, rows)
     assert foreseen_s == pytest.approx(latency.forward_s(load))
@@ -815,7 +821,7 @@ def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, kno
 def test_what_a_window_would_add_is_what_it_adds(load, rows, flops_per_row):
     latency = taught_latency()
     counts = replace(make_profile().job, flops_per_row=flops_per_row)
-    window = job()._replace(counts=counts)
+    window = structs.replace(job(), counts=counts)
     foreseen_s = latency.with_window_s(load, window, rows)
     latency.add_window(load, window, rows)
     assert foreseen_s == pytest.approx(latency.forward_s(load))
@@ -825,7 +831,8 @@ def test_what_a_window_would_add_is_what_it_adds(load, rows, flops_per_row):
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
 def test_decodes_are_added_together_as_they_are_one_by_one(pasts):
     requests = [
-        decoding(f"r{i}", num_past=past)._replace(version="v" * (i % 3), num_bypasses=7) for i, past in enumerate(pasts)
+        structs.replace(decoding(f"r{i}", num_past=past), version="v" * (i % 3), num_bypasses=7)
+        for i, past in enumerate(pasts)
     ]
     together, single = ForwardLoad(), ForwardLoad()
     together.add_decodes(requests)
@@ -837,12 +844,14 @@ def test_decodes_are_added_together_as_they_are_one_by_one(pasts):
 def test_jobs_are_weighed_beside_the_reference_job():
     latency, reference = make_latency(), make_profile().job
     half = replace(reference, flops_per_row=reference.flops_per_row / 2, num_bypasses=reference.num_bypasses // 2)
-    light, heavy = job()._replace(counts=half), job()
+    light, heavy = structs.replace(job(), counts=half), job()
     assert latency.with_window_s(ForwardLoad(), light, 256) < latency.with_window_s(ForwardLoad(), heavy, 256)
     fewer = replace(reference, backward_flops_per_row=reference.backward_flops_per_row / 3, backward_flops_per_pair=0.0)
-    keyless = job()._replace(mean_context_len=0.0)
-    assert latency.tasklet_s(keyless._replace(counts=fewer), 256) == pytest.approx(latency.tasklet_s(keyless, 256) / 3)
-    assert latency.tasklet_s(job()._replace(mean_context_len=5000.0), 256) > latency.tasklet_s(job(), 256)
+    keyless = structs.replace(job(), mean_context_len=0.0)
+    assert latency.tasklet_s(structs.replace(keyless, counts=fewer), 256) == pytest.approx(
+        latency.tasklet_s(keyless, 256) / 3
+    )
+    assert latency.tasklet_s(structs.replace(job(), mean_context_len=5000.0), 256) > latency.tasklet_s(job(), 256)
 
 
 # -- what it learns ---------------------------------------------------------------------

@@ -6,8 +6,9 @@ on the job's part of the device. Where only one side has something to do, it has
 these policies than processes on fixed parts would be.
 """
 
-from dataclasses import replace
 from math import inf
+
+from msgspec import structs
 
 from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.latency import LatencyModel
@@ -50,7 +51,7 @@ def divided(plan: Plan, partition: Partition, forward_speed: float, backward_spe
     """A plan on a partition, if it has work for both sides; tasklets that are left when the forward pass ends wait."""
     if not (plan.rows and (plan.losses or plan.tasklets)):
         return plan
-    return replace(
+    return structs.replace(
         plan,
         partition=partition._replace(stops=True),
         backward_limit_s=None,

@@ -10,8 +10,10 @@ default.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec import structs
 
 from coserve.scheduling.fairness import TokenWeights
 from coserve.scheduling.latency import LatencyModel
@@ -81,13 +83,13 @@ def _within_shares(view: View, latency: LatencyModel) -> View:
     least_s = min(view.tpot_s, len(tenants) * alone_s)
     if all(request.tpot_s >= least_s for request in (*view.requests, *view.waiting)):
         return view
-    return replace(
+    return structs.replace(
         view,
         requests=_no_tighter(view.requests, least_s),
         waiting=_no_tighter(view.waiting, least_s),
-        need=view.need._replace(tpot=0.0),
+        need=structs.replace(view.need, tpot=0.0),
     )
 
 
 def _no_tighter(requests: Sequence[RequestView], least_s: float) -> tuple[RequestView, ...]:
-    return tuple([each if each.tpot_s >= least_s else each._replace(tpot_s=least_s) for each in requests])
+    return tuple([each if each.tpot_s >= least_s else structs.replace(each, tpot_s=least_s) for each in requests])
