@@ -117,9 +117,10 @@ class PlanBuilder:
             least = min(longest, LEAST_PREFILL_ROWS if must else LEAST_RIDING_ROWS)
             if longest < 1:
                 return False
-            if not must and self._with_prompt_s(request, least) > budget_s:
+            seconds = self._latency.with_request(self._load, request)
+            if not must and seconds(least) > budget_s:
                 return False
-            rows = self._most_prompt_rows(request, least, longest, budget_s)
+            rows = _most(least, longest, seconds, budget_s)
             self._load.add_request(request, rows)
             self._rows.append(PlannedRows(request.id, "prefill", request.num_past, rows))
             before_s, self._forward_s = self._forward_s, self._latency.forward_s(self._load)
@@ -164,7 +165,8 @@ class PlanBuilder:
                 to be no more gets it.
         """
         self._until_s = until_s
-        tasks = hybrid_tasks(jobs, self._latency, max_rows=self._max_rows)
+        joins = any(job.phase in ("loss", "backward") for job in jobs)
+        tasks = hybrid_tasks(jobs, self._latency, max_rows=self._max_rows) if joins else {}
         served: set[str] = set()
         forward: set[int] = set()  # hybrid tasks of jobs that get on with their forward pass
         for job in jobs:
@@ -175,7 +177,7 @@ class PlanBuilder:
                 self._update(job, left_s)
             elif job.phase == "forward" and self._partition is None:
                 if self._window(job, left_s, may_wait=job.waited_s < max_defer_s):
-                    forward.add(tasks[job.id])
+                    forward.add(tasks.get(job.id, 0))
             elif job.id not in served and (self._partition is None or job.phase == "backward"):
                 # Who was served more waits at the loss for those of its hybrid task who were served less.
                 if tasks[job.id] in forward and is_before_backward(job):
@@ -224,7 +226,7 @@ class PlanBuilder:
         elif oldest.phase == "loss":
             seconds = self._latency.loss_s(rows)
         elif self._load.rows + rows <= self._max_rows:
-            seconds = self._latency.with_window_s(self._load, oldest, rows) - self._forward_s
+            seconds = self._latency.with_window(self._load, oldest)(rows) - self._forward_s
         else:
             return
         if seconds * len(jobs) <= least_share * oldest.waited_s:
@@ -318,7 +320,7 @@ class PlanBuilder:
         least = min(longest, LEAST_WINDOW_ROWS)
         if self._more_loss_s(least) > left_s:
             return False
-        rows = _most(least, longest, lambda rows: self._more_loss_s(rows) <= left_s)
+        rows = _most(least, longest, self._more_loss_s, left_s)
         good = min(longest, GOOD_ROWS)
         if may_wait and rows < good and self._more_loss_s(rows) / rows > MOST_ROW_COST * self._more_loss_s(good) / good:
             return False
@@ -338,14 +340,16 @@ class PlanBuilder:
         """As many rows as fit, or fewer if they cost less each; whether there are any."""
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
         least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
-        before_s = self._forward_s
+        if longest < least:
+            return False
+        before_s, seconds = self._forward_s, self._latency.with_window(self._load, job)
 
         def extra_s(rows: int) -> float:
-            return self._latency.with_window_s(self._load, job, rows) - before_s
+            return seconds(rows) - before_s
 
-        if longest < least or extra_s(least) > left_s:
+        if extra_s(least) > left_s:
             return False
-        rows = _most(least, longest, lambda rows: extra_s(rows) <= left_s)
+        rows = _most(least, longest, extra_s, left_s)
         # The step that is cheapest per row, not the largest.
         while rows // 2 >= least and before_s + extra_s(rows // 2) < (before_s + extra_s(rows)) / 2:
             rows //= 2
@@ -361,21 +365,15 @@ class PlanBuilder:
         before_s, self._forward_s = self._forward_s, self._latency.forward_s(self._load)
         self._window_s += max(0.0, self._forward_s - before_s)
 
-    def _most_prompt_rows(self, request: RequestView, least: int, longest: int, budget_s: float) -> int:
-        return _most(least, longest, lambda rows: self._with_prompt_s(request, rows) <= budget_s)
 
-    def _with_prompt_s(self, request: RequestView, rows: int) -> float:
-        return self._latency.with_request_s(self._load, request, rows)
-
-
-def _most(least: int, most: int, fits: Callable[[int], bool]) -> int:
+def _most(least: int, most: int, seconds: Callable[[int], float], within_s: float) -> int:
     """The largest number from `least` to `most` that fits, to within a sixteenth; `least` if none does."""
-    if fits(most):
+    if seconds(most) <= within_s:
         return most
     low, high = least, most
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
-        if fits(middle):
+        if seconds(middle) <= within_s:
             low = middle
         else:
             high = middle

@@ -30,3 +30,7 @@ class JobCounts:
     num_parts: int
     num_bypasses: int
     num_parameters: int
+
+    def __hash__(self) -> int:
+        """Of one number: a plan looks up by these counts some dozen times."""
+        return hash(self.flops_per_row)

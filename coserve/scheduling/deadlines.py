@@ -10,8 +10,9 @@ under overload for want of such a rule: late tasks make all others late).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
+
+import msgspec
 
 from coserve.scheduling.plan import RequestView
 
@@ -21,8 +22,7 @@ RESERVE_TOKENS = 8
 LOST_STRETCH = 1.25
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deadlines:
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Of requests that decode; inf without any.
 
     prompts_s: until when prompts may take time. jobs_s: until when jobs may. gap_s: until when the longest gap is not

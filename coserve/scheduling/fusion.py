@@ -46,7 +46,9 @@ def hybrid_tasks(jobs: Sequence[JobView], latency: LatencyModel, *, max_rows: in
             if num_rows > max_rows and not is_one:
                 break
             seconds = latency.batch_s(num_rows, weighed[last] - weighed[first])
-            found = min(found, (best[first][0] + (seconds if is_one else JOINING * seconds), first))
+            total_s = best[first][0] + (seconds if is_one else JOINING * seconds)
+            if total_s <= found[0]:
+                found = (total_s, first)
         best.append(found)
     tasks: dict[str, int] = {}
     last = len(packs)
@@ -73,6 +75,8 @@ def joined_tasklets(
     """
     fewest = min([_parts_done(job) for job in jobs])
     now = [job for job in jobs if _parts_done(job) == fewest]
+    if latency.tasklets_s([(job, min(job.num_rows_left, LEAST_ROWS)) for job in now]) > left_s:
+        return None
     rows = [job.num_rows_left for job in now]
     seconds = latency.tasklets_s(list(zip(now, rows, strict=True)))
     while seconds > left_s and max(rows) > LEAST_ROWS:

@@ -8,7 +8,7 @@ every measured step moves a correction for steps of its kind. The margin is what
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -210,28 +210,44 @@ class LatencyModel:
             ForwardLoad(rows=rows, sampled=1, spans=1, pairs=rows * (num_past + rows / 2), keys=num_past + rows)
         )
 
-    def with_request_s(self, load: ForwardLoad, request: RequestView, rows: int) -> float:
-        """The same with some rows of a request's prompt added to it; the load stays as it is."""
-        p = self.profile
-        raw = self._raw_forward_s(load) - _at(self._forward, load.rows) + _at(self._forward, load.rows + rows)
-        raw += (request.num_past + rows) * p.s_per_key + p.s_per_span
-        if rows > 1:
-            raw += rows * (request.num_past + rows / 2) * p.s_per_pair
-        if rows == request.num_rows:
-            raw += _at(self._head, load.sampled + 1) - _at(self._head, load.sampled)
-            if request.draws:
-                raw += _at(self._sample, load.drawn + 1) - _at(self._sample, load.drawn)
-        if request.num_scored:
-            raw += _at(self._score, load.scored + min(rows, request.num_scored)) - _at(self._score, load.scored)
-        if request.version and request.version not in load.versions:
-            raw += request.num_bypasses * p.s_per_bypass
-        return raw * self._correction("forward", load.rows + rows, load.windows > 0)
+    def with_request(self, load: ForwardLoad, request: RequestView) -> Callable[[int], float]:
+        """The seconds of a load with some rows of a request's prompt added to it, by their number.
 
-    def with_window_s(self, load: ForwardLoad, job: JobView, rows: int) -> float:
-        """The same with a window of a job added to it; the load stays as it is."""
-        raw = self._raw_forward_s(load) - _at(self._forward, load.rows)
-        raw += _at(self._forward, load.rows + rows) + self._window_s(job, rows)
-        return raw * self._correction("forward", load.rows + rows, True)
+        To be asked before the load changes; a search asks for many numbers.
+        """
+        p, num_past = self.profile, request.num_past
+        others, has_windows = load.rows, load.windows > 0
+        raw_s = self._raw_forward_s(load) - _at(self._forward, others)
+        whole_s = _at(self._head, load.sampled + 1) - _at(self._head, load.sampled)
+        if request.draws:
+            whole_s += _at(self._sample, load.drawn + 1) - _at(self._sample, load.drawn)
+        is_new = bool(request.version) and request.version not in load.versions
+        bypass_s = request.num_bypasses * p.s_per_bypass if is_new else 0.0
+
+        def seconds(rows: int) -> float:
+            raw = raw_s + _at(self._forward, others + rows) + (num_past + rows) * p.s_per_key + p.s_per_span
+            if rows > 1:
+                raw += rows * (num_past + rows / 2) * p.s_per_pair
+            if rows == request.num_rows:
+                raw += whole_s
+            if request.num_scored:
+                raw += _at(self._score, load.scored + min(rows, request.num_scored)) - _at(self._score, load.scored)
+            return (raw + bypass_s) * self._correction("forward", others + rows, has_windows)
+
+        return seconds
+
+    def with_window(self, load: ForwardLoad, job: JobView) -> Callable[[int], float]:
+        """The same for a window of a job."""
+        p, others = self.profile, load.rows
+        row_s = job.mean_context_len * p.s_per_pair + self._weigh(job.counts)[0] * p.s_per_window_row
+        raw_s = self._raw_forward_s(load) - _at(self._forward, others)
+        raw_s += p.s_per_span + job.counts.num_bypasses * p.s_per_bypass
+
+        def seconds(rows: int) -> float:
+            raw = raw_s + _at(self._forward, others + rows) + rows * row_s
+            return raw * self._correction("forward", others + rows, True)
+
+        return seconds
 
     def add_window(self, load: ForwardLoad, job: JobView, rows: int) -> None:
         """Add a window to a load."""
@@ -278,7 +294,7 @@ class LatencyModel:
     def pack_s(self, job: JobView) -> float:
         """Seconds of a whole pack alone, forward and backward in one piece."""
         rows = job.num_rows
-        forward_s = self.with_window_s(ForwardLoad(), job, rows)
+        forward_s = self.with_window(ForwardLoad(), job)(rows)
         return forward_s + self.loss_s(rows) + job.num_parts_left * self.tasklet_s(job, rows)
 
     def update_s(self, job: JobView) -> float:
@@ -372,12 +388,6 @@ class LatencyModel:
             + load.window_rows * p.s_per_window_row
         )
 
-    def _window_s(self, job: JobView, rows: int) -> float:
-        """What a window costs beside its rows' way through the blocks."""
-        p = self.profile
-        own = job.mean_context_len * p.s_per_pair + self._weigh(job.counts)[0] * p.s_per_window_row
-        return rows * own + p.s_per_span + job.counts.num_bypasses * p.s_per_bypass
-
     def _weigh(self, counts: JobCounts) -> tuple[float, float, float]:
         """Of a job beside the reference job: a window's row, a tasklet's rows; and seconds of a pair backward."""
         weights = self._weights.get(counts)
@@ -393,9 +403,10 @@ class LatencyModel:
 
     def _correction(self, section: str, rows: int, windows: bool) -> float:
         kind = (section, rows.bit_length(), windows)
-        if kind not in self._corrections:
-            self._corrections[kind] = self._aged(kind, self._wider(section))
-        return self._corrections[kind]
+        found = self._corrections.get(kind)
+        if found is None:
+            found = self._corrections[kind] = self._aged(kind, self._wider(section))
+        return found
 
     def _wider(self, section: str) -> float:
         """The correction of a section, or ("") of all."""

@@ -600,7 +600,7 @@ def test_crumbs_of_time_are_saved_up():
     load = ForwardLoad()
     load.add_decodes([decoding()])
     windows_of = (LEAST_WINDOW_ROWS, GOOD_ROWS, 1024)
-    least_s, good_s, longest_s = (latency.with_window_s(load, job(), n) - alone_s for n in windows_of)
+    least_s, good_s, longest_s = (latency.with_window(load, job())(n) - alone_s for n in windows_of)
     taken, refused = set(), 0
     for hundredths in range(1, 100):
         budget_s = alone_s + least_s + (longest_s - least_s) * hundredths / 100
@@ -716,11 +716,11 @@ def test_token_fusion_fills_every_step_up_to_the_slo(num_decoding, num_prompt_ro
     for request in requests:
         load.add_request(request, {**rows_of(made, "decode"), **rows_of(made, "prefill")}.get(request.id, 0))
     if (rows := rows_of(made, "window").get("j", 0)) == 0:
-        assert latency.with_window_s(load, window, LEAST_WINDOW_ROWS) > slo_s
+        assert latency.with_window(load, window)(LEAST_WINDOW_ROWS) > slo_s
         return
-    assert latency.with_window_s(load, window, rows) <= slo_s + EPSILON
+    assert latency.with_window(load, window)(rows) <= slo_s + EPSILON
     more = rows + max(1, rows // 16)
-    assert more > window.num_rows_left or latency.with_window_s(load, window, more) > slo_s
+    assert more > window.num_rows_left or latency.with_window(load, window)(more) > slo_s
 
 
 def test_token_fusion_has_no_memory():
@@ -811,7 +811,7 @@ def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, kno
     if known:
         load.versions.add("v")
     request = structs.replace(prompt(rows=rows if last else rows + 1, num_past=77), version=version, num_bypasses=168)
-    foreseen_s = latency.with_request_s(load, request, rows)
+    foreseen_s = latency.with_request(load, request)(rows)
     load.add_request(request, rows)
     assert foreseen_s == pytest.approx(latency.forward_s(load))
 
@@ -822,7 +822,7 @@ def test_what_a_window_would_add_is_what_it_adds(load, rows, flops_per_row):
     latency = taught_latency()
     counts = replace(make_profile().job, flops_per_row=flops_per_row)
     window = structs.replace(job(), counts=counts)
-    foreseen_s = latency.with_window_s(load, window, rows)
+    foreseen_s = latency.with_window(load, window)(rows)
     latency.add_window(load, window, rows)
     assert foreseen_s == pytest.approx(latency.forward_s(load))
 
@@ -845,7 +845,7 @@ def test_jobs_are_weighed_beside_the_reference_job():
     latency, reference = make_latency(), make_profile().job
     half = replace(reference, flops_per_row=reference.flops_per_row / 2, num_bypasses=reference.num_bypasses // 2)
     light, heavy = structs.replace(job(), counts=half), job()
-    assert latency.with_window_s(ForwardLoad(), light, 256) < latency.with_window_s(ForwardLoad(), heavy, 256)
+    assert latency.with_window(ForwardLoad(), light)(256) < latency.with_window(ForwardLoad(), heavy)(256)
     fewer = replace(reference, backward_flops_per_row=reference.backward_flops_per_row / 3, backward_flops_per_pair=0.0)
     keyless = structs.replace(job(), mean_context_len=0.0)
     assert latency.tasklet_s(structs.replace(keyless, counts=fewer), 256) == pytest.approx(
