@@ -18,6 +18,9 @@ def tasklet_turns(tasklets: Sequence[Tasklets], num_parts_done: Callable[[str], 
     for piece in tasklets:
         groups.setdefault(piece.job if piece.group is None else piece.group, []).append(piece)
     for group in groups.values():
+        if len(group) == 1:
+            yield from [group] * group[0].num_tasklets
+            continue
         left = {piece.job: piece.num_tasklets for piece in group}
         while going := [piece for piece in group if left[piece.job]]:
             fewest = min([num_parts_done(piece.job) for piece in going])

@@ -9,6 +9,7 @@ begun again, and everything else stands. Bookkeeping alone: the tensors are the 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
 from typing import Literal
 
@@ -144,10 +145,10 @@ class Job:
         busy = self._pack is not None or self._waiting or self.evaluating or self.follow_due
         return self.state == "running" and not busy
 
-    def group_bytes(self, num_rows: int) -> list[int]:
+    def group_bytes(self, num_rows: int) -> Sequence[int]:
         """Bytes of each group of tensors of the next pack, if it has this many rows."""
         groups = self.costs.evaluation if self.evaluating else self.costs.training
-        return [group_bytes(row_bytes, num_rows) for row_bytes in groups]
+        return _bytes_of(groups, num_rows)
 
     @property
     def num_trained_parts(self) -> int:
@@ -392,3 +393,9 @@ class Job:
         self.state = state
         self._release_pack()
         self._waiting.clear()
+
+
+@lru_cache(maxsize=64)
+def _bytes_of(groups: tuple[tuple[int, ...], ...], num_rows: int) -> tuple[int, ...]:
+    """Of packs that wait, asked for every view."""
+    return tuple([group_bytes(row_bytes, num_rows) for row_bytes in groups])

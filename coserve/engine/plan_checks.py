@@ -1,7 +1,7 @@
 """What a plan must be like to be run, beyond pages: a policy is one file that anybody may write."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from coserve.engine.job import Job
 from coserve.errors import PolicyError
@@ -40,7 +40,9 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
         _check_units(policy, plan.partition, num_units)
 
 
-def _check_once(policy: str, what: str, items: Iterable[str]) -> None:
+def _check_once(policy: str, what: str, items: Sequence[str]) -> None:
+    if len(set(items)) == len(items):
+        return
     for item, number in Counter(items).items():
         if number > 1:
             raise PolicyError(f"policy {policy} plans {what} {item!r} {number} times in one step; once is right")

@@ -34,12 +34,8 @@ class PackPages:
         """num_trained_parts: how many of the groups' parts, from the last one down, run backward."""
         self._pool = pool
         self.runs: list[range | None] = list(runs)
+        self.num_pages = sum(map(len, runs))  # that it still holds
         self._first_trained = len(runs) - num_trained_parts
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that it still holds."""
-        return sum(len(run) for run in self.runs if run is not None)
 
     def follow(self, cursor: PackProgress) -> None:
         """Give back what the pack does not need any more."""
@@ -59,6 +55,7 @@ class PackPages:
         run, self.runs[index] = self.runs[index], None
         if run is not None:
             self._pool.give_back(OWNER, run)
+            self.num_pages -= len(run)
 
 
 def take_runs(pool: PagePool, group_pages: Sequence[int]) -> list[range]:

@@ -75,8 +75,6 @@ def joined_tasklets(
     """
     fewest = min([_parts_done(job) for job in jobs])
     now = [job for job in jobs if _parts_done(job) == fewest]
-    if latency.tasklets_s([(job, min(job.num_rows_left, LEAST_ROWS)) for job in now]) > left_s:
-        return None
     rows = [job.num_rows_left for job in now]
     seconds = latency.tasklets_s(list(zip(now, rows, strict=True)))
     while seconds > left_s and max(rows) > LEAST_ROWS:

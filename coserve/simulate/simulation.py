@@ -62,12 +62,11 @@ class Simulation:
                     on_event(event)
             if engine.last_plan.runs_nothing:
                 self._wait(until_s)
-            stats = engine.stats()
             yield Snapshot(
                 now_s=self._clock.now(),
-                num_running=stats.num_running,
-                num_waiting=stats.num_waiting,
-                num_tokens_trained=stats.num_tokens_trained,
+                num_running=len(engine.requests.running),
+                num_waiting=len(engine.requests.waiting),
+                num_tokens_trained=engine.jobs.num_tokens_trained,
             )
 
     def _arrive(self) -> None:

@@ -57,9 +57,12 @@ class Cursor:
 
     def next_backward(self, max_rows: int) -> tuple[int, int]:
         """First and last-plus-one row of the current part's next backward window."""
-        assert self.loss_done and not self.done, "there is nothing to run backward"
+        # Asked for each of the tasklets of a step, some dozen times.
+        loss_done = self.num_loss_rows == self.num_trained and self.num_forward_rows == self.num_rows
+        assert loss_done and self.num_parts_done < self.num_parts, "there is nothing to run backward"
         assert max_rows > 0, "a tasklet has rows"
-        return max(0, self.num_backward_rows - max_rows), self.num_backward_rows
+        end = self.num_backward_rows
+        return (end - max_rows if end > max_rows else 0), end
 
     def advance_backward(self, num_rows: int) -> bool:
         """Returns whether the current part is done; the next one begins at its last row."""

@@ -190,3 +190,18 @@ def test_a_divided_step_runs_its_sides_beside_one_another():
     assert stopped.num_tasklets == stopped.num_beside == many.num_beside and stopped.backward_s == 0
     limited = step(tasklets=[Tasklets("job", 256, 9)], partition=halves, backward_limit_s=0.0)
     assert limited.num_beside == {"job": 1}
+
+
+def test_tasklets_take_as_long_in_one_step_as_in_several():
+    backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
+    driver = Driver(ModelledDevice(backbone, roofline_profile(backbone, CPU), num_pages=100_000))
+    opened = driver.open_trainer("job", TuningConfig(), adapter=LoraConfig(r=16, target_modules="all-linear").to_peft())
+
+    def seconds(length: int, *numbers: int) -> float:
+        driver.begin("job", opened, [((1,) * length, (True,) * length)])
+        driver.step(windows=[WindowRows("job", length)])
+        driver.step(losses=[LossRows("job", length - 1)])
+        return sum(driver.step(tasklets=[Tasklets("job", 100, number)]).backward_s for number in numbers)
+
+    assert seconds(256, 2, 1, 3) == pytest.approx(seconds(256, 6))
+    assert seconds(512, 6) > seconds(256, 6), "each row sees more keys"
