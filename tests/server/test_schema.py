@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 
 import httpx
@@ -24,8 +25,20 @@ _SETTINGS = settings(
     database=None,
     derandomize=not _NUM_CALLS,
 )
+_calls: list[int] = []  # statuses of all answers
 _QUERY = ["%ff", "%00", "after", "limit", "=", "&", "9999999999", "[", "]", "metadata", "a"]
 _ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/load_lora_adapter", "/v1/fine_tuning/jobs", "/v1/files")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def num_calls(pytestconfig: pytest.Config) -> Iterator[None]:
+    """`make fuzz` says what it did."""
+    yield
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    if _NUM_CALLS and capture is not None:
+        with capture.global_and_fixture_disabled():
+            by_class = {f"{kind}xx": sum(status // 100 == kind for status in _calls) for kind in range(2, 6)}
+            print(f"\n{len(_calls):,} calls, all answered: {json.dumps(by_class)}")
 
 
 def test_every_route_by_the_schema_and_beside_it(served: Served):
@@ -49,6 +62,7 @@ def _check(
         if isinstance(case.body, dict) and {"prompt", "messages"} & case.body.keys():
             case.body["max_tokens"] = 2  # right ones would be answered at length
         answer = case.call(base_url=url, session=session, timeout=60)
+        _calls.append(answer.status_code)
         assert answer.status_code < 500 or case.path == "/ready", (case.body, answer.text)
         if answer.status_code >= 400 and case.method != "HEAD":
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -68,6 +82,7 @@ def test_any_bytes(served: Served):
         )
         def never_fails(content: bytes, path: str, kind: str) -> None:
             answer = connection.post(path, content=content, headers={"Content-Type": kind})
+            _calls.append(answer.status_code)
             assert 400 <= answer.status_code < 500
 
         never_fails()
@@ -90,6 +105,7 @@ def test_values_that_are_right_by_type_alone(served: Served):
         def never_fails(body: dict[str, object]) -> None:
             content = json.dumps({"max_tokens": 2, **body}).encode()
             answer = connection.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+            _calls.append(answer.status_code)
             assert answer.status_code < 500, (body, answer.text)
 
         never_fails()
@@ -117,6 +133,7 @@ def test_headers_and_queries_of_any_bytes(served: Served):
                 answer = connection.request(
                     method, f"{path}?{query}", headers=[(name.encode(), value) for name, value in headers.items()]
                 )
+                _calls.append(answer.status_code)
                 assert answer.status_code < 500, answer.text
 
         never_fails()
@@ -141,6 +158,7 @@ def test_json_that_is_hardly_any(served: Served):
         def never_fails(pairs: list[tuple[str, str]], path: str) -> None:
             content = "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
             answer = connection.post(path, content=content, headers={"Content-Type": "application/json"})
+            _calls.append(answer.status_code)
             assert 400 <= answer.status_code < 500, (content, answer.text)
 
         never_fails()
