@@ -22,10 +22,14 @@ _QUANTILE = 0.99
 _LOST, _MOST_LOST_SHARE = 1.25, 0.05
 # Seconds over which what requests need of the time is averaged, and for which the most of it is remembered.
 _MEAN_S, _PEAK_S = 5.0, 60.0
+# What a step takes beyond this many times its prediction is the machine's doing: memory that is touched for the first
+# time, another process. One such moment says nothing about how near to their SLOs requests are, and would be
+# remembered for long, as with few requests the slowest one counts.
+_HICCUP = 2.0
 
 
 class JobsTime:
-    """Seconds that work of jobs has taken in all."""
+    """Seconds that work of jobs has taken in all, or the machine in moments of its own."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -48,10 +52,12 @@ class JobsTime:
 
 def jobs_seconds(plan: Plan, *, step_s: float, forward_s: float) -> float:
     """What jobs took of a step that took this long, and its forward pass: all but what the requests' rows were
-    predicted to take of it on the whole device.
+    predicted to take of it on the whole device, or twice that if the machine faltered.
     """
-    requests = 1 - plan.window_s / plan.forward_s if plan.forward_s else 1.0
-    return step_s - forward_s * plan.forward_speed * requests
+    if not plan.forward_s:
+        return step_s - forward_s
+    on_whole_s = min(forward_s * plan.forward_speed, _HICCUP * plan.forward_s)
+    return step_s - on_whole_s * (1 - plan.window_s / plan.forward_s)
 
 
 class RecentNeed:
