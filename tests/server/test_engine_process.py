@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engines import examples_of, greedy, make_engine, prompts_of, watched
+from msgspec.structs import replace
 from random_plans import PlannedBy
 
 from coserve.adapters import LoraConfig

@@ -547,7 +547,7 @@ def test_a_step_asks_the_device_for_nothing_before_its_end():
 
 def test_both_devices_tell_the_same_of_themselves(process_device):
     mine, its = make_device().info, process_device.info
-    assert msgspec.structs.replace(its, model=mine.model, threads=mine.threads) == mine
+    assert msgspec.structs.replace(its, model=mine.model, threads=mine.threads, num_units=mine.num_units) == mine
 
 
 def test_a_step_in_another_process_leaves_this_one_free(process_device, tmp_path):
