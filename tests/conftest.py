@@ -56,6 +56,16 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _threads_are_as_they_were() -> Iterator[None]:
+    """What a test sets is a setting of the process, which the next file's tests run in."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 

@@ -28,13 +28,6 @@ PLAIN = PlainBackend(DEVICE)
 CPU = PLAIN if KERNELS is None else CpuBackend(DEVICE)
 
 
-@pytest.fixture
-def with_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def attention(n, m, num_heads, num_key_heads, width, sliding_window):
     """Inputs of a backward pass, and its settings."""
     torch.manual_seed(0)
@@ -103,29 +96,29 @@ SHAPES = [
 @needs_amx
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_forward_pass_of_attention(monkeypatch, with_threads, shape, num_threads):
+def test_the_forward_pass_of_attention(monkeypatch, shape, num_threads):
     monkeypatch.setattr("coserve.kernels.cpu.attention._MIN_AMX_ROWS", 1)
     _, q, k, v, _, _, spec = attention(*shape)
     q, k = 3 * q, 3 * k  # some probabilities near 1, many near 0
     exact, exact_lse = attend(PLAIN, q.float(), k.float(), v.float(), spec)
-    with_threads(num_threads)
+    torch.set_num_threads(num_threads)
     out, lse = attend(CPU, q, k, v, spec)
     torch.testing.assert_close(lse, exact_lse, atol=1e-5, rtol=1e-5)
     # Probabilities are rounded to bfloat16 on the way, and the result is.
     assert (out.float() - exact).norm() < 4e-3 * exact.norm()
     torch.testing.assert_close(out.float(), exact, atol=0.01 * float(exact.abs().max()), rtol=0.02)
-    with_threads(1)
+    torch.set_num_threads(1)
     assert torch.equal(attend(CPU, q, k, v, spec)[0], out)
 
 
 @needs_amx
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_backward_pass_of_attention(with_threads, shape, num_threads):
+def test_the_backward_pass_of_attention(shape, num_threads):
     *tensors, spec = attention(*shape)
     inputs: list[Any] = tensors
     plain = reverse(PLAIN, *(*(x.float() for x in inputs), spec))
-    with_threads(num_threads)
+    torch.set_num_threads(num_threads)
     ours = reverse(CPU, *(*inputs, spec))
     for one, exact in zip(ours, plain, strict=True):
         assert one.shape == exact.shape
@@ -180,9 +173,9 @@ def test_segments_of_a_window_run_as_one_call():
 @needs_amx
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize(("inner", "outer"), [(32, 32), (96, 64), (576, 960), (1536, 544)])
-def test_products_of_few_rows(with_threads, inner, outer, num_threads):
+def test_products_of_few_rows(inner, outer, num_threads):
     torch.manual_seed(0)
-    with_threads(num_threads)
+    torch.set_num_threads(num_threads)
     amx, weight, bias = AmxProducts(KERNELS), torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
     wide = torch.randn(100, inner + 8).bfloat16()
     for n in (1, 2, 15, 16, 17, 32, 33, 49, 64, 100):
@@ -200,9 +193,9 @@ def test_products_of_few_rows(with_threads, inner, outer, num_threads):
 @pytest.mark.parametrize(
     ("n", "width", "rank"), [(1, 96, 4), (37, 96, 16), (160, 896, 16), (33, 128, 40), (512, 96, 64)]
 )
-def test_products_with_a_matrix_of_low_rank(with_threads, n, width, rank, num_threads):
+def test_products_with_a_matrix_of_low_rank(n, width, rank, num_threads):
     torch.manual_seed(0)
-    with_threads(num_threads)
+    torch.set_num_threads(num_threads)
     amx = AmxProducts(KERNELS)
     x = torch.randn(n, width + 8).bfloat16()[:, :width]  # rows of a wider tensor
     narrow, a, b = (torch.randn(shape).bfloat16() for shape in ((n, rank), (rank, width), (width, rank)))
@@ -295,11 +288,11 @@ def attend_paged(backend, q, keys, values, pages, lengths, spec):
         ((33,), 8, 2, 128, 32),
     ],
 )
-def test_attention_reads_keys_in_their_pages(with_threads, shape, sliding_window, num_threads, dtype):
+def test_attention_reads_keys_in_their_pages(shape, sliding_window, num_threads, dtype):
     lengths, num_heads, num_key_heads, width, _ = shape
     q, keys, values, pages = paged(*(*shape, dtype))
     spec = AttentionSpec(scale=1.5 * width**-0.5, sliding_window=sliding_window)
-    with_threads(num_threads)
+    torch.set_num_threads(num_threads)
     out, lse = attend_paged(CPU, q, keys, values, pages, lengths, spec)
     assert out.shape == q.shape and out.dtype == dtype and lse.dtype == torch.float32
     for i, (row, length) in enumerate(zip(pages, lengths, strict=True)):
@@ -311,9 +304,9 @@ def test_attention_reads_keys_in_their_pages(with_threads, shape, sliding_window
         torch.testing.assert_close(out[i].double(), exact, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(lse[i].double(), scores.logsumexp(-1), atol=3e-6, rtol=3e-6)
         # Neither the company nor the number of threads changes a bit of it.
-        with_threads(1)
+        torch.set_num_threads(1)
         alone = attend_paged(CPU, q[i : i + 1], keys, values, [row], [length], spec)
-        with_threads(num_threads)
+        torch.set_num_threads(num_threads)
         assert torch.equal(alone[0][0], out[i]) and torch.equal(alone[1][0], lse[i])
 
 

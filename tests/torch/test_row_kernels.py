@@ -21,13 +21,6 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 row_counts = pytest.mark.parametrize(("n", "num_threads"), [(1, 1), (3, 2), (83, 1), (83, 2), (83, 5)])
 
 
-@pytest.fixture(autouse=True)
-def num_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def columns(n: int, width: int, dtype: torch.dtype) -> Tensor:
     """Some columns of a wider matrix."""
     return torch.randn(n, width + 13).to(dtype)[:, 5 : width + 5]
