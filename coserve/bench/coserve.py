@@ -137,6 +137,7 @@ def run(
 
 def _measure(bench: "_Bench", after_turn: Callable[[float], None], *, runs: int, seconds: float) -> _Turns:
     """after_turn: does something else for this many seconds, after each turn of all policies."""
+    bench.slo = Slo(ttft_s=_TTFT_S, tpot_s=_TTFT_S)  # until the step is known that it is a multiple of
     bench.slo = _slo(median(bench.phase("inference-only", seconds / 4).step_s))
     bench.phase("slack", seconds / 4)  # the latency model sees both kinds of step before anything counts
     solo_s, alone, both, jobs = [], _Phase(), _Phase(), _Phase()

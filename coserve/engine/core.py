@@ -31,7 +31,7 @@ from coserve.engine.versions import AdapterVersion, AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError
 from coserve.memory.kv_cache import KvCache
 from coserve.memory.pages import PagePool
-from coserve.scheduling.attainment import jobs_seconds
+from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.history import StepView
 from coserve.scheduling.latency import LatencyModel, Profile
@@ -496,9 +496,9 @@ class EngineCore:
         self._max_step_rows = min(self.config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
         parameters = [self.jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
         observe(self.latency, plan, result, parameters, step_s=now_s - started_s)
-        jobs_s = jobs_seconds(plan, step_s=result.seconds, forward_s=result.forward_s)
-        self._serving.jobs_time.add(jobs_s, started_s=started_s, ended_s=now_s)
-        self._serving.need.add_step(plan, forward_s=result.forward_s, started_s=started_s, ended_s=now_s)
+        taken = taken_of(plan, step_s=result.seconds, forward_s=result.forward_s)
+        self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
+        self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
         self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
         self.jobs.apply(batch, result, started_s=started_s, now_s=now_s)
         self._follow_device()

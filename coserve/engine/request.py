@@ -10,7 +10,7 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion
 from coserve.memory.kv_cache import PagedSequence
-from coserve.scheduling.attainment import JobsTime
+from coserve.scheduling.attainment import Taken, TakenTime
 from coserve.scheduling.plan import RequestView
 from coserve.scheduling.slo import Slo
 
@@ -58,10 +58,10 @@ class Request:
         text: TextStream | None,
         tenant: str = "",
         prefix_source: "Request | None" = None,
-        jobs_time: JobsTime | None = None,
+        taken_time: TakenTime | None = None,
     ) -> None:
-        """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. jobs_time: what
-        jobs take of the engine's time. prefix_source: the sequence with the same prompt that runs first, so that this
+        """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. taken_time: what
+        is taken of the engine's time. prefix_source: the sequence with the same prompt that runs first, so that this
         one finds its pages.
         """
         self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source
@@ -77,9 +77,9 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
-        self.jobs_s_before = 0.0  # seconds that jobs took before its first token
-        self._jobs_time = jobs_time or JobsTime()
-        self._jobs_mark_s = self._jobs_time.at(arrival_s)
+        self.taken_before = Taken()  # before its first token
+        self._taken_time = taken_time or TakenTime()
+        self._taken_mark = self._taken_time.at(arrival_s)
         self._num_pages_sent = 0
         self._prompt_logprobs: list[TokenLogprob] = []
         self._num_unscored = len(self.prompt) - 1 if params.prompt_logprobs is not None and not index else 0
@@ -97,9 +97,9 @@ class Request:
         return source is None or source.first_token_s is not None or source.finish_reason is not None
 
     @property
-    def jobs_s(self) -> float:
-        """Seconds that jobs have taken since its first token; before that, since it came."""
-        return self._jobs_time.seconds - self._jobs_mark_s
+    def taken(self) -> Taken:
+        """What has been taken of its time since its first token; before that, since it came."""
+        return self._taken_time.total.since(self._taken_mark)
 
     @property
     def num_rows(self) -> int:
@@ -144,7 +144,7 @@ class Request:
             self._num_unscored,
             self.prefix_source is None or self.may_start,
             num_left if num_left > 1 else 1,
-            self._jobs_time.seconds - self._jobs_mark_s,
+            self._taken_time.total.jobs_s - self._taken_mark.jobs_s,
         )
 
     # -- what a device is told ------------------------------------------------------
@@ -210,8 +210,8 @@ class Request:
         """Take the next token; the chunk says whether that was the last."""
         first = self.first_token_s is None
         if first:
-            self.first_token_s, self.jobs_s_before = now_s, self.jobs_s
-            self._jobs_mark_s = self._jobs_time.seconds
+            self.first_token_s, self.taken_before = now_s, self.taken
+            self._taken_mark = self._taken_time.total
         self.last_token_s = now_s
         if not self.params.max_tokens:  # only the prompt's scores were wanted
             return self.end("length")

@@ -13,7 +13,7 @@ from coserve.engine.request import Chunk, Request
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersions
-from coserve.scheduling.attainment import JobsTime, RecentNeed
+from coserve.scheduling.attainment import RecentNeed, TakenTime
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import Slo, feasible_slo
@@ -46,7 +46,7 @@ class Serving:
         self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
         self.records: deque[RequestRecord] = deque(maxlen=_NUM_RECORDS)
         self.num_slos_clamped = 0
-        self.jobs_time, self.need = JobsTime(), RecentNeed()
+        self.taken_time, self.need = TakenTime(), RecentNeed()
         self._seeds = Random(0)
 
     def add(
@@ -87,7 +87,7 @@ class Serving:
                 text=None if self._text_stream is None else self._text_stream(prompt, params),
                 tenant=tenant,
                 prefix_source=members[0] if members else None,
-                jobs_time=self.jobs_time,
+                taken_time=self.taken_time,
             )
             if version is not None:
                 self._versions.hold(version)
@@ -148,10 +148,10 @@ class Serving:
     def _note_need(self, request: Request, now_s: float) -> None:
         """What a request needed by itself that has its first token, or has ended."""
         if request.num_output <= 1:
-            ttft_s = now_s - request.arrival_s - request.jobs_s_before
+            ttft_s = now_s - request.arrival_s - sum(request.taken_before)
             self.need.add_first_token(now_s, ttft_s / request.slo.ttft_s)
         elif request.finish_reason is not None and request.first_token_s is not None:
-            decoding_s = now_s - request.first_token_s - request.jobs_s
+            decoding_s = now_s - request.first_token_s - sum(request.taken)
             self.need.add_end(now_s, decoding_s / (request.num_output - 1) / request.slo.tpot_s)
 
     def _leave(self, request: Request) -> None:

@@ -4,11 +4,15 @@ Invariant 7 asks that SLOs which inference alone can hold are held beside jobs. 
 seen while jobs run; but it is close to what happened, less the seconds that work of jobs took meanwhile. Each request
 that ends adds what it needed in this sense, as a share of its SLO, and a policy has jobs give way as the largest of
 these come near 1.
+
+What requests need is remembered for long, and with few of them the slowest one counts. So it is remembered in seconds
+of the profile, and seen as what it would be at the present speed of the device: a minute in which another process
+had the machine, or the first prompt of a process, says nothing about the minutes after it.
 """
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from math import exp
 from typing import NamedTuple
 
 from coserve.scheduling.plan import NeedView, Plan
@@ -22,67 +26,107 @@ _QUANTILE = 0.99
 _LOST, _MOST_LOST_SHARE = 1.25, 0.05
 # Seconds over which what requests need of the time is averaged, and for which the most of it is remembered.
 _MEAN_S, _PEAK_S = 5.0, 60.0
-# What a step takes beyond this many times its prediction is the machine's doing: memory that is touched for the first
-# time, another process. One such moment says nothing about how near to their SLOs requests are, and would be
-# remembered for long, as with few requests the slowest one counts.
-_HICCUP = 2.0
+# Seconds after which a step weighs a third of what it did in the device's speed of now; and how much slower than it one
+# step can make it.
+_SPEED_S, _MOST_SLOWER = 10.0, 2.0
 
 
-class JobsTime:
-    """Seconds that work of jobs has taken in all, or the machine in moments of its own."""
+class Taken(NamedTuple):
+    """Seconds that requests did not need themselves. jobs_s: work of jobs took them. machine_s: rows of requests took
+    them beyond what the profile says (below 0: they took less).
+    """
+
+    jobs_s: float = 0.0
+    machine_s: float = 0.0
+
+    def since(self, earlier: "Taken", share: float = 1.0) -> "Taken":
+        """What was taken since an earlier moment, or a share of it."""
+        jobs_s, machine_s = self.jobs_s - earlier.jobs_s, self.machine_s - earlier.machine_s
+        return Taken(share * jobs_s, share * machine_s)
+
+
+class TakenTime:
+    """What has been taken of an engine's time in all."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self._step = (0.0, 0.0, 0.0)  # the last: its start, its end, what jobs took of it
+        self.total = Taken()
+        self._step = (0.0, 0.0, Taken())  # the last: its start, its end, the total before it
 
-    def add(self, seconds: float, *, started_s: float, ended_s: float) -> None:
-        """A step was run in which jobs took this long."""
-        self.seconds += seconds
-        self._step = started_s, ended_s, seconds
+    def add(self, taken: Taken, *, started_s: float, ended_s: float) -> None:
+        """A step was run in which this was taken."""
+        self._step = started_s, ended_s, self.total
+        self.total = Taken(self.total.jobs_s + taken.jobs_s, self.total.machine_s + taken.machine_s)
 
-    def at(self, moment_s: float) -> float:
+    def at(self, moment_s: float) -> Taken:
         """As of a moment in the last step, or after it: who arrives meanwhile waits for the rest of the step."""
-        started_s, ended_s, seconds = self._step
+        started_s, ended_s, before = self._step
         if moment_s >= ended_s:
-            return self.seconds
+            return self.total
         if moment_s <= started_s:
-            return self.seconds - seconds
-        return self.seconds - seconds * (ended_s - moment_s) / (ended_s - started_s)
+            return before
+        return self.total.since(self.total.since(before, (ended_s - moment_s) / (ended_s - started_s)))
 
 
-def jobs_seconds(plan: Plan, *, step_s: float, forward_s: float) -> float:
-    """What jobs took of a step that took this long, and its forward pass: all but what the requests' rows were
-    predicted to take of it on the whole device, or twice that if the machine faltered.
+def taken_of(plan: Plan, *, step_s: float, forward_s: float) -> Taken:
+    """What was taken of a step that took this long, and its forward pass: jobs took all but the requests' rows, in
+    seconds of the whole device.
     """
     if not plan.forward_s:
-        return step_s - forward_s
-    on_whole_s = min(forward_s * plan.forward_speed, _HICCUP * plan.forward_s)
-    return step_s - on_whole_s * (1 - plan.window_s / plan.forward_s)
+        return Taken(step_s - forward_s)
+    own_s = forward_s * plan.forward_speed * (1 - plan.window_s / plan.forward_s)
+    return Taken(step_s - own_s, own_s - _profiled_s(plan))
+
+
+def _profiled_s(plan: Plan) -> float:
+    """What the requests' rows take by the profile."""
+    return (plan.forward_s - plan.window_s) / plan.forward_correction
 
 
 class RecentNeed:
     """Shares of their SLOs that recent requests needed; plain bookkeeping."""
 
     def __init__(self) -> None:
-        self._ttft, self._tpot, self._time = _Recent(), _Recent(), _TimeNeeded()
+        self._ttft, self._tpot, self._time, self._speed = _Recent(), _Recent(), _TimeNeeded(), _Slowness()
 
     def add_first_token(self, now_s: float, share: float) -> None:
-        """A request has its first token, for which it needed this share of its TTFT, without what jobs took."""
+        """A request has its first token, for which it needed this share of its TTFT, less what was taken."""
         self._ttft.add(now_s, share)
 
     def add_end(self, now_s: float, share: float) -> None:
-        """A request has ended that needed this share of its TPOT, without what jobs took."""
+        """A request has ended that needed this share of its TPOT, less what was taken."""
         self._tpot.add(now_s, share)
 
-    def add_step(self, plan: Plan, *, forward_s: float, started_s: float, ended_s: float) -> None:
-        """A step was run whose forward pass took this long."""
-        prefill_s = forward_s * plan.forward_speed * plan.prefill_s / plan.forward_s if plan.forward_s else 0.0
-        self._time.add(started_s, ended_s, plan.decode_share * (ended_s - started_s) + prefill_s)
+    def add_step(self, plan: Plan, taken: Taken, *, started_s: float, ended_s: float) -> None:
+        """A step was run of which this was taken."""
+        if not plan.forward_s:
+            return
+        profiled_s, seconds = _profiled_s(plan), ended_s - started_s
+        self._speed.add(profiled_s, profiled_s + taken.machine_s, seconds)
+        needed_s = (plan.decode_share * seconds + plan.prefill_s) / plan.forward_correction
+        self._time.add(started_s, ended_s, needed_s)
 
     def view(self, now_s: float) -> NeedView:
         """What 99 of 100 recent requests needed at most, and how many needed more than there was."""
-        ttft, tpot = self._ttft.at(now_s), self._tpot.at(now_s)
-        return NeedView(ttft.quantile, tpot.quantile, ttft.late_share + tpot.late_share, self._time.peak(now_s))
+        slowness = self._speed.now
+        ttft, tpot = self._ttft.at(now_s, slowness), self._tpot.at(now_s, slowness)
+        late_share = ttft.late_share + tpot.late_share
+        return NeedView(ttft.quantile, tpot.quantile, late_share, slowness * self._time.peak(now_s))
+
+
+class _Slowness:
+    """How many times as long as by the profile forward passes take now."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+        self._profiled_s = self._measured_s = 0.0
+
+    def add(self, profiled_s: float, measured_s: float, seconds: float) -> None:
+        """Rows of requests in a step that took `seconds` in all."""
+        left = exp(-seconds / _SPEED_S)
+        self._profiled_s = left * self._profiled_s + profiled_s
+        self._measured_s = left * self._measured_s + min(measured_s, _MOST_SLOWER * self.now * profiled_s)
+        if self._profiled_s > 0:
+            self.now = self._measured_s / self._profiled_s
 
 
 class _Summary(NamedTuple):
@@ -90,6 +134,9 @@ class _Summary(NamedTuple):
 
     quantile: float = 0.0
     late_share: float = 0.0
+
+
+_NOTHING_KNOWN = _Summary()
 
 
 class _TimeNeeded:
@@ -118,27 +165,25 @@ class _Recent:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_REQUESTS)
-        self._summary: _Summary | None = _Summary()  # None: to be worked out
+        self._sorted: list[float] | None = []  # None: to be worked out
 
     def add(self, now_s: float, share: float) -> None:
         self._recent.append((now_s, share))
-        self._summary = None
+        self._sorted = None
 
-    def at(self, now_s: float) -> _Summary:
+    def at(self, now_s: float, times: float) -> _Summary:
+        """Of the values times a number."""
         while self._recent and self._recent[0][0] < now_s - _MEMORY_S:
             self._recent.popleft()
-            self._summary = None
-        if self._summary is None:
-            self._summary = _summary(sorted([share for _, share in self._recent]))
-        return self._summary
-
-
-def _summary(shares: Sequence[float]) -> _Summary:
-    """Of sorted values."""
-    num_held = bisect_right(shares, _LOST)
-    if not num_held:
-        return _Summary()
-    num_lost = len(shares) - num_held
-    counted = num_held if num_lost > _MOST_LOST_SHARE * len(shares) else len(shares)
-    index = min(num_held - 1, int(_QUANTILE * (counted - 1) + 0.5))
-    return _Summary(shares[index], 1 - bisect_right(shares, 1.0) / len(shares))
+            self._sorted = None
+        if self._sorted is None:
+            self._sorted = sorted([share for _, share in self._recent])
+        shares, most = self._sorted, _LOST / times
+        if not shares or shares[0] > most:
+            return _NOTHING_KNOWN
+        num_held, num_all = len(shares), len(shares)
+        if shares[-1] > most:
+            num_held = bisect_right(shares, most)
+        counted = num_held if num_all - num_held > _MOST_LOST_SHARE * num_all else num_all
+        index = min(num_held - 1, int(_QUANTILE * (counted - 1) + 0.5))
+        return _Summary(times * shares[index], 1 - bisect_right(shares, 1 / times) / num_all)

@@ -91,6 +91,7 @@ class PlanBuilder:
             loss_s=self._loss_s,
             backward_s=self._backward_s,
             update_s=self._update_s,
+            forward_correction=self._latency.forward_correction(self._load),
             forward_speed=self._forward_speed,
             backward_speed=self._backward_speed,
             decode_share=self._decode_share,

@@ -194,7 +194,11 @@ class LatencyModel:
         """Seconds of a forward pass, with sampling."""
         if not load.rows:
             return 0.0
-        return self._raw_forward_s(load) * self._correction("forward", load.rows, load.windows > 0)
+        return self._raw_forward_s(load) * self.forward_correction(load)
+
+    def forward_correction(self, load: ForwardLoad) -> float:
+        """Of these seconds, over those of the profile."""
+        return self._correction("forward", load.rows, load.windows > 0)
 
     def decode_s(self, *, num_requests: int, context: int) -> float:
         """Seconds of a step that decodes requests with this many tokens in the cache, and does nothing else."""

@@ -180,9 +180,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no limit). The
     predictions are in seconds of the whole device, without the margin for error; prefill_s, window_s: what prompts and
-    windows add to forward_s. forward_speed, backward_speed: of these speeds, what the forward pass and losses and
-    tasklets beside it reach on their units; predicted_s counts with them. decode_share: of a TPOT, what a step that
-    only decodes takes, in the mean over the requests that do.
+    windows add to forward_s. forward_correction: forward_s over what the profile alone says. forward_speed,
+    backward_speed: of these speeds, what the forward pass and losses and tasklets beside it reach on their units;
+    predicted_s counts with them. decode_share: of a TPOT, what a step that only decodes takes, in the mean over the
+    requests that do.
     """
 
     preempt: tuple[str, ...] = ()
@@ -201,6 +202,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     loss_s: float = 0.0
     backward_s: float = 0.0
     update_s: float = 0.0
+    forward_correction: float = 1.0
     forward_speed: float = 1.0
     backward_speed: float = 0.0
     decode_share: float = 0.0

@@ -12,7 +12,7 @@ from msgspec import structs
 from coserve.devices.messages import RequestRows, StepBatch, StepResult, Tasklets
 from coserve.devices.replay import as_it_ran
 from coserve.engine.step_batch import observe
-from coserve.scheduling.attainment import jobs_seconds
+from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.latency import Curve, LatencyModel, Profile
 from coserve.scheduling.plan import Partition, Plan, PlannedRows, PlannedTasklets
@@ -163,9 +163,9 @@ def test_a_divided_step_teaches_the_speeds_and_nothing_else():
 
 def test_jobs_took_all_but_what_requests_needed_of_the_whole_device():
     made = structs.replace(PLANNED, window_s=0.02)
-    assert jobs_seconds(made, step_s=0.2, forward_s=0.1) == pytest.approx(0.2 - 0.1 * 0.6 * 2 / 3)
+    assert taken_of(made, step_s=0.2, forward_s=0.1).jobs_s == pytest.approx(0.2 - 0.1 * 0.6 * 2 / 3)
     turns = structs.replace(made, partition=None, forward_speed=1.0, backward_speed=0.0)
-    assert jobs_seconds(turns, step_s=0.2, forward_s=0.06) == pytest.approx(0.14 + 0.02)
+    assert taken_of(turns, step_s=0.2, forward_s=0.06).jobs_s == pytest.approx(0.14 + 0.02)
 
 
 def test_a_divided_step_is_replayed_as_it_ran():

@@ -104,9 +104,11 @@ class Slack(Policy):
         deadlines, all_in = self._serve(build, memory.requests, view, latency)
         if tunes:
             wait_s = self.arrival_wait_s(view, memory.requests)
-            until_s = self._until_s(build, deadlines, memory, view, latency, wait_s) if all_in else 0.0
+            until_s, most_s = 0.0, inf
+            if all_in:
+                until_s, most_s = self._until_s(build, deadlines, memory, view, latency, wait_s)
             # As long as a request's token may, a job's piece may wait for more time than there is; where there can be.
-            max_defer_s = self.max_gap_tpots * tightest_tpot_s(view, memory.requests) if until_s < wait_s else 0.0
+            max_defer_s = self.max_gap_tpots * tightest_tpot_s(view, memory.requests) if until_s < most_s else 0.0
             least_share = self._least_share(view)
             jobs = self.shares(memory.jobs, view)
             if self.divides and view.num_units > 1:
@@ -228,16 +230,17 @@ class Slack(Policy):
         view: View,
         latency: LatencyModel,
         wait_s: float,
-    ) -> float:
-        """Seconds until which a step with jobs in it must have ended; wait_s: the most."""
+    ) -> tuple[float, float]:
+        """Seconds until which a step with jobs in it must have ended; and the most that these can become as requests
+        save time up. wait_s: the most in any case.
+        """
         if _queues(memory, view, latency):
-            return 0.0
+            return 0.0, inf
         requests_s = build.late_s
-        until_s = min(deadlines.jobs_s - view.now_s, wait_s)
-        extra_s = min(until_s - requests_s, deadlines.extra_s, wait_share(view.need.ttft) * view.ttft_s)
-        if memory.requests:
-            extra_s *= _room(memory, view)
-        return requests_s + extra_s
+        most_s = min(wait_s - requests_s, wait_share(view.need.ttft) * view.ttft_s)
+        extra_s = min(deadlines.jobs_s - view.now_s - requests_s, deadlines.extra_s, most_s)
+        room = _room(memory, view) if memory.requests else 1.0
+        return requests_s + room * extra_s, requests_s + room * most_s
 
 
 def nearness(view: View) -> float:
