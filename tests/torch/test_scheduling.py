@@ -33,7 +33,7 @@ from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.deadlines import RESERVE_TOKENS
 from coserve.scheduling.latency import Curve, ForwardLoad, Profile
 from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
-from coserve.scheduling.policies.slack import MOST_SHARE, Slack
+from coserve.scheduling.policies.slack import MOST_SHARE, Slack, wait_share
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning import training_programs
 from coserve.tuning.cursor import Cursor
@@ -618,6 +618,19 @@ def test_crumbs_of_time_are_saved_up():
     wait_s = alone_s + least_s * 1.01
     made = plan("slack", view(decoding(num_output=20, last_token_s=10.0), job(), ttft_s=wait_s * 2, tpot_s=0.01))
     assert rows_of(made, "window")["j"] < min(taken)
+
+
+def test_nothing_is_saved_up_where_steps_get_no_longer():
+    """Requests that needed most of their TTFTs bound every step with a job in it, whatever has been banked: its job
+    takes what there is, in this step.
+    """
+    latency = LatencyModel(replace(make_profile(), s_per_bypass=1e-3))
+    load = ForwardLoad()
+    load.add_decodes([decoding()])
+    window_s = latency.with_window(load, job())(LEAST_WINDOW_ROWS) - latency.forward_s(load)
+    seen = view(decoding(num_output=20, tpot_s=10.0), job(), ttft_s=2 * window_s / wait_share(0.8), tpot_s=10.0)
+    (num_rows,) = rows_of(plan("slack", structs.replace(seen, need=NeedView(ttft=0.8)), latency), "window").values()
+    assert LEAST_WINDOW_ROWS <= num_rows < GOOD_ROWS
 
 
 def test_crumbs_of_time_are_saved_up_for_the_loss_too():
