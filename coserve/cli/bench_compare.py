@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coserve.cli.slo_option import slo_option
+
 if TYPE_CHECKING:
     from coserve.bench.cells import CompareConfig
     from coserve.bench.places import ModelledPlace, TorchPlace
@@ -26,18 +28,6 @@ class On(StrEnum):
 
     torch = "torch"
     modelled = "modelled"
-
-
-def slo_option(text: str | None) -> str | None:
-    """As it was given; a mistake is said before anything is loaded."""
-    from coserve.server.units import slo_seconds
-
-    if text is not None:
-        try:
-            slo_seconds(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    return text
 
 
 def compare(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from coserve.cli.connection import own_server
+from coserve.cli.slo_option import slo_option
 from coserve.errors import CoserveError
-from coserve.server.config import slo_seconds
 
 if TYPE_CHECKING:
     from coserve.bench.demo import DemoConfig, DemoState
@@ -25,16 +25,6 @@ LessonName = Literal["pirate", "zub"]
 # requests alone took at p99 on two cores that server, engine and clients share (8 to 10 ms).
 _TINY_OPTIONS = {"--memory": "256MB", "--slo-ttft": "500ms", "--slo-tpot": "40ms"}
 _QUICK: dict[str, Any] = {"seconds": 3.0, "rate": 4.0, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
-
-
-def _slo(text: str | None) -> str | None:
-    """As it was given, for the server; a mistake is said before one is started."""
-    if text is not None:
-        try:
-            slo_seconds(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    return text
 
 
 def demo(
@@ -55,7 +45,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="TIME",
-            callback=_slo,
+            callback=slo_option,
             help="SLO: time to the first token, such as 500ms or 2s. [tiny: 500ms]",
         ),
     ] = None,
@@ -63,7 +53,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="TIME",
-            callback=_slo,
+            callback=slo_option,
             help="SLO: mean time per later token, such as 40ms or 0.04s. [tiny: 40ms]",
         ),
     ] = None,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.bench_compare import modelled_places, slo_option
+from coserve.cli.bench_compare import modelled_places
+from coserve.cli.slo_option import slo_option
 
 if TYPE_CHECKING:
     from coserve.bench.plan import Hour
