@@ -25,22 +25,35 @@ _MEMORY_BYTES = 4 << 30
 
 
 def run(
-    backbone: Backbone, *, runs: int, compiled: bool = True, sequences: Sequence[int] = _SEQUENCES
+    backbone: Backbone,
+    *,
+    runs: int,
+    compiled: bool = True,
+    max_recompute: float = 0.0,
+    sequences: Sequence[int] = _SEQUENCES,
 ) -> dict[str, Any]:
     """Optimizer steps of one sequence each, in turns; medians over `runs` turns. compiled: beside PEFT as it is, PEFT
-    under torch.compile, which compiles for each length in the turn that warms up.
+    under torch.compile, which compiles for each length in the turn that warms up. max_recompute: above 0 a
+    second job takes turns that keeps less, for as many more FLOPs.
     """
-    engine = Engine.from_backbone(backbone, EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES))
+    alone = EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES)
+    engine = Engine.from_backbone(backbone, alone)
+    sparing = Engine.from_backbone(backbone, alone) if max_recompute else None
     peft = PeftTrainer(backbone, LORA, TuningConfig().optimizer)
     rows = []
     for length in sequences:
         generator = torch.Generator().manual_seed(length)
         data = torch.randint(backbone.architecture.vocab_size, (runs + 1, length), generator=generator)
-        job = _EngineJob(engine, data.tolist(), TuningConfig(batch_size=1, shuffle=False))
+        config = TuningConfig(batch_size=1, shuffle=False)
+        job = _EngineJob(engine, data.tolist(), config)
         steps: dict[str, Callable[[Tensor], float]] = {
             "tokens_per_s": job.step_s,
             "peft_tokens_per_s": peft.step_s,
         }
+        recomputing = None
+        if sparing is not None:
+            recomputing = _EngineJob(sparing, data.tolist(), replace(config, max_recompute=max_recompute))
+            steps["recompute_tokens_per_s"] = recomputing.step_s
         if compiled:
             steps["peft_compiled_tokens_per_s"] = partial(peft.step_s, compiled=True)
         seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -52,6 +65,7 @@ def run(
                 "sequence": length,
                 **{name: length / median(turns[1:]) for name, turns in seconds.items()},
                 "activation_bytes": job.activation_bytes,
+                **({"recompute_activation_bytes": recomputing.activation_bytes} if recomputing else {}),
                 "peft_activation_bytes": peft.activation_bytes(data[:1].to(backbone.device)),
             }
         )

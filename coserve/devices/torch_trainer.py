@@ -31,7 +31,9 @@ class TorchTrainer:
         self.adapter = adapter
         self.training_pass: TrainingPass | None = None
         self.optimizer: AdapterOptimizer | None = AdapterOptimizer(adapter.masters, config.optimizer)
-        self._programs = training_programs(adapter, mean_context_len=mean_context_len)
+        self._programs = training_programs(
+            adapter, max_recompute=config.max_recompute, mean_context_len=mean_context_len
+        )
         self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)
         self._seed = config.seed
         self._gradients: dict[str, Tensor] | None = None  # of the optimizer step

@@ -13,7 +13,7 @@ from coserve.graph.compress import compress
 from coserve.graph.differentiate import BackwardGraph, GradientNode, differentiate, prune
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Cost, Load
-from coserve.graph.rematerialize import Retention, rematerialize, save_all
+from coserve.graph.rematerialize import Retention, keep_least, rematerialize, save_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,7 @@ def compile_program(
     mean_context_len: float,
     of: Collection[str] | None = None,
     budget_bytes_per_token: int | None = None,
+    max_recompute: float = 0.0,
 ) -> Program:
     """From a graph (bypasses attached) to its program.
 
@@ -98,18 +99,22 @@ def compile_program(
         mean_context_len: mean number of keys that a row attends to; only weighs attention against the rest when
             something is recomputed.
         of: outputs to differentiate (default: all).
-        budget_bytes_per_token: most bytes of saved tensors per row; None saves whatever the backward pass reads.
+        budget_bytes_per_token: most bytes of saved tensors per row.
+        max_recompute: without a budget, the most FLOPs that may be spent on recomputing to keep less, as a share of the
+            forward and backward pass; with 0 whatever the backward pass reads is saved.
 
     Raises:
         GraphError: a rule is missing. BudgetError: the budget is below what any choice needs.
     """
     backward = backward_graph(graph, asked, of=of)
-    if budget_bytes_per_token is None:
-        retention = save_all(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len)
-    else:
+    if budget_bytes_per_token is not None:
         retention = rematerialize(
             backward, budget_bytes_per_token, compute_dtype=compute_dtype, mean_context_len=mean_context_len
         )
+    elif max_recompute:
+        retention = keep_least(backward, max_recompute, compute_dtype=compute_dtype, mean_context_len=mean_context_len)
+    else:
+        retention = save_all(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len)
     return link(backward, retention, asked)
 
 

@@ -75,6 +75,16 @@ def rematerialize(
     raise BudgetError(f"a block keeps at least {least} bytes per token; {budget_bytes_per_token} is not enough")
 
 
+def keep_least(
+    backward: BackwardGraph, max_recompute: float, *, compute_dtype: torch.dtype, mean_context_len: float
+) -> Retention:
+    """The choice that keeps the fewest bytes of those with at most these extra FLOPs, as a share of the forward and
+    backward pass.
+    """
+    choices = frontier(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len)
+    return [choice for choice in choices if choice.extra_flops_fraction <= max_recompute][-1]
+
+
 def _search(
     backward: BackwardGraph, *, compute_dtype: torch.dtype, mean_context_len: float, recompute: bool
 ) -> tuple[Retention, ...]:

@@ -33,7 +33,7 @@ class Extension:
 
     adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings.
     checkpoint_every_steps: optimizer steps from one listed checkpoint to the next (0: after the last alone).
-    evaluate_every_steps: None: with every checkpoint.
+    evaluate_every_steps: None: with every checkpoint. max_recompute: see `TuningConfig`.
     """
 
     adapter: Mapping[str, Any] | None = None
@@ -43,6 +43,7 @@ class Extension:
     checkpoint_every_steps: int = 50
     evaluate_every_steps: int | None = None
     live: bool = False
+    max_recompute: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class JobSettings:
     checkpoint_every_steps: int = 50
     evaluate_every_steps: int = 50
     live: bool = False
+    max_recompute: float = 0.0
 
     def tuning_config(self, num_examples: int) -> TuningConfig:
         """With every "auto" settled."""
@@ -75,6 +77,7 @@ class JobSettings:
             seed=self.seed,
             evaluate_every_steps=self.evaluate_every_steps,
             live=self.live,
+            max_recompute=self.max_recompute,
             optimizer=replace(self.optimizer, learning_rate=rate),
         )
 
@@ -130,6 +133,8 @@ def job_settings(
     for name in ("shuffle", "live"):
         if not isinstance(getattr(asked, name), bool):
             _refuse(f"coserve.{name}", f"must be true or false, not {shown(getattr(asked, name))}")
+    with _of("coserve.max_recompute"):
+        check_number("coserve.max_recompute", asked.max_recompute, least=0, most=1)
     positions = architecture.max_positions
     length = asked.max_sequence_length or min(_LONGEST_SEQUENCE, positions)
     if length > positions:
@@ -149,6 +154,7 @@ def job_settings(
         checkpoint_every_steps=every,
         evaluate_every_steps=every if asked.evaluate_every_steps is None else asked.evaluate_every_steps,
         live=asked.live,
+        max_recompute=float(asked.max_recompute),
         **known,
     )
     with _of("hyperparameters"):

@@ -215,7 +215,7 @@ class ModelledDevice:
         else:
             config = adapter_config(command.adapter)
         adapter, length = Adapter(self._backbone, config), command.mean_context_len
-        training = training_programs(adapter, mean_context_len=length)
+        training = training_programs(adapter, max_recompute=command.config.max_recompute, mean_context_len=length)
         opened = trainer_opened(adapter, training, evaluation_programs(adapter, mean_context_len=length))
         self._trainers[command.job] = _Trainer(config, opened)
         return opened

@@ -59,7 +59,9 @@ class TuningConfig:
     longest example). shuffle, seed: the order of examples in each epoch, the adapter's initial values, dropout.
     evaluate_every_steps: optimizer steps from one measurement of the validation set's loss to the next (0: at the end
     alone). publish_every_steps: optimizer steps from one version `name@step` to serve to the next (0: at the end
-    alone). live: serve every step at once.
+    alone). live: serve every step at once. max_recompute: the most FLOPs that may be spent on computing activations
+    again, as a share of the forward and backward pass: the job keeps as little as that allows between the two (FlexLLM
+    section 5.2); 0 keeps all that the backward pass reads, `coserve inspect` shows what more would save.
     """
 
     num_epochs: int = 1
@@ -71,6 +73,7 @@ class TuningConfig:
     evaluate_every_steps: int = 0
     publish_every_steps: int = 0
     live: bool = False
+    max_recompute: float = 0.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
@@ -85,6 +88,7 @@ class TuningConfig:
         if self.max_pack_tokens is not None:
             check_whole("max_pack_tokens", self.max_pack_tokens, 2, MOST_WHOLE)
         check_whole("seed", self.seed, 0, 2**63 - 1)
+        check_number("max_recompute", self.max_recompute, least=0, most=1)
         for name in ("shuffle", "live"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {shown(getattr(self, name))}")

@@ -42,12 +42,17 @@ class TrainingPrograms:
 
 
 def training_programs(
-    adapter: Adapter, *, budget_bytes_per_token: int | None = None, mean_context_len: float = 512.0
+    adapter: Adapter,
+    *,
+    budget_bytes_per_token: int | None = None,
+    max_recompute: float = 0.0,
+    mean_context_len: float = 512.0,
 ) -> TrainingPrograms:
     """Compile the parts of an adapter's model; equal blocks share one program.
 
     Args:
-        budget_bytes_per_token: most bytes that a block keeps of one row (see `compile_program`).
+        budget_bytes_per_token, max_recompute: most bytes that a block keeps of one row, or most FLOPs for keeping less
+            (see `compile_program`).
         mean_context_len: mean number of keys that a row attends to (`Pack.mean_context_len`), for choosing
             what to recompute.
 
@@ -61,12 +66,14 @@ def training_programs(
     for index, part in enumerate(parts[:-1]):
         graph = adapter.attached(part).graph
         asked = tuple(adapter.parameters(part)) + (("x",) if index > lowest else ())
+        is_trained_block = isinstance(part, int) and index >= lowest
         programs[part] = _compile(
             graph,
             asked if index >= lowest else (),
             compute_dtype=backbone.dtype,
             mean_context_len=mean_context_len,
-            budget_bytes_per_token=budget_bytes_per_token if isinstance(part, int) and index >= lowest else None,
+            budget_bytes_per_token=budget_bytes_per_token if is_trained_block else None,
+            max_recompute=max_recompute if is_trained_block else 0.0,
         )
     asked = tuple(adapter.parameters("head")) + (("x",) if lowest < len(parts) - 1 else ())
     loss = _compile(

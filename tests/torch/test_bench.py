@@ -57,14 +57,18 @@ def test_many_refuses_numbers_of_jobs_that_learned_something_else(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, when it first compiles
-@pytest.mark.parametrize("compiled", [False, True])
-def test_training_is_compared_with_peft_as_it_is_and_compiled(compiled, monkeypatch):
+@pytest.mark.parametrize(("compiled", "max_recompute"), [(False, 0.0), (False, 0.5), (True, 0.0)])
+def test_training_is_compared_with_peft_as_it_is_and_compiled(compiled, max_recompute, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traced, but no C++ made of it
-    (row,) = train.run(make_backbone(), runs=1, compiled=compiled, sequences=(16,))["rows"]
+    backbone, sequences = make_backbone(), (16,)
+    found = train.run(backbone, runs=1, compiled=compiled, max_recompute=max_recompute, sequences=sequences)
+    (row,) = found["rows"]
     speeds = {name for name in row if name.endswith("tokens_per_s")}
-    assert speeds == {"tokens_per_s", "peft_tokens_per_s", *(["peft_compiled_tokens_per_s"] if compiled else [])}
+    asked = [*(["peft_compiled"] if compiled else []), *(["recompute"] if max_recompute else [])]
+    assert speeds == {"tokens_per_s", "peft_tokens_per_s", *(f"{name}_tokens_per_s" for name in asked)}
     assert all(row[name] > 0 for name in speeds)
     assert row["activation_bytes"] > 0 and row["peft_activation_bytes"] > 0
+    assert not max_recompute or 0 < row["recompute_activation_bytes"] < row["activation_bytes"]
 
 
 def test_comparing_with_others_changes_nothing_of_what_the_model_is_known_by():

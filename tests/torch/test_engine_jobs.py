@@ -204,6 +204,22 @@ def test_a_job_ends_the_same_under_any_plan_in_any_company(seed, undisturbed, tm
     assert_nothing_is_held(engine)
 
 
+def test_a_job_that_computes_again_keeps_less_and_learns_the_same(undisturbed, tmp_path):
+    parameters, losses = undisturbed
+    most_pages = []
+    for share in (0.0, 0.1, 0.5):
+        engine, held = make_engine(), [0]
+        job = engine.submit(examples_of(LENGTHS), replace(CONFIG, max_recompute=share), adapter=DROPOUT, name="mine")
+        told: list[float] = []
+        while not engine.job(job).is_terminal:
+            told += [event.loss for event in of_kind(engine.step(), "step")]
+            held.append(engine.pool.num_pages_by_owner().get("activations", 0))
+        most_pages.append(max(held))
+        assert distance(saved(engine, "mine", tmp_path / str(share)), parameters) < 1e-6
+        assert told == pytest.approx(losses, rel=1e-6)
+    assert most_pages[2] < most_pages[1] < most_pages[0]
+
+
 def test_each_example_is_used_once_in_every_epoch():
     """Also when packs are dropped, and when the job is paused: what counts is what joins the gradients."""
     engine, rng = make_engine(num_pages=200), Random(0)

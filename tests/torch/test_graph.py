@@ -16,7 +16,7 @@ from coserve.graph.ir import Graph, GraphBuilder, Node
 from coserve.graph.operators.base import Context, Load
 from coserve.graph.operators.elementwise import Add
 from coserve.graph.program import compile_program
-from coserve.graph.rematerialize import frontier, rematerialize, save_all
+from coserve.graph.rematerialize import frontier, keep_least, rematerialize, save_all
 from coserve.kernels.plain import PlainBackend
 
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mean_context_len": 0.0}
@@ -194,6 +194,17 @@ def test_a_budget_takes_the_cheapest_choice_within_it():
     assert rematerialize(backward, 33, **BF16).bytes_per_token == 32
     with pytest.raises(BudgetError, match="at least 16 bytes per token; 15 is not enough"):
         rematerialize(backward, 15, **BF16)
+
+
+def test_the_least_is_kept_that_these_flops_allow():
+    attached = attach(mlp(), {"down": lora(16, 8)}).graph
+    backward = prune(differentiate(attached), ["down.A.weight", "down.B.weight", "x"])
+    choices = frontier(backward, **BF16)
+    assert keep_least(backward, 0.0, **BF16) == save_all(backward, **BF16)
+    for choice in choices:
+        assert keep_least(backward, choice.extra_flops_fraction, **BF16) == choice
+        assert keep_least(backward, choice.extra_flops_fraction + 1e-6, **BF16) == choice
+    assert keep_least(backward, 1.0, **BF16) == choices[-1]
 
 
 def test_a_program_is_data():

@@ -51,6 +51,7 @@ def test_what_is_asked_for_is_what_the_job_is_told():
         "shuffle": False,
         "checkpoint_every_steps": 7,
         "live": True,
+        "max_recompute": 0.25,
     }
     made = settings(extension, n_epochs=2, batch_size=5, learning_rate_multiplier=3)
     assert JobSettings.from_data(made.to_data()) == made
@@ -59,6 +60,7 @@ def test_what_is_asked_for_is_what_the_job_is_told():
     assert config.optimizer.learning_rate == pytest.approx(3e-3)
     assert (config.optimizer.betas, config.optimizer.schedule) == ((0.8, 0.9), "cosine")
     assert (config.shuffle, config.live, config.max_sequence_length) == (False, True, 64)
+    assert config.max_recompute == 0.25
     lora = LoraConfig.from_peft(made.adapter)
     assert lora == LoraConfig(r=4, alpha=8, target_modules=("q_proj", "v_proj"), dropout=0.5)
     assert settings({"checkpoint_every_steps": 7, "evaluate_every_steps": 0}).evaluate_every_steps == 0
@@ -102,7 +104,7 @@ ADAPTER = ("r", "alpha", "dropout", "use_rslora", "rank_pattern", "alpha_pattern
     ("place", "name"),
     [
         *(("optimizer", name) for name in OPTIMIZER),
-        *((None, name) for name in COUNTS),
+        *((None, name) for name in (*COUNTS, "max_recompute")),
         *(("adapter", name) for name in ADAPTER),
         *(("hyperparameters", name) for name in ("n_epochs", "batch_size", "learning_rate_multiplier")),
     ],

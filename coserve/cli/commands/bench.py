@@ -61,6 +61,12 @@ def train(
     compiled: Annotated[
         bool, typer.Option("--compiled/--no-compiled", help="Whether PEFT under torch.compile takes turns, too.")
     ] = True,
+    max_recompute: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE", min=0, max=1, help="Beside a job that keeps less, for as many more FLOPs (0: none)."
+        ),
+    ] = 0.0,
 ) -> None:
     """Fine-tuning alone, on sequences of 512 and 1,024 tokens: tokens per second and activation memory against PEFT, as
     it is and under torch.compile, which takes some minutes to compile.
@@ -68,7 +74,7 @@ def train(
     from coserve.bench import train as experiment
 
     def run(backbone: "Backbone") -> dict[str, Any]:
-        return experiment.run(backbone, runs=runs, compiled=compiled)
+        return experiment.run(backbone, runs=runs, compiled=compiled, max_recompute=max_recompute)
 
     _measure("train", model, dtype, weights, place, runs, run)
 

@@ -78,6 +78,15 @@ def tune(
     seed: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Of the order of examples and the adapter's first values.")
     ] = None,
+    max_recompute: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0,
+            max=1,
+            help="Extra FLOPs to spend, as a share of a step's, so that the job keeps fewer activations in memory.",
+        ),
+    ] = None,
     live: Annotated[bool, typer.Option("--live", help="Serve every optimizer step at once, not only the end.")] = False,
     follow: Annotated[bool, typer.Option(help="Watch it until it is over; Ctrl-C leaves it running.")] = True,
     url: Url = DEFAULT_URL,
@@ -93,7 +102,12 @@ def tune(
     extensions = {
         "adapter": _given(r=r, alpha=alpha, target_modules=_targets(targets)),
         "optimizer": _given(learning_rate=learning_rate, schedule=schedule, warmup_steps=warmup_steps),
-        **_given(max_sequence_length=max_length, checkpoint_every_steps=checkpoint_every, live=live or None),
+        **_given(
+            max_sequence_length=max_length,
+            checkpoint_every_steps=checkpoint_every,
+            live=live or None,
+            max_recompute=max_recompute,
+        ),
     }
     if extensions["adapter"]:
         extensions["adapter"] = {"type": "lora", **extensions["adapter"]}
