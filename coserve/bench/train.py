@@ -65,10 +65,11 @@ def run(
                 "sequence": length,
                 **{name: length / median(turns[1:]) for name, turns in seconds.items()},
                 "activation_bytes": job.activation_bytes,
-                **({"recompute_activation_bytes": recomputing.activation_bytes} if recomputing else {}),
                 "peft_activation_bytes": peft.activation_bytes(data[:1].to(backbone.device)),
             }
         )
+        if recomputing is not None:
+            rows[-1]["recompute_activation_bytes"] = recomputing.activation_bytes
     return {"rows": rows}
 
 
