@@ -1,10 +1,12 @@
-"""What a device could never serve or train, said before anything is queued."""
+"""What could never be served or trained, said before anything is queued."""
 
 from collections.abc import Sequence
 
 from coserve.devices.messages import DeviceInfo
 from coserve.devices.sampling_params import SamplingParams
-from coserve.errors import JobError, RequestError
+from coserve.engine.job_set import JobSet
+from coserve.engine.versions import AdapterVersions
+from coserve.errors import AdapterError, JobError, RequestError
 from coserve.tuning.examples import Example
 
 
@@ -44,3 +46,13 @@ def check_examples(examples: Sequence[Example], info: DeviceInfo) -> None:
             raise JobError(f"example {index} has no token to train on")
         if not all(0 <= token < info.vocab_size for token in (min(example.tokens), max(example.tokens))):
             raise JobError(f"example {index} has a token beyond the model's {info.vocab_size}")
+
+
+def check_adapter_name(name: str, jobs: JobSet, versions: AdapterVersions) -> None:
+    """AdapterError if no adapter can have it, or one has it, or will."""
+    if not name or "@" in name:
+        raise AdapterError(f"{name!r} is no name for an adapter: it must not be empty, nor have an @")
+    if jobs.is_made_by_a_job(name):
+        raise AdapterError(f"a job is making the adapter {name!r}")
+    if name in versions:
+        raise AdapterError(f"there is an adapter {name!r} already")

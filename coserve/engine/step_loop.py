@@ -1,0 +1,271 @@
+"""The step loop: plan, run, apply.
+
+A policy decides: who is admitted, preempted, begun and dropped, and which rows run. The loop checks that pages allow
+it, tells the device, and books what came of it; what that means for requests is in `serving.py`, for jobs in
+`job_set.py`.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from coserve.devices.base import Device
+from coserve.devices.messages import Command, OpenRequest, StepBatch, StepResult
+from coserve.engine.config import EngineConfig
+from coserve.engine.job_set import JobSet
+from coserve.engine.page_broker import PageBroker
+from coserve.engine.request_queue import RequestQueue
+from coserve.engine.served_adapters import ServedAdapters
+from coserve.engine.serving import Serving
+from coserve.engine.step_batch import build_batch, carry_out, observe
+from coserve.scheduling.attainment import taken_of
+from coserve.scheduling.fairness import TokenCounters
+from coserve.scheduling.history import StepView
+from coserve.scheduling.latency import LatencyModel, Profile
+from coserve.scheduling.plan import Plan, View
+from coserve.scheduling.policies import Policy
+from coserve.scheduling.slo import Slo, default_tpot_s
+
+# How often the default SLO follows what steps really take, and from what share of it on.
+_STEPS_PER_LOOK, _SLO_CHANGE = 64, 0.05
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    """A step that the device is at; started_s: when planning it began."""
+
+    view: View
+    plan: Plan
+    batch: StepBatch
+    started_s: float
+
+
+class StepLoop:
+    """One step after the other, of all requests and jobs of an engine.
+
+    slo: of requests that bring none. num_steps: that the device has done. last_result: of the last plan; None if that
+    ran nothing, or the device failed.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        latency: LatencyModel,
+        config: EngineConfig,
+        *,
+        policy: Policy,
+        pages: PageBroker,
+        requests: RequestQueue,
+        serving: Serving,
+        adapters: ServedAdapters,
+        jobs: JobSet,
+        counters: TokenCounters,
+        commands: deque[Command],
+        keep_profile: Callable[[Profile], None] | None,
+    ) -> None:
+        """commands: for the device, with the next step; requests and jobs add to them, too. keep_profile: see
+        `EngineCore`.
+        """
+        self._device, self._latency, self._config = device, latency, config
+        self._pages, self._requests, self._serving = pages, requests, serving
+        self._adapters, self._jobs, self._counters = adapters, jobs, counters
+        self._commands, self._keep_profile = commands, keep_profile
+        self.policy = policy
+        self.slo = Slo(ttft_s=config.ttft_s, tpot_s=config.tpot_s or default_tpot_s(latency))
+        self.num_steps = 0
+        self.last_plan = Plan()
+        self.last_result: StepResult | None = None
+        self._step: _Begun | None = None  # under way
+        self._max_step_rows = config.max_step_rows
+
+    @property
+    def policy(self) -> Policy:
+        """Another one begins without a history."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy, self._history = policy, policy.make_history()
+
+    # -- a step -----------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Plan, and have the device begin. Returns whether there is a step; `finish` is to follow."""
+        if self._step is not None:  # the caller was interrupted before it could finish
+            self.finish()
+        self._jobs.catch_up()
+        started_s = self._device.clock.now()
+        view, plan = self._plan(started_s)
+        self.last_plan, self.last_result = plan, None
+        self._jobs.count_turn()
+        if plan.runs_nothing:
+            self.flush_commands()
+            return False
+        commands = tuple(self._commands.popleft() for _ in range(len(self._commands)))
+        batch = build_batch(self.num_steps, plan, self._requests, self._jobs, commands)
+        self._step = _Begun(view, plan, batch, started_s)
+        try:
+            self._device.submit(batch)
+        except BaseException as error:
+            self._step = None
+            self._take_back(batch, error)
+            raise
+        return True
+
+    def finish(self) -> None:
+        """Wait for the device, and book what came of the step, if there is one."""
+        if self._step is not None:
+            step, self._step = self._step, None
+            try:
+                result = self._device.collect()
+            except BaseException as error:
+                self._close_running()  # tokens that nobody has heard of may count as used there
+                self._jobs.abandon(step.batch, error)
+                raise
+            now_s = self._device.clock.now()
+            self.last_result = result
+            if result.failure is None:
+                self._apply(step, result, now_s)
+                self._remember(step, result)
+            else:
+                self._recover(step.batch, result, now_s)
+        self.drop_unread_versions()
+        if not (self._requests or self._jobs.num_running):
+            self.flush_commands()  # there may be no further step
+
+    def _take_back(self, batch: StepBatch, error: BaseException) -> None:
+        """A step could not begin. Which of its commands, and of its requests' pages, the device knows of is not known:
+        all requests that run are closed, and opened again when they are admitted.
+        """
+        lost = [command for command in batch.commands if not isinstance(command, OpenRequest)]
+        self._commands.extendleft(reversed(lost))
+        self._close_running()
+        self._jobs.abandon(batch, error)
+
+    def _close_running(self) -> None:
+        """What the device knows of the requests that run is not known: they are to be opened again."""
+        for request in reversed(list(self._requests.running.values())):  # the first one is to be the first again
+            self._commands.append(self._requests.preempt(request))
+
+    # -- commands without a step ------------------------------------------------------
+
+    def flush_commands(self) -> None:
+        """Tell the device now what it would be told with the next step."""
+        self._jobs.settle()
+        while self._commands:
+            self._device.execute(self._commands[0])
+            self._commands.popleft()  # if the caller is interrupted before, it is done again: none of them minds
+
+    def drop_unread_versions(self) -> None:
+        """Have the device let go of adapters that no request reads and no name finds any more; not within a step."""
+        if self._step is None and (unread := self._adapters.take_unread()):
+            self._commands.extend(unread)
+            self.flush_commands()  # at once: they are large, and there may be no further step
+
+    # -- plan -------------------------------------------------------------------------
+
+    def _plan(self, now_s: float) -> tuple[View, Plan]:
+        """What the policy sees, and what it says, as far as it can be done.
+
+        A pack may fail to begin although its pages are there, when they are not side by side. Then the policy is asked
+        again without that job: it had given it rows, which others can use.
+        """
+        failed: frozenset[str] = frozenset()
+        while True:
+            view = self._view(now_s, without=failed)
+            planned = self.policy.plan(view, self._latency)
+            plan = carry_out(
+                planned,
+                self._requests,
+                self._jobs,
+                policy=self._config.policy,
+                send=self._commands.append,
+                max_requests=self._config.max_requests,
+                num_units=self._device.info.num_units,
+            )
+            begun = [self._jobs[job] for job in planned.begin if job in self._jobs]
+            new = frozenset(job.id for job in begun if not job.has_pack) - failed
+            if not new:
+                return view, plan
+            failed |= new
+
+    def _view(self, now_s: float, *, without: frozenset[str]) -> View:
+        return View(
+            now_s=now_s,
+            requests=self._requests.running_views(),
+            waiting=self._requests.waiting_views(),
+            jobs=self._jobs.views(now_s, without=without),
+            tenants=self._counters.views(),
+            num_free_pages=self._pages.num_available,
+            num_pages=self._pages.pool.num_pages,
+            block_tokens=self._config.block_tokens,
+            ttft_s=self.slo.ttft_s,
+            tpot_s=self.slo.tpot_s,
+            max_rows=self._max_step_rows,
+            max_requests=self._config.max_requests,
+            need=self._serving.need.view(now_s),
+            num_units=self._device.info.num_units,
+            history=self._history,
+        )
+
+    # -- apply ------------------------------------------------------------------------
+
+    def _apply(self, step: _Begun, result: StepResult, now_s: float) -> None:
+        plan, batch, started_s = step.plan, step.batch, step.started_s
+        self.num_steps += 1
+        self._max_step_rows = min(self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
+        parameters = [self._jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
+        observe(self._latency, plan, result, parameters, step_s=now_s - started_s)
+        taken = taken_of(plan, step_s=result.seconds, forward_s=result.forward_s)
+        self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
+        self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
+        self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
+        self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)
+        self._follow_device()
+
+    def _remember(self, step: _Begun, result: StepResult) -> None:
+        """What the policy wants to know of a step."""
+        if self._history is None:
+            return
+        self._history.add(
+            StepView(
+                view=step.view,
+                latency=self._latency,
+                plan=step.plan,
+                forward_s=result.forward_s,
+                loss_s=result.loss_s,
+                backward_s=result.backward_s,
+                update_s=result.update_s,
+                beside_s=result.beside_s,
+                num_tasklets=result.num_tasklets,
+                num_beside=result.num_beside,
+                num_running=len(self._requests.running),
+                num_waiting=len(self._requests.waiting),
+                num_arrived=self._requests.num_arrived,
+                num_ended=self._requests.num_ended,
+            )
+        )
+
+    def _follow_device(self) -> None:
+        """The default SLO, and the profile on disk, by what steps really take."""
+        if self.num_steps % _STEPS_PER_LOOK:
+            return
+        tpot_s = self._config.tpot_s or default_tpot_s(self._latency)
+        if abs(tpot_s - self.slo.tpot_s) > _SLO_CHANGE * self.slo.tpot_s:
+            self.slo = Slo(ttft_s=self._config.ttft_s, tpot_s=tpot_s)
+        # Ever more rarely: after 512 steps, 1024, 2048, …
+        if self.num_steps & (self.num_steps - 1) or self._keep_profile is None:
+            return
+        if (profile := self._latency.settled_profile()) is not None:
+            self._keep_profile(profile)
+
+    def _recover(self, batch: StepBatch, result: StepResult, now_s: float) -> None:
+        """The device ran out of memory: jobs make room first, then steps get smaller, then a request fails."""
+        assert result.failure is not None
+        if self._jobs.recover(batch, result, now_s):
+            return
+        num_rows = sum(len(rows.tokens) for rows in batch.requests)
+        if num_rows > 1:
+            self._max_step_rows = num_rows // 2
+            return
+        self._serving.fail(batch, f"the device ran out of memory: {result.failure.message}")
