@@ -42,6 +42,15 @@ class JobPosition:
     num_examples: int
     num_tokens: int
 
+    def check_is_of(self, job: "JobPosition") -> None:
+        """JobError if this is of another job than that one, which is at its beginning."""
+        for name in ("num_steps", "num_examples", "num_tokens"):
+            if getattr(job, name) != getattr(self, name):
+                raise JobError(
+                    f"the checkpoint is of a job with {getattr(self, name)} {name.removeprefix('num_')}; "
+                    f"this one has {getattr(job, name)}"
+                )
+
 
 class TrainerState(Protocol):
     """A copy of a job's tensors, which later training does not touch."""

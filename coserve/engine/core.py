@@ -13,12 +13,12 @@ from typing import Any
 from coserve.devices.base import Device
 from coserve.devices.messages import Command, SaveAdapter, StepResult
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.checkpoint import Checkpoint, read_position
+from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.checks import check_adapter_name, check_examples
 from coserve.engine.config import EngineConfig
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_set import JobSet
-from coserve.engine.job_start import PeftFields, trainer_start
+from coserve.engine.job_start import PeftFields, make_start
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
@@ -330,11 +330,8 @@ class EngineCore:
             raise JobError("a job needs examples")
         check_adapter_name(name, self.jobs, self.versions)
         check_examples([*examples, *validation], self.device.info)
-        start = trainer_start(job_id, config, examples, self.versions, adapter=adapter, checkpoint=checkpoint)
-        position = None if checkpoint is None else read_position(checkpoint)
-        job = self.jobs.submit(
-            job_id, name, config, examples, validation, start=start, position=position, tenant=tenant
-        )
+        start = make_start(job_id, config, examples, self.versions, adapter=adapter, checkpoint=checkpoint)
+        job = self.jobs.submit(job_id, name, config, examples, validation, start=start, tenant=tenant)
         job.alone_until_step = alone_until_step
         self.jobs.catch_up()
         return job_id
@@ -388,9 +385,7 @@ class EngineCore:
         return events
 
     def flush_commands(self) -> None:
-        """Tell the device now what it would be told with the next step, such as that copies of jobs are not needed any
-        more; for callers that see no step coming.
-        """
+        """Tell the device now what the next step would, such as copies to drop; for callers that see no step coming."""
         self._loop.flush_commands()
 
     def _advance(self) -> None:

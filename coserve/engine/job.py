@@ -16,7 +16,6 @@ from typing import Literal
 from coserve.devices.messages import BeginPack, LossRows, PackSums, Tasklets, TrainerOpened, WindowRows, group_bytes
 from coserve.engine.checkpoint import JobPosition
 from coserve.engine.memory_failures import MemoryFailures
-from coserve.errors import JobError
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.plan import JobPhase, JobView
 from coserve.tuning.config import TuningConfig
@@ -279,13 +278,7 @@ class Job:
 
     def resume(self, position: JobPosition) -> None:
         """Take up a position, before anything has been run; JobError if it is another job's."""
-        mine = self.position()
-        for name in ("num_steps", "num_examples", "num_tokens"):
-            if getattr(mine, name) != getattr(position, name):
-                raise JobError(
-                    f"the checkpoint is of a job with {getattr(position, name)} {name.removeprefix('num_')}; "
-                    f"this one has {getattr(mine, name)}"
-                )
+        position.check_is_of(self.position())
         self.num_steps_done, self.num_rows_run = position.num_steps_done, position.num_rows_run
         self.num_tokens_trained = self._num_tokens_at_step = position.num_tokens_trained
         self._num_bad_steps = position.num_bad_steps

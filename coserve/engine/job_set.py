@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from coserve.devices.base import Device
 from coserve.devices.messages import (
@@ -11,17 +10,17 @@ from coserve.devices.messages import (
     Command,
     DropPack,
     DropTrainer,
-    OpenTrainer,
     StepBatch,
     StepResult,
     TakeCheckpoint,
     TrainerOpened,
-    group_bytes,
 )
-from coserve.engine.checkpoint import Checkpoint, JobPosition, TakenCopy
+from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.job import EventKind, Job, JobEvent
+from coserve.engine.job_start import JobStart, with_pack_size
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.served_adapters import ServedAdapters
+from coserve.engine.step_shares import joined_jobs, largest_pieces, shares_of_time
 from coserve.errors import BudgetError, DeviceGoneError, DeviceMemoryError, JobError
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.fairness import TokenCounters
@@ -142,27 +141,25 @@ class JobSet(Mapping[str, Job]):
         examples: Sequence[Example],
         validation: Sequence[Example],
         *,
-        start: OpenTrainer,
-        position: JobPosition | None,
+        start: JobStart,
         tenant: str,
     ) -> Job:
-        """Start a job, or continue one from a position; see `EngineCore.submit_examples`."""
+        """Start a job, or resume one; see `EngineCore.submit_examples`."""
         self.settle()
         try:
-            costs = self._device.execute(start)
+            costs = self._device.execute(start.trainer)
             assert isinstance(costs, TrainerOpened)
-            longest = max(len(example.tokens) for example in [*examples, *validation])
             job = Job(
                 id=job_id,
                 name=name,
-                config=self._with_pack_size(config, costs, longest),
+                config=with_pack_size(config, costs, self._pages, [*examples, *validation]),
                 examples=examples,
                 validation=validation,
                 costs=costs,
                 tenant=tenant,
             )
-            if position is not None:
-                job.resume(position)
+            if start.position is not None:
+                job.resume(start.position)
                 self._num_tokens_forgotten -= job.num_tokens_trained  # another engine's
         except BaseException:
             self._owed.append(DropTrainer(job_id))
@@ -251,8 +248,7 @@ class JobSet(Mapping[str, Job]):
             self._device.execute(job.next_pack(pages))
         except DeviceMemoryError as error:  # no memory beside the pages
             pages.release()
-            job.memory_failures.note_failure()
-            self._fail_if_too_many(job, str(error))
+            self._note_memory_failure(job, str(error))
             self.settle()
             return False
         except BaseException:
@@ -283,20 +279,17 @@ class JobSet(Mapping[str, Job]):
             other.has_pack and other.memory_failures.num_in_a_row for other in self._jobs.values()
         )
 
-    def _fail_if_too_many(self, job: Job, message: str) -> None:
-        failures = job.memory_failures
-        if failures.too_many:
-            self._fail(
-                job,
-                f"the device ran out of memory {failures.num_in_a_row} times in a row in the same pack: {message}; "
-                "lower max_sequence_length, or give the engine fewer bytes for pages, so that more is left beside them",
-            )
+    def _note_memory_failure(self, job: Job, message: str, num_rows: int | None = None) -> None:
+        job.memory_failures.note_failure(num_rows)
+        if job.memory_failures.too_many:
+            self._fail(job, job.memory_failures.reason(message))
 
     # -- what a step brought ------------------------------------------------------------
 
     def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
         """Move jobs on by what has run; started_s: when the step began."""
-        self._count_seconds(batch, result, started_s)
+        for job_id, section, seconds in shares_of_time(batch, result):
+            self._jobs[job_id].count_seconds(started_s, **{section: seconds})
         for update in batch.updates:
             self._book_update(self._jobs[update.job], result.norms[update.job], now_s)
         for window in batch.windows:
@@ -305,7 +298,8 @@ class JobSet(Mapping[str, Job]):
             self._jobs[piece.job].run_loss(piece)
         for tasklets in batch.tasklets:
             self._jobs[tasklets.job].run_tasklets(tasklets, result.num_tasklets[tasklets.job])
-        self._note_joined(batch, result)
+        for job_id, group in joined_jobs(batch, result).items():
+            self._jobs[job_id].joined = group
         for job_id in largest_pieces(batch):
             job = self._jobs[job_id]
             self._counters.charge(job.tenant, tuning=job.count_rows(now_s))
@@ -315,32 +309,6 @@ class JobSet(Mapping[str, Job]):
                 self._emit(job.finish_evaluation(now_s))
                 self._next_step(job)
         self.catch_up()
-
-    def _note_joined(self, batch: StepBatch, result: StepResult) -> None:
-        groups: dict[int | str, list[str]] = {}
-        for each in batch.tasklets:
-            if result.num_tasklets[each.job]:
-                groups.setdefault(each.job if each.group is None else each.group, []).append(each.job)
-        for group in groups.values():
-            for job in group:
-                self._jobs[job].joined = frozenset(group)
-
-    def _count_seconds(self, batch: StepBatch, result: StepResult, started_s: float) -> None:
-        """Each job's share of the step's sections, by rows."""
-        windows, losses = {w.job: w.num_rows for w in batch.windows}, {x.job: x.num_rows for x in batch.losses}
-        num_rows = sum([len(rows.tokens) for rows in batch.requests]) + sum(windows.values())
-        tasklets = {each.job: each.num_rows * result.num_tasklets[each.job] for each in batch.tasklets}
-        updates = {update.job: 1 for update in batch.updates}
-        # What ran beside the forward pass counts as what most of it is.
-        loss_s, backward_s = (0.0, result.beside_s) if tasklets else (result.beside_s, 0.0)
-        for name, shares, whole, seconds in (
-            ("forward_s", windows, num_rows, result.forward_s),
-            ("loss_s", losses, sum(losses.values()), result.loss_s + loss_s),
-            ("backward_s", tasklets, sum(tasklets.values()), result.backward_s + backward_s),
-            ("update_s", updates, len(updates), result.update_s),
-        ):
-            for job, share in shares.items():
-                self._jobs[job].count_seconds(started_s, **{name: seconds * share / max(1, whole)})
 
     def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
         """The device ran out of memory within the step: optimizer steps that were made stand, one that was under way
@@ -357,8 +325,7 @@ class JobSet(Mapping[str, Job]):
         moved = [job for job_id in largest if (job := self._jobs[job_id]).has_pack]
         for job in moved:
             self._book_drop(job)
-            job.memory_failures.note_failure(largest[job.id])
-            self._fail_if_too_many(job, result.failure.message)
+            self._note_memory_failure(job, result.failure.message, largest[job.id])
         self.catch_up()
         return bool(moved) or bool(batch.updates)
 
@@ -431,32 +398,3 @@ class JobSet(Mapping[str, Job]):
         if job.is_terminal:
             raise JobError(f"job {job_id!r} is over: it has {job.state}")
         return job
-
-    def _with_pack_size(self, config: TuningConfig, costs: TrainerOpened, longest: int) -> TuningConfig:
-        """The configuration with packs that the pool can hold; longest: tokens of the longest example."""
-        num_all = self._pages.pool.num_pages
-
-        def num_pages(num_rows: int) -> int:
-            return sum(self._pages.num_pages(group_bytes(row_bytes, num_rows)) for row_bytes in costs.training)
-
-        if config.max_pack_tokens is None:
-            rows = config.pack_tokens
-            while rows > longest and num_pages(rows) > num_all // 2:
-                rows //= 2
-            config = replace(config, max_pack_tokens=max(rows, longest))
-        largest = max(config.pack_tokens, longest)
-        if (needed := num_pages(largest)) > num_all:
-            raise JobError(
-                f"a pack of {largest} tokens needs {needed} pages; there are {num_all}: "
-                "lower max_pack_tokens or max_sequence_length, or give the engine more memory"
-            )
-        return config
-
-
-def largest_pieces(batch: StepBatch) -> dict[str, int]:
-    """The jobs whose packs move on in a step, and the rows of the largest piece of each."""
-    found: dict[str, int] = {}
-    for pieces in (batch.windows, batch.losses, batch.tasklets):
-        for piece in pieces:
-            found[piece.job] = max(piece.num_rows, found.get(piece.job, 0))
-    return found

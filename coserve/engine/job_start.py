@@ -1,10 +1,13 @@
-"""What a job begins with: a fresh adapter, one that is served, or a checkpoint."""
+"""What a job begins with: a fresh adapter, one that is served, or a checkpoint; and packs that there is memory for."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from coserve.devices.messages import OpenTrainer
+from coserve.devices.messages import OpenTrainer, TrainerOpened, group_bytes
+from coserve.engine.checkpoint import JobPosition, read_position
+from coserve.engine.page_broker import PageBroker
 from coserve.engine.versions import AdapterVersions
 from coserve.errors import JobError
 from coserve.tuning.config import TuningConfig
@@ -19,7 +22,15 @@ class PeftFields(Protocol):
         ...
 
 
-def trainer_start(
+@dataclass(frozen=True, kw_only=True)
+class JobStart:
+    """trainer: what the device is told of a job. position: that it resumes from; None: it is a new one."""
+
+    trainer: OpenTrainer
+    position: JobPosition | None
+
+
+def make_start(
     job_id: str,
     config: TuningConfig,
     examples: Sequence[Example],
@@ -27,9 +38,9 @@ def trainer_start(
     *,
     adapter: PeftFields | Mapping[str, Any] | str | None,
     checkpoint: str | Path | None,
-) -> OpenTrainer:
-    """What the device is told of a job: its trainer begins with a checkpoint, with a version (by its label), or with a
-    fresh adapter. JobError without any of them.
+) -> JobStart:
+    """A job begins with a checkpoint, with a version (by its label), or with a fresh adapter. JobError without any of
+    them, or if the checkpoint is none.
     """
     fields: dict[str, Any] | None = None
     version: str | None = None
@@ -41,7 +52,7 @@ def trainer_start(
         else:
             fields = dict(adapter) if isinstance(adapter, Mapping) else adapter.to_peft()
     num_tokens = sum(len(example.tokens) for example in examples)
-    return OpenTrainer(
+    trainer = OpenTrainer(
         job=job_id,
         config=config,
         mean_context_len=sum(len(example.tokens) ** 2 for example in examples) / num_tokens / 2,
@@ -49,3 +60,27 @@ def trainer_start(
         version=version,
         checkpoint=None if checkpoint is None else str(checkpoint),
     )
+    return JobStart(trainer=trainer, position=None if checkpoint is None else read_position(checkpoint))
+
+
+def with_pack_size(
+    config: TuningConfig, costs: TrainerOpened, pages: PageBroker, examples: Sequence[Example]
+) -> TuningConfig:
+    """The configuration with packs that the pool can hold; JobError if it cannot hold them."""
+    num_all, longest = pages.pool.num_pages, max(len(example.tokens) for example in examples)
+
+    def num_pages(num_rows: int) -> int:
+        return sum(pages.num_pages(group_bytes(row_bytes, num_rows)) for row_bytes in costs.training)
+
+    if config.max_pack_tokens is None:
+        rows = config.pack_tokens
+        while rows > longest and num_pages(rows) > num_all // 2:
+            rows //= 2
+        config = replace(config, max_pack_tokens=max(rows, longest))
+    largest = max(config.pack_tokens, longest)
+    if (needed := num_pages(largest)) > num_all:
+        raise JobError(
+            f"a pack of {largest} tokens needs {needed} pages; there are {num_all}: "
+            "lower max_pack_tokens or max_sequence_length, or give the engine more memory"
+        )
+    return config

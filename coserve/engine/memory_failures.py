@@ -22,6 +22,13 @@ class MemoryFailures:
         """Whether it will not get any further."""
         return self.num_in_a_row >= MOST_FAILURES
 
+    def reason(self, message: str) -> str:
+        """Why the job fails then, and what would be right; message: of the last failure."""
+        return (
+            f"the device ran out of memory {self.num_in_a_row} times in a row in the same pack: {message}; "
+            "lower max_sequence_length, or give the engine fewer bytes for pages, so that more is left beside them"
+        )
+
     def note_failure(self, num_rows: int | None = None) -> None:
         """num_rows: of its largest piece in the step that failed; None if no piece had run."""
         self.num_turns = 1 << self.num_in_a_row

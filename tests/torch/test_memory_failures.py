@@ -11,7 +11,7 @@ from coserve.devices.messages import BeginPack, StepBatch, StepFailure
 from coserve.engine.core import Event
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
-from coserve.engine.job_set import largest_pieces
+from coserve.engine.step_shares import largest_pieces
 from coserve.errors import DeviceMemoryError, JobError
 from coserve.tuning.config import TuningConfig
 
