@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from coserve.devices.base import Device
-from coserve.devices.messages import Command, SaveAdapter, StepResult
+from coserve.devices.messages import SaveAdapter, StepResult
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.checks import check_adapter_name, check_examples
+from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_set import JobSet
@@ -65,8 +66,8 @@ class EngineCore:
         self.requests = RequestQueue(self.pages.cache, self.counters)
         self.adapters = ServedAdapters(device, max_on_disk=config.max_adapters)
         self._outbox: list[Event] = []
-        commands: deque[Command] = deque()
-        emit, send = self._outbox.append, commands.append
+        commands = CommandQueue()
+        emit, send = self._outbox.append, commands.send
         self.jobs = JobSet(device, self.pages, self.adapters, self.counters, emit=emit, send=send)
         self._serving = Serving(
             info,

@@ -5,13 +5,13 @@ it, tells the device, and books what came of it; what that means for requests is
 `job_set.py`.
 """
 
-from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from coserve.devices.base import Device
-from coserve.devices.messages import Command, OpenRequest, StepBatch, StepResult
+from coserve.devices.messages import OpenRequest, StepBatch, StepResult
+from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
 from coserve.engine.job_set import JobSet
 from coserve.engine.page_broker import PageBroker
@@ -60,7 +60,7 @@ class StepLoop:
         adapters: ServedAdapters,
         jobs: JobSet,
         counters: TokenCounters,
-        commands: deque[Command],
+        commands: CommandQueue,
         keep_profile: Callable[[Profile], None] | None,
     ) -> None:
         """commands: for the device, with the next step; requests and jobs add to them, too. keep_profile: see
@@ -145,7 +145,7 @@ class StepLoop:
     def _close_running(self) -> None:
         """What the device knows of the requests that run is not known: they are to be opened again."""
         for request in reversed(list(self._requests.running.values())):  # the first one is to be the first again
-            self._commands.append(self._requests.preempt(request))
+            self._commands.send(self._requests.preempt(request))
 
     # -- commands without a step ------------------------------------------------------
 
@@ -179,7 +179,7 @@ class StepLoop:
                 self._requests,
                 self._jobs,
                 policy=self._config.policy,
-                send=self._commands.append,
+                send=self._commands.send,
                 max_requests=self._config.max_requests,
                 num_units=self._device.info.num_units,
             )

@@ -29,3 +29,11 @@ def test_the_same_seed_gives_the_same_storm():
         run_storm(3, report, num_actions=500)
         report.computed_s = 0.0
     assert first == second
+
+
+def test_storms_that_found_something():
+    """5404: a request was opened and preempted in one plan, and its pages went to a pack, which is begun before the
+    device hears of either: it was then told to open a request on pages with something else in them.
+    """
+    for seed in (5404,):
+        run_storm(seed, Report(), num_actions=2000)
