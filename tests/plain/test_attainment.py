@@ -74,3 +74,11 @@ def test_a_profile_that_is_wrong_does_not_matter():
     """All is seen at the speed of now."""
     (*_, right), (*_, wrong) = needs([1.0] * 4), needs([1 / 3] * 4, decode_s=0.12)
     assert wrong.tpot == pytest.approx(right.tpot, rel=0.05) and wrong.time == pytest.approx(right.time, rel=0.05)
+
+
+def test_a_clock_that_stands_still_is_no_infinitely_fast_device():
+    need, plan = RecentNeed(), Plan(forward_s=0.1, decode_share=0.5)
+    for _ in range(2000):
+        need.add_step(plan, taken_of(plan, step_s=0.0, forward_s=0.0), started_s=1.0, ended_s=1.0)
+    need.add_end(1.0, 0.5)
+    assert 0 < need.view(1.0).tpot < 0.5
