@@ -1,6 +1,6 @@
 """What the device is told, and in which order."""
 
-from coserve.devices.messages import CloseRequest, DropPack, OpenRequest
+from coserve.devices.messages import CloseRequest, Command, DropPack, OpenRequest
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.command_queue import CommandQueue
 
@@ -12,7 +12,15 @@ def opened(request: str) -> OpenRequest:
 def test_a_request_that_is_closed_before_the_device_heard_of_it_is_not_opened():
     """A pack that has its pages by then is begun at once, before what waits here."""
     commands = CommandQueue()
-    sent = [CloseRequest("a"), opened("a"), DropPack("job"), opened("b"), CloseRequest("a"), opened("a"), opened("c")]
+    sent: list[Command] = [
+        CloseRequest("a"),
+        opened("a"),
+        DropPack("job"),
+        opened("b"),
+        CloseRequest("a"),
+        opened("a"),
+        opened("c"),
+    ]
     for command in sent:
         commands.send(command)
     assert list(commands) == [sent[0], *sent[2:]]
