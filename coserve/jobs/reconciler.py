@@ -215,13 +215,13 @@ class Reconciler:
 
     async def _lose_all(self, gone: Gone) -> None:
         """The engine has died, and every job with it."""
+        self._adapters.remove_all_live()  # first: who reads in the store that they wait must not find them served
         lost = [id for id in self._machines if self._is_here(id)]
         fatal = await asyncio.to_thread(self._transitions.engine_died, lost, gone.under_way)
         self._num_lives_settled += 1
         for machine in self._machines.values():
             machine.holding, machine.has_succeeded, machine.meter = "nothing", False, None
             machine.rest(self._clock())
-        self._adapters.remove_all_live()
         for id in fatal:
             self.machine(id).set_aside()
         await self._settle_jobs(fatal)

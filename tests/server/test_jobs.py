@@ -4,6 +4,7 @@ import asyncio
 import csv
 import io
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from coserve.jobs import validation
 from coserve.jobs.examples import read_training_file
 from coserve.jobs.records import AdapterRef
 from coserve.jobs.settings import job_settings
+from coserve.jobs.transitions import Transitions
 
 
 def run(coroutine):
@@ -240,7 +242,16 @@ def test_training_continues_from_a_model(tmp_path):
     run(story())
 
 
-def test_a_live_job_is_listed_while_it_runs(tmp_path):
+def test_a_live_job_is_listed_while_it_runs(tmp_path, monkeypatch):
+    write_deaths = Transitions.engine_died
+
+    def engine_died(*args, **kwargs):  # who reads the store in between must not find a live job that waits
+        fatal = write_deaths(*args, **kwargs)
+        time.sleep(0.1)
+        return fatal
+
+    monkeypatch.setattr(Transitions, "engine_died", engine_died)
+
     async def story():
         async with world(tmp_path) as w:
             live = {**LONG, "extension": {**LONG["extension"], "live": True}}
