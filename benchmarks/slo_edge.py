@@ -25,7 +25,7 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
-from coserve.scheduling.latency import Profile
+from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import A100, H100, Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.simulation import Arrival, Simulation

@@ -12,7 +12,8 @@ from coserve.errors import BudgetError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
-from coserve.scheduling.latency import LatencyModel, Profile
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
 
@@ -128,7 +129,7 @@ class TorchPlace:
 
     def modelled(self, backbone: Backbone) -> ModelledPlace:
         """Its model, by what is known of it now. backbone: the same, of shapes alone."""
-        profile = self.latency.settled_profile() or self.latency.profile
+        profile = self.latency.corrections.settled(self.latency.profile) or self.latency.profile
         return ModelledPlace(
             name=f"{self.name}, modelled", backbone=backbone, profile=profile, num_pages=self.device.info.num_pages
         )

@@ -10,7 +10,7 @@ from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
 from coserve.scheduling.counts import JobCounts, ModelCounts
-from coserve.scheduling.latency import Profile
+from coserve.scheduling.profile import Profile
 from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.training_pass import saved_shapes, workspace_shapes
 

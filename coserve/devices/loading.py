@@ -12,7 +12,7 @@ from coserve.errors import BudgetError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone, build_backbone, find_device
 from coserve.models.source import find_model
-from coserve.scheduling.latency import Profile
+from coserve.scheduling.profile import Profile
 
 
 def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) -> TorchDevice:

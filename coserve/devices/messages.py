@@ -12,8 +12,8 @@ import msgspec
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.scheduling.counts import JobCounts
-from coserve.scheduling.latency import Profile
 from coserve.scheduling.plan import Partition
+from coserve.scheduling.profile import Profile
 from coserve.tuning.config import TuningConfig
 
 # The optimizer's state, beside an adapter's files in a checkpoint.

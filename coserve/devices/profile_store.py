@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve.home import is_trusted, make_private
-from coserve.scheduling.latency import Profile
+from coserve.scheduling.profile import Profile
 
 _log = logging.getLogger(__name__)
 

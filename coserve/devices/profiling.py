@@ -33,7 +33,7 @@ from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward, logits
 from coserve.models.bypasses import Bypasses
-from coserve.scheduling.latency import Curve, Profile
+from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.sharing import Sharing
 from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.objective import chunk_rows, loss_and_gradient

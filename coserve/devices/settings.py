@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from coserve.scheduling.latency import Profile
+from coserve.scheduling.profile import Profile
 
 # Told what a start is at, how much of it is done, and of how much.
 LoadProgress = Callable[[str, int, int], None]

@@ -58,8 +58,8 @@ from coserve.errors import DeviceMemoryError
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward
-from coserve.scheduling.latency import Profile
 from coserve.scheduling.plan import Partition
+from coserve.scheduling.profile import Profile
 from coserve.tuning.blockwise import BlockwisePass
 from coserve.tuning.tasklet import Tasklet
 from coserve.tuning.training_pass import TrainingPass, joined_tasklet, run_losses

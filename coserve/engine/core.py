@@ -32,9 +32,10 @@ from coserve.errors import JobError, RequestError
 from coserve.memory.kv_cache import KvCache
 from coserve.memory.pages import PagePool
 from coserve.scheduling.fairness import TokenCounters
-from coserve.scheduling.latency import LatencyModel, Profile
+from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan
 from coserve.scheduling.policies import Policy, make_policy
+from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
@@ -182,7 +183,7 @@ class EngineCore:
             num_pages=self.pool.num_pages,
             num_pages_free=self.pool.num_free,
             num_pages_by_owner=self.pool.num_pages_by_owner(),
-            margin=self.latency.margin,
+            margin=self.latency.corrections.margin,
             num_slos_clamped=self._serving.num_slos_clamped,
             slo=self.slo,
             joined_jobs=self.jobs.joined,

@@ -10,6 +10,7 @@ from coserve.engine.job import Job
 from coserve.engine.job_set import JobSet
 from coserve.engine.plan_checks import check_plan
 from coserve.engine.request_queue import RequestQueue
+from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Partition, Plan, PlannedLoss, PlannedRows, PlannedTasklets
 
@@ -129,26 +130,27 @@ def observe(latency: LatencyModel, plan: Plan, result: StepResult, parameters: S
     """
     joined = {num_rows.bit_length(): num_rows for num_rows in _joined_rows(plan)}.values()
     run, beside = _share_run(plan, result.num_tasklets), _share_run(plan, result.num_beside)
+    corrections = latency.corrections
     if plan.partition is not None:
         _observe_sides(latency, plan.partition, plan, result, plan.loss_s + plan.backward_s * beside, joined)
     else:
-        _observe_forward_and_loss(latency, plan, result)
+        _observe_forward_and_loss(corrections, plan, result)
     after_s = plan.backward_s * (run - beside)
     for num_rows in joined:
-        latency.observe("backward", num_rows, False, predicted_s=after_s, measured_s=result.backward_s)
+        corrections.observe("backward", num_rows, False, predicted_s=after_s, measured_s=result.backward_s)
     for number in {number.bit_length(): number for number in parameters}.values():
-        latency.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
+        corrections.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
     latency.observe_step(predicted_s=plan.seconds_with(plan.backward_s * run), measured_s=step_s)
 
 
-def _observe_forward_and_loss(latency: LatencyModel, plan: Plan, result: StepResult) -> None:
+def _observe_forward_and_loss(corrections: Corrections, plan: Plan, result: StepResult) -> None:
     if plan.rows:
         num_rows = sum([rows.rows for rows in plan.rows])
         windows = any(rows.kind == "window" for rows in plan.rows)
-        latency.observe("forward", num_rows, windows, predicted_s=plan.forward_s, measured_s=result.forward_s)
+        corrections.observe("forward", num_rows, windows, predicted_s=plan.forward_s, measured_s=result.forward_s)
     if plan.losses:
         num_rows = sum([piece.rows for piece in plan.losses])
-        latency.observe("loss", num_rows, False, predicted_s=plan.loss_s, measured_s=result.loss_s)
+        corrections.observe("loss", num_rows, False, predicted_s=plan.loss_s, measured_s=result.loss_s)
 
 
 def _observe_sides(

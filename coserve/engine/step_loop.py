@@ -22,9 +22,10 @@ from coserve.engine.step_batch import build_batch, carry_out, observe
 from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.history import StepView
-from coserve.scheduling.latency import LatencyModel, Profile
+from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan, View
 from coserve.scheduling.policies import Policy
+from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import Slo, default_tpot_s
 
 # How often the default SLO follows what steps really take, and from what share of it on.
@@ -256,7 +257,7 @@ class StepLoop:
         # Ever more rarely: after 512 steps, 1024, 2048, …
         if self.num_steps & (self.num_steps - 1) or self._keep_profile is None:
             return
-        if (profile := self._latency.settled_profile()) is not None:
+        if (profile := self._latency.corrections.settled(self._latency.profile)) is not None:
             self._keep_profile(profile)
 
     def _recover(self, batch: StepBatch, result: StepResult, now_s: float) -> None:

@@ -35,7 +35,7 @@ class PlanBuilder:
     def __init__(self, view: View, latency: LatencyModel, *, margin: float | None = None) -> None:
         """margin: by which predictions may be too low (default: what recent ones were)."""
         self._latency, self._max_rows = latency, view.max_rows
-        self._late_factor = 1 + (latency.margin if margin is None else margin)
+        self._late_factor = 1 + (latency.corrections.margin if margin is None else margin)
         self._load = ForwardLoad()
         self._rows: list[PlannedRows] = []
         self._losses: list[PlannedLoss] = []

@@ -8,7 +8,7 @@ from coserve.adapters.base import Adapter
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.counting import job_counts, model_counts
 from coserve.models.backbone import Backbone
-from coserve.scheduling.latency import Curve, Profile
+from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.sharing import Share, Sharing
 from coserve.tuning.programs import training_programs
 

@@ -44,8 +44,9 @@ from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.errors import AdapterError
 from coserve.models.backbone import Backbone
 from coserve.scheduling.counts import JobCounts
-from coserve.scheduling.latency import ForwardLoad, LatencyModel, Profile
+from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import JobView, Partition, RequestView
+from coserve.scheduling.profile import Profile
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.programs import evaluation_programs, training_programs
 

@@ -9,7 +9,7 @@ import pytest
 from coserve.scheduling import JobView, LatencyModel, Plan, PlannedTasklets, View, make_policy
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.fusion import JOINING, hybrid_tasks, joined_tasklets
-from coserve.scheduling.latency import Curve, Profile
+from coserve.scheduling.profile import Curve, Profile
 
 COUNTS = JobCounts(
     flops_per_row=1.0,

@@ -14,8 +14,9 @@ from coserve.devices.replay import as_it_ran
 from coserve.engine.step_batch import observe
 from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.counts import JobCounts, ModelCounts
-from coserve.scheduling.latency import Curve, LatencyModel, Profile
+from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Partition, Plan, PlannedRows, PlannedTasklets
+from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.sharing import Share, Sharing, SharingModel
 
 HALVES = Partition(1, 1)
@@ -158,7 +159,7 @@ def test_a_divided_step_teaches_the_speeds_and_nothing_else():
     assert after[0] / before[0] == pytest.approx((0.06 / 0.12 / 0.6) ** weight)
     assert after[1] / before[1] == pytest.approx(((0.06 - 0.009) / 0.12 / 0.5) ** weight)
     assert model.decode_s(num_requests=1, context=9) == latency().decode_s(num_requests=1, context=9)
-    assert model.loss_s(64) == latency().loss_s(64) and model.recent_errors()
+    assert model.loss_s(64) == latency().loss_s(64) and model.corrections.recent_errors()
 
 
 def test_jobs_took_all_but_what_requests_needed_of_the_whole_device():

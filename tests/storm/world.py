@@ -30,8 +30,9 @@ from coserve.models import Backbone
 from coserve.models.backbone import build_backbone
 from coserve.models.presets import PRESETS
 from coserve.models.source import ModelSource
-from coserve.scheduling.latency import LatencyModel, Profile
+from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.policies import make_policy, policy_names
+from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice, VirtualClock
 from coserve.tuning.config import TuningConfig

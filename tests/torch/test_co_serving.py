@@ -16,7 +16,7 @@ from coserve.engine.core import EngineCore
 from coserve.engine.request import Chunk
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
-from coserve.scheduling.latency import Profile
+from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import LEAST_DEFAULT_TPOT_S, Slo
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice

@@ -14,8 +14,8 @@ from coserve.engine.core import EngineCore
 from coserve.models import load_backbone
 from coserve.scheduling import JobView, LatencyModel, Plan, RequestView, View, make_policy
 from coserve.scheduling.deadlines import due_at_s
-from coserve.scheduling.latency import Profile
 from coserve.scheduling.policies.slack import Slack
+from coserve.scheduling.profile import Profile
 from coserve.scheduling.sharing import Share, Sharing
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
@@ -38,7 +38,7 @@ def make_profile(forward: float = 0.6, backward: float = 0.56) -> Profile:
 
 def make_latency(*speeds: float, margin: float = 0.1) -> LatencyModel:
     latency = LatencyModel(make_profile(*speeds))
-    latency.margin = margin
+    latency.corrections.margin = margin
     return latency
 
 
@@ -124,7 +124,7 @@ def test_deadlines_are_held_and_units_are_not_given_twice(rng: Random):
     assert made.partition.forward_units + made.partition.backward_units <= seen.num_units
     assert made.forward_speed + made.backward_speed > 1 and made.tasklets and not made.losses
     assert all(rows.kind != "window" for rows in made.rows)
-    late = 1 + latency.margin
+    late = 1 + latency.corrections.margin
     timely = [due_at_s(r, max_gap_tpots=SLACK.max_gap_tpots, reserve_tpots=SLACK.reserve_tpots) for r in requests]
     deadline_s = min([due_s for due_s in timely if due_s >= 10.0 + made.forward_s], default=1e9) - 10.0
     forward_s = made.forward_s / made.forward_speed

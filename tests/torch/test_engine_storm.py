@@ -49,7 +49,7 @@ from coserve.engine.core import EngineCore
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
-from coserve.scheduling.latency import Profile
+from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.config import TuningConfig

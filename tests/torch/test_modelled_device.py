@@ -29,7 +29,7 @@ from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.pages import PagePool
 from coserve.models import load_backbone
 from coserve.scheduling import LatencyModel, Partition
-from coserve.scheduling.latency import Profile
+from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.config import TuningConfig

@@ -13,12 +13,12 @@ from coserve.engine.core import EngineCore
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.history import StepView
-from coserve.scheduling.latency import Profile
 from coserve.scheduling.plan import JobView, Plan, PlannedRows, RequestView, View
 from coserve.scheduling.policies import make_policy
 from coserve.scheduling.policies.dynamic_temporal_sharing import Switching, interval_at
 from coserve.scheduling.policies.harli import predictor
 from coserve.scheduling.policies.llmstation import most_tasklets
+from coserve.scheduling.profile import Profile
 from coserve.scheduling.records import Key, LatencyRecords, Work
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice

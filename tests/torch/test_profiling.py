@@ -164,7 +164,7 @@ def taught(factor: float, steps: int) -> LatencyModel:
     for step in range(steps):
         load = ForwardLoad(rows=1 + step % 8, sampled=1 + step % 8, spans=1 + step % 8, keys=100)
         predicted_s, measured_s = latency.forward_s(load), factor * truth.forward_s(load)
-        latency.observe("forward", load.rows, False, predicted_s=predicted_s, measured_s=measured_s)
+        latency.corrections.observe("forward", load.rows, False, predicted_s=predicted_s, measured_s=measured_s)
         latency.observe_step(predicted_s=predicted_s, measured_s=measured_s)
     return latency
 
@@ -177,10 +177,13 @@ def test_the_default_follows_what_steps_really_take():
 
 
 def test_a_profile_far_from_what_steps_take_is_corrected_on_disk(tmp_path):
-    assert taught(3.0, 100).settled_profile() is None, "too early to say"
-    assert taught(1.05, 600).settled_profile() is None, "near enough"
+    def settled(latency):
+        return latency.corrections.settled(latency.profile)
+
+    assert settled(taught(3.0, 100)) is None, "too early to say"
+    assert settled(taught(1.05, 600)) is None, "near enough"
     latency = taught(3.0, 600)
-    profile = latency.settled_profile()
+    profile = settled(latency)
     assert profile is not None
     path = tmp_path / "profile.json"
     write_profile(path, {"device": "cpu"}, latency.profile)
@@ -189,7 +192,7 @@ def test_a_profile_far_from_what_steps_take_is_corrected_on_disk(tmp_path):
     assert again == profile
     load = ForwardLoad(rows=4, sampled=4, spans=4, keys=100)
     assert LatencyModel(again).forward_s(load) == pytest.approx(latency.forward_s(load), rel=0.05)
-    assert LatencyModel(again).settled_profile() is None
+    assert settled(LatencyModel(again)) is None
     path.unlink()
     correct_profile(path, profile)
     assert not path.exists(), "there is nothing to correct"

@@ -25,7 +25,7 @@ from coserve.engine.recording import AddTokens, RecordingEngine, read_recording,
 from coserve.engine.replay import replay
 from coserve.errors import AdapterError, DataError, RequestError
 from coserve.memory.paged_kv import kv_page_bytes
-from coserve.scheduling.latency import Profile
+from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.config import OptimizerConfig, TuningConfig

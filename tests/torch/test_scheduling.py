@@ -29,11 +29,13 @@ from coserve.scheduling.building import (
     MOST_ROW_COST,
     PlanBuilder,
 )
+from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.deadlines import RESERVE_TOKENS
-from coserve.scheduling.latency import Curve, ForwardLoad, Profile
+from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
 from coserve.scheduling.policies.slack import MOST_SHARE, Slack, wait_share
+from coserve.scheduling.profile import Curve, Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning import training_programs
 from coserve.tuning.cursor import Cursor
@@ -69,9 +71,7 @@ def _latency(hardware: Hardware) -> LatencyModel:
 def make_latency(hardware: Hardware = CPU, *, margin: float = 0.1) -> LatencyModel:
     """One that has learned nothing yet."""
     latency = copy.copy(_latency(hardware))  # its tables take a while
-    latency._corrections, latency._seen = {}, {}
-    latency._errors = latency._errors.copy()
-    latency.margin = margin
+    latency.corrections = Corrections(margin=margin)
     return latency
 
 
@@ -813,7 +813,9 @@ def taught_latency() -> LatencyModel:
     latency = make_latency()
     for index, rows in enumerate((1, 3, 6, 20, 40, 90, 200, 400, 900, 1800)):
         for windows in (False, True):
-            latency.observe("forward", rows, windows, predicted_s=1.0, measured_s=0.6 + 0.1 * index + 0.05 * windows)
+            latency.corrections.observe(
+                "forward", rows, windows, predicted_s=1.0, measured_s=0.6 + 0.1 * index + 0.05 * windows
+            )
     return latency
 
 
@@ -874,7 +876,7 @@ def observed(latency: LatencyModel, rows: int, bias: float, *, windows: bool = F
     """One step on a device that takes `bias` times what the profile says; returns how far the prediction was off."""
     load = ForwardLoad(rows=rows, spans=1, windows=int(windows))
     predicted_s, measured_s = latency.forward_s(load), bias * make_latency().forward_s(load)
-    latency.observe("forward", rows, windows, predicted_s=predicted_s, measured_s=measured_s)
+    latency.corrections.observe("forward", rows, windows, predicted_s=predicted_s, measured_s=measured_s)
     latency.observe_step(predicted_s=predicted_s, measured_s=measured_s)
     return predicted_s / measured_s - 1
 
@@ -911,10 +913,10 @@ def test_one_outlier_moves_predictions_a_little_at_most(outlier):
     latency, load = make_latency(), ForwardLoad(rows=50, spans=1)
     for _ in range(40):
         observed(latency, 50, 1.4)
-    before_s, margin = latency.forward_s(load), latency.margin
+    before_s, margin = latency.forward_s(load), latency.corrections.margin
     observed(latency, 50, outlier)
     assert latency.forward_s(load) == pytest.approx(before_s, rel=0.12)
-    assert latency.margin <= margin
+    assert latency.corrections.margin <= margin
     for _ in range(20):
         observed(latency, 50, 1.4)
     assert latency.forward_s(load) == pytest.approx(before_s, rel=0.01), "and it is forgotten"
@@ -931,9 +933,9 @@ def test_steps_that_took_no_time_teach_nothing():
     latency, load = make_latency(), ForwardLoad(rows=50, spans=1)
     before_s = latency.forward_s(load)
     for times in ({"predicted_s": 0.0, "measured_s": 1.0}, {"predicted_s": 1.0, "measured_s": 0.0}):
-        latency.observe("forward", 50, False, **times)
+        latency.corrections.observe("forward", 50, False, **times)
         latency.observe_step(**times)
-    assert latency.forward_s(load) == before_s and not latency.recent_errors()
+    assert latency.forward_s(load) == before_s and not latency.corrections.recent_errors()
 
 
 def test_the_margin_follows_recent_errors_within_bounds():
@@ -942,14 +944,14 @@ def test_the_margin_follows_recent_errors_within_bounds():
     def steps(*ratios: float) -> float:
         for index in range(320):
             latency.observe_step(predicted_s=1.0, measured_s=ratios[index % len(ratios)])
-        return latency.margin
+        return latency.corrections.margin
 
     assert steps(1.0) == pytest.approx(0.02), "never less than a little"
     assert steps(0.7) == pytest.approx(0.02), "steps that end early are no error to fear"
     assert steps(*[1.0] * 8, 1.2, 1.2) == pytest.approx(0.2)
     assert steps(*[1.0] * 99, 3.0) == pytest.approx(0.02), "one in a hundred is not what it is for"
     assert steps(3.0) == pytest.approx(0.5), "never more than half"
-    assert latency.recent_errors() == pytest.approx([2 / 3] * 256)
+    assert latency.corrections.recent_errors() == pytest.approx([2 / 3] * 256)
 
 
 # -- counts -------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from coserve.engine.core import EngineCore, Event
 from coserve.engine.request import Chunk
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel, View
-from coserve.scheduling.latency import Profile
 from coserve.scheduling.policies.slack import MOST_ARRIVAL_SHARE, Slack
+from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.simulation import Arrival, Simulation, Snapshot
@@ -289,9 +289,9 @@ def test_a_device_slower_than_its_profile_is_found_out():
     )
     engine = make_engine(hardware=slower, expected=CPU, num_jobs=2)
     run(engine, poisson(0.2, 30), 10.0)
-    assert max(engine.latency.recent_errors()) > 0.25
+    assert max(engine.latency.corrections.recent_errors()) > 0.25
     run(engine, poisson(0.2, 190, start_s=10.0), 200.0)
-    assert quantile(list(engine.latency.recent_errors()), 0.9) < 0.02
+    assert quantile(list(engine.latency.corrections.recent_errors()), 0.9) < 0.02
 
 
 def test_noise_is_averaged_however_many_jobs_have_pieces_in_a_step():

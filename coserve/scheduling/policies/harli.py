@@ -17,11 +17,12 @@ from functools import lru_cache
 from statistics import mean
 from typing import ClassVar, NamedTuple
 
-from coserve.scheduling.latency import LatencyModel, Profile
+from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Partition, Plan, RequestView, View
 from coserve.scheduling.policies._sides import add_units, tune_beside
 from coserve.scheduling.policies._turns import next_job, serving_step, slo_s
 from coserve.scheduling.policies.base import Policy, setting
+from coserve.scheduling.profile import Profile
 from coserve.scheduling.sharing import Share, between
 
 # Batches and numbers of tokens in the cache at which decode steps are fitted.

@@ -172,9 +172,9 @@ class Slack(Policy):
             budget_s = inf if share > MOST_ARRIVAL_SHARE else self.arrival_wait_s(view, requests)
             all_in = build.prefill(ordered, budget_s, urgent=True)
         else:
-            budget_s = (deadlines.prompts_s - view.now_s) / (1 + latency.margin)
+            budget_s = (deadlines.prompts_s - view.now_s) / (1 + latency.corrections.margin)
             if share > URGENT_SHARE:
-                gap_s = (deadlines.gap_s - view.now_s) / (1 + latency.margin)
+                gap_s = (deadlines.gap_s - view.now_s) / (1 + latency.corrections.margin)
                 budget_s = max(budget_s, min(build.seconds / (1 - min(share, MOST_SHARE)), gap_s))
             urgent = share > MOST_ARRIVAL_SHARE or _is_lost(ordered[0], view, latency)
             all_in = build.prefill(ordered, budget_s, urgent=urgent)
@@ -203,7 +203,7 @@ class Slack(Policy):
         share = needed_s = 0.0
         for prompt in sorted(prompts, key=self.due_at_s):
             alone_s = latency.prompt_s(prompt.num_rows, prompt.num_past)
-            left_s = (self.due_at_s(prompt) - view.now_s) / (1 + latency.margin) - decode_s
+            left_s = (self.due_at_s(prompt) - view.now_s) / (1 + latency.corrections.margin) - decode_s
             if alone_s > left_s:
                 lost.append(prompt)
                 continue

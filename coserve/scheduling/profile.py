@@ -1,0 +1,103 @@
+"""What a device takes for the pieces of a step: measured once (`coserve.devices.profiling`), or made from a datasheet
+(`coserve.simulate.hardware`).
+"""
+
+from bisect import bisect_right
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from coserve.scheduling.counts import JobCounts, ModelCounts
+from coserve.scheduling.sharing import Sharing
+
+# Rows up to which curves are tables.
+TABLE_ROWS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Seconds at some numbers of rows, rising; between them as a line, beyond them as the last line continues."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.seconds) or len(self.rows) < 2 or list(self.rows) != sorted(set(self.rows)):
+            raise ValueError(f"a curve needs two rising numbers of rows or more, not {self.rows}")
+
+    def at(self, rows: int) -> float:
+        if rows <= 0:
+            return 0.0
+        if rows <= self.rows[0]:
+            return self.seconds[0]
+        high = min(bisect_right(self.rows, rows), len(self.rows) - 1)
+        (r0, r1), (s0, s1) = self.rows[high - 1 : high + 1], self.seconds[high - 1 : high + 1]
+        return s0 + (s1 - s0) * (rows - r0) / (r1 - r0)
+
+    def table(self) -> list[float]:
+        """Seconds by number of rows, never falling, however noisy the measurements were."""
+        values, highest = [], 0.0
+        for rows in range(TABLE_ROWS + 1):
+            highest = max(highest, self.at(rows))
+            values.append(highest)
+        return values
+
+
+# Of what was not measured.
+FREE = Curve(rows=(1, 2), seconds=(0.0, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What a device needs for the pieces of a step of one model.
+
+    forward: rows of requests through all blocks. head: rows through the head, and the likeliest token of each. sample:
+    what drawing a token of each row takes more than that, at temperature 1. score: rows through the head to the
+    log-probability of the next token of each, as for prompts. loss: trained rows through the head, forward and
+    backward. backward: a tasklet of the reference job (`job`), on rows without keys. s_per_pair, backward_s_per_pair:
+    attention of a row to a key of its window in all blocks, and in one block backward. s_per_key: a key that a span's
+    attention reads. s_per_span: a span more. s_per_bypass: a site of an adapter more. s_per_window_row: what a window's
+    row of the reference job costs more than a request's (its bypasses, and saving). s_per_parameter, update_s: an
+    optimizer step, by what it moves and at least. sharing: of a device that can be divided.
+    """
+
+    model: ModelCounts
+    job: JobCounts
+    forward: Curve
+    head: Curve
+    loss: Curve
+    backward: Curve
+    s_per_pair: float
+    backward_s_per_pair: float
+    s_per_key: float
+    s_per_span: float
+    s_per_bypass: float
+    s_per_window_row: float
+    s_per_parameter: float
+    update_s: float
+    sample: Curve = FREE
+    score: Curve = FREE
+    sharing: Sharing | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Profile":
+        """The inverse, also for profiles from before there was `sample`, `score` and `sharing`; ValueError, TypeError
+        or KeyError for anything else.
+        """
+        curves = {
+            name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))
+            for name in ("forward", "head", "loss", "backward", "sample", "score")
+            if name in fields or name not in ("sample", "score")
+        }
+        counts = {"model": ModelCounts(**fields["model"]), "job": JobCounts(**fields["job"])}
+        sharing = None if fields.get("sharing") is None else Sharing.from_json(fields["sharing"])
+        return cls(**{**fields, **curves, **counts, "sharing": sharing})
+
+
+def seconds_at(table: list[float], rows: int) -> float:
+    """Of a curve's table, at any number of rows."""
+    if rows <= TABLE_ROWS:
+        return table[rows]
+    return table[-1] + (table[-1] - table[TABLE_ROWS // 2]) / (TABLE_ROWS // 2) * (rows - TABLE_ROWS)
