@@ -14,7 +14,6 @@ tried again until they can be done, and so are kept, once.
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from coserve.errors import CoserveError, EngineGoneError, JobError, JobOverError
 from coserve.jobs.calls import EngineCalls
 from coserve.jobs.catalogue import JobAdapters
 from coserve.jobs.estimate import ProgressMeter
+from coserve.jobs.inbox import Inbox, Item
 from coserve.jobs.machine import Answer, Asked, Gone, JobMachine, Told
 from coserve.jobs.messages import JobEngine
 from coserve.jobs.places import Places
@@ -34,7 +34,6 @@ from coserve.jobs.transitions import TIMEOUT, Transitions
 from coserve.jobs.validation import FileReader, Validated
 
 _log = logging.getLogger(__name__)
-_Item = Report | Answer | Gone | Literal["ready"]
 
 # Reports that may wait for the store before the jobs that make them are held back.
 _MOST_WAITING_REPORTS = 1000
@@ -66,9 +65,8 @@ class Reconciler:
         self.places, self._timeout_s = places, timeout_s
         self.is_closing = False
         self._machines: dict[str, JobMachine] = {}
-        self._inbox: deque[_Item] = deque()
+        self._inbox = Inbox()
         self._retry = StoreRetry(wake)
-        self._blocked: CoserveError | None = None  # why the first in the inbox could not be taken in
         self._put_off: set[str] = set()  # jobs that could not be settled
         self._engine_is_up = False
         self._calls = EngineCalls(engine, self.put)
@@ -97,12 +95,12 @@ class Reconciler:
 
     # -- what the engine says -------------------------------------------------------
 
-    def put(self, item: _Item) -> None:
+    def put(self, item: Item) -> None:
         """Something to settle; returns at once."""
         if item == "ready" or isinstance(item, Gone):
             self._engine_is_up = item == "ready"
             self._calls.num_lives += isinstance(item, Gone)
-        self._inbox.append(item)
+        self._inbox.put(item)
         self._wake()
 
     async def close(self) -> None:
@@ -115,10 +113,13 @@ class Reconciler:
     async def settle(self) -> None:
         """Take in all that the engine has said so far, as far as the store takes it."""
         is_early = self._retry.is_waiting and not self.is_closing
-        if self._blocked is not None and is_early:
+        if self._inbox.blocked is not None and is_early:
             return
-        await self._take_in_all()
-        if self._blocked is not None or is_early:
+        await self._inbox.take_in(self._take_in)
+        if self._inbox.blocked is not None:
+            self._hold_back(self._inbox.blocked)
+            return
+        if is_early:
             return
         again, self._put_off = self._put_off, set()
         for id in again:
@@ -146,38 +147,17 @@ class Reconciler:
             self.machine(id).refuse(JobError(f"Job {id} could not be changed; the server's log says why"))
         return None
 
-    async def _take_in_all(self) -> None:
-        self._blocked = None
-        while self._inbox:
-            items = self._take_next()
-            try:
-                await self._take_in(items)
-            except (StoreError, OSError) as error:
-                self._inbox.extendleft(reversed(items))
-                self._block(store_error(error))
-                return
-            except Exception as error:  # the next job's fate must not hang on this one's
-                _log.exception("a job's report could not be taken in: %s", error)
-
-    def _take_next(self) -> list[_Item]:
-        """The first of the inbox, or all reports at its beginning."""
-        items = [self._inbox.popleft()]
-        while isinstance(items[0], Report) and self._inbox and isinstance(self._inbox[0], Report):
-            items.append(self._inbox.popleft())
-        return items
-
-    def _block(self, error: CoserveError) -> None:
+    def _hold_back(self, error: CoserveError) -> None:
         """The store does not take what comes first. Who waits is told; jobs that report too much rest meanwhile: when
         that has been taken in, they are resumed as any job is that should run and does not.
         """
-        self._blocked = error
         self._retry.failed(error)
         for id, machine in self._machines.items():
             machine.put_off(error)
             if len(self._inbox) > _MOST_WAITING_REPORTS and machine.holding == "running" and machine.told is None:
                 self._tell("tell_pause", id)
 
-    async def _take_in(self, items: Sequence[_Item]) -> None:
+    async def _take_in(self, items: Sequence[Item]) -> None:
         """StoreError or OSError: nothing of it has been, and it can be tried again."""
         first = items[0]
         if isinstance(first, Report):
@@ -245,8 +225,8 @@ class Reconciler:
         """
         machine = self.machine(id)
         assert not machine.is_asked, "one wish at a time"
-        if self._blocked is not None:
-            raise self._blocked
+        if self._inbox.blocked is not None:
+            raise self._inbox.blocked
         before = machine.asked
         if before is not None and wish != before.wish:
             raise JobError(f"Job {id} is being cancelled")
