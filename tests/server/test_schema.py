@@ -16,10 +16,11 @@ from served import Served
 
 pytestmark = pytest.mark.long
 
-# `make fuzz` makes more calls, each time others: there are about 55 kinds of them.
+# `make fuzz` makes more calls, each time others: there are about 55 kinds of them, and half run out of different ones.
 _NUM_CALLS = int(os.environ.get("COSERVE_FUZZ_CALLS", "0"))
+_NUM_EXAMPLES = _NUM_CALLS // 28
 _SETTINGS = settings(
-    max_examples=max(12, _NUM_CALLS // 55),
+    max_examples=max(12, _NUM_EXAMPLES),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     database=None,
@@ -30,15 +31,15 @@ _QUERY = ["%ff", "%00", "after", "limit", "=", "&", "9999999999", "[", "]", "met
 _ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/load_lora_adapter", "/v1/fine_tuning/jobs", "/v1/files")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def num_calls(pytestconfig: pytest.Config) -> Iterator[None]:
-    """`make fuzz` says what it did."""
+    """`make fuzz` says what it has done so far."""
     yield
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     if _NUM_CALLS and capture is not None:
         with capture.global_and_fixture_disabled():
             by_class = {f"{kind}xx": sum(status // 100 == kind for status in _calls) for kind in range(2, 6)}
-            print(f"\n{len(_calls):,} calls, all answered: {json.dumps(by_class)}")
+            print(f"\n{len(_calls):,} calls, all answered: {json.dumps(by_class)}", flush=True)
 
 
 def test_every_route_by_the_schema_and_beside_it(served: Served):
@@ -100,7 +101,7 @@ def test_values_that_are_right_by_type_alone(served: Served):
     )
     with httpx.Client(base_url=served.url, timeout=60) as connection:
 
-        @settings(_SETTINGS, max_examples=max(150, _NUM_CALLS // 55))
+        @settings(_SETTINGS, max_examples=max(150, _NUM_EXAMPLES))
         @given(body=bodies)
         def never_fails(body: dict[str, object]) -> None:
             content = json.dumps({"max_tokens": 2, **body}).encode()
