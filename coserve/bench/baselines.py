@@ -80,12 +80,18 @@ class PeftTrainer:
         self._device = backbone.device
         self._frozen = {tensor.untyped_storage().data_ptr() for tensor in self.model.parameters()}
 
-    def step_s(self, tokens: Tensor, *, compiled: bool = False) -> float:
-        """Seconds of an optimizer step on a batch [sequences, length]; compiled: by torch.compile, which takes minutes
-        for the first batch of a shape.
+    def step_s(self, tokens: Tensor, *, lengths: Tensor | None = None, compiled: bool = False) -> float:
+        """Seconds of an optimizer step on a batch [sequences, length].
+
+        lengths: of the sequences; the rest is padding. compiled: by torch.compile, which takes minutes for the first
+        batch of a shape.
         """
         start, model = now_s(self._device), self._compiled if compiled else self.model
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        inputs = {"labels": tokens}
+        if lengths is not None:
+            mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+            inputs = {"labels": tokens.masked_fill(~mask, -100), "attention_mask": mask.long()}
+        model(input_ids=tokens, **inputs).loss.backward()
         if self._max_grad_norm:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         self._optimizer.step()

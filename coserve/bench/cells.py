@@ -63,13 +63,14 @@ class CompareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What a policy came to at a rate."""
+    """What a policy came to at a rate; or separate processes did, that know none."""
 
     policy: str
     load: str
     rate: float
     played: Played
     slo: Slo
+    is_separate: bool = False
 
     @property
     def attainment(self) -> float:

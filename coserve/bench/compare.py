@@ -3,12 +3,13 @@
 The SLO for the time per output token is 2.5 times a decode step of one request alone. Saturation is the highest rate at
 which requests alone hold both SLOs in 99 of 100 cases, found on the device's model; where the device is here, it is
 tried there, too. Beside each measured number stands what the model says of the same cell, so that its error is known.
+Separate processes on the same machine get the same trace at the same rates.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coserve.bench.cells import (
     ALONE,
@@ -29,12 +30,17 @@ from coserve.scheduling.policies import DEFAULT_POLICY
 from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, Slo
 from coserve.workloads.traces import TracedRequest, rescale, scale_lengths
 
+if TYPE_CHECKING:
+    from coserve.bench.separate import SeparateProcesses
+
 # On a device that is here, a rate that it does not hold is lowered by this factor, at most as often.
 _LOWERED, _NUM_LOWERED = 0.85, 3
 # Less says nothing.
 _LEAST_CELL_S = 4.0
 # Where time is short, answers are waited for this share of a cell's time.
 _DRAIN_SHARE = 0.4
+# Until two separate processes are ready.
+_START_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,7 @@ class Compared:
             "seconds": rounded(self.seconds),
             "saturation_rate": None if self.saturation is None else rounded(self.saturation),
             "against_rivals": list(self._against_rivals()),
+            **self._against_separate(),
             **({"model_error": self._model_error()} if self.modelled else {}),
             "rows": rows,
         }
@@ -73,28 +80,36 @@ class Compared:
     def _against_rivals(self) -> Iterator[dict[str, Any]]:
         """At each rate: the default policy's tuning throughput over that of the best other that holds the SLOs."""
         for rate in dict.fromkeys(cell.rate for cell in self.cells):
-            found = {cell.policy: cell for cell in self.cells if cell.rate == rate}
+            found = {cell.policy: cell for cell in self.cells if cell.rate == rate and not cell.is_separate}
             ours = found.pop(DEFAULT_POLICY, None)
-            rivals = [cell for cell in found.values() if cell.attainment >= ATTAINMENT]
-            best = max(rivals, key=lambda cell: cell.played.tuning_tokens_per_s, default=None)
             if ours is None:
                 continue
-            theirs = best.played.tuning_tokens_per_s if best is not None else 0.0
+            alone = found[ALONE].attainment if ALONE in found else None
             yield {
                 "load": ours.load,
                 "rate": rounded(rate),
                 "attainment": round(ours.attainment, 4),
-                "inference_only_attainment": round(found[ALONE].attainment, 4) if ALONE in found else None,
-                "tuning_tokens_per_s": rounded(ours.played.tuning_tokens_per_s),
-                "best_rival": best.policy if best is not None and theirs else None,
-                "ratio": rounded(ours.played.tuning_tokens_per_s / theirs) if theirs else None,
+                "inference_only_attainment": None if alone is None else round(alone, 4),
+                **_over_best(ours, list(found.values())),
             }
+
+    def _against_separate(self) -> dict[str, Any]:
+        """The same against the best arrangement of separate processes that holds the SLOs, where they were run."""
+        if not any(cell.is_separate for cell in self.cells):
+            return {}
+        rows = []
+        for rate in dict.fromkeys(cell.rate for cell in self.cells):
+            ours = next((each for each in self.cells if each.rate == rate and each.policy == DEFAULT_POLICY), None)
+            if ours is not None:
+                rivals = [cell for cell in self.cells if cell.rate == rate and cell.is_separate]
+                rows.append({"load": ours.load, "rate": rounded(rate), **_over_best(ours, rivals)})
+        return {"against_separate": rows}
 
     def _model_error(self) -> dict[str, float | None]:
         """Mean of what the model is off by, as a share of what was measured, over all cells that have the number."""
         errors: dict[str, float | None] = {}
         for name in ("tuning_tokens_per_s", "ttft_p99_ms", "tpot_p99_ms"):
-            pairs = [(m.row()[name], c.row()[name]) for m, c in zip(self.modelled, self.cells, strict=True)]
+            pairs = [(m.row()[name], c.row()[name]) for m, c in zip(self.modelled, self.cells, strict=False)]
             shares = [abs(theirs - ours) / ours for theirs, ours in pairs if theirs is not None and ours]
             errors[name] = round(mean(shares), 4) if shares else None
         return errors
@@ -109,12 +124,15 @@ def compare(
     config: CompareConfig,
     *,
     shapes: Backbone | None = None,
+    separate: "SeparateProcesses | None" = None,
     watch: Watch = lambda words: None,
 ) -> Compared:
     """Run it. shapes: of the model of a device that is here, on the "meta" device, for its model.
+    separate: processes to compare with.
 
     Raises:
         BudgetError: requests alone hold the SLOs at no rate.
+        CoserveError: one of the separate processes ended.
     """
     watch("a decode step alone")
     solo_s = Bench(place, config).solo_s()
@@ -122,7 +140,7 @@ def compare(
     factor = config.length_factor or fitting_factor(trace, place.latency, slo.ttft_s)
     trace = scale_lengths(trace, factor)
     if config.budget_s is not None:
-        seconds = _affordable_s(config, config.budget_s)
+        seconds = _affordable_s(config, config.budget_s, separate)
         config = replace(config, seconds=seconds, drain_s=_DRAIN_SHARE * seconds)
     bench, twin = Bench(place, config), None
     if isinstance(place, TorchPlace):
@@ -140,6 +158,8 @@ def compare(
             saturation = _tried(bench, trace, slo, saturation)
         rates = {load: share * saturation for load, share in LOADS.items()}
     cells = list(bench.cells(trace, slo, rates, watch))
+    if separate is not None:
+        cells += separate.cells(trace, slo, rates, config, place.latency, watch)
     modelled = list(twin.cells(trace, slo, rates, lambda words: None)) if twin else ()
     return Compared(
         place=place.name,
@@ -153,6 +173,18 @@ def compare(
     )
 
 
+def _over_best(ours: Cell, rivals: Sequence[Cell]) -> dict[str, Any]:
+    """Tuning throughput over that of the best rival that holds the SLOs."""
+    holding = [cell for cell in rivals if cell.attainment >= ATTAINMENT]
+    best = max(holding, key=lambda cell: cell.played.tuning_tokens_per_s, default=None)
+    mine, theirs = ours.played.tuning_tokens_per_s, best.played.tuning_tokens_per_s if best is not None else 0.0
+    return {
+        "tuning_tokens_per_s": rounded(mine),
+        "best_rival": best.policy if best is not None and theirs else None,
+        "ratio": rounded(mine / theirs) if theirs else None,
+    }
+
+
 def _tried(bench: Bench, trace: Sequence[TracedRequest], slo: Slo, rate: float) -> float:
     """A saturation whose heavy rate is held by the device that is here."""
     seconds = bench.config.seconds
@@ -163,10 +195,12 @@ def _tried(bench: Bench, trace: Sequence[TracedRequest], slo: Slo, rate: float) 
     return rate
 
 
-def _affordable_s(config: CompareConfig, budget_s: float) -> float:
+def _affordable_s(config: CompareConfig, budget_s: float, separate: "SeparateProcesses | None") -> float:
     """Of the trace for each cell, so that all of them take this long, with the answers that each waits for at its end,
     and with the warm-up and the search before them.
     """
     others = [policy for policy in config.policies if policy != JOBS_ALONE]
-    num_cells = len(others) * (len(config.rates) or len(LOADS)) + (len(others) < len(config.policies)) + 3
+    num_rates, arrangements = len(config.rates) or len(LOADS), separate.arrangements() if separate else []
+    num_cells = (len(others) + len(arrangements)) * num_rates + (len(others) < len(config.policies)) + 3
+    budget_s -= _START_S * len(arrangements)
     return max(_LEAST_CELL_S, budget_s / num_cells / (1 + _DRAIN_SHARE))

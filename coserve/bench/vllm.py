@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from coserve.client.http import Client
+from coserve.client.ports import free_port
 from coserve.errors import CoserveError, ServerError
 
 _START_S, _END_S = 600.0, 60.0
@@ -16,12 +17,13 @@ _CONTEXT = 2048
 
 
 @contextmanager
-def vllm_server(python: Path, model: Path, *, dtype: str, port: int, log: Path) -> Iterator[str]:
-    """Serve a directory, on all cores and without prefix caching, for as long as the context lasts; yields its URL.
+def vllm_server(python: Path, model: Path, *, dtype: str, log: Path, cores: Sequence[int]) -> Iterator[str]:
+    """Serve a directory, without prefix caching, for as long as the context lasts; yields its URL.
 
     Args:
         python: of the environment that has vLLM.
         log: what it says goes to this file.
+        cores: that it computes on.
 
     Raises:
         CoserveError: there is no vLLM, or it did not start, in its own last words.
@@ -29,11 +31,12 @@ def vllm_server(python: Path, model: Path, *, dtype: str, port: int, log: Path) 
     found = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True)
     if found.returncode:
         raise CoserveError(f"{python} has no vLLM that starts: {(found.stderr.strip().splitlines() or ['?'])[-1]}")
-    cores = os.cpu_count() or 1
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}"}
+    bound = ",".join(str(core) for core in cores)
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": bound}
     openmp = next(Path(python).parent.parent.glob("lib/**/libiomp5.so"), None)
     if openmp is not None:  # it waits for threads as vLLM's products expect
         environment["LD_PRELOAD"] = str(openmp)
+    port = free_port()
     command = [
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype),
         *("--port", str(port), "--max-model-len", str(_CONTEXT), "--no-enable-prefix-caching"),

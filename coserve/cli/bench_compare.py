@@ -13,6 +13,7 @@ from coserve.cli.slo_option import slo_option
 if TYPE_CHECKING:
     from coserve.bench.cells import CompareConfig
     from coserve.bench.places import ModelledPlace, TorchPlace
+    from coserve.bench.separate import SeparateProcesses
     from coserve.models.backbone import Backbone
     from coserve.tuning.examples import Example
 
@@ -92,6 +93,17 @@ def compare(
     picture: Annotated[Path, typer.Option(help="Where the report is written, as a page for browsers.")] = Path(
         "compare.html"
     ),
+    separate: Annotated[
+        bool | None,
+        typer.Option(
+            "--separate/--no-separate",
+            help="Whether separate processes, transformers beside PEFT, run as well. [on torch, if PEFT is installed]",
+        ),
+    ] = None,
+    vllm: Annotated[
+        Path | None,
+        typer.Option(metavar="PYTHON", help="Of an environment with vLLM, which then runs beside PEFT, too."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Every policy on one trace and one mix of jobs, with the same SLOs, in one run: attainment, latencies, tokens per
@@ -126,7 +138,8 @@ def compare(
     )
     screen = console(stderr=True)
     places = modelled_places(shapes, hardware) if device is On.modelled else [_here(model, dtype)]
-    found = [run(place, requests, config, shapes=shapes, watch=screen.print) for place in places]
+    rivals = _separate(separate, vllm, model, dtype, device)
+    found = [run(place, requests, config, shapes=shapes, separate=rivals, watch=screen.print) for place in places]
     result = {
         "experiment": "compare",
         "model": model,
@@ -241,6 +254,27 @@ def _here(model: str, dtype: str) -> "TorchPlace":
     backbone = load_backbone(model, dtype=dtype, device=place)
     memory_bytes = _POOL_BYTES if place.type == "cpu" else None
     return TorchPlace(name=describe(place), device=torch_device(backbone, memory_bytes=memory_bytes))
+
+
+def _separate(wanted: bool | None, vllm: Path | None, model: str, dtype: str, device: On) -> "SeparateProcesses | None":
+    """What runs beside the policies, if anything; BadParameter if it cannot."""
+    from importlib.util import find_spec
+
+    if device is On.modelled:
+        if wanted or vllm is not None:
+            raise typer.BadParameter("separate processes run on this machine: leave out --device modelled")
+        return None
+    if find_spec("peft") is None and (wanted or vllm is not None):
+        raise typer.BadParameter("separate processes fine-tune with PEFT: pip install peft")
+    if wanted is False or find_spec("peft") is None:
+        return None
+    from coserve.bench.separate import SeparateProcesses, own_cores
+
+    place = _torch_device().type
+    memory_bytes = _POOL_BYTES if place == "cpu" else None
+    return SeparateProcesses(
+        model=model, dtype=dtype, cores=own_cores(), device=place, memory_bytes=memory_bytes, vllm=vllm
+    )
 
 
 def _examples(path: Path | None, model: str, shapes: "Backbone", length: int) -> "tuple[Example, ...]":

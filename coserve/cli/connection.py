@@ -1,7 +1,6 @@
 """How commands find a server: `--url` and `--api-key`, which all of them share; or one of their own for a while."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Annotated
 import typer
 
 from coserve.client.http import DEFAULT_URL, Client
+from coserve.client.ports import free_port
 from coserve.errors import ServerError
 from coserve.home import share_measurements
 
@@ -107,14 +107,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 process.wait(_END_GUARD_S)
             except subprocess.TimeoutExpired:
                 continue
-
-
-def free_port() -> int:
-    """A port of this machine on which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def base_model(client: Client) -> str:

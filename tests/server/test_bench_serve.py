@@ -40,7 +40,7 @@ def test_an_environment_without_vllm_is_named(tmp_path):
     python = Path(sys.executable)
     with (
         pytest.raises(CoserveError, match=r"has no vLLM that starts: .*No module named 'vllm'"),
-        vllm_server(python, tmp_path, dtype="float32", port=1, log=tmp_path / "log"),
+        vllm_server(python, tmp_path, dtype="float32", log=tmp_path / "log", cores=(0,)),
     ):
         raise AssertionError("it does not start")
 

@@ -13,12 +13,14 @@ from coserve.bench.compare import compare
 from coserve.bench.compare_page import compare_html
 from coserve.bench.open_loop import OpenLoop
 from coserve.bench.places import ModelledPlace
+from coserve.bench.separate import SeparateProcesses, own_cores
 from coserve.cli.main import app
 from coserve.engine.config import EngineConfig
-from coserve.errors import BudgetError
+from coserve.errors import BudgetError, CoserveError
 from coserve.models import load_backbone
+from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import Slo
-from coserve.simulate.hardware import A40, CATALOGUE, Hardware
+from coserve.simulate.hardware import A40, CATALOGUE, Hardware, roofline_profile
 from coserve.workloads.arrivals import LogNormalLengths, poisson
 from coserve.workloads.traces import TracedRequest
 
@@ -129,13 +131,63 @@ def test_the_command_on_several_modelled_devices_ends_with_a_line_of_json(tmp_pa
 
 def test_on_torch_the_model_stands_beside_what_was_measured(tmp_path):
     options = ("--seconds", "1", "--rates", "4", "--policies", "slack,tuning-only", "--length-factor", "0.1")
-    done = run_command(tmp_path, "--model", "tiny", "--dtype", "float32", *options)
+    done = run_command(tmp_path, "--model", "tiny", "--dtype", "float32", "--no-separate", *options)
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout.splitlines()[-1])
     assert [row["policy"] for row in result["rows"]] == ["slack", "tuning-only"]
     assert all(row["modelled"]["tuning_tokens_per_s"] > 0 for row in result["rows"])
     assert result["model_error"]["tuning_tokens_per_s"] >= 0
     assert {"attainment", "ttft_p99_ms", "tpot_p99_ms", "inference_tokens_per_s"} <= result["rows"][0].keys()
+
+
+def test_separate_processes_serve_and_fine_tune_the_same_trace(tmp_path, monkeypatch):
+    core = min(own_cores())
+    monkeypatch.setattr("coserve.bench.separate.own_cores", lambda: (core,))
+    data = tmp_path / "set.jsonl"
+    data.write_text("".join(json.dumps({"question": "Why? " * n, "answer": "So."}) + "\n" for n in (1, 9)))
+    options = ("--seconds", "4", "--rates", "3", "--policies", "slack", "--length-factor", "0.1", "--data", str(data))
+    done = run_command(
+        tmp_path, "--model", "tiny", "--dtype", "float32", *options, "--slo-ttft", "60s", "--slo-tpot", "9s"
+    )
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout.splitlines()[-1])
+    ours, theirs = result["rows"]
+    assert (ours["policy"], theirs["policy"]) == ("slack", "transformers+peft:shared")
+    assert ours["requests"] == theirs["requests"] > 5 and theirs["unanswered"] == 0
+    assert theirs["attainment"] == 1 and theirs["tuning_tokens_per_s"] > 0
+    assert 0 < theirs["inference_tokens_per_s"] < 1.01 * sum(round(0.1 * each.num_output_tokens) + 1 for each in TRACE)
+    (against,) = result["against_separate"]
+    assert against["best_rival"] == theirs["policy"]
+    assert against["ratio"] == pytest.approx(ours["tuning_tokens_per_s"] / theirs["tuning_tokens_per_s"], rel=0.01)
+    assert "modelled" in ours and "modelled" not in theirs
+
+
+def test_separate_processes_share_the_cores_or_split_them():
+    def names(**fields):
+        processes = SeparateProcesses(model="m", dtype="float32", cores=(0, 2, 5), **fields)
+        return [(each.name, each.serving, each.training) for each in processes.arrangements()]
+
+    split = [((0,), (2, 5), "1|2"), ((0, 2), (5,), "2|1")]
+    shared = ("transformers+peft:shared", (0, 2, 5), (0, 2, 5))
+    expected = [shared, *((f"transformers+peft:{name}", left, right) for left, right, name in split)]
+    assert names() == expected
+    assert names(device="cuda") == [shared]
+    assert [name for name, _, _ in names(vllm=Path("python"))][3:] == [
+        f"vllm+peft:{name}" for name in ("shared", "1|2", "2|1")
+    ]
+
+
+def test_a_separate_process_that_ends_says_why(tmp_path):
+    processes = SeparateProcesses(model=str(tmp_path / "none"), dtype="float32", cores=own_cores()[:1])
+    config = CompareConfig(policies=("slack",), seconds=1.0)
+    latency = LatencyModel(roofline_profile(load_backbone("dummy:qwen2.5-0.5b", device="meta"), A40))
+    with pytest.raises(CoserveError, match=r"the process that should serve beside the other ended: .*none"):
+        list(processes.cells(TRACE, SLO, {"light": 1.0}, config, latency, lambda words: None))
+
+
+def test_separate_processes_are_not_modelled(tmp_path):
+    done = run_command(tmp_path, "--device", "modelled", "--separate")
+    assert done.exit_code == 2 and "separate processes run on this machine" in done.output
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,9 @@ def serve(
     from coserve.bench import serve as experiment
     from coserve.bench.machine import best_dtype, describe
     from coserve.bench.model_directory import write_model
+    from coserve.bench.separate import own_cores
     from coserve.bench.vllm import vllm_server
-    from coserve.cli.connection import free_port, own_server
+    from coserve.cli.connection import own_server
     from coserve.cli.tables import console
     from coserve.models.source import find_model
 
@@ -199,7 +200,7 @@ def serve(
             servers["other"] = against
         if vllm is not None:
             servers["vllm"] = running.enter_context(
-                vllm_server(vllm, Path(directory), dtype=dtype, port=free_port(), log=root / "vllm.log")
+                vllm_server(vllm, Path(directory), dtype=dtype, log=root / "vllm.log", cores=own_cores())
             )
         found = experiment.run(servers, vocab_size=vocab_size, runs=runs, watch=console(stderr=True).print)
     _tell("serve", {"model": model, "dtype": dtype, "runs": runs, "machine": describe(cpu)}, found)
