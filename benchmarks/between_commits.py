@@ -45,12 +45,11 @@ def main() -> None:
                     took_s = _ask(side, kind)
                     if turn and took_s is not None:
                         found.setdefault(kind, {}).setdefault(name, []).append(took_s)
+            for name, row in _told(found[kind]).items():
+                print(f"{kind:>12} {name:>14}", *(f"{key} {value}" for key, value in row.items()), flush=True)
         for side in sides.values():
             side.kill()
     result = {kind: _told(by_side) for kind, by_side in found.items()}
-    for kind, rows in result.items():
-        for name, row in rows.items():
-            print(f"{kind:>12} {name:>14}", *(f"{key} {value}" for key, value in row.items()))
     print(json.dumps({"model": given.model, "dtype": given.dtype, "turns": given.turns, "rows": result}))
 
 

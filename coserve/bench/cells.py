@@ -43,7 +43,8 @@ class CompareConfig:
     """policies: by name, or with settings (see `policy_of`). seconds: of the trace, for each policy at each rate.
     drain_s: that answers are waited for after that, at most. budget_s: for all of it, in place of both. tpot_s: None:
     from a step alone. length_factor: what lengths are multiplied by; None: as the device needs. examples: of each job;
-    none: random tokens, `sequence` of them. rates: requests per second; none: from the saturation.
+    none: random tokens, `sequence` of them. lora: what jobs train. rates: requests per second; none: from the
+    saturation.
     """
 
     policies: tuple[str, ...]
@@ -57,6 +58,7 @@ class CompareConfig:
     batch: int = 4
     sequence: int = 512
     examples: tuple[Example, ...] = ()
+    lora: LoraConfig = LORA
     rates: tuple[float, ...] = ()
     seed: int = 0
 
@@ -227,7 +229,7 @@ class Bench:
             tuning = TuningConfig(
                 num_epochs=100_000, batch_size=config.batch, max_sequence_length=config.sequence, seed=index
             )
-            engine.submit_examples(examples, tuning, adapter=LORA)
+            engine.submit_examples(examples, tuning, adapter=config.lora)
 
 
 def rounded(value: float) -> float:
