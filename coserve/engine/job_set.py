@@ -396,5 +396,5 @@ class JobSet(Mapping[str, Job]):
     def _living(self, job_id: str) -> Job:
         job = self.find(job_id)
         if job.is_terminal:
-            raise JobError(f"job {job_id!r} is over: it has {job.state}")
+            raise JobError(f"job {job_id!r} is over: its state is {job.state}")
         return job

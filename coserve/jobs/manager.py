@@ -240,4 +240,4 @@ class JobManager:
 def check_not_over(job: JobRecord, *, unless_resumed: bool = False) -> None:
     """JobError if nothing can be changed any more."""
     if job.is_terminal and not unless_resumed:
-        raise JobError(f"Job {job.id} has already completed: it has {job.status}")
+        raise JobError(f"Job {job.id} has already completed: its status is {job.status}")

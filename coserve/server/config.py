@@ -347,7 +347,7 @@ def _settings_of(given: tuple[str, ...]) -> dict[str, str]:
     """KEY=VALUE texts by key."""
     pairs = [text.partition("=") for text in given]
     if wrong := [text for text, (key, equals, _) in zip(given, pairs, strict=True) if not key or not equals]:
-        raise ValueError(f"policy_settings are KEY=VALUE, not {wrong[0]!r}")
+        raise ValueError(f"policy_settings must be KEY=VALUE, not {wrong[0]!r}")
     return {key: value for key, _, value in pairs}
 
 

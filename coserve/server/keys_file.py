@@ -71,9 +71,10 @@ class Keys:
                 if settings.pop("operator", False):
                     operators.add(name)
                 limits[name] = replace(config.tenant_limits, **settings)
-        for name in (*operators, *limits):
-            if name not in tenants.values():
-                raise CoserveError(f"there is no key of tenant {name!r}, which has settings")
+        for where, named in (("--operator", config.operators), (f"[tenants] of {config.api_keys_file}", limits)):
+            for name in named:
+                if name not in tenants.values():
+                    raise CoserveError(f"{where}: there is no key of tenant {name!r}; coserve keys new makes one")
         return KeyRing(tenants=tenants, operators=frozenset(operators), limits=limits, common=config.tenant_limits)
 
 

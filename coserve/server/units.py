@@ -3,7 +3,7 @@
 import re
 
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0}
+_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def bytes_of(text: str) -> int:
@@ -16,10 +16,10 @@ def bytes_of(text: str) -> int:
 
 
 def seconds_of(text: str) -> float:
-    """A duration such as 40ms, 2s, or 0.5."""
+    """A duration such as 40ms, 2s, 10min, 2h, or 0.5 (seconds)."""
     number, unit = _number_and_unit(text)
     if unit not in _DURATIONS:
-        raise ValueError(f"{text!r} is no duration; give one such as 40ms or 2s")
+        raise ValueError(f"{text!r} is no duration; give one such as 40ms, 2s, 10min or 2h")
     return number * _DURATIONS[unit]
 
 

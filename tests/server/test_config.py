@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from coserve.scheduling.policies import make_policy, policy_names
 from coserve.server import routes
 from coserve.server.admission import Admission
 from coserve.server.app import create_app
-from coserve.server.config import ServerConfig, bytes_of, seconds_of, slo_seconds
+from coserve.server.config import ServerConfig, bytes_of, option_of, seconds_of, slo_seconds
 from coserve.server.keys import digest_of
 from coserve.server.keys_file import Keys
 from coserve.server.ledger import Ledger
@@ -48,7 +49,9 @@ def test_sizes(text: str, number: float):
     assert bytes_of(text) == number
 
 
-@pytest.mark.parametrize(("text", "number"), [("40ms", 0.04), ("2s", 2), ("0.5", 0.5), ("1min", 60), (".5 s", 0.5)])
+@pytest.mark.parametrize(
+    ("text", "number"), [("40ms", 0.04), ("2s", 2), ("0.5", 0.5), ("1min", 60), ("2h", 7200), (".5 s", 0.5)]
+)
 def test_durations(text: str, number: float):
     assert seconds_of(text) == pytest.approx(number)
 
@@ -81,6 +84,36 @@ def test_what_is_neither(text: str):
     for read in (bytes_of, seconds_of):
         with pytest.raises(ValueError, match="is no"):
             read(text)
+
+
+def test_values_that_help_texts_give_as_examples_are_understood():
+    options = [option_of(one) for one in fields(ServerConfig)]
+    examples = [
+        (option, text)
+        for option in options
+        if option.parse is not None
+        for text in re.findall(r"\d[\d.]*[a-zA-Z]+", f"{option.help} {option.shown}")
+    ]
+    assert ("--job-timeout", "2h") in [(option.option, text) for option, text in examples]
+    assert all(option.parse(text) > 0 for option, text in examples)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--request-timeout", "0"), "--request-timeout must be a number of seconds above 0"),
+        (("--port", "70000"), "--port must be a whole number from 0 to 65535"),
+        (("--ssl-keyfile", "key.pem"), "--ssl-keyfile needs --ssl-certfile"),
+        (("--policy-setting", "x"), "--policy-setting must be KEY=VALUE"),
+    ],
+)
+def test_what_is_wrong_is_said_by_the_names_of_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: tuple[str, ...], words: str
+):
+    monkeypatch.setattr("sys.argv", ["coserve", "up", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert words in capsys.readouterr().err
 
 
 def test_keys_name_tenants_and_do_not_tell_themselves():

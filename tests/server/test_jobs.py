@@ -148,7 +148,7 @@ def test_pause_resume_and_cancel(tmp_path):
             ended = await w.manager.cancel(TENANT, job.id)
             assert (ended.status, w.manager.estimated_finish(ended)) == ("cancelled", None)
             for verb in (w.manager.cancel, w.manager.pause, w.manager.resume):
-                with pytest.raises(JobError, match="has already completed: it has cancelled"):
+                with pytest.raises(JobError, match="has already completed: its status is cancelled"):
                     await verb(TENANT, job.id)
             for verb in (w.manager.cancel, w.manager.pause, w.manager.resume):
                 with pytest.raises(JobError, match="There is no fine-tuning job"):

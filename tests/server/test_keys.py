@@ -40,6 +40,11 @@ def test_keys_come_from_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "COSERVE_API_KEYS" not in os.environ, "processes that are started do not have them"
 
 
+def test_an_operator_without_a_key_is_named_by_its_option():
+    with pytest.raises(CoserveError, match="--operator: there is no key of tenant 'ben'; coserve keys new makes one"):
+        Keys(ServerConfig(api_keys=("ann=one",), operators=("ben",)))
+
+
 def test_no_key_is_held(tmp_path: Path):
     config = ServerConfig(api_keys=("ann=hunter-two", "bare-secret"), api_keys_file=str(keys_file(tmp_path, "", b="b")))
     keys = Keys(config)
@@ -65,7 +70,10 @@ def test_new_keys_differ_and_cannot_be_guessed():
         ('[keys]\n"my-secret" = "ann"', "line 1 of [keys] does not begin with a digest"),
         (f'[keys]\n"{digest_of("x")}" = "a b"', "no name of a tenant"),
         (f'[keys]\n"{digest_of("x")}" = "ann"\n[tenant.ann]\n', "'tenant' is not one of keys, tenants"),
-        (f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ben]\nmax_jobs = 1', "no key of tenant 'ben'"),
+        (
+            f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ben]\nmax_jobs = 1',
+            "keys.toml: there is no key of tenant 'ben'",
+        ),
         (f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_job = 1', "'max_job', which is not one of"),
         (f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_jobs = 0', "max_jobs must be a whole number"),
         (f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_file_bytes = "much"', "is no number"),

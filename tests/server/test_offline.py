@@ -61,7 +61,7 @@ def test_a_job_is_cancelled_as_a_server_would(tmp_path: Path):
     unopened.store.close()
     assert asyncio.run(second()) == expected
     for id in (online, offline):
-        with pytest.raises(CoserveError, match="has already completed: it has cancelled"):
+        with pytest.raises(CoserveError, match="has already completed: its status is cancelled"):
             cancel(tmp_path, id)
     with pytest.raises(CoserveError, match="There is no fine-tuning job 'ftjob-none'"):
         cancel(tmp_path, "ftjob-none")

@@ -289,7 +289,7 @@ def test_a_job_that_is_cancelled_at_any_moment_gives_everything_back(undisturbed
         engine.check_integrity()
         events = [*engine.step(), *engine.step()]
         assert [event.kind for event in events if isinstance(event, JobEvent) and event.job == gone][-1] == "cancelled"
-        with pytest.raises(JobError, match=f"job '{gone}' is over: it has cancelled"):
+        with pytest.raises(JobError, match=f"job '{gone}' is over: its state is cancelled"):
             engine.pause_job(gone)
         with pytest.raises(JobError, match="is over"):
             engine.cancel_job(gone)

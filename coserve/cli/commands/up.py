@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import Field, fields
@@ -36,7 +37,7 @@ def _up(**given: Any) -> None:
     try:
         config = ServerConfig(**given)
     except ValueError as error:
-        raise CoserveError(str(error)) from None
+        raise CoserveError(_by_option_names(str(error))) from None
     configure_logs(config.log_format, config.log_level)
     if any(not is_digest(text.rpartition("=")[2]) for text in given.get("api_keys", ())):
         _log.warning(
@@ -46,6 +47,14 @@ def _up(**given: Any) -> None:
 
     with _Screen() as screen:
         asyncio.run(serve(config, screen))
+
+
+def _by_option_names(message: str) -> str:
+    """What is wrong with the configuration, by the names of options: a field is the first word, or has underscores."""
+    options = {one.name: option_of(one).option for one in fields(ServerConfig)}
+    first, space, rest = message.partition(" ")
+    rest = re.sub(r"\w+_\w+", lambda word: options.get(word[0]) or word[0], rest)
+    return f"{options.get(first) or first}{space}{rest}"
 
 
 class _Screen:
