@@ -130,6 +130,7 @@ def make_engine(
     dtype: str = "float32",
     kernels: str | None = None,
     num_pages: int = 600,
+    num_host_pages: int = 0,
     hardware: Hardware = FAST,
     tokenizer: Any = None,
     **settings: Any,
@@ -141,10 +142,12 @@ def make_engine(
     settings.setdefault("tpot_s", 1.0)
     memory_bytes = num_pages * kv_page_bytes(backbone, block)
     latency = FixedLatency(_profile(name, hardware))
-    config = EngineConfig(memory_bytes=memory_bytes, **settings)
+    host_memory_bytes = num_host_pages * kv_page_bytes(backbone, block)
+    config = EngineConfig(memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes, **settings)
     device = torch_device(
         backbone,
         memory_bytes=memory_bytes,
+        host_memory_bytes=host_memory_bytes,
         block_tokens=block,
         profile=latency.profile,
         deterministic=config.deterministic,
@@ -248,6 +251,7 @@ def assert_nothing_is_held(engine: EngineCore) -> None:
     assert owners.get("kv", 0) == engine.cache.prefixes.num_evictable
     engine.cache.evict(engine.pool.num_pages)
     assert engine.pool.num_free == engine.pool.num_pages - owners.get("activations", 0)
+    assert not engine.stats().num_host_pages_used
 
 
 @cache

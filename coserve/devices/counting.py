@@ -75,6 +75,7 @@ def device_info(
     profile: Profile,
     profile_path: str = "",
     num_units: int = 1,
+    num_host_pages: int = 0,
 ) -> DeviceInfo:
     """What there is to know of a model on a device with a page pool."""
     weights = {id(tensor): tensor for held in backbone.weights.values() for tensor in weight_tensors(held)}
@@ -95,6 +96,7 @@ def device_info(
         profile_path=profile_path,
         deterministic=backbone.block_rows is not None,
         num_units=num_units,
+        num_host_pages=num_host_pages,
     )
 
 

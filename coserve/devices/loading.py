@@ -36,6 +36,7 @@ def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) 
     return torch_device(
         backbone,
         memory_bytes=settings.memory_bytes,
+        host_memory_bytes=settings.host_memory_bytes,
         block_tokens=settings.block_tokens,
         profile=settings.profile,
         deterministic=settings.deterministic,
@@ -47,6 +48,7 @@ def torch_device(
     backbone: Backbone,
     *,
     memory_bytes: int | None = None,
+    host_memory_bytes: int = 0,
     block_tokens: int = 16,
     profile: Profile | None = None,
     deterministic: bool = False,
@@ -56,21 +58,32 @@ def torch_device(
 
     Args:
         memory_bytes: of the page pool; None: a share of what is free.
+        host_memory_bytes: see `EngineConfig`.
         profile: None: from disk, or measured now, which takes some seconds.
         deterministic: see `EngineConfig`.
         progress: told how many measurements are done, and of about how many.
 
     Raises:
-        BudgetError: memory_bytes is too little for a request. DeviceMemoryError: there is less than that.
+        BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page. DeviceMemoryError: there
+            is less than that.
     """
     backbone = backbone.deterministic(is_so=deterministic)
     page_bytes = kv_page_bytes(backbone, block_tokens)
     num_pages = (memory_bytes or pool_bytes(backbone.device)) // page_bytes
     if num_pages < 2:
         raise BudgetError(f"the page pool needs {2 * page_bytes} bytes or more, for two pages")
+    if 0 < host_memory_bytes < page_bytes:
+        raise BudgetError(f"host memory needs {page_bytes} bytes or more, for a page; 0 is none")
     path = "" if profile else str(profile_path(backbone))
     profile = profile or load_profile(backbone, progress=progress)
-    return TorchDevice(backbone, num_pages=num_pages, block_tokens=block_tokens, profile=profile, profile_path=path)
+    return TorchDevice(
+        backbone,
+        num_pages=num_pages,
+        num_host_pages=host_memory_bytes // page_bytes,
+        block_tokens=block_tokens,
+        profile=profile,
+        profile_path=path,
+    )
 
 
 def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:

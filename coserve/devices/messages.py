@@ -36,7 +36,8 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: of one page, which holds K and V of `block_tokens` tokens in all blocks. profile: what pieces of a step
     take here. profile_path: the file that it comes from; "" if it is not kept. deterministic: whether tokens and
     gradients are the same bit for bit, whatever runs beside them. num_units: among which sides of a step it can be
-    divided (`Partition`): threads of a CPU, shares of a GPU's multiprocessors; 1: it cannot.
+    divided (`Partition`): threads of a CPU, shares of a GPU's multiprocessors; 1: it cannot. num_host_pages: slots of
+    a page's size in host memory, for pages that give way (`SwapOut`).
     """
 
     model: str
@@ -55,6 +56,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     profile_path: str = ""
     deterministic: bool = False
     num_units: int = 1
+    num_host_pages: int = 0
 
 
 # -- commands ---------------------------------------------------------------------------
@@ -79,6 +81,20 @@ class CloseRequest(msgspec.Struct, tag=True, frozen=True):
     """The request has ended, or was preempted: its pages are no longer its own. No error if it was not open."""
 
     request: str
+
+
+class SwapOut(msgspec.Struct, tag=True, frozen=True):
+    """Copy pages to slots of host memory, one to one: something else will come into the pages."""
+
+    pages: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class SwapIn(msgspec.Struct, tag=True, frozen=True):
+    """Copy slots back, to any pages."""
+
+    pages: tuple[int, ...]
+    slots: tuple[int, ...]
 
 
 class OpenVersion(msgspec.Struct, tag=True, frozen=True):
@@ -193,6 +209,8 @@ class DropCheckpoint(msgspec.Struct, tag=True, frozen=True):
 Command = (
     OpenRequest
     | CloseRequest
+    | SwapOut
+    | SwapIn
     | OpenVersion
     | SaveAdapter
     | DropVersion
@@ -341,7 +359,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     of the optimizer step, unless `DropPack` follows. norms: gradient norms of the optimizer steps that were made, None
     where the gradient was not finite and the step was skipped. Seconds that each section took; beside_s: losses and
     tasklets beside the forward pass, which are in none of the others, and num_beside: how many of a job's tasklets
-    these were. failure: None if the step ran as a whole.
+    these were; copy_s: for which all waited for copies from and to the host. failure: None if the step ran as a whole.
     """
 
     step: int
@@ -356,12 +374,13 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     backward_s: float = 0.0
     update_s: float = 0.0
     beside_s: float = 0.0
+    copy_s: float = 0.0
     failure: StepFailure | None = None
 
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return max(self.forward_s, self.beside_s) + self.loss_s + self.backward_s + self.update_s
+        return max(self.forward_s, self.beside_s) + self.loss_s + self.backward_s + self.update_s + self.copy_s
 
 
 def group_bytes(row_bytes: Sequence[int], num_rows: int) -> int:

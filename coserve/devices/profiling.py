@@ -29,6 +29,7 @@ from coserve.devices.profiling_sides import measure_sharing
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
 from coserve.home import home_directory
+from coserve.memory.host_pages import HostPages
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward, logits
@@ -56,10 +57,11 @@ _SCORE_ROWS = (1, 16, 128)
 _WINDOW_ROWS = 256
 _MANY_SPANS, _SHORT, _LONG = 8, 16, 512
 _BLOCK_TOKENS = 16
+_COPIED_PAGES = 32
 _PACKAGE = Path(__file__).parents[1]
 # Those of the curves, and the single ones beside them.
 _NUM_MEASUREMENTS = (
-    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *2 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 10
+    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *2 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 11
 )
 # A curve ends where one measurement takes too long.
 _TOO_LONG_S = 1.0
@@ -179,7 +181,7 @@ class _Measurement:
             if min(before_s, after_s) > (1 - _HELD_UP) * max(before_s, after_s):
                 break
             _log.info("the machine was busy with something else: measuring again")
-        return replace(profile, sharing=self._sharing())
+        return replace(profile, sharing=self._sharing(), s_per_copied_byte=self._copied_byte())
 
     def _sharing(self) -> Sharing | None:
         """Of a device that can be divided."""
@@ -357,6 +359,18 @@ class _Measurement:
         optimizer = AdapterOptimizer(self.adapter.masters, OptimizerConfig(learning_rate=1e-12))
         gradients = {name: torch.zeros_like(master) for name, master in self.adapter.masters.items()}
         return self._fastest_s("update", lambda: optimizer.step(gradients, num_trained=1, num_steps=1))
+
+    def _copied_byte(self) -> float:
+        """Seconds per byte of pages to the host and back, each copied by itself: they are seldom neighbours."""
+        num_pages = min(_COPIED_PAGES, self.pages.num_pages // 2)
+        pages, slots = range(0, 2 * num_pages, 2), range(num_pages)
+        host = HostPages(self.pages, num_slots=num_pages)
+
+        def run() -> None:
+            host.copy_out(pages, slots)
+            host.copy_in(pages, slots)
+
+        return self._fastest_s("copy", run) / (2 * num_pages * self.pages.page_bytes)
 
 
 def _run_all(training: TrainingPass, rows: int) -> None:

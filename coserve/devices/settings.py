@@ -17,7 +17,8 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     "auto" for the model's own. weights: how those of linear layers are stored: "dense" or "int8". device: such as "cpu"
     or "cuda:0"; "auto" takes a GPU if there is one. seed: of random weights. threads: of the CPU; None: those that
     PyTorch has. memory_bytes: of the page pool; None: a share of what is free. block_tokens: tokens of a page.
-    profile: None: from disk, or measured at the start. deterministic: see `EngineConfig`.
+    host_memory_bytes: for keys and values of preempted requests; 0: they are computed again. profile: None: from disk,
+    or measured at the start. deterministic: see `EngineConfig`.
     """
 
     model: str
@@ -27,6 +28,7 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     seed: int = 0
     threads: int | None = None
     memory_bytes: int | None = None
+    host_memory_bytes: int = 0
     block_tokens: int = 16
     profile: Profile | None = None
     deterministic: bool = False

@@ -42,6 +42,8 @@ from coserve.devices.messages import (
     StepBatch,
     StepFailure,
     StepResult,
+    SwapIn,
+    SwapOut,
     TakeCheckpoint,
     Tasklets,
     TrainerOpened,
@@ -55,6 +57,7 @@ from coserve.devices.timing import StepTimer, step_timer
 from coserve.devices.torch_requests import RequestsResult, TorchRequests
 from coserve.devices.torch_trainer import TorchCheckpoint, TorchTrainer, open_trainer
 from coserve.errors import DeviceMemoryError
+from coserve.memory.host_pages import HostPages
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward
@@ -69,9 +72,18 @@ class TorchDevice:
     """See `coserve.devices.base.Device`."""
 
     def __init__(
-        self, backbone: Backbone, *, num_pages: int, block_tokens: int, profile: Profile, profile_path: str = ""
+        self,
+        backbone: Backbone,
+        *,
+        num_pages: int,
+        block_tokens: int,
+        profile: Profile,
+        profile_path: str = "",
+        num_host_pages: int = 0,
     ) -> None:
-        """Take the memory of the page pool; DeviceMemoryError. profile_path: the file that the profile comes from."""
+        """Take the memory of the page pool, and of pages on the host; DeviceMemoryError. profile_path: the file that
+        the profile comes from.
+        """
         self.backbone = backbone
         self.clock: Clock = WallClock()
         self.info = device_info(
@@ -82,10 +94,12 @@ class TorchDevice:
             profile=profile,
             profile_path=profile_path,
             num_units=num_units_of(backbone),
+            num_host_pages=num_host_pages,
         )
         self._beside = Beside()
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
+            self._host = HostPages(self._pages, num_slots=num_host_pages)
         self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype)
         self._versions: dict[str, Adapter] = {}
         self._requests = TorchRequests(self._pages, self._versions)
@@ -96,13 +110,15 @@ class TorchDevice:
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             OpenRequest: lambda command: self._requests.open(command),
             CloseRequest: lambda command: self._requests.close(command.request),
+            SwapOut: lambda command: self._host.copy_out(command.pages, command.slots),
+            SwapIn: lambda command: self._host.copy_in(command.pages, command.slots),
             OpenVersion: self._open_version,
             SaveAdapter: lambda command: save_adapter(self._versions[command.version], command.directory),
             DropVersion: self._drop_version,
             OpenTrainer: self._open_trainer,
             CloseTrainer: lambda command: self._trainers[command.job].close(),
             DropTrainer: self._drop_trainer,
-            BeginPack: lambda command: self._trainers[command.job].begin(command, self._pages),
+            BeginPack: self._begin_pack,
             DropPack: lambda command: self._trainers[command.job].drop_pack(),
             PublishVersion: self._publish,
             TakeCheckpoint: self._take_checkpoint,
@@ -121,7 +137,7 @@ class TorchDevice:
             self.execute(command)
         self._requests.extend_tables(batch.requests)
         assert batch.partition is None or _num_used(batch.partition) <= self.info.num_units, "it has not as many units"
-        step = _Step(self.backbone, self._requests, self._trainers, self._beside, batch)
+        step = _Step(self.backbone, self._requests, self._trainers, self._beside, self._host, batch)
         try:
             step.launch()
         except Exception as error:  # told with the result, as from a device that is elsewhere
@@ -158,6 +174,10 @@ class TorchDevice:
     def _drop_trainer(self, command: DropTrainer) -> None:
         self._trainers.pop(command.job, None)
 
+    def _begin_pack(self, command: BeginPack) -> None:
+        self._host.wait()  # the pages may just have been a request's
+        self._trainers[command.job].begin(command, self._pages)
+
     def _publish(self, command: PublishVersion) -> None:
         self._versions[command.version] = self._trainers[command.job].adapter.snapshot()
 
@@ -177,10 +197,12 @@ class _Step:
         requests: TorchRequests,
         trainers: dict[str, TorchTrainer],
         beside: Beside,
+        host: HostPages,
         batch: StepBatch,
     ) -> None:
         self._backbone, self._requests, self._trainers, self._batch = backbone, requests, trainers, batch
-        self._beside = beside
+        self._beside, self._host = beside, host
+        self._copy_s = host.take_seconds()  # of copies since the last step
         self._rows = [rows for rows in batch.requests if rows.tokens]
         self._spans: list[Span] = []
         self._timer: StepTimer = step_timer(backbone.device)
@@ -219,7 +241,7 @@ class _Step:
             return self._success() if self._failure is None else self._failed(self._failure)
 
     def _success(self) -> StepResult:
-        prepare_s, loss_s, backward_s, update_s, forward_s = self._timer.sections_s()
+        prepare_s, loss_s, backward_s, update_s, wait_s, forward_s = self._timer.sections_s()
         if self._batch.partition is not None:  # the first section was both sides
             prepare_s, forward_s = 0.0, self._forward_s
         return StepResult(
@@ -235,6 +257,7 @@ class _Step:
             backward_s=backward_s,
             update_s=update_s,
             beside_s=self._beside_s,
+            copy_s=self._copy_s + wait_s if self._copy_s else 0.0,
         )
 
     def _failed(self, message: str) -> StepResult:
@@ -258,12 +281,12 @@ class _Step:
     # -- sections -------------------------------------------------------------------
 
     def _sections(self) -> tuple[Callable[[], None], ...]:
-        """Always five, so that their times can be told apart."""
+        """Always six, so that their times can be told apart."""
         partition = self._batch.partition
         if partition is None:
-            return self._prepare, self._losses, self._backward, self._updates, self._forward
+            return self._prepare, self._losses, self._backward, self._updates, self._host.wait, self._forward
         rest = _nothing if partition.stops else self._backward
-        return partial(self._divided, partition), _nothing, rest, self._updates, _nothing
+        return partial(self._divided, partition), _nothing, rest, self._updates, _nothing, _nothing
 
     def _divided(self, partition: Partition) -> None:
         """The forward pass here, losses and tasklets in another thread, each on its part of the CPU; and what was under

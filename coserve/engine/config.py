@@ -14,8 +14,9 @@ class EngineConfig:
 
     policy, policy_settings: see `coserve.scheduling.policies`; settings by name, as values or as text. ttft_s: SLO of
     requests that bring none, seconds to the first token. tpot_s: likewise, mean seconds between later tokens; None:
-    what `coserve.scheduling.slo` makes of a decode step alone on this device.
-    memory_bytes: of the page pool, for keys and values and fine-tuning's activations; None: a share of what is free.
+    what `coserve.scheduling.slo` makes of a decode step alone on this device. memory_bytes: of the page pool, for keys
+    and values and fine-tuning's activations; None: a share of what is free. host_memory_bytes: for keys and values of
+    preempted requests, which come back from there where that is quicker than computing them again; 0: none.
     block_tokens: tokens of a page. max_requests: sequences that run at once. max_step_rows: rows of a forward pass.
     max_adapters: how many of those that lie on disk stay on the device. deterministic: answers and adapters are the
     same bit for bit, whatever runs beside them; steps take longer (docs/engine.md).
@@ -26,6 +27,7 @@ class EngineConfig:
     ttft_s: float = 2.0
     tpot_s: float | None = None
     memory_bytes: int | None = None
+    host_memory_bytes: int = 0
     block_tokens: int = 16
     max_requests: int = 256
     max_step_rows: int = 2048
@@ -43,3 +45,4 @@ class EngineConfig:
             if value is None and name == "memory_bytes":
                 continue
             check_whole(name, value, 1)
+        check_whole("host_memory_bytes", self.host_memory_bytes, 0)

@@ -17,6 +17,7 @@ from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.checks import check_adapter_name, check_examples
 from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
+from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_set import JobSet
 from coserve.engine.job_start import PeftFields, make_start
@@ -64,12 +65,13 @@ class EngineCore:
         self.device, self.latency, self.config = device, latency, config
         self.counters = TokenCounters(policy.token_weights)
         self.pages = PageBroker(num_pages=info.num_pages, page_bytes=info.page_bytes, block_tokens=info.block_tokens)
-        self.requests = RequestQueue(self.pages.cache, self.counters)
+        self.swap = HostSwap(self.pages.cache, info, latency)
+        self.requests = RequestQueue(self.pages.cache, self.swap, self.counters)
         self.adapters = ServedAdapters(device, max_on_disk=config.max_adapters)
         self._outbox: list[Event] = []
         commands = CommandQueue()
         emit, send = self._outbox.append, commands.send
-        self.jobs = JobSet(device, self.pages, self.adapters, self.counters, emit=emit, send=send)
+        self.jobs = JobSet(device, self.pages, self.swap, self.adapters, self.counters, emit=emit, send=send)
         self._serving = Serving(
             info,
             self.requests,
@@ -86,6 +88,7 @@ class EngineCore:
             config,
             policy=policy,
             pages=self.pages,
+            swap=self.swap,
             requests=self.requests,
             serving=self._serving,
             adapters=self.adapters,
@@ -187,11 +190,18 @@ class EngineCore:
             num_slos_clamped=self._serving.num_slos_clamped,
             slo=self.slo,
             joined_jobs=self.jobs.joined,
+            num_swapped_out=self.swap.num_swapped_out,
+            num_swapped_in=self.swap.num_swapped_in,
+            num_host_pages=self.device.info.num_host_pages,
+            num_host_pages_used=self.swap.num_pages_used,
         )
 
     def check_integrity(self) -> None:
-        """Assert that every page is free or owned, and that those owned are the requests' and packs'."""
+        """Assert that every page is free or owned, and that those owned are the requests' and packs'; likewise on the
+        host.
+        """
         self.requests.check_integrity()
+        self.swap.check_integrity(self.requests.waiting)
         held = {page for each in self.requests.running.values() if each.sequence for page in each.sequence.pages}
         self.pages.check_integrity(held, self.jobs.packs)
 

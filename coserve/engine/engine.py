@@ -99,7 +99,7 @@ class Engine(EngineCore):
         which takes some seconds. wrap: puts something between the engine and the device.
 
         Raises:
-            BudgetError: memory_bytes is too little for a request.
+            BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page.
         """
         from coserve.devices.loading import torch_device
 
@@ -107,6 +107,7 @@ class Engine(EngineCore):
         device = torch_device(
             backbone,
             memory_bytes=config.memory_bytes,
+            host_memory_bytes=config.host_memory_bytes,
             block_tokens=config.block_tokens,
             profile=None if latency is None else latency.profile,
             deterministic=config.deterministic,

@@ -16,6 +16,7 @@ from coserve.devices.messages import (
     TrainerOpened,
 )
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import EventKind, Job, JobEvent
 from coserve.engine.job_start import JobStart, with_pack_size
 from coserve.engine.page_broker import PageBroker
@@ -41,6 +42,7 @@ class JobSet(Mapping[str, Job]):
         self,
         device: Device,
         pages: PageBroker,
+        swap: HostSwap,
         adapters: ServedAdapters,
         counters: TokenCounters,
         *,
@@ -48,8 +50,8 @@ class JobSet(Mapping[str, Job]):
         send: Callable[[Command], None],
     ) -> None:
         """emit: takes events. send: has the device do a command with the next step."""
-        self._device, self._pages, self._adapters, self._counters = device, pages, adapters, counters
-        self._emit, self._send = emit, send
+        self._device, self._pages, self._swap = device, pages, swap
+        self._adapters, self._counters, self._emit, self._send = adapters, counters, emit, send
         self._jobs: dict[str, Job] = {}
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_checkpoints = self._num_turns = 0
         self._owed: deque[DropPack | CloseTrainer | DropTrainer] = deque()
@@ -245,6 +247,7 @@ class JobSet(Mapping[str, Job]):
             return False
         try:
             self.settle()
+            self._swap.flush(self._device)  # what lay in its pages leaves them first
             self._device.execute(job.next_pack(pages))
         except DeviceMemoryError as error:  # no memory beside the pages
             pages.release()

@@ -57,6 +57,8 @@ class EngineStats:
     num_tokens_trained: rows of packs whose gradients are in, of all jobs here.
     num_slos_clamped: requests so far whose SLO was beyond the device. slo: of requests that bring none, by what is
     known of the device now. joined_jobs: jobs that run whose last tasklets were one batch of rows, group by group.
+    num_swapped_out, num_swapped_in: pages of preempted requests that were copied to the host, and back. num_host_pages:
+    that it has room for, of which num_host_pages_used are taken.
     """
 
     num_running: int
@@ -74,3 +76,7 @@ class EngineStats:
     num_slos_clamped: int
     slo: Slo
     joined_jobs: tuple[tuple[str, ...], ...]
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_host_pages: int = 0
+    num_host_pages_used: int = 0

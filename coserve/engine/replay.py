@@ -56,7 +56,7 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
         DataError: the device is another one. ModelError: the model's tokenizer, which says where stop strings end a
         text, is not to be had.
     """
-    for name in ("dtype", "vocab_size", "num_layers", "num_pages", "page_bytes", "block_tokens"):
+    for name in ("dtype", "vocab_size", "num_layers", "num_pages", "page_bytes", "block_tokens", "num_host_pages"):
         if (recorded := getattr(header.info, name)) != (own := getattr(device.info, name)):
             raise DataError(f"the recording is of a device with {name} {recorded}; this one has {own}")
     stream = Lines(lines)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from coserve.devices.messages import CloseRequest, OpenRequest
+from coserve.engine.host_swap import HostSwap
 from coserve.engine.request import Request
 from coserve.memory.kv_cache import KvCache
 from coserve.scheduling.fairness import TokenCounters
@@ -17,11 +18,11 @@ _NUM_LOOKED_UP = 16
 class RequestQueue:
     """Every request that is not over, exactly once: waiting or running."""
 
-    def __init__(self, cache: KvCache, counters: TokenCounters) -> None:
+    def __init__(self, cache: KvCache, swap: HostSwap, counters: TokenCounters) -> None:
         self.waiting: dict[str, Request] = {}  # preempted ones first, then as they came
         self.running: dict[str, Request] = {}  # in the order of admission
         self.num_preemptions = self.num_arrived = self.num_ended = 0
-        self._cache, self._counters = cache, counters
+        self._cache, self._swap, self._counters = cache, swap, counters
         self._members: dict[str, list[Request]] = {}
         self._keys: dict[str, list[bytes]] = {}  # of the blocks of those that wait
         self._views: dict[str, RequestView] = {}  # of those that wait
@@ -61,14 +62,18 @@ class RequestQueue:
             self._wait(request)
 
     def admit(self, request: Request) -> OpenRequest | None:
-        """Give it the pages of all its tokens; None, and nothing has changed, if there are too few."""
-        sequence = self._cache.open(self._keys[request.id], len(request.tokens))
+        """Give it the pages of all its tokens, with what lies on the host; None, and nothing has changed, if there are
+        too few.
+        """
+        keys = self._keys[request.id]
+        sequence = self._cache.open(keys, len(request.tokens))
         num_rows = len(request.tokens) - sequence.length
         if sequence.num_pages_missing(num_rows) > self._cache.num_available:
             sequence.close()
             return None
         opened = request.open(sequence)
         sequence.reserve(num_rows)
+        self._swap.bring_back(sequence, keys, len(request.tokens))  # after that: its own blocks may have given way
         self._stop_waiting(request)
         if not request.num_preemptions:
             self._counters.charge(request.tenant, prompt=len(request.prompt))
@@ -95,7 +100,9 @@ class RequestQueue:
         return structs.replace(planned, start=start, rows=num_rows)
 
     def preempt(self, request: Request) -> CloseRequest:
-        """Take its pages; it waits at the head of the queue, to be computed again."""
+        """Take its pages; it waits at the head of the queue, to be computed again but for what is kept of it."""
+        assert request.sequence is not None
+        num_tokens = request.sequence.length
         closed = request.close()
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -103,6 +110,7 @@ class RequestQueue:
         others, self.waiting = self.waiting, {}
         self._wait(request)
         self.waiting |= others
+        self._swap.keep(request.id, self._keys[request.id], num_tokens)
         return closed
 
     def remove(self, request: Request) -> CloseRequest | None:
@@ -137,8 +145,11 @@ class RequestQueue:
 
     def _stop_waiting(self, request: Request) -> None:
         del self.waiting[request.id], self._keys[request.id], self._views[request.id]
+        self._swap.release(request.id)
         self._counters.leave(request.tenant)
 
     def _look_up(self, request: Request) -> RequestView:
-        num_pages, num_known = self._cache.num_pages_to_open(self._keys[request.id], len(request.tokens))
+        keys, num_tokens = self._keys[request.id], len(request.tokens)
+        num_pages, num_known = self._cache.num_pages_to_open(keys, num_tokens)
+        num_known += self._swap.num_tokens_kept(keys, num_known, num_tokens)
         return request.waiting_view(num_known, num_pages)

@@ -140,7 +140,8 @@ def observe(latency: LatencyModel, plan: Plan, result: StepResult, parameters: S
         corrections.observe("backward", num_rows, False, predicted_s=after_s, measured_s=result.backward_s)
     for number in {number.bit_length(): number for number in parameters}.values():
         corrections.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
-    latency.observe_step(predicted_s=plan.seconds_with(plan.backward_s * run), measured_s=step_s)
+    # No plan counts copies: they teach nothing about what it does count.
+    latency.observe_step(predicted_s=plan.seconds_with(plan.backward_s * run), measured_s=step_s - result.copy_s)
 
 
 def _observe_forward_and_loss(corrections: Corrections, plan: Plan, result: StepResult) -> None:

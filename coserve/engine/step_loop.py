@@ -10,9 +10,10 @@ from collections.abc import Callable
 import msgspec
 
 from coserve.devices.base import Device
-from coserve.devices.messages import OpenRequest, StepBatch, StepResult
+from coserve.devices.messages import OpenRequest, StepBatch, StepResult, SwapIn, SwapOut
 from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
+from coserve.engine.host_swap import HostSwap
 from coserve.engine.job_set import JobSet
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.request_queue import RequestQueue
@@ -56,6 +57,7 @@ class StepLoop:
         *,
         policy: Policy,
         pages: PageBroker,
+        swap: HostSwap,
         requests: RequestQueue,
         serving: Serving,
         adapters: ServedAdapters,
@@ -68,7 +70,7 @@ class StepLoop:
         `EngineCore`.
         """
         self._device, self._latency, self._config = device, latency, config
-        self._pages, self._requests, self._serving = pages, requests, serving
+        self._pages, self._swap, self._requests, self._serving = pages, swap, requests, serving
         self._adapters, self._jobs, self._counters = adapters, jobs, counters
         self._commands, self._keep_profile = commands, keep_profile
         self.policy = policy
@@ -102,7 +104,7 @@ class StepLoop:
         if plan.runs_nothing:
             self.flush_commands()
             return False
-        commands = tuple(self._commands.popleft() for _ in range(len(self._commands)))
+        commands = (*self._swap.take_commands(), *(self._commands.popleft() for _ in range(len(self._commands))))
         batch = build_batch(self.num_steps, plan, self._requests, self._jobs, commands)
         self._step = _Begun(view, plan, batch, started_s)
         try:
@@ -120,6 +122,7 @@ class StepLoop:
             try:
                 result = self._device.collect()
             except BaseException as error:
+                self._swap.lose(step.batch.commands)
                 self._close_running()  # tokens that nobody has heard of may count as used there
                 self._jobs.abandon(step.batch, error)
                 raise
@@ -138,8 +141,9 @@ class StepLoop:
         """A step could not begin. Which of its commands, and of its requests' pages, the device knows of is not known:
         all requests that run are closed, and opened again when they are admitted.
         """
-        lost = [command for command in batch.commands if not isinstance(command, OpenRequest)]
+        lost = [command for command in batch.commands if not isinstance(command, OpenRequest | SwapOut | SwapIn)]
         self._commands.extendleft(reversed(lost))
+        self._swap.lose(batch.commands)
         self._close_running()
         self._jobs.abandon(batch, error)
 
@@ -153,6 +157,7 @@ class StepLoop:
     def flush_commands(self) -> None:
         """Tell the device now what it would be told with the next step."""
         self._jobs.settle()
+        self._swap.flush(self._device)
         while self._commands:
             self._device.execute(self._commands[0])
             self._commands.popleft()  # if the caller is interrupted before, it is done again: none of them minds
@@ -217,7 +222,7 @@ class StepLoop:
         self._max_step_rows = min(self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
         parameters = [self._jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
         observe(self._latency, plan, result, parameters, step_s=now_s - started_s)
-        taken = taken_of(plan, step_s=result.seconds, forward_s=result.forward_s)
+        taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
         self._serving.apply(batch, result, started_s=started_s, now_s=now_s)

@@ -95,6 +95,13 @@ class PagedSequence:
         if missing := self.num_pages_missing(num_tokens):
             self.pages += self.cache.take(missing)
 
+    def fill(self, num_blocks: int) -> None:
+        """The next pages are filled with their blocks by other means than rows. They are made known with the next
+        `commit`: until then, it is not known whether that was done.
+        """
+        self.length += num_blocks * self._block
+        assert len(self.pages) * self._block >= self.length
+
     def commit(self, num_tokens: int, tokens: Sequence[int], version: str) -> None:
         """The rows of this many tokens have run. `tokens`: all so far, to make full blocks known."""
         self.length += num_tokens

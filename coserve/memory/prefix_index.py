@@ -7,7 +7,7 @@ their page is needed, and the one unused longest goes first.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import KeysView, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from hashlib import blake2b
 
 
@@ -23,6 +23,8 @@ class PrefixIndex:
         self._users: dict[int, int] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self.num_released = self.num_evicted = 0  # pages that ever became unused, and that were ever forgotten
+        # Told the keys and the pages of blocks that are being forgotten, while the pages still hold them.
+        self.on_evict: Callable[[Sequence[bytes], Sequence[int]], None] | None = None
 
     @property
     def evictable(self) -> KeysView[int]:
@@ -96,6 +98,8 @@ class PrefixIndex:
 
     def evict_pages(self, pages: Sequence[int]) -> None:
         """Forget blocks that no request uses."""
+        if self.on_evict is not None and pages:
+            self.on_evict([self._key[page] for page in pages], pages)
         for page in pages:
             del self._unused[page]
             del self._page[self._key.pop(page)]

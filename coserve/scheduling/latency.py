@@ -8,6 +8,7 @@ every measured step moves a correction for steps of its kind. The margin is what
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.counts import JobCounts
@@ -200,6 +201,21 @@ class LatencyModel:
         """Seconds of an optimizer step."""
         raw = self.profile.update_s + job.counts.num_parameters * self.profile.s_per_parameter
         return raw * self.corrections.of("update", job.counts.num_parameters, False)
+
+    def rerun_s(self, num_tokens: int) -> float:
+        """By how many seconds a request's next row takes longer if the tokens before it must be run again.
+
+        The weights are read in either case. Both are corrected alike: corrections of single sizes would upset it.
+        """
+        keys = num_tokens + 1
+        whole = ForwardLoad(rows=keys, sampled=1, spans=1, pairs=keys * keys / 2, keys=keys)
+        alone = ForwardLoad(rows=1, sampled=1, spans=1, keys=keys)
+        return (self._raw_forward_s(whole) - self._raw_forward_s(alone)) * self.forward_correction(whole)
+
+    def copy_s(self, num_bytes: int) -> float:
+        """Seconds of copying pages from or to the host; inf if that is not known."""
+        s_per_byte = self.profile.s_per_copied_byte
+        return inf if s_per_byte is None else num_bytes * s_per_byte
 
     def observe_step(self, *, predicted_s: float, measured_s: float) -> None:
         """A whole step, of which `corrections` have seen the sections."""

@@ -57,7 +57,8 @@ class Profile:
     attention of a row to a key of its window in all blocks, and in one block backward. s_per_key: a key that a span's
     attention reads. s_per_span: a span more. s_per_bypass: a site of an adapter more. s_per_window_row: what a window's
     row of the reference job costs more than a request's (its bypasses, and saving). s_per_parameter, update_s: an
-    optimizer step, by what it moves and at least. sharing: of a device that can be divided.
+    optimizer step, by what it moves and at least. sharing: of a device that can be divided. s_per_copied_byte: of a
+    page that goes to the host, or comes back; None: not known.
     """
 
     model: ModelCounts
@@ -77,14 +78,15 @@ class Profile:
     sample: Curve = FREE
     score: Curve = FREE
     sharing: Sharing | None = None
+    s_per_copied_byte: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Profile":
-        """The inverse, also for profiles from before there was `sample`, `score` and `sharing`; ValueError, TypeError
-        or KeyError for anything else.
+        """The inverse, also for profiles from before there was `sample`, `score`, `sharing` and `s_per_copied_byte`;
+        ValueError, TypeError or KeyError for anything else.
         """
         curves = {
             name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))

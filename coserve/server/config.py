@@ -58,6 +58,14 @@ class ServerConfig:
         metavar="SIZE",
         shown="a share of what is free",
     )
+    host_memory_bytes: int = _option(
+        0,
+        "--host-memory",
+        "For keys and values of requests that had to make room, such as 8GiB; without, they are computed again.",
+        parse=bytes_of,
+        metavar="SIZE",
+        shown="none",
+    )
     ttft_s: float = _option(
         2.0,
         "--slo-ttft",

@@ -54,6 +54,10 @@ class Metrics:
         self._company = gauge("job_company", "Jobs whose last tasklets were one batch of rows with a job's.", ("job",))
         self._pages = gauge("pages", "Pages of the pool, by owner.", ("owner",))
         self._preemptions = gauge("preemptions", "Requests whose pages were taken, since the engine started.")
+        self._swapped = gauge(
+            "swapped_pages", "Pages of such requests that went to the host (out) and came back (in).", ("direction",)
+        )
+        self._host_pages = gauge("host_pages_used", "Pages on the host that requests which made room have.")
         self._slos_clamped = gauge(
             "slos_clamped", "Requests whose SLO was beyond the device, and was relaxed, since the engine started."
         )
@@ -133,6 +137,9 @@ class Metrics:
         self._waiting.set(stats.num_waiting)
         self._jobs.set(stats.num_jobs)
         self._preemptions.set(stats.num_preemptions)
+        self._swapped.labels("out").set(stats.num_swapped_out)
+        self._swapped.labels("in").set(stats.num_swapped_in)
+        self._host_pages.set(stats.num_host_pages_used)
         self._slos_clamped.set(stats.num_slos_clamped)
         self._packs_dropped.set(stats.num_packs_dropped)
         self._margin.set(stats.margin)

@@ -126,6 +126,12 @@ class StatusBoard:
                 "page_bytes": ready.page_bytes if ready else None,
                 "free": stats.num_pages_free if stats else None,
                 "by_owner": stats.num_pages_by_owner if stats else {},
+                "host": {
+                    "pages": stats.num_host_pages if stats else 0,
+                    "used": stats.num_host_pages_used if stats else 0,
+                    "num_swapped_out": stats.num_swapped_out if stats else 0,
+                    "num_swapped_in": stats.num_swapped_in if stats else 0,
+                },
             },
             "steps": {
                 "count": len(steps),

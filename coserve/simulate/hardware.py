@@ -27,7 +27,7 @@ class Hardware:
     """Sustained rates of a device: what large matrix products and streaming reads reach, not what the paper says.
 
     call_s: what starting one operator costs. num_units: among which a step can be divided (1: it cannot).
-    memory_bytes: of the device.
+    memory_bytes: of the device. host_bytes_per_s: between it and the host's memory, one way.
     """
 
     name: str
@@ -36,12 +36,13 @@ class Hardware:
     call_s: float
     num_units: int = 1
     memory_bytes: int = 80 * 10**9
+    host_bytes_per_s: float = 2.2e10
 
 
 # bfloat16 or float16 with float32 sums: large products reach 0.6 to 0.7 of what datasheets say, and reads 0.8. Divided
-# in tenths of their multiprocessors, as HARLI section 5.2 does.
+# in tenths of their multiprocessors, as HARLI section 5.2 does. Copies to the host reach some 0.7 of PCIe 4 or 5.
 A100 = Hardware(name="A100", flops_per_s=2.2e14, bytes_per_s=1.6e12, call_s=5e-6, num_units=10)
-H100 = Hardware(name="H100", flops_per_s=6.0e14, bytes_per_s=2.7e12, call_s=4e-6, num_units=10)
+H100 = Hardware(name="H100", flops_per_s=6.0e14, bytes_per_s=2.7e12, call_s=4e-6, num_units=10, host_bytes_per_s=4.5e10)
 H200 = replace(H100, name="H200", bytes_per_s=3.8e12, memory_bytes=141 * 10**9)
 A40 = replace(A100, name="A40", flops_per_s=1.0e14, bytes_per_s=5.5e11, memory_bytes=48 * 10**9)
 RTX3090 = replace(A100, name="RTX 3090", flops_per_s=5.0e13, bytes_per_s=7.5e11, memory_bytes=24 * 10**9)
@@ -111,6 +112,7 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         s_per_window_row=seconds(job.flops_per_row, 2 * saved_bytes),
         s_per_parameter=_UPDATE_BYTES / hardware.bytes_per_s,
         update_s=10 * hardware.call_s,
+        s_per_copied_byte=1 / hardware.host_bytes_per_s,
         sharing=_sharing(hardware, forward, backward, traffic_s / backward().at(_ROWS_OF_TASKLET)),
     )
 

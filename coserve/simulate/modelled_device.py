@@ -33,6 +33,8 @@ from coserve.devices.messages import (
     StepBatch,
     StepFailure,
     StepResult,
+    SwapIn,
+    SwapOut,
     TakeCheckpoint,
     Tasklets,
     TokenLogprob,
@@ -128,6 +130,7 @@ class ModelledDevice:
         *,
         num_pages: int,
         block_tokens: int = 16,
+        num_host_pages: int = 0,
         noise: float = 0.0,
         seed: int = 0,
     ) -> None:
@@ -138,6 +141,7 @@ class ModelledDevice:
             threads=1,
             profile=profile,
             num_units=1 if profile.sharing is None else profile.sharing.num_units,
+            num_host_pages=num_host_pages,
         )
         self.clock = VirtualClock()
         self.fail_next: StepFailure | None = None
@@ -147,10 +151,13 @@ class ModelledDevice:
         self._versions: dict[str, AdapterConfig] = {}
         self._num_bypasses: dict[str, int] = {}
         self._trainers: dict[str, _Trainer] = {}
+        self._copy_s = 0.0  # of copies that no step has waited for yet
         self._result: StepResult | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             OpenRequest: self._open_request,
             CloseRequest: self._close_request,
+            SwapOut: self._copy,
+            SwapIn: self._copy,
             OpenVersion: self._open_version,
             DropVersion: self._drop_version,
             OpenTrainer: self._open_trainer,
@@ -191,6 +198,9 @@ class ModelledDevice:
 
     def _close_request(self, command: CloseRequest) -> None:
         self._requests.pop(command.request, None)
+
+    def _copy(self, command: SwapOut | SwapIn) -> None:
+        self._copy_s += self._taken(self._truth.copy_s(len(command.pages) * self.info.page_bytes))
 
     def _open_version(self, command: OpenVersion) -> VersionOpened:
         config = read_config(Path(command.directory))
@@ -239,6 +249,7 @@ class ModelledDevice:
         if batch.partition is None:
             forward_s = self._taken(self._truth.forward_s(self._load(batch)))
         sampled = [rows for rows in batch.requests if rows.samples]
+        copy_s, self._copy_s = self._copy_s, 0.0
         return StepResult(
             step=batch.step,
             tokens={rows.request: self._token(rows) for rows in sampled},
@@ -252,6 +263,7 @@ class ModelledDevice:
             backward_s=work.end_s - work.beside_s,
             update_s=update_s,
             beside_s=work.beside_s if batch.partition is not None else 0.0,
+            copy_s=copy_s,
         )
 
     def _beside(self, batch: StepBatch, partition: Partition) -> tuple[float, float]:

@@ -28,8 +28,8 @@ def test_options_are_the_fields_of_the_configuration():
     marks = [parameter.annotation.__metadata__[0] for parameter in parameters.values()]
     assert [(mark.default, *(mark.param_decls or ()))[-1] for mark in marks] == [
         ...,  # the model
-        *("--host", "--port", "--dtype", "--weights", "--device", "--memory", "--slo-ttft", "--slo-tpot", "--policy"),
-        *("--policy-setting", "--threads", "--deterministic"),
+        *("--host", "--port", "--dtype", "--weights", "--device", "--memory", "--host-memory"),
+        *("--slo-ttft", "--slo-tpot", "--policy", "--policy-setting", "--threads", "--deterministic"),
         *("--max-requests", "--max-adapters", "--max-running-jobs", "--job-timeout"),
         *("--api-key", "--api-keys-file", "--operator"),
         *("--tenant-max-requests", "--tenant-tokens-per-minute", "--tenant-max-jobs"),

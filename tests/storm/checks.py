@@ -89,6 +89,7 @@ def idle(world: World) -> None:
         f"left: {ledger.requests.keys()} {ledger.trainers.keys()} {ledger.versions.keys()} {ledger.copies.keys()}"
     )
     assert not engine.counters.views()
+    assert not engine.stats().num_host_pages_used
     engine.cache.evict(engine.pool.num_pages)
     assert engine.pool.num_free == engine.pool.num_pages
 

@@ -34,6 +34,8 @@ from coserve.devices.messages import (
     SaveAdapter,
     StepBatch,
     StepResult,
+    SwapIn,
+    SwapOut,
     TakeCheckpoint,
     TrainerOpened,
     Update,
@@ -156,6 +158,7 @@ class LedgerDevice:
         self.trainers: dict[str, _Trainer] = {}
         self.copies: dict[str, tuple[Adapter, bool]] = {}
         self._slots: dict[int, list[int]] = {}  # what lies in each page
+        self._host: dict[int, list[int]] = {}  # likewise, of the host
         self._result: StepResult | None = None
 
     def execute(self, command: Command) -> Reply:
@@ -284,6 +287,18 @@ class LedgerDevice:
     @_book.register
     def _(self, command: CloseRequest) -> None:
         self.requests.pop(command.request, None)
+
+    @_book.register
+    def _(self, command: SwapOut) -> None:
+        for page, slot in zip(command.pages, command.slots, strict=True):
+            assert 0 <= slot < self.info.num_host_pages
+            self._host[slot] = list(self._slots[page])
+
+    @_book.register
+    def _(self, command: SwapIn) -> None:
+        self._lose_packs(set(command.pages))
+        for page, slot in zip(command.pages, command.slots, strict=True):
+            self._slots[page] = list(self._host[slot])
 
     @_book.register
     def _(self, command: OpenVersion) -> None:

@@ -94,6 +94,7 @@ class Setting:
     expected_hardware: str
     noise: float
     num_pages: int
+    num_host_pages: int
     max_requests: int
     max_step_rows: int
     max_adapters: int
@@ -110,6 +111,7 @@ class Setting:
             expected_hardware=hardware if rng.random() < 0.8 else rng.choice(list(_HARDWARE)),
             noise=rng.choice((0.0, 0.05, 0.3)),
             num_pages=rng.choice((60, 120, 400)),
+            num_host_pages=(400, 20, 0)[seed % 3],
             max_requests=rng.choice((1, 4, 256)),
             max_step_rows=rng.choice((5, 20, 100, 2048)),
             max_adapters=rng.choice((1, 2, 64)),
@@ -151,6 +153,7 @@ class World:
             backbone(),
             profile(setting.hardware),
             num_pages=setting.num_pages,
+            num_host_pages=setting.num_host_pages,
             noise=setting.noise,
             seed=self.rng.randrange(1 << 30),
         )
@@ -172,6 +175,7 @@ class World:
     def start_again(self) -> None:
         """The engine is thrown away. Open answers end with an error; jobs are to resume from their checkpoints."""
         self.counts["engines thrown away"] += 1
+        self.counts["pages swapped in"] += self.engine.stats().num_swapped_in
         self.hits.update(self.device.hits)
         self.num_actions += self.device.num_actions
         self.jumped_s += self.device.jumped_s

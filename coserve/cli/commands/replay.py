@@ -68,7 +68,13 @@ def _open(header: "Header", device: On) -> "Device":
         from coserve.simulate.modelled_device import ModelledDevice
 
         backbone = load_backbone(info.model, dtype=info.dtype, device="meta")
-        return ModelledDevice(backbone, info.profile, num_pages=info.num_pages, block_tokens=info.block_tokens)
+        return ModelledDevice(
+            backbone,
+            info.profile,
+            num_pages=info.num_pages,
+            block_tokens=info.block_tokens,
+            num_host_pages=info.num_host_pages,
+        )
     settings = DeviceSettings(
         model=info.model,
         dtype=info.dtype,
@@ -76,6 +82,7 @@ def _open(header: "Header", device: On) -> "Device":
         device=info.device,
         threads=info.threads,
         memory_bytes=info.num_pages * info.page_bytes,
+        host_memory_bytes=info.num_host_pages * info.page_bytes,
         block_tokens=info.block_tokens,
         profile=info.profile,
         deterministic=info.deterministic,
