@@ -181,7 +181,7 @@ def _add(report: Report, world: World, computed_s: float) -> None:
     report.num_actions += world.num_actions + world.device.num_actions
     report.faults += world.hits + world.device.hits
     report.policies[world.setting.policy] += 1
-    report.counts["pages swapped in"] += world.engine.stats().num_swapped_in
+    world.count_copies()
     for name, number in world.counts.items():
         if name.startswith("operation "):
             report.operations[name.removeprefix("operation ")] += number

@@ -45,6 +45,8 @@ _HARDWARE = {
     "cpu": Hardware(name="cpu", flops_per_s=1e11, bytes_per_s=3e9, call_s=1e-4),
     "slow": Hardware(name="slow", flops_per_s=1e10, bytes_per_s=3e8, call_s=1e-3),
 }
+# Pages (None: drawn), those of the host, and tokens of a page. With small ones there is room for few requests.
+_MEMORY = ((None, 0, 16), (120, 2000, 4), (None, 0, 16), (200, 60, 4), (None, 400, 16))
 
 
 @dataclass(kw_only=True)
@@ -95,6 +97,7 @@ class Setting:
     noise: float
     num_pages: int
     num_host_pages: int
+    block_tokens: int
     max_requests: int
     max_step_rows: int
     max_adapters: int
@@ -102,16 +105,18 @@ class Setting:
 
     @classmethod
     def drawn(cls, seed: int, rng: Random) -> "Setting":
-        """Policies take turns, so that not many seeds try them all."""
+        """Policies take turns, so that not many seeds try them all; and with each of them, kinds of memory do."""
         policies = (*policy_names(), "slack", "vtc", ANY_PLAN)
+        num_pages, num_host_pages, block_tokens = _MEMORY[seed // len(policies) % len(_MEMORY)]
         hardware = rng.choice(list(_HARDWARE))
         return cls(
             policy=policies[seed % len(policies)],
             hardware=hardware,
             expected_hardware=hardware if rng.random() < 0.8 else rng.choice(list(_HARDWARE)),
             noise=rng.choice((0.0, 0.05, 0.3)),
-            num_pages=rng.choice((60, 120, 400)),
-            num_host_pages=(400, 20, 0)[seed % 3],
+            num_pages=rng.choice((60, 120, 400)) if num_pages is None else num_pages,
+            num_host_pages=num_host_pages,
+            block_tokens=block_tokens,
             max_requests=rng.choice((1, 4, 256)),
             max_step_rows=rng.choice((5, 20, 100, 2048)),
             max_adapters=rng.choice((1, 2, 64)),
@@ -153,6 +158,7 @@ class World:
             backbone(),
             profile(setting.hardware),
             num_pages=setting.num_pages,
+            block_tokens=setting.block_tokens,
             num_host_pages=setting.num_host_pages,
             noise=setting.noise,
             seed=self.rng.randrange(1 << 30),
@@ -163,6 +169,7 @@ class World:
         self.device.rate, self.device.kinds = self.faults
         config = EngineConfig(
             policy="slack" if setting.policy == ANY_PLAN else setting.policy,
+            block_tokens=setting.block_tokens,
             max_requests=setting.max_requests,
             max_step_rows=setting.max_step_rows,
             max_adapters=setting.max_adapters,
@@ -175,7 +182,7 @@ class World:
     def start_again(self) -> None:
         """The engine is thrown away. Open answers end with an error; jobs are to resume from their checkpoints."""
         self.counts["engines thrown away"] += 1
-        self.counts["pages swapped in"] += self.engine.stats().num_swapped_in
+        self.count_copies()
         self.hits.update(self.device.hits)
         self.num_actions += self.device.num_actions
         self.jumped_s += self.device.jumped_s
@@ -187,6 +194,13 @@ class World:
         self.loads.clear()
         self.ended.clear()
         self.make_engine()
+
+    def count_copies(self) -> None:
+        """Of an engine that is over."""
+        stats = self.engine.stats()
+        self.counts["requests preempted"] += stats.num_preemptions
+        self.counts["pages to the host"] += stats.num_swapped_out
+        self.counts["pages from the host"] += stats.num_swapped_in
 
     def attempt(self, what: Callable[[], Any]) -> bool:
         """Do something of which the device may fail. Returns whether it was done."""
