@@ -35,6 +35,8 @@ from coserve.engine.engine import Engine
 from coserve.engine.request import Chunk
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling import LatencyModel
+from coserve.scheduling.corrections import Corrections
+from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning.examples import Example
 
@@ -42,14 +44,20 @@ FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)
 BLOCK = 4
 
 
-class FixedLatency(LatencyModel):
-    """Believes its profile, whatever this machine's steps take."""
-
+class _NoCorrections(Corrections):
     def observe(self, *args: Any, **named: Any) -> None:
         pass
 
     def observe_step(self, **named: Any) -> None:
         pass
+
+
+class FixedLatency(LatencyModel):
+    """Believes its profile, whatever this machine's steps take."""
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(profile)
+        self.corrections = _NoCorrections()
 
 
 class TickingClock:
