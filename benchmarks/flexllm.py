@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("lengths", type=Path)
     parser.add_argument("--seconds", type=float, default=300.0, help="of the trace, at each rate")
     parser.add_argument("--models", default=",".join(setting.model for setting in _SETTINGS))
+    parser.add_argument("--pages", type=int, help="of 16 tokens, for requests and jobs [what the devices have]")
     parser.add_argument("--policies", default="slack,token-fusion")
     parser.add_argument("--rates", default=",".join(str(rate) for rate in _RATES))
     given = parser.parse_args()
@@ -91,15 +92,24 @@ def main() -> None:
     for setting in _SETTINGS:
         if setting.model in given.models.split(","):
             rates = [int(rate) for rate in given.rates.split(",")]
-            rows += _run(setting, trace, given.policies.split(","), rates, seconds=given.seconds)
+            policies = given.policies.split(",")
+            rows += _run(setting, trace, policies, rates, seconds=given.seconds, num_pages=given.pages)
     print(json.dumps({"experiment": "flexllm", "seconds": given.seconds, "rows": rows}))
 
 
 def _run(
-    setting: Setting, trace: Sequence[TracedRequest], policies: Sequence[str], rates: Sequence[int], *, seconds: float
+    setting: Setting,
+    trace: Sequence[TracedRequest],
+    policies: Sequence[str],
+    rates: Sequence[int],
+    *,
+    seconds: float,
+    num_pages: int | None,
 ) -> list[dict[str, Any]]:
     backbone = load_backbone(f"dummy:{setting.model}", dtype="bfloat16", device=torch.device("meta"))
     place = ModelledPlace.of_hardware(backbone, _joined(A100, setting.num_devices))
+    if num_pages is not None:
+        place = replace(place, num_pages=num_pages)
     slo = Slo(ttft_s=5.0, tpot_s=setting.tpot_s)
     config = CompareConfig(policies=tuple(policies), seconds=seconds, batch=1, sequence=8192, lora=_LORA)
     bench = Bench(place, config)
@@ -121,6 +131,7 @@ def _run(
                 "paper_ratio": _paper_ratio(setting, rate),
                 "evicted": _rounded(_share_evicted(played)),
                 "paper_evicted": setting.evictions[_RATES.index(rate)] if rate in _RATES else None,
+                "packs_dropped": played.num_drops,
                 "pages": engine.device.info.num_pages,
             }
             rows.append(row)
