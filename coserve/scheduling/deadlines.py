@@ -25,13 +25,13 @@ LOST_STRETCH = 1.25
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Of requests that decode; inf without any.
 
-    prompts_s: until when prompts may take time. jobs_s: until when jobs may. gap_s: until when the longest gap is not
-    reached. extra_s: the most seconds that jobs may still take from any of them.
+    prompts_s: until when prompts may take time. jobs_s: until when jobs may. pace_s: until when each has its next token
+    at the pace of its SLO. extra_s: the most seconds that jobs may still take from any of them.
     """
 
     prompts_s: float = inf
     jobs_s: float = inf
-    gap_s: float = inf
+    pace_s: float = inf
     extra_s: float = inf
 
 
@@ -55,7 +55,8 @@ def decode_deadlines(
     reserve_tpots: float,
     jobs_share: float = inf,
 ) -> Deadlines:
-    """When the first of the requests that decode is due.
+    """When the first of the requests that decode is due. A token at the pace of its SLO takes nothing of the bank, so
+    that one that is in time may always be kept waiting for as long; only beyond that is something left in the bank.
 
     Args:
         decode_s: what a step of all of them takes.
@@ -63,7 +64,7 @@ def decode_deadlines(
         prompt_reserve_tpots, reserve_tpots: what prompts and jobs leave in every bank.
         jobs_share: of a request's time per token, what jobs may take in all.
     """
-    prompts_s = jobs_s = gap_s = extra_s = inf
+    prompts_s = jobs_s = gap_s = pace_s = extra_s = inf
     end_s, limited = now_s + decode_s, jobs_share < inf
     lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
     # Run for each of some hundred requests, so without calls.
@@ -89,12 +90,23 @@ def decode_deadlines(
         noticed_s = last_s + max_gap_tpots * tpot_s
         if noticed_s < gap_s:
             gap_s = noticed_s
+        next_s = last_s + tpot_s
+        if next_s < pace_s:
+            pace_s = next_s
+        if next_s > banked_s:
+            next_s = banked_s
         due_s = banked_s - prompt_reserve_tpots * kept_s
+        if due_s < next_s:
+            due_s = next_s
         if due_s < prompts_s:
             prompts_s = due_s
         due_s = banked_s - reserve_tpots * kept_s
+        if due_s < next_s:
+            due_s = next_s
         if due_s < jobs_s:
             jobs_s = due_s
         if limited and jobs_share * tpot_s * num_output - request.jobs_s < extra_s:
             extra_s = jobs_share * tpot_s * num_output - request.jobs_s
-    return Deadlines(prompts_s=min(prompts_s, gap_s), jobs_s=min(jobs_s, gap_s), gap_s=gap_s, extra_s=max(0.0, extra_s))
+    return Deadlines(
+        prompts_s=min(prompts_s, gap_s), jobs_s=min(jobs_s, gap_s), pace_s=pace_s, extra_s=max(0.0, extra_s)
+    )

@@ -303,7 +303,10 @@ def test_fine_tuning_ends_before_the_tightest_deadline_by_prediction(seen, hardw
     indivisible = not seen.requests and made == least.build()
     soonest_s = seen.now_s + latency.forward_s(decode_load([r for r in seen.requests if r.num_rows == 1]))
     timely = [request for request in seen.requests if due_at_s(request) >= soonest_s]  # others may be lost causes
-    deadline_s = min((due_at_s(request, RESERVE_TPOTS) for request in timely), default=inf) - seen.now_s
+    # A token at the pace of its SLO takes nothing of the bank.
+    paces_s = {r.id: inf if r.first_token_s is None else r.last_token_s + r.tpot_s for r in timely}
+    due_s = [max(due_at_s(r, RESERVE_TPOTS), min(due_at_s(r), paces_s[r.id])) for r in timely]
+    deadline_s = min(due_s, default=inf) - seen.now_s
     # Backward work stops in time by the clock.
     late_s = (made.predicted_s - made.backward_s) * (1 + margin) + made.backward_s
     assert late_s <= deadline_s + EPSILON
@@ -352,10 +355,20 @@ def test_a_late_request_stops_fine_tuning_and_is_served_itself():
         assert not tunes(made) and rows_of(made, "decode") == {"r": 1, "late": 1}
 
 
-def test_a_request_that_has_only_its_reserve_left_stops_fine_tuning():
-    request = decoding(num_output=6, first_token_s=7.85)
+def test_a_request_that_has_only_its_reserve_left_gives_jobs_no_more_than_its_pace_does():
+    request = decoding(num_output=6, first_token_s=7.85, last_token_s=9.9)
     assert due_at_s(request, RESERVE_TPOTS) <= 10.0 < due_at_s(request) - 0.2
-    assert not tunes(plan("slack", view(request, job(phase="backward"))))
+    made = plan("slack", view(request, job(phase="backward")))
+    assert tunes(made) and made.predicted_s <= due_at_s(request) - 10.0
+    hasty = structs.replace(request, last_token_s=9.7)
+    assert plan("slack", view(hasty, job(phase="backward"))).predicted_s <= 9.7 + request.tpot_s - 10.0
+
+
+def test_requests_that_were_late_by_themselves_leave_jobs_nothing_at_their_pace():
+    request = decoding(num_output=6, first_token_s=7.85, last_token_s=9.9)
+    seen = view(request, job(phase="backward"))
+    assert tunes(plan("slack", structs.replace(seen, need=NeedView(tpot=0.99, time=1.0))))
+    assert not tunes(plan("slack", structs.replace(seen, need=NeedView(tpot=1.0))))
 
 
 def test_nothing_is_tuned_while_a_prompt_is_not_wholly_in():
@@ -421,6 +434,15 @@ def test_prompts_go_in_the_order_of_their_deadlines():
     items = prompt("relaxed", 60, ttft_s=9.0), prompt("hasty", 60, ttft_s=1.0), prompt("middle", 60, ttft_s=3.0)
     made = plan("slack", view(*items))
     assert [rows.item for rows in made.rows] == ["hasty", "middle", "relaxed"]
+
+
+def test_an_urgent_prompt_makes_nobody_late():
+    """Though it needs most of the time: it gets what the pace of those that decode leaves."""
+    latency, timely = make_latency(), decoding(num_output=6, first_token_s=7.9, last_token_s=9.9)
+    ttft_s = 1.1 * (latency.prompt_s(1000) / 0.78 + latency.decode_s(num_requests=1, context=100))
+    made = plan("slack", view(timely, prompt(rows=1000, ttft_s=ttft_s)), latency)
+    assert rows_of(made, "prefill")["p"] > LEAST_PREFILL_ROWS
+    assert made.predicted_s * 1.1 <= due_at_s(timely) - 10.0 + EPSILON
 
 
 def test_an_urgent_prompt_gets_what_its_deadline_needs_however_late_others_are():

@@ -4,7 +4,9 @@
 from it what they need to be in time, and more where decoding requests have it to spare; lost causes come last. Jobs get
 what is left, and stop before any of these would be late:
 
-- A little of every bank is never spent, so that a step that takes longer than predicted finds it there.
+- A step at the pace of the SLOs takes nothing of what was banked, so jobs may have it, also where they may have nothing
+  else; prompts likewise, and however urgent they are, they make nobody late. This is all that token fusion fills.
+- Beyond that a little of every bank is never spent: a step that takes longer than predicted finds it there.
 - No step with fine-tuning in it is planned to last longer than `arrival_wait_s`, which bounds what a request that
   arrives just after planning waits for: with nothing else running, its first row enters the next step.
 - Where recent requests by themselves needed nearly all of their SLO, jobs may take of each only what they left, and the
@@ -34,8 +36,8 @@ from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 
 # Prompts leave one TPOT in every bank as long as they need less than this share of the time to be in time; then they
-# take the share that they need, even if others are late. Prompts that would need more than the second share can't be in
-# time beside requests that decode.
+# take the share that they need: requests that are late then do not catch up, but none falls back. Prompts that would
+# need more than the second share can't be in time beside requests that decode.
 URGENT_SHARE, MOST_SHARE = 1 / 3, 0.8
 # A step of two TPOTs is always allowed, up to this share of the TTFT SLO: on a slow device nothing would fit otherwise.
 MOST_ARRIVAL_SHARE = 0.5
@@ -174,8 +176,8 @@ class Slack(Policy):
         else:
             budget_s = (deadlines.prompts_s - view.now_s) / (1 + latency.corrections.margin)
             if share > URGENT_SHARE:
-                gap_s = (deadlines.gap_s - view.now_s) / (1 + latency.corrections.margin)
-                budget_s = max(budget_s, min(build.seconds / (1 - min(share, MOST_SHARE)), gap_s))
+                pace_s = (deadlines.pace_s - view.now_s) / (1 + latency.corrections.margin)
+                budget_s = max(budget_s, min(build.seconds / (1 - min(share, MOST_SHARE)), pace_s))
             urgent = share > MOST_ARRIVAL_SHARE or _is_lost(ordered[0], view, latency)
             all_in = build.prefill(ordered, budget_s, urgent=urgent)
         if all_in:
@@ -183,7 +185,7 @@ class Slack(Policy):
             deadlines = Deadlines(
                 prompts_s=deadlines.prompts_s,
                 jobs_s=min(deadlines.jobs_s, first_s),
-                gap_s=deadlines.gap_s,
+                pace_s=deadlines.pace_s,
                 extra_s=deadlines.extra_s,
             )
         return deadlines, all_in
@@ -238,7 +240,10 @@ class Slack(Policy):
             return 0.0, inf
         requests_s = build.late_s
         most_s = min(wait_s - requests_s, wait_share(view.need.ttft) * view.ttft_s)
-        extra_s = min(deadlines.jobs_s - view.now_s - requests_s, deadlines.extra_s, most_s)
+        own_s = deadlines.extra_s
+        if view.need.tpot < 1:  # a step at the pace of the SLOs takes nothing that a later one could need
+            own_s = max(own_s, tightest_tpot_s(view, memory.requests) - requests_s)
+        extra_s = min(deadlines.jobs_s - view.now_s - requests_s, own_s, most_s)
         room = _room(memory, view) if memory.requests else 1.0
         return requests_s + room * extra_s, requests_s + room * most_s
 
