@@ -101,6 +101,13 @@ def test_what_steps_were_slower_at_is_not_chosen_again():
     assert plan(view(decoding(), job()), latency).partition is None
 
 
+def due_beside_jobs_s(request: RequestView) -> float:
+    """Until when jobs may keep it waiting: so that a reserve is left, or for a token at the pace of its SLO."""
+    reserved_s = due_at_s(request, max_gap_tpots=SLACK.max_gap_tpots, reserve_tpots=SLACK.reserve_tpots)
+    due_s = due_at_s(request, max_gap_tpots=SLACK.max_gap_tpots)
+    return max(reserved_s, min(request.last_token_s + request.tpot_s, due_s))
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_deadlines_are_held_and_units_are_not_given_twice(rng: Random):
@@ -125,8 +132,9 @@ def test_deadlines_are_held_and_units_are_not_given_twice(rng: Random):
     assert made.forward_speed + made.backward_speed > 1 and made.tasklets and not made.losses
     assert all(rows.kind != "window" for rows in made.rows)
     late = 1 + latency.corrections.margin
-    timely = [due_at_s(r, max_gap_tpots=SLACK.max_gap_tpots, reserve_tpots=SLACK.reserve_tpots) for r in requests]
-    deadline_s = min([due_s for due_s in timely if due_s >= 10.0 + made.forward_s], default=1e9) - 10.0
+    deadline_s = (
+        min([due_s for due_s in map(due_beside_jobs_s, requests) if due_s >= 10.0 + made.forward_s], default=1e9) - 10.0
+    )
     forward_s = made.forward_s / made.forward_speed
     left_s = max(0.0, made.backward_s - made.backward_speed * forward_s)
     assert (forward_s + made.update_s) * late + left_s <= deadline_s + EPSILON
