@@ -20,18 +20,21 @@ from coserve.scheduling.plan import RequestView
 RESERVE_TOKENS = 8
 # Beside lost causes alone, a step may last a decode step this many times.
 LOST_STRETCH = 1.25
+# For urgent prompts a request may be late by this share of what it could catch up over its remaining tokens.
+CATCH_UP_SHARE = 0.5
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Of requests that decode; inf without any.
 
-    prompts_s: until when prompts may take time. jobs_s: until when jobs may. pace_s: until when each has its next token
-    at the pace of its SLO. extra_s: the most seconds that jobs may still take from any of them.
+    prompts_s: until when prompts may take time. jobs_s: until when jobs may. urgent_s: until when urgent prompts may:
+    each has its next token at the pace of its SLO, or can catch up later. extra_s: the most seconds that jobs may still
+    take from any of them.
     """
 
     prompts_s: float = inf
     jobs_s: float = inf
-    pace_s: float = inf
+    urgent_s: float = inf
     extra_s: float = inf
 
 
@@ -64,7 +67,7 @@ def decode_deadlines(
         prompt_reserve_tpots, reserve_tpots: what prompts and jobs leave in every bank.
         jobs_share: of a request's time per token, what jobs may take in all.
     """
-    prompts_s = jobs_s = gap_s = pace_s = extra_s = inf
+    prompts_s = jobs_s = gap_s = urgent_s = extra_s = inf
     end_s, limited = now_s + decode_s, jobs_share < inf
     lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
     # Run for each of some hundred requests, so without calls.
@@ -80,19 +83,22 @@ def decode_deadlines(
         banked_s = first_s + num_output * tpot_s
         late_s = end_s - banked_s
         if late_s > 0 and late_s > (tpot_s - decode_s) * (request.num_left - 1):
-            pace_s = last_s + (tpot_s if tpot_s > lost_pace_s else lost_pace_s)
-            if pace_s < prompts_s:
-                prompts_s = pace_s
-            if pace_s < jobs_s:
-                jobs_s = pace_s
+            lost_s = last_s + (tpot_s if tpot_s > lost_pace_s else lost_pace_s)
+            if lost_s < prompts_s:
+                prompts_s = lost_s
+            if lost_s < jobs_s:
+                jobs_s = lost_s
             continue
         kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
         noticed_s = last_s + max_gap_tpots * tpot_s
         if noticed_s < gap_s:
             gap_s = noticed_s
         next_s = last_s + tpot_s
-        if next_s < pace_s:
-            pace_s = next_s
+        due_s = banked_s + CATCH_UP_SHARE * (tpot_s - decode_s) * (request.num_left - 1)
+        if due_s < next_s:
+            due_s = next_s
+        if due_s < urgent_s:
+            urgent_s = due_s
         if next_s > banked_s:
             next_s = banked_s
         due_s = banked_s - prompt_reserve_tpots * kept_s
@@ -108,5 +114,8 @@ def decode_deadlines(
         if limited and jobs_share * tpot_s * num_output - request.jobs_s < extra_s:
             extra_s = jobs_share * tpot_s * num_output - request.jobs_s
     return Deadlines(
-        prompts_s=min(prompts_s, gap_s), jobs_s=min(jobs_s, gap_s), pace_s=pace_s, extra_s=max(0.0, extra_s)
+        prompts_s=min(prompts_s, gap_s),
+        jobs_s=min(jobs_s, gap_s),
+        urgent_s=min(urgent_s, gap_s),
+        extra_s=max(0.0, extra_s),
     )

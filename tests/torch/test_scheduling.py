@@ -436,13 +436,16 @@ def test_prompts_go_in_the_order_of_their_deadlines():
     assert [rows.item for rows in made.rows] == ["hasty", "middle", "relaxed"]
 
 
-def test_an_urgent_prompt_makes_nobody_late():
-    """Though it needs most of the time: it gets what the pace of those that decode leaves."""
-    latency, timely = make_latency(), decoding(num_output=6, first_token_s=7.9, last_token_s=9.9)
+def test_an_urgent_prompt_makes_late_who_can_catch_up_and_nobody_else():
+    """Though it needs most of the time: where no tokens are left to catch up over, it gets what their pace leaves."""
+    latency, timely = make_latency(), decoding(num_output=6, first_token_s=7.9, last_token_s=9.9, num_left=1)
     ttft_s = 1.1 * (latency.prompt_s(1000) / 0.78 + latency.decode_s(num_requests=1, context=100))
-    made = plan("slack", view(timely, prompt(rows=1000, ttft_s=ttft_s)), latency)
+    urgent = prompt(rows=1000, ttft_s=ttft_s)
+    made = plan("slack", view(timely, urgent), latency)
     assert rows_of(made, "prefill")["p"] > LEAST_PREFILL_ROWS
     assert made.predicted_s * 1.1 <= due_at_s(timely) - 10.0 + EPSILON
+    more = plan("slack", view(structs.replace(timely, num_left=100), urgent), latency)
+    assert rows_of(more, "prefill")["p"] > rows_of(made, "prefill")["p"]
 
 
 def test_an_urgent_prompt_gets_what_its_deadline_needs_however_late_others_are():

@@ -5,7 +5,8 @@ from it what they need to be in time, and more where decoding requests have it t
 what is left, and stop before any of these would be late:
 
 - A step at the pace of the SLOs takes nothing of what was banked, so jobs may have it, also where they may have nothing
-  else; prompts likewise, and however urgent they are, they make nobody late. This is all that token fusion fills.
+  else; prompts likewise. This is all that token fusion fills. Urgent prompts may keep requests waiting for longer, as
+  long as these can catch up over half of what they may still say.
 - Beyond that a little of every bank is never spent: a step that takes longer than predicted finds it there.
 - No step with fine-tuning in it is planned to last longer than `arrival_wait_s`, which bounds what a request that
   arrives just after planning waits for: with nothing else running, its first row enters the next step.
@@ -36,8 +37,8 @@ from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 
 # Prompts leave one TPOT in every bank as long as they need less than this share of the time to be in time; then they
-# take the share that they need: requests that are late then do not catch up, but none falls back. Prompts that would
-# need more than the second share can't be in time beside requests that decode.
+# take the share that they need, though requests be late meanwhile that can catch up. Prompts that would need more than
+# the second share can't be in time beside requests that decode.
 URGENT_SHARE, MOST_SHARE = 1 / 3, 0.8
 # A step of two TPOTs is always allowed, up to this share of the TTFT SLO: on a slow device nothing would fit otherwise.
 MOST_ARRIVAL_SHARE = 0.5
@@ -176,8 +177,8 @@ class Slack(Policy):
         else:
             budget_s = (deadlines.prompts_s - view.now_s) / (1 + latency.corrections.margin)
             if share > URGENT_SHARE:
-                pace_s = (deadlines.pace_s - view.now_s) / (1 + latency.corrections.margin)
-                budget_s = max(budget_s, min(build.seconds / (1 - min(share, MOST_SHARE)), pace_s))
+                urgent_s = (deadlines.urgent_s - view.now_s) / (1 + latency.corrections.margin)
+                budget_s = max(budget_s, min(build.seconds / (1 - min(share, MOST_SHARE)), urgent_s))
             urgent = share > MOST_ARRIVAL_SHARE or _is_lost(ordered[0], view, latency)
             all_in = build.prefill(ordered, budget_s, urgent=urgent)
         if all_in:
@@ -185,7 +186,7 @@ class Slack(Policy):
             deadlines = Deadlines(
                 prompts_s=deadlines.prompts_s,
                 jobs_s=min(deadlines.jobs_s, first_s),
-                pace_s=deadlines.pace_s,
+                urgent_s=deadlines.urgent_s,
                 extra_s=deadlines.extra_s,
             )
         return deadlines, all_in
