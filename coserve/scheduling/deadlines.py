@@ -21,7 +21,7 @@ RESERVE_TOKENS = 8
 # Beside lost causes alone, a step may last a decode step this many times.
 LOST_STRETCH = 1.25
 # For urgent prompts a request may be late by this share of what it could catch up over its remaining tokens.
-CATCH_UP_SHARE = 0.5
+CATCH_UP_SHARE = 0.1
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
