@@ -80,7 +80,7 @@ class Cell:
         return self.played.attainment(self.slo) or 0.0
 
     def row(self) -> dict[str, Any]:
-        """As JSON."""
+        """As JSON; null for what separate processes do not tell."""
         played, answered = self.played, [each for each in self.played.outcomes if each.error is None]
         times = {
             "ttft": [each.ttft_s for each in answered if each.ttft_s is not None],
@@ -102,8 +102,8 @@ class Cell:
             },
             "inference_tokens_per_s": rounded(played.inference_tokens_per_s),
             "tuning_tokens_per_s": rounded(played.tuning_tokens_per_s),
-            "evictions": played.num_evictions,
-            "packs_dropped": played.num_drops,
+            "evictions": None if self.is_separate else played.num_evictions,
+            "packs_dropped": None if self.is_separate else played.num_drops,
             "prediction_error": None if played.prediction_error is None else round(played.prediction_error, 4),
         }
 

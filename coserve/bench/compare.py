@@ -108,8 +108,9 @@ class Compared:
     def _model_error(self) -> dict[str, float | None]:
         """Mean of what the model is off by, as a share of what was measured, over all cells that have the number."""
         errors: dict[str, float | None] = {}
+        policies = [cell for cell in self.cells if not cell.is_separate]
         for name in ("tuning_tokens_per_s", "ttft_p99_ms", "tpot_p99_ms"):
-            pairs = [(m.row()[name], c.row()[name]) for m, c in zip(self.modelled, self.cells, strict=False)]
+            pairs = [(m.row()[name], c.row()[name]) for m, c in zip(self.modelled, policies, strict=True)]
             shares = [abs(theirs - ours) / ours for theirs, ours in pairs if theirs is not None and ours]
             errors[name] = round(mean(shares), 4) if shares else None
         return errors

@@ -100,7 +100,9 @@ def _distribution(compared: Compared, styles: _Styles, kind: str, words: str) ->
 def _burst(compared: Compared, styles: _Styles) -> Iterable[str]:
     """The middle rate, around the moment when most requests come."""
     rates = sorted({cell.rate for cell in compared.cells})
-    cells = [cell for cell in compared.cells if cell.rate == rates[len(rates) // 2] and cell.played.samples]
+    middle = [cell for cell in compared.cells if cell.rate == rates[len(rates) // 2]]
+    # Jobs alone see no burst, and what separate processes do meanwhile is not known.
+    cells = [cell for cell in middle if cell.policy != JOBS_ALONE and not cell.is_separate]
     if not cells or not cells[0].played.outcomes:
         return
     seconds = cells[0].played.seconds

@@ -313,7 +313,8 @@ def _print(result: dict[str, Any]) -> None:
             *(row["load"], f"{row['rate']:.3g}", f"{row['attainment']:.1%}"),
             *("–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in times),
             *(f"{row[f'{name}_tokens_per_s']:,.0f}" for name in ("inference", "tuning")),
-            *(str(row["evictions"]), "–" if error is None else f"{error:.1%}"),
+            "–" if row["evictions"] is None else str(row["evictions"]),
+            "–" if error is None else f"{error:.1%}",
         )
     console().print(shown)
     print(json.dumps(result))

@@ -95,6 +95,12 @@ def test_policies_are_compared_at_rates_up_to_what_requests_alone_can_hold(place
     assert len(ElementTree.fromstring(page.split("\n", 1)[1]).findall(".//{http://www.w3.org/2000/svg}svg")) >= 6
 
 
+def test_the_burst_is_drawn_without_jobs_alone(place):
+    found = compare(place, TRACE, CompareConfig(policies=("tuning-only", "slack"), seconds=4.0, rates=(2.0,)))
+    page = compare_html({"model": "m", "dtype": "d", "machine": "m", "date": "x", "settings": {}}, [found])
+    assert page.count("A burst: fine-tuning meanwhile") > 0
+
+
 def test_lengths_are_made_to_fit_and_what_cannot_be_held_is_said(place):
     assert fitting_factor(TRACE, place.latency, 5.0) == 1
     short = fitting_factor(TRACE, place.latency, 1.0)
@@ -160,6 +166,7 @@ def test_separate_processes_serve_and_fine_tune_the_same_trace(tmp_path, monkeyp
     assert against["best_rival"] == theirs["policy"]
     assert against["ratio"] == pytest.approx(ours["tuning_tokens_per_s"] / theirs["tuning_tokens_per_s"], rel=0.01)
     assert "modelled" in ours and "modelled" not in theirs
+    assert ours["evictions"] == 0 and theirs["evictions"] is theirs["packs_dropped"] is None
 
 
 def test_separate_processes_share_the_cores_or_split_them():
