@@ -317,6 +317,11 @@ class ServerConfig:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"otlp_endpoint must be a URL of http or https, not {self.otlp_endpoint!r}")
+        if self.database is not None and "://" not in self.database:
+            raise ValueError(
+                "database must be a URL of SQLAlchemy, such as postgresql://me@host/coserve or sqlite:////DIR/jobs.db, "
+                f"not {self.database!r}"
+            )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile")
         check_hosts(self.allowed_hosts)
