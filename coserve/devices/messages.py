@@ -167,6 +167,16 @@ class BeginPack(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     evaluate: bool = False
 
 
+class MovePack(msgspec.Struct, tag=True, frozen=True):
+    """The job's pack lies in other pages now: what was in its own has been copied there (`SwapOut`, `SwapIn`).
+
+    runs: as those of `BeginPack`, of the groups of tensors that it still has, each as long as before.
+    """
+
+    job: str
+    runs: tuple[tuple[int, int], ...]
+
+
 class DropPack(msgspec.Struct, tag=True, frozen=True):
     """Forget the pack that was begun last, at any moment, also if it was done in a step whose result nobody took.
 
@@ -218,6 +228,7 @@ Command = (
     | CloseTrainer
     | DropTrainer
     | BeginPack
+    | MovePack
     | DropPack
     | PublishVersion
     | TakeCheckpoint

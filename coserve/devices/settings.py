@@ -17,8 +17,8 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     "auto" for the model's own. weights: how those of linear layers are stored: "dense" or "int8". device: such as "cpu"
     or "cuda:0"; "auto" takes a GPU if there is one. seed: of random weights. threads: of the CPU; None: those that
     PyTorch has. memory_bytes: of the page pool; None: a share of what is free. block_tokens: tokens of a page.
-    host_memory_bytes: for keys and values of preempted requests; 0: they are computed again. profile: None: from disk,
-    or measured at the start. deterministic: see `EngineConfig`.
+    host_memory_bytes: for pages that give way (`SwapOut`); 0: none. profile: None: from disk, or measured at the start.
+    deterministic: see `EngineConfig`.
     """
 
     model: str

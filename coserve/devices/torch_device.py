@@ -32,6 +32,7 @@ from coserve.devices.messages import (
     DropTrainer,
     DropVersion,
     LossRows,
+    MovePack,
     OpenRequest,
     OpenTrainer,
     OpenVersion,
@@ -119,6 +120,7 @@ class TorchDevice:
             CloseTrainer: lambda command: self._trainers[command.job].close(),
             DropTrainer: self._drop_trainer,
             BeginPack: self._begin_pack,
+            MovePack: self._move_pack,
             DropPack: lambda command: self._trainers[command.job].drop_pack(),
             PublishVersion: self._publish,
             TakeCheckpoint: self._take_checkpoint,
@@ -177,6 +179,10 @@ class TorchDevice:
     def _begin_pack(self, command: BeginPack) -> None:
         self._host.wait()  # the pages may just have been a request's
         self._trainers[command.job].begin(command, self._pages)
+
+    def _move_pack(self, command: MovePack) -> None:
+        self._host.wait()  # losses and tasklets do not
+        self._trainers[command.job].move(command, self._pages)
 
     def _publish(self, command: PublishVersion) -> None:
         self._versions[command.version] = self._trainers[command.job].adapter.snapshot()

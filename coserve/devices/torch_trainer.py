@@ -11,7 +11,7 @@ from coserve.adapters.peft_directory import adapter_config, load_adapter, save_a
 from coserve.adapters.tensor_files import open_tensors, write_tensors
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.counting import trainer_opened
-from coserve.devices.messages import OPTIMIZER_FILE, BeginPack, OpenTrainer, TrainerOpened
+from coserve.devices.messages import OPTIMIZER_FILE, BeginPack, MovePack, OpenTrainer, TrainerOpened
 from coserve.errors import AdapterError
 from coserve.memory.activations import LentRuns
 from coserve.memory.paged_kv import PagedKv
@@ -57,6 +57,10 @@ class TorchTrainer:
             memory=LentRuns(pages, command.runs),
             training=not command.evaluate,
         )
+
+    def move(self, command: MovePack, pages: PagedKv) -> None:
+        assert self.training_pass is not None, f"job {command.job} has no pack"
+        self.training_pass.move(LentRuns(pages, command.runs))
 
     def drop_pack(self) -> None:
         self._last = None

@@ -16,7 +16,8 @@ class EngineConfig:
     requests that bring none, seconds to the first token. tpot_s: likewise, mean seconds between later tokens; None:
     what `coserve.scheduling.slo` makes of a decode step alone on this device. memory_bytes: of the page pool, for keys
     and values and fine-tuning's activations; None: a share of what is free. host_memory_bytes: for keys and values of
-    preempted requests, which come back from there where that is quicker than computing them again; 0: none.
+    preempted requests and packs that gave way, which come back from there where that is quicker than computing them
+    again; 0: none.
     block_tokens: tokens of a page. max_requests: sequences that run at once. max_step_rows: rows of a forward pass.
     max_adapters: how many of those that lie on disk stay on the device. deterministic: answers and adapters are the
     same bit for bit, whatever runs beside them; steps take longer (docs/engine.md).

@@ -27,6 +27,7 @@ from coserve.engine.request import Chunk
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import AdapterLoad, ServedAdapters
 from coserve.engine.serving import Serving, TextStreamMaker
+from coserve.engine.stats import take_stats
 from coserve.engine.step_loop import StepLoop
 from coserve.engine.versions import AdapterVersion, AdapterVersions
 from coserve.errors import JobError, RequestError
@@ -174,26 +175,14 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counts as of now."""
-        return EngineStats(
-            num_running=len(self.requests.running),
-            num_waiting=len(self.requests.waiting),
-            num_jobs=sum(not job.is_terminal for job in self.jobs.values()),
-            num_jobs_running=self.jobs.num_running,
-            num_steps=self.num_steps,
-            num_tokens_trained=self.jobs.num_tokens_trained,
-            num_preemptions=self.num_preemptions,
-            num_packs_dropped=self.jobs.num_packs_dropped,
-            num_pages=self.pool.num_pages,
-            num_pages_free=self.pool.num_free,
-            num_pages_by_owner=self.pool.num_pages_by_owner(),
-            margin=self.latency.corrections.margin,
-            num_slos_clamped=self._serving.num_slos_clamped,
-            slo=self.slo,
-            joined_jobs=self.jobs.joined,
-            num_swapped_out=self.swap.num_swapped_out,
-            num_swapped_in=self.swap.num_swapped_in,
-            num_host_pages=self.device.info.num_host_pages,
-            num_host_pages_used=self.swap.num_pages_used,
+        return take_stats(
+            loop=self._loop,
+            requests=self.requests,
+            serving=self._serving,
+            jobs=self.jobs,
+            pool=self.pool,
+            swap=self.swap,
+            latency=self.latency,
         )
 
     def check_integrity(self) -> None:
@@ -201,7 +190,7 @@ class EngineCore:
         host.
         """
         self.requests.check_integrity()
-        self.swap.check_integrity(self.requests.waiting)
+        self.swap.check_integrity(self.requests.waiting, [job.id for job in self.jobs.values() if job.swapped])
         held = {page for each in self.requests.running.values() if each.sequence for page in each.sequence.pages}
         self.pages.check_integrity(held, self.jobs.packs)
 

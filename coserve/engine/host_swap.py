@@ -1,22 +1,41 @@
-"""Keys and values of preempted requests on the host: which blocks go there, and come back.
+"""What gave way and lies on the host: keys and values of preempted requests, and packs of jobs.
 
 A request that is preempted leaves its full blocks on the device, as prefixes that nobody uses: often it is back before
 they are needed. So a block is copied to the host only when its page goes to somebody else, and only where that is worth
 it (`scheduling.swapping`). When the request is admitted, what it still finds on the device is shared, what lies on the
 host is copied back, and the rest is computed again; so are the tokens after its last full block.
 
+A pack that gives way goes to the host at once, or not at all; it comes back to any pages.
+
 Copies have a queue of their own. They come before everything else that a step, or a pack that begins, does with pages.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 from coserve.devices.base import Device
 from coserve.devices.messages import Command, DeviceInfo, SwapIn, SwapOut
 from coserve.memory.host_blocks import HostBlocks
 from coserve.memory.kv_cache import KvCache, PagedSequence
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.swapping import swap_pays
+from coserve.scheduling.plan import JobView
+from coserve.scheduling.swapping import pack_swap_pays, swap_pays
+from coserve.tuning.cursor import Cursor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwappedPack:
+    """A pack that lies on the host: how far it has come, and the pages that it needs, by group of tensors (None: one
+    that it has let go).
+    """
+
+    cursor: Cursor
+    group_pages: Sequence[int | None]
+
+    @property
+    def num_pages(self) -> int:
+        return sum([number for number in self.group_pages if number is not None])
 
 
 class HostSwap:
@@ -31,8 +50,13 @@ class HostSwap:
             cache.prefixes.on_evict = self._store
 
     @property
+    def num_pages(self) -> int:
+        """That the host has room for."""
+        return self._blocks.num_slots
+
+    @property
     def num_pages_used(self) -> int:
-        """Of the host: those of requests that wait."""
+        """Of the host: those of requests that wait, and of packs."""
         return self._blocks.num_used
 
     # -- requests -------------------------------------------------------------------
@@ -64,14 +88,41 @@ class HostSwap:
         """A request waits no more: its places on the host are free. No error if it has none."""
         self._blocks.release(request)
 
+    # -- packs ----------------------------------------------------------------------
+
+    def keep_pack(self, job: JobView, pages: Sequence[int]) -> bool:
+        """A job's pack gives these pages back: copy them, if that pays and there is room. Returns whether."""
+        if not self._blocks.num_slots or not pack_swap_pays(
+            self._latency, job, num_bytes=len(pages) * self._page_bytes
+        ):
+            return False
+        keys = _pack_keys(job.id, len(pages))
+        if not self._blocks.want(_pack_owner(job.id), keys):
+            return False
+        self._store(keys, pages)
+        return True
+
+    def has_pack(self, job: str, num_pages: int) -> bool:
+        """Whether all of it is there; copies can be lost (`lose`)."""
+        return len(self._blocks.slots_of(_pack_keys(job, num_pages))) == num_pages
+
+    def bring_back_pack(self, job: str, pages: Sequence[int]) -> None:
+        """Copy it to these pages. It has its places on the host until `release_pack`."""
+        self._commands.append(SwapIn(tuple(pages), tuple(self._blocks.slots_of(_pack_keys(job, len(pages))))))
+        self.num_swapped_in += len(pages)
+
+    def release_pack(self, job: str) -> None:
+        """Its places on the host are free. No error if it has none."""
+        self._blocks.release(_pack_owner(job))
+
     def _slots(self, keys: Sequence[bytes], num_known: int, num_tokens: int) -> list[int]:
         """At least one token is left to compute."""
         if not self._blocks.num_used:
             return []
         return self._blocks.slots_of(keys[num_known // self._block_tokens : (num_tokens - 1) // self._block_tokens])
 
-    def _store(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Blocks are being forgotten, and their pages are somebody else's from now on."""
+    def _store(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
+        """The pages that hold this are somebody else's from now on."""
         if found := self._blocks.store(keys):
             self._commands.append(SwapOut(tuple([pages[place] for place, _ in found]), tuple([to for _, to in found])))
             self.num_swapped_out += len(found)
@@ -96,6 +147,14 @@ class HostSwap:
         """
         self._blocks.lose([slot for command in commands if isinstance(command, SwapOut) for slot in command.slots])
 
-    def check_integrity(self, waiting: Iterable[str]) -> None:
-        """Assert that each page of the host is free, or wanted by requests that wait."""
-        self._blocks.check_integrity(waiting)
+    def check_integrity(self, waiting: Iterable[str], packs: Iterable[str]) -> None:
+        """Assert that each page of the host is free, or wanted by requests that wait or packs of these jobs."""
+        self._blocks.check_integrity([*waiting, *map(_pack_owner, packs)])
+
+
+def _pack_owner(job: str) -> Hashable:
+    return "pack", job
+
+
+def _pack_keys(job: str, num_pages: int) -> list[Hashable]:
+    return [(job, number) for number in range(num_pages)]

@@ -3,7 +3,8 @@
 A job goes through the optimizer steps of its `TrainingOrder`. Each is packs, one at a time: memory is taken, forward
 windows, the loss and backward tasklets run, gradients are added to the step's; then the update. In between it measures
 the loss of the validation set, nothing backward, and publishes versions. A pack can be dropped at any moment: it is
-begun again, and everything else stands. Bookkeeping alone: the tensors are the device's.
+begun again, or comes back from the host as it was, and everything else stands. Bookkeeping alone: the tensors are the
+device's.
 """
 
 from collections import deque
@@ -13,8 +14,19 @@ from functools import lru_cache
 from math import inf
 from typing import Literal
 
-from coserve.devices.messages import BeginPack, LossRows, PackSums, Tasklets, TrainerOpened, WindowRows, group_bytes
+from coserve.devices.messages import (
+    BeginPack,
+    LossRows,
+    MovePack,
+    PackSums,
+    Tasklets,
+    TrainerOpened,
+    WindowRows,
+    group_bytes,
+)
 from coserve.engine.checkpoint import JobPosition
+from coserve.engine.host_swap import SwappedPack
+from coserve.engine.job_view import job_view
 from coserve.engine.memory_failures import MemoryFailures
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.plan import JobPhase, JobView
@@ -101,6 +113,7 @@ class Job:
         self.sums = LossSums()  # of the packs that are done, of the step or the evaluation
         self.seconds = StepSeconds()  # of the step so far
         self.pack_pages: PackPages | None = None
+        self.swapped: SwappedPack | None = None  # of the pack to begin next
         self._cursor: Cursor | None = None
         self._validation = tuple(validation)
         self._num_bad_steps = 0
@@ -136,7 +149,7 @@ class Job:
         """Tokens trained, with what is done of the pack in memory, half of it forward and half backward; work that was
         dropped is not among them.
         """
-        begun = self._num_rows_counted / 2 if self.has_pack and not self.evaluating else 0.0
+        begun = self._num_rows_counted / 2 if (self.has_pack or self.swapped) and not self.evaluating else 0.0
         return self.num_tokens_trained + begun
 
     @property
@@ -157,14 +170,11 @@ class Job:
     @property
     def phase(self) -> JobPhase | None:
         """What it is at; None: nothing that a step could do."""
-        cursor = self._cursor
         if self.state != "running":
             return None
-        if cursor is None:
+        if self._cursor is None:
             return "pack" if self._waiting else "update" if self.update_due else None
-        if not cursor.forward_done:
-            return "forward"
-        return "backward" if cursor.loss_done else "loss"
+        return self._cursor.phase
 
     @property
     def num_loss_rows_left(self) -> int:
@@ -174,69 +184,49 @@ class Job:
 
     def view(self, now_s: float, num_pages: int) -> JobView | None:
         """What a policy may do with it now; None: nothing. num_pages: of the pack in memory, or of the next one."""
-        pack, cursor, phase = self._pack or self.wants_pack, self._cursor, self.phase
-        if phase is None:
+        if (phase := self.phase) is None:
             return None
-        if pack is None:
-            return self._job_view("update", 0, 0, 0, 0.0, now_s, 0)
-        if cursor is None:
-            parts = self.num_trained_parts
-            return self._job_view("pack", pack.num_rows, pack.num_rows, parts, pack.mean_context_len, now_s, num_pages)
-        if phase == "forward":
-            rows_left = cursor.num_rows - cursor.num_forward_rows
-        else:
-            rows_left = self.num_loss_rows_left if phase == "loss" else cursor.num_backward_rows
-        parts = cursor.num_parts - cursor.num_parts_done
-        return self._job_view(phase, cursor.num_rows, rows_left, parts, pack.mean_context_len, now_s, num_pages)
-
-    def _job_view(
-        self,
-        phase: JobPhase,
-        num_rows: int,
-        num_rows_left: int,
-        num_parts_left: int,
-        mean_context_len: float,
-        now_s: float,
-        num_pages: int,
-    ) -> JobView:
-        cursor = self._cursor
-        done = 0
-        if cursor is not None:
-            done = cursor.num_forward_rows + cursor.num_loss_rows + cursor.num_parts_done * cursor.num_rows
-        return JobView(
+        pack, cursor = self._pack or self.wants_pack, self._cursor
+        if pack is not None and cursor is None:
+            cursor = self._new_cursor(pack) if self.swapped is None else self.swapped.cursor
+        return job_view(
             self.id,
-            phase,
-            num_rows,
-            num_rows_left,
-            num_parts_left,
-            mean_context_len,
             self.costs.counts,
-            max(0.0, now_s - self.moved_s),
-            self.tenant,
-            num_pages,
-            done,
-            self.num_rows_run,
+            phase=phase,
+            cursor=cursor,
+            mean_context_len=0.0 if pack is None else pack.mean_context_len,
+            waited_s=max(0.0, now_s - self.moved_s),
+            tenant=self.tenant,
+            num_pages=0 if pack is None else num_pages,
+            num_rows_run=self.num_rows_run,
         )
+
+    def _new_cursor(self, pack: PackMembers) -> Cursor:
+        return Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=self.num_trained_parts)
 
     # -- what happened ------------------------------------------------------------
 
-    def next_pack(self, pages: PackPages) -> BeginPack:
+    def next_pack(self, pages: PackPages) -> BeginPack | MovePack:
         """What to tell the device about the next pack, which has these pages; `begin_pack` once it has begun."""
-        pack = self._waiting[0]
+        pack, runs = self._waiting[0], tuple((run.start, len(run)) for run in pages.runs if run is not None)
+        if self.swapped is not None:
+            return MovePack(self.id, runs)
         return BeginPack(
             job=self.id,
             sequences=tuple((example.tokens, example.trained) for example in pack.examples),
             first_row=pack.first_row,
-            runs=tuple((run.start, len(run)) for run in pages.runs if run is not None),
+            runs=runs,
             evaluate=self.evaluating,
         )
 
     def begin_pack(self, pages: PackPages) -> None:
-        """The device has begun the next pack."""
+        """The device has begun the next pack, or has it again."""
         pack = self._pack = self._waiting.popleft()
         self.pack_pages = pages
-        self._cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=self.num_trained_parts)
-        self._num_rows_counted = 0.0
+        if self.swapped is not None:
+            self._cursor, self.swapped = self.swapped.cursor, None
+        else:
+            self._cursor, self._num_rows_counted = self._new_cursor(pack), 0.0
 
     def count_seconds(self, started_s: float, **seconds: float) -> None:
         """A step that began then has taken this for it, by the names of `StepSeconds`."""
@@ -287,11 +277,21 @@ class Job:
             self.follow_due, self.evaluated = True, position.evaluated
 
     def drop_pack(self) -> None:
-        """Give the pack's memory back; it will be begun again."""
-        assert self._pack is not None
+        """Give the pack's memory back, in memory or on the host; it will be begun again."""
+        if self.swapped is not None:
+            self.swapped = None
+        else:
+            assert self._pack is not None
+            self._waiting.appendleft(self._pack)
+            self._release_pack()
+        self.num_drops += 1
+
+    def swap_pack(self) -> None:
+        """Give the pack's memory back; what was in it lies on the host, and the pack will resume where it is."""
+        assert self._pack is not None and self._cursor is not None and self.pack_pages is not None
+        self.swapped = SwappedPack(cursor=self._cursor, group_pages=self.pack_pages.group_pages)
         self._waiting.appendleft(self._pack)
         self._release_pack()
-        self.num_drops += 1
 
     def count_rows(self, now_s: float) -> float:
         """Some of the pack has been run; returns how many rows. A row counts once forward, and once for the loss and
@@ -386,6 +386,7 @@ class Job:
         self.state = state
         self._release_pack()
         self._waiting.clear()
+        self.swapped = None
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,5 @@
 """The jobs of an engine: what starts and ends them, and what follows from an optimizer step."""
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
@@ -8,7 +7,6 @@ from coserve.devices.base import Device
 from coserve.devices.messages import (
     CloseTrainer,
     Command,
-    DropPack,
     DropTrainer,
     StepBatch,
     StepResult,
@@ -18,11 +16,13 @@ from coserve.devices.messages import (
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import EventKind, Job, JobEvent
+from coserve.engine.job_packs import JobPacks
 from coserve.engine.job_start import JobStart, with_pack_size
+from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.engine.step_shares import joined_jobs, largest_pieces, shares_of_time
-from coserve.errors import BudgetError, DeviceGoneError, DeviceMemoryError, JobError
+from coserve.errors import DeviceGoneError, DeviceMemoryError, JobError
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.plan import JobView
@@ -54,7 +54,15 @@ class JobSet(Mapping[str, Job]):
         self._adapters, self._counters, self._emit, self._send = adapters, counters, emit, send
         self._jobs: dict[str, Job] = {}
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_checkpoints = self._num_turns = 0
-        self._owed: deque[DropPack | CloseTrainer | DropTrainer] = deque()
+        self._owed = OwedCommands(device)
+        self._packs = JobPacks(
+            device,
+            pages,
+            swap,
+            self._owed,
+            on_drop=lambda job: self._tell(job, "pack_dropped"),
+            on_memory_error=self._note_memory_failure,
+        )
 
     # -- questions ----------------------------------------------------------------
 
@@ -111,7 +119,7 @@ class JobSet(Mapping[str, Job]):
         jobs = [job for job in self._jobs.values() if job.id not in without and not job.memory_failures.num_turns]
         running = [job for job in jobs if job.state == "running"]
         running.sort(key=lambda job: job.num_rows_run)
-        views = tuple([view for job in running if (view := job.view(now_s, self._num_pages(job))) is not None])
+        views = tuple([view for job in running if (view := job.view(now_s, self._packs.num_pages(job))) is not None])
         return self._in_turn(views) if any(job.is_alone for job in running) else views
 
     def _in_turn(self, views: tuple[JobView, ...]) -> tuple[JobView, ...]:
@@ -123,15 +131,6 @@ class JobSet(Mapping[str, Job]):
             return ()
         chosen = groups[self._num_turns % len(groups)]
         return tuple([view for view in views if view.id in chosen])
-
-    def _num_pages(self, job: Job) -> int:
-        if job.pack_pages is not None:
-            return job.pack_pages.num_pages
-        pack = job.wants_pack
-        return 0 if pack is None else sum(self._group_pages(job, pack.num_rows))
-
-    def _group_pages(self, job: Job, num_rows: int) -> list[int]:
-        return [self._pages.num_pages(size) for size in job.group_bytes(num_rows)]
 
     # -- life -----------------------------------------------------------------------
 
@@ -164,7 +163,7 @@ class JobSet(Mapping[str, Job]):
                 job.resume(start.position)
                 self._num_tokens_forgotten -= job.num_tokens_trained  # another engine's
         except BaseException:
-            self._owed.append(DropTrainer(job_id))
+            self._owed.add(DropTrainer(job_id))
             with suppress(DeviceGoneError):
                 self.settle()
             raise
@@ -173,10 +172,10 @@ class JobSet(Mapping[str, Job]):
         return job
 
     def pause(self, job_id: str) -> None:
-        """Let it rest where it is; its pack goes, and is begun again later."""
+        """Let it rest where it is; its pack goes to the host, or goes, and is begun again later."""
         job = self._living(job_id)
         if job.has_pack:
-            self._book_drop(job)
+            self._packs.put_away(job, self._device.clock.now())
         if job.state == "running":
             self._counters.leave(job.tenant)
         job.state = "paused"
@@ -203,7 +202,7 @@ class JobSet(Mapping[str, Job]):
         self._num_drops_forgotten += job.num_drops
         del self._jobs[job_id]
         # At once, as it is opened: another job may have the id before the next step.
-        self._owed.append(DropTrainer(job_id))
+        self._owed.add(DropTrainer(job_id))
         self.settle()
 
     def checkpoint(self, job_id: str) -> Checkpoint:
@@ -226,43 +225,17 @@ class JobSet(Mapping[str, Job]):
 
     def settle(self) -> None:
         """Have the device do what is owed; one that is gone is owed nothing."""
-        try:
-            while self._owed:
-                self._device.execute(self._owed[0])
-                self._owed.popleft()
-        except DeviceGoneError:
-            self._owed.clear()
-            raise
+        self._owed.settle()
 
     # -- packs ------------------------------------------------------------------------
 
     def begin(self, job_id: str) -> bool:
         """Give a job the memory of its next pack; False, and it has none, if it cannot be had now."""
-        job = self._jobs[job_id]
-        if (pack := job.wants_pack) is None or self._waits_for_another(job):
-            return False
-        try:
-            pages = self._pages.take_pack(self._group_pages(job, pack.num_rows), job.num_trained_parts)
-        except BudgetError:  # enough pages, but not side by side
-            return False
-        try:
-            self.settle()
-            self._swap.flush(self._device)  # what lay in its pages leaves them first
-            self._device.execute(job.next_pack(pages))
-        except DeviceMemoryError as error:  # no memory beside the pages
-            pages.release()
-            self._note_memory_failure(job, str(error))
-            self.settle()
-            return False
-        except BaseException:
-            pages.release()
-            raise
-        job.begin_pack(pages)
-        return True
+        return self._packs.begin(self._jobs[job_id], self._jobs.values())
 
     def drop(self, job: Job) -> None:
-        """Take its pack's pages; the pack is begun again later."""
-        self._book_drop(job)
+        """Take its pack's pages; the pack comes back from the host later, or is begun again."""
+        self._packs.put_away(job, self._device.clock.now())
         self.settle()
 
     def count_turn(self) -> None:
@@ -270,17 +243,6 @@ class JobSet(Mapping[str, Job]):
         self._num_turns += 1
         for job in self._jobs.values():
             job.memory_failures.note_turn()
-
-    def _book_drop(self, job: Job) -> None:
-        job.drop_pack()
-        self._owed.append(DropPack(job.id))
-        self._tell(job, "pack_dropped")
-
-    def _waits_for_another(self, job: Job) -> bool:
-        """Of jobs that ran out of memory, one at a time has a pack: what fails then is its own."""
-        return job.memory_failures.num_in_a_row > 0 and any(
-            other.has_pack and other.memory_failures.num_in_a_row for other in self._jobs.values()
-        )
 
     def _note_memory_failure(self, job: Job, message: str, num_rows: int | None = None) -> None:
         job.memory_failures.note_failure(num_rows)
@@ -327,7 +289,7 @@ class JobSet(Mapping[str, Job]):
         largest = largest_pieces(batch)
         moved = [job for job_id in largest if (job := self._jobs[job_id]).has_pack]
         for job in moved:
-            self._book_drop(job)
+            self._packs.drop(job)
             self._note_memory_failure(job, result.failure.message, largest[job.id])
         self.catch_up()
         return bool(moved) or bool(batch.updates)
@@ -338,7 +300,7 @@ class JobSet(Mapping[str, Job]):
             self._fail(self._jobs[update.job], f"the device failed within an optimizer step: {error!r}")
         for job_id in largest_pieces(batch):
             if (job := self._jobs[job_id]).has_pack:
-                self._book_drop(job)
+                self._packs.drop(job)
         with suppress(DeviceGoneError):  # it may not take a command any more
             self.settle()
 
@@ -388,7 +350,8 @@ class JobSet(Mapping[str, Job]):
         if job.state == "running":
             self._counters.leave(job.tenant)
         job.end(state)
-        self._owed.append(CloseTrainer(job.id))
+        self._swap.release_pack(job.id)
+        self._owed.add(CloseTrainer(job.id))
         self._tell(job, state, message=message)
 
     def _tell(self, job: Job, kind: EventKind, *, version: str | None = None, message: str = "") -> None:

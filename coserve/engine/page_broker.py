@@ -31,24 +31,24 @@ class PageBroker:
         """Pages of a run of this many bytes."""
         return -(-num_bytes // self.pool.page_bytes)
 
-    def take_pack(self, group_pages: Sequence[int], num_trained_parts: int) -> PackPages:
-        """Runs for a pack's groups; BudgetError, and nothing is taken, if one cannot be had.
+    def take_pack(self, group_pages: Sequence[int | None], num_trained_parts: int) -> PackPages:
+        """Runs for a pack's groups (None: for this one none); BudgetError, and nothing is taken, if one cannot be had.
 
         Prefixes are forgotten for it only where that makes a run, and as few as that takes. What cannot be had is not
         looked for again until a page has become free or evictable.
         """
-        sizes, changes = tuple(group_pages), self._num_changes
+        sizes, changes = tuple([size for size in group_pages if size is not None]), self._num_changes
         if changes != self._refused_at:
             self._refused.clear()
             self._refused_at = changes
         if (error := self._refused.get(sizes)) is not None:
             raise BudgetError(error)
         try:
-            runs = self._take_runs(sizes)
+            runs = iter(self._take_runs(sizes))
         except BudgetError as refused:
             self._refused[sizes] = str(refused)
             raise
-        return PackPages(self.pool, runs, num_trained_parts)
+        return PackPages(self.pool, [None if size is None else next(runs) for size in group_pages], num_trained_parts)
 
     def check_integrity(self, held: set[int], packs: Sequence[PackPages]) -> None:
         """Assert that every page is free or owned, and that those owned are these requests' and packs'."""

@@ -5,7 +5,7 @@ request that is preempted gets a slot for each of its blocks at once, or for non
 by one, the last first, and the last are of no use without the first. Requests with a block in common share its slot.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 
 class HostBlocks:
@@ -17,17 +17,17 @@ class HostBlocks:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots))[::-1]
-        self._slot: dict[bytes, int] = {}
-        self._stored: set[bytes] = set()
-        self._num_owners: dict[bytes, int] = {}
-        self._wanted: dict[str, list[bytes]] = {}
+        self._slot: dict[Hashable, int] = {}
+        self._stored: set[Hashable] = set()
+        self._num_owners: dict[Hashable, int] = {}
+        self._wanted: dict[Hashable, list[Hashable]] = {}
 
     @property
     def num_used(self) -> int:
         """Slots that are not free; of some, what they are for is still on the device."""
         return self.num_slots - len(self._free)
 
-    def want(self, owner: str, keys: Sequence[bytes]) -> bool:
+    def want(self, owner: Hashable, keys: Sequence[Hashable]) -> bool:
         """Give every block of a request a slot; False, and none has one, if too few are free."""
         assert owner not in self._wanted
         new = [key for key in keys if key not in self._slot]
@@ -40,7 +40,7 @@ class HostBlocks:
         self._wanted[owner] = list(keys)
         return True
 
-    def release(self, owner: str) -> None:
+    def release(self, owner: Hashable) -> None:
         """The request needs its blocks no more; no error if it has none."""
         for key in self._wanted.pop(owner, ()):
             self._num_owners[key] -= 1
@@ -49,7 +49,7 @@ class HostBlocks:
                 self._stored.discard(key)
                 self._free.append(self._slot.pop(key))
 
-    def store(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+    def store(self, keys: Sequence[Hashable]) -> list[tuple[int, int]]:
         """Blocks leave the device: those that are to be copied, as (place in keys, slot). They count as copied now."""
         found = []
         for place, key in enumerate(keys):
@@ -58,7 +58,7 @@ class HostBlocks:
                 self._stored.add(key)
         return found
 
-    def slots_of(self, keys: Sequence[bytes]) -> list[int]:
+    def slots_of(self, keys: Sequence[Hashable]) -> list[int]:
         """The slots of the first of these blocks, as far as they lie on the host."""
         found = []
         for key in keys:
@@ -72,7 +72,7 @@ class HostBlocks:
         lost = set(slots)
         self._stored = {key for key in self._stored if self._slot[key] not in lost}
 
-    def check_integrity(self, owners: Iterable[str]) -> None:
+    def check_integrity(self, owners: Iterable[Hashable]) -> None:
         """Assert the invariant, and that nobody but these requests has slots."""
         assert self._wanted.keys() <= set(owners)
         assert sorted([*self._free, *self._slot.values()]) == list(range(self.num_slots))

@@ -30,12 +30,24 @@ class PackProgress(Protocol):
 class PackPages:
     """The runs of one pack."""
 
-    def __init__(self, pool: PagePool, runs: Sequence[range], num_trained_parts: int) -> None:
-        """num_trained_parts: how many of the groups' parts, from the last one down, run backward."""
+    def __init__(self, pool: PagePool, runs: Sequence[range | None], num_trained_parts: int) -> None:
+        """runs: None for groups that the pack has let go already. num_trained_parts: how many of the groups' parts,
+        from the last one down, run backward.
+        """
         self._pool = pool
         self.runs: list[range | None] = list(runs)
-        self.num_pages = sum(map(len, runs))  # that it still holds
+        self.num_pages = sum([len(run) for run in runs if run is not None])  # that it still holds
         self._first_trained = len(runs) - num_trained_parts
+
+    @property
+    def pages(self) -> list[int]:
+        """That it still holds, run by run."""
+        return [page for run in self.runs if run is not None for page in run]
+
+    @property
+    def group_pages(self) -> list[int | None]:
+        """How many each group holds; None for one that was given back."""
+        return [None if run is None else len(run) for run in self.runs]
 
     def follow(self, cursor: PackProgress) -> None:
         """Give back what the pack does not need any more."""

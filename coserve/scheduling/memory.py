@@ -103,7 +103,7 @@ class MemoryPlan:
                 continue
             self.free -= job.num_pages
             self.begin.append(job.id)
-            self.jobs.append(structs.replace(job, phase="forward", num_rows_left=job.num_rows))
+            self.jobs.append(structs.replace(job, phase=job.begins_at))
         if self.begin or jobs is not self._view.jobs:
             turns = {job.id: turn for turn, job in enumerate(jobs)}
             self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))

@@ -57,7 +57,8 @@ class JobView(msgspec.Struct, frozen=True):
     have a target), or backward in the current part. num_parts_left: parts that are still to go backward, the current
     one among them. mean_context_len: mean number of tokens that a row attends to. waited_s: since it last got on.
     num_pages: that the pack holds, or needs to begin. num_rows_done: rows that would be lost if the pack were dropped;
-    the loss, and each part backward, count as a pass each. num_rows_run: rows of all its packs so far.
+    the loss, and each part backward, count as a pass each. num_rows_run: rows of all its packs so far. begins_at: what
+    a pack that is to be begun will be at: "forward", but for one that comes back from the host.
     """
 
     id: str
@@ -72,6 +73,7 @@ class JobView(msgspec.Struct, frozen=True):
     num_pages: int = 0
     num_rows_done: int = 0
     num_rows_run: float = 0.0
+    begins_at: JobPhase = "forward"
 
 
 class TenantView(msgspec.Struct, frozen=True):

@@ -1,6 +1,12 @@
-"""Whether a preempted request's keys and values are worth a place on the host (LLMStation's swap, section 4)."""
+"""Whether what gives way is worth a place on the host: a request's keys and values (LLMStation's swap, section 4), or
+what a pack has saved.
+"""
+
+from msgspec import structs
 
 from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.memory import rows_lost
+from coserve.scheduling.plan import JobView
 
 
 def swap_pays(latency: LatencyModel, *, num_tokens: int, num_bytes: int) -> bool:
@@ -8,3 +14,11 @@ def swap_pays(latency: LatencyModel, *, num_tokens: int, num_bytes: int) -> bool
     again with that of its next one.
     """
     return latency.copy_s(2 * num_bytes) < latency.rerun_s(num_tokens)
+
+
+def pack_swap_pays(latency: LatencyModel, job: JobView, *, num_bytes: int) -> bool:
+    """Whether copying what a pack in memory has saved to the host and back is quicker than running it again up to where
+    it is.
+    """
+    whole_s = latency.pack_s(structs.replace(job, num_parts_left=job.counts.num_parts))
+    return latency.copy_s(2 * num_bytes) < whole_s * rows_lost(job) / (2 * job.num_rows)

@@ -61,7 +61,7 @@ class ServerConfig:
     host_memory_bytes: int = _option(
         0,
         "--host-memory",
-        "For keys and values of requests that had to make room, such as 8GiB; without, they are computed again.",
+        "For what requests and jobs that make room have computed, such as 8GiB; without, it is computed again.",
         parse=bytes_of,
         metavar="SIZE",
         shown="none",

@@ -55,9 +55,9 @@ class Metrics:
         self._pages = gauge("pages", "Pages of the pool, by owner.", ("owner",))
         self._preemptions = gauge("preemptions", "Requests whose pages were taken, since the engine started.")
         self._swapped = gauge(
-            "swapped_pages", "Pages of such requests that went to the host (out) and came back (in).", ("direction",)
+            "swapped_pages", "Pages that went to the host to make room (out), and that came back (in).", ("direction",)
         )
-        self._host_pages = gauge("host_pages_used", "Pages on the host that requests which made room have.")
+        self._host_pages = gauge("host_pages_used", "Pages on the host that requests and jobs which made room have.")
         self._slos_clamped = gauge(
             "slos_clamped", "Requests whose SLO was beyond the device, and was relaxed, since the engine started."
         )

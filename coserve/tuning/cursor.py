@@ -7,6 +7,8 @@ own between the two: the head's weight is as large as many blocks', and a few ro
 rows are not those of the forward windows. Pure counting, so that plans and simulations need no tensors.
 """
 
+from typing import Literal
+
 
 class Cursor:
     """Counts what has been run of `num_rows` rows, of which `num_trained` have a loss, and of `num_parts` parts that
@@ -27,6 +29,13 @@ class Cursor:
     @property
     def loss_done(self) -> bool:
         return self.forward_done and self.num_loss_rows == self.num_trained
+
+    @property
+    def phase(self) -> Literal["forward", "loss", "backward"]:
+        """What comes next; of a pack that is not done."""
+        if self.num_forward_rows < self.num_rows:
+            return "forward"
+        return "loss" if self.num_loss_rows < self.num_trained else "backward"
 
     @property
     def done(self) -> bool:

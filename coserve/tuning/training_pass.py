@@ -227,6 +227,16 @@ class TrainingPass:
             self._memory.give_back(tensors)
         self._saved, self._workspace = {}, {}
 
+    def move(self, memory: ActivationMemory) -> None:
+        """Continue in other memory, to which somebody has copied what lay in the pass's own; not within a tasklet.
+
+        memory: lends groups in the order in which the pass took those that it still has.
+        """
+        assert not self._released and self._tasklet is None, "the pass was released, or its tasklet is not done"
+        for tensors in (self._workspace, *self._saved.values()):
+            tensors.update(memory.take({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}))
+        self._memory = memory
+
     def _release_if_done(self) -> None:
         if self.done:
             self.release()

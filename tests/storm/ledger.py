@@ -25,6 +25,7 @@ from coserve.devices.messages import (
     DropPack,
     DropTrainer,
     DropVersion,
+    MovePack,
     OpenRequest,
     OpenTrainer,
     OpenVersion,
@@ -112,13 +113,21 @@ class _PackMemory(PagePool):
 
 @dataclass(kw_only=True)
 class _Pack:
-    """is_lost: something else lies in its pages; that is well if it never runs again."""
+    """number: of all that were ever begun. num_moves: steps that have written to its pages. is_lost: something else
+    lies in them; that is well if it never runs again, or comes back from the host first.
+    """
 
+    number: int
     command: BeginPack
     cursor: Cursor
     memory: _PackMemory
     pages: PackPages
+    num_moves: int = 0
     is_lost: bool = False
+
+    def contents(self) -> list[int]:
+        """What lies in each of the pages that it still holds."""
+        return [hash((self.number, self.num_moves, place)) for place in range(self.pages.num_pages)]
 
     @property
     def learned(self) -> Learned:
@@ -159,6 +168,8 @@ class LedgerDevice:
         self.copies: dict[str, tuple[Adapter, bool]] = {}
         self._slots: dict[int, list[int]] = {}  # what lies in each page
         self._host: dict[int, list[int]] = {}  # likewise, of the host
+        self._num_packs = 0
+        self.num_packs_moved = 0
         self._result: StepResult | None = None
 
     def execute(self, command: Command) -> Reply:
@@ -210,6 +221,8 @@ class LedgerDevice:
         for job in {piece.job for pieces in (batch.losses, batch.tasklets, batch.windows) for piece in pieces}:
             pack, trainer = self._pack(job), self.trainers[job]
             pack.pages.follow(pack.cursor)
+            pack.num_moves += 1
+            self._fill(pack)
             if pack.cursor.done:
                 trainer.pack, trainer.last = None, pack
 
@@ -255,6 +268,11 @@ class LedgerDevice:
         assert trainer.is_open and trainer.pack is not None, f"job {job} has no pack"
         assert not trainer.pack.is_lost, f"something else lies in the pages of the pack of job {job}"
         return trainer.pack
+
+    def _fill(self, pack: _Pack) -> None:
+        """Its pages hold what it has saved so far."""
+        for page, content in zip(pack.pages.pages, pack.contents(), strict=True):
+            self._slots[page] = [content] * self.info.block_tokens
 
     def _lose_packs(self, pages: set[int]) -> None:
         """Something else comes into these pages."""
@@ -334,8 +352,6 @@ class LedgerDevice:
         assert len(memory.held) == sum(map(len, runs))
         trainer.pack = None
         self._lose_packs(memory.held)
-        for page in memory.held:
-            self._slots.pop(page, None)
         num_parts = 0 if command.evaluate else trainer.costs.trained_parts
         cursor = Cursor(
             num_rows=sum(len(tokens) for tokens, _ in command.sequences),
@@ -343,7 +359,24 @@ class LedgerDevice:
             num_parts=num_parts,
         )
         pages = PackPages(memory, runs, num_parts)
-        trainer.pack = _Pack(command=command, cursor=cursor, memory=memory, pages=pages)
+        self._num_packs += 1
+        trainer.pack = _Pack(number=self._num_packs, command=command, cursor=cursor, memory=memory, pages=pages)
+        self._fill(trainer.pack)
+
+    @_book.register
+    def _(self, command: MovePack) -> None:
+        trainer = self.trainers[command.job]
+        pack = trainer.pack
+        assert trainer.is_open and pack is not None, f"job {command.job} has no pack"
+        runs = iter([range(start, start + number) for start, number in command.runs])
+        groups = pack.pages.group_pages
+        new = PackPages(pack.memory, [None if size is None else next(runs) for size in groups], pack.cursor.num_parts)
+        assert next(runs, None) is None and new.group_pages == groups
+        for page, content in zip(new.pages, pack.contents(), strict=True):
+            assert self._slots[page] == [content] * self.info.block_tokens, "another state of the pack, or none"
+        pack.memory.held = set(new.pages)
+        pack.pages, pack.is_lost = new, False
+        self.num_packs_moved += 1
 
     @_book.register
     def _(self, command: DropPack) -> None:

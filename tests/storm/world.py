@@ -200,6 +200,7 @@ class World:
         stats = self.engine.stats()
         self.counts["requests preempted"] += stats.num_preemptions
         self.counts["pages to the host"] += stats.num_swapped_out
+        self.counts["packs from the host"] += self.ledger.num_packs_moved
         self.counts["pages from the host"] += stats.num_swapped_in
 
     def attempt(self, what: Callable[[], Any]) -> bool:

@@ -1,0 +1,97 @@
+"""How packs of jobs come into memory, and leave it before they are done: dropped, or for the host."""
+
+from collections.abc import Callable, Iterable
+
+from coserve.devices.base import Device
+from coserve.devices.messages import DropPack
+from coserve.engine.host_swap import HostSwap
+from coserve.engine.job import Job
+from coserve.engine.owed_commands import OwedCommands
+from coserve.engine.page_broker import PageBroker
+from coserve.errors import BudgetError, DeviceMemoryError
+
+
+class JobPacks:
+    """The packs on one device; jobs know which is theirs."""
+
+    def __init__(
+        self,
+        device: Device,
+        pages: PageBroker,
+        swap: HostSwap,
+        owed: OwedCommands,
+        *,
+        on_drop: Callable[[Job], None],
+        on_memory_error: Callable[[Job, str], None],
+    ) -> None:
+        """on_drop: told of packs that will be begun again. on_memory_error: of packs that could not begin, with the
+        device's reason.
+        """
+        self._device, self._pages, self._swap, self._owed = device, pages, swap, owed
+        self._on_drop, self._on_memory_error = on_drop, on_memory_error
+
+    def num_pages(self, job: Job) -> int:
+        """Of its pack in memory, or of its next one; 0 without any."""
+        if job.pack_pages is not None:
+            return job.pack_pages.num_pages
+        if job.swapped is not None:
+            return job.swapped.num_pages
+        pack = job.wants_pack
+        return 0 if pack is None else sum(self._group_pages(job, pack.num_rows))
+
+    def begin(self, job: Job, others: Iterable[Job]) -> bool:
+        """Give a job the memory of its next pack; False, and it has none, if it cannot be had now."""
+        if (pack := job.wants_pack) is None or _waits_for_another(job, others):
+            return False
+        away = job.swapped
+        if away is not None and not self._swap.has_pack(job.id, away.num_pages):
+            self.drop(job)  # copies were lost; the plan is for a pack that was further
+            return False
+        sizes = self._group_pages(job, pack.num_rows) if away is None else away.group_pages
+        try:
+            pages = self._pages.take_pack(sizes, job.num_trained_parts)
+        except BudgetError:  # enough pages, but not side by side
+            return False
+        try:
+            self._owed.settle()
+            if away is not None:
+                self._swap.bring_back_pack(job.id, pages.pages)
+            self._swap.flush(self._device)  # what lay in its pages leaves them first
+            self._device.execute(job.next_pack(pages))
+        except DeviceMemoryError as error:  # no memory beside the pages
+            pages.release()
+            self._on_memory_error(job, str(error))
+            self._owed.settle()
+            return False
+        except BaseException:
+            pages.release()
+            raise
+        job.begin_pack(pages)
+        self._swap.release_pack(job.id)
+        return True
+
+    def put_away(self, job: Job, now_s: float) -> None:
+        """Take the pages of its pack, which goes to the host if that is worth it."""
+        assert job.pack_pages is not None
+        view = job.view(now_s, job.pack_pages.num_pages)
+        if view is not None and self._swap.keep_pack(view, job.pack_pages.pages):
+            job.swap_pack()
+        else:
+            self.drop(job)
+
+    def drop(self, job: Job) -> None:
+        """Its pack, in memory or on the host, is to be begun again."""
+        self._swap.release_pack(job.id)
+        job.drop_pack()
+        self._owed.add(DropPack(job.id))
+        self._on_drop(job)
+
+    def _group_pages(self, job: Job, num_rows: int) -> list[int]:
+        return [self._pages.num_pages(size) for size in job.group_bytes(num_rows)]
+
+
+def _waits_for_another(job: Job, others: Iterable[Job]) -> bool:
+    """Of jobs that ran out of memory, one at a time has a pack: what fails then is its own."""
+    return job.memory_failures.num_in_a_row > 0 and any(
+        other.has_pack and other.memory_failures.num_in_a_row for other in others
+    )

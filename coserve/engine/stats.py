@@ -1,0 +1,44 @@
+"""Counts of an engine as of now, from its parts."""
+
+from coserve.engine.host_swap import HostSwap
+from coserve.engine.job_set import JobSet
+from coserve.engine.records import EngineStats
+from coserve.engine.request_queue import RequestQueue
+from coserve.engine.serving import Serving
+from coserve.engine.step_loop import StepLoop
+from coserve.memory.pages import PagePool
+from coserve.scheduling.latency import LatencyModel
+
+
+def take_stats(
+    *,
+    loop: StepLoop,
+    requests: RequestQueue,
+    serving: Serving,
+    jobs: JobSet,
+    pool: PagePool,
+    swap: HostSwap,
+    latency: LatencyModel,
+) -> EngineStats:
+    """See `EngineStats`."""
+    return EngineStats(
+        num_running=len(requests.running),
+        num_waiting=len(requests.waiting),
+        num_jobs=sum(not job.is_terminal for job in jobs.values()),
+        num_jobs_running=jobs.num_running,
+        num_steps=loop.num_steps,
+        num_tokens_trained=jobs.num_tokens_trained,
+        num_preemptions=requests.num_preemptions,
+        num_packs_dropped=jobs.num_packs_dropped,
+        num_pages=pool.num_pages,
+        num_pages_free=pool.num_free,
+        num_pages_by_owner=pool.num_pages_by_owner(),
+        margin=latency.corrections.margin,
+        num_slos_clamped=serving.num_slos_clamped,
+        slo=loop.slo,
+        joined_jobs=jobs.joined,
+        num_swapped_out=swap.num_swapped_out,
+        num_swapped_in=swap.num_swapped_in,
+        num_host_pages=swap.num_pages,
+        num_host_pages_used=swap.num_pages_used,
+    )
