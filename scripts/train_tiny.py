@@ -25,11 +25,18 @@ END = "<|end|>"
 SPECIAL = (END, "<|system|>", "<|user|>", "<|assistant|>")
 # Roles that the model does not have are read as the nearest one that it has; a message in parts, as its text.
 TEMPLATE = (
+    "{% if tools %}<|system|>These functions can be called:"
+    "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
+    '{{ \'\\n\' }}To call one, write <tool_call>{"name": its name, "arguments": {...}}</tool_call>.<|end|>{% endif %}'
     "{% for message in messages %}"
     "{% set role = message['role'] %}"
     "{{ '<|system|>' if role in ['system', 'developer'] else '<|assistant|>' if role == 'assistant' else '<|user|>' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] or [] %}{{ part['text'] }}{% endfor %}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "<tool_call>{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
+    "</tool_call>"
+    "{% endfor %}"
     "{{ '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

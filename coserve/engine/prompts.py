@@ -28,8 +28,16 @@ def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
     return tokenizer
 
 
-def tokens_of(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None", model: str) -> list[int]:
-    """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt."""
+def tokens_of(
+    prompt: Prompt,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    model: str,
+    template: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt.
+
+    template: what a chat's template is given beside its messages, such as `tools`.
+    """
     if not isinstance(prompt, str) and not any(isinstance(each, Mapping) for each in prompt):
         return [_checked_id(each, index) for index, each in enumerate(prompt)]
     if tokenizer is None:
@@ -38,7 +46,9 @@ def tokens_of(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None", model
         return _text_tokens(prompt, tokenizer, special=True)
     try:
         messages = [template_message(message) for message in prompt]  # type: ignore[arg-type]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, **{"add_generation_prompt": True, **(template or {})}
+        )
     except CoserveError as error:
         raise RequestError(str(error)) from None
     except Exception as error:  # templates raise what they like

@@ -19,7 +19,7 @@ class TextStream:
 
     tokenizer: a fast one. prompt_tokens: what the output continues. stop: strings that end the text; of several, the
     one that is complete first (then the longest) does, however the text is cut into tokens. skip_special_tokens: they
-    have no text.
+    have no text, but for shown_tokens.
 
     The pieces that `push` and `finish` return make up the tokenizer's text for prompt and output (its spaces as they
     are, without the clean-up before punctuation) less that for the prompt. Bytes that are no UTF-8 become replacement
@@ -38,10 +38,15 @@ class TextStream:
         prompt_tokens: Sequence[int],
         stop: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
+        shown_tokens: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._silent = (
-            {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+            {
+                token
+                for token, added in tokenizer.added_tokens_decoder.items()
+                if added.special and added.content not in shown_tokens
+            }
             if skip_special_tokens
             else set()
         )

@@ -13,6 +13,7 @@ from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, LEAST_DEFAULT_TPOT_S
 from coserve.server.hosts import check_hosts
 from coserve.server.keys import DEFAULT_TENANT, tenant_and_digest
 from coserve.server.limits import Limits
+from coserve.server.tool_parsers import parser_class, parser_names
 from coserve.server.units import bytes_of, seconds_of, slo_seconds
 from coserve.settings import check_whole, is_number
 
@@ -102,6 +103,11 @@ class ServerConfig:
         False,
         "--deterministic",
         "Answers and adapters are the same bit for bit, whatever runs beside them; steps take longer.",
+    )
+    tool_call_parser: str = _option(
+        "auto",
+        "--tool-call-parser",
+        f"How the model writes calls of tools: {', '.join(parser_names())}; auto: as its chat template does.",
     )
     max_requests: int = _option(256, "--max-requests", "Sequences that run at once.")
     max_adapters: int = _option(64, "--max-adapters", "Adapters on the device; the least used ones make room.")
@@ -325,6 +331,8 @@ class ServerConfig:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile")
         check_hosts(self.allowed_hosts)
+        if self.tool_call_parser != "auto":
+            parser_class(self.tool_call_parser)
         if len(self.tenants) != len(self.api_keys):
             raise ValueError("api_keys must differ from one another")
         # Known by their digests from now on.

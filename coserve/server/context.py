@@ -24,6 +24,7 @@ from coserve.server.metrics import Metrics
 from coserve.server.prompts import Prompts
 from coserve.server.readiness import Readiness
 from coserve.server.status import StatusBoard
+from coserve.server.tool_parsers import ToolParser, parser_class, parser_of_template
 from coserve.server.tracing import Tracing
 from coserve.server.waiting import WaitingRequests
 from coserve.version import VERSION
@@ -73,6 +74,12 @@ class ServerContext:
         return path.resolve().name if path.is_dir() else self.config.model
 
     @property
+    def tool_parser(self) -> type[ToolParser] | None:
+        """Finds tool calls in answers: the one that was asked for, or that of the model's chat template."""
+        name = self.config.tool_call_parser
+        return parser_of_template(self.prompts.chat_template) if name == "auto" else parser_class(name)
+
+    @property
     def base_names(self) -> tuple[str, str]:
         """What requests may call the base."""
         return self.model_name, self.config.model
@@ -111,8 +118,17 @@ class ServerContext:
         """All that it can name."""
         return await asyncio.to_thread(lambda: [known for each in self.catalogues for known in each.list(tenant)])
 
-    def open(self, requests: list[AddRequest], *, tenant: str, adapter: str | None, slo: Slo) -> RequestStream:
+    def open(
+        self,
+        requests: list[AddRequest],
+        *,
+        tenant: str,
+        adapter: str | None,
+        slo: Slo,
+        shown_tokens: tuple[str, ...] = (),
+    ) -> RequestStream:
         """Send requests of one tenant to the engine; to be closed in any case. adapter: as the tenant calls it.
+        shown_tokens: see `TextStream`.
 
         Raises:
             ApiError: too many wait. LimitError: the tenant has too many under way, or has used its tokens.
@@ -124,7 +140,7 @@ class ServerContext:
             tenant, num_sequences=number, num_prompt_tokens=sum(len(request.prompt) for request in requests)
         )
         try:
-            stream = self.link.open(requests, self.prompts.text_tokenizer)
+            stream = self.link.open(requests, self.prompts.text_tokenizer, shown_tokens)
         except BaseException:
             self.admission.end(tenant, num_sequences=number)
             raise

@@ -35,7 +35,8 @@ _LEAST_TOP_P = 1e-6
 class Generation:
     """Prompts that go to the engine together, one request each; the answer's choices are their sequences.
 
-    id, created, model: as the answer shows them.
+    id, created, model: as the answer shows them. shown_tokens: special tokens that the answer's text has, for a parser
+    that reads it.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Generation:
     arrival_s: float
     tenant: str
     adapter: AdapterRecord | None
+    shown_tokens: tuple[str, ...] = ()
 
     def requests(self) -> list[AddRequest]:
         """For the engine."""
@@ -172,7 +174,13 @@ async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGene
         ApiError: there is no good end.
     """
     adapter = None if generation.adapter is None else generation.adapter.name
-    stream = context.open(generation.requests(), tenant=generation.tenant, adapter=adapter, slo=generation.slo)
+    stream = context.open(
+        generation.requests(),
+        tenant=generation.tenant,
+        adapter=adapter,
+        slo=generation.slo,
+        shown_tokens=generation.shown_tokens,
+    )
     trace = None if context.tracing is None else context.tracing.open(generation.id, generation.model, stream.requests)
     places = {request.id: place for place, request in enumerate(stream.requests)}
     try:

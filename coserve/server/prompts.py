@@ -55,23 +55,23 @@ class Prompts:
         for thread in (self._thread, self._slow_threads):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def tokens(self, prompt: Prompt) -> list[int]:
-        """A prompt's token ids; RequestError for one that cannot be read."""
+    async def tokens(self, prompt: Prompt, template: Mapping[str, Any] | None = None) -> list[int]:
+        """A prompt's token ids; RequestError for one that cannot be read. template: see `tokens_of`."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(prompt)  # type: ignore[arg-type]
         is_long = num_characters(prompt) > _LONG
         tokens: list[int] = await self._run(
-            self._slow_threads if is_long else self._thread, self._tokens, prompt, is_long
+            self._slow_threads if is_long else self._thread, self._tokens, prompt, is_long, template
         )
         return tokens
 
-    def _tokens(self, prompt: Prompt, is_long: bool) -> list[int]:
+    def _tokens(self, prompt: Prompt, is_long: bool, template: Mapping[str, Any] | None) -> list[int]:
         tokenizer = self._tokenizer
         if is_long:
             if not hasattr(self._copies, "tokenizer"):
                 self._copies.tokenizer = self.tokenizer
             tokenizer = self._copies.tokenizer
-        return tokens_of(prompt, tokenizer, self._model)
+        return tokens_of(prompt, tokenizer, self._model, template)
 
     @property
     def is_loaded(self) -> bool:
@@ -93,6 +93,12 @@ class Prompts:
     def has_text(self) -> bool:
         """Whether the model brings a tokenizer."""
         return self._tokenizer is not None
+
+    @property
+    def chat_template(self) -> str:
+        """The model's, all of them if it has several by name; "" without one."""
+        found = getattr(self._tokenizer, "chat_template", None) or ""
+        return found if isinstance(found, str) else "\n".join(found.values())
 
     def text(self, tokens: list[int]) -> str:
         """The text of tokens, special ones too; "" without a tokenizer."""

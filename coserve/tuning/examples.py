@@ -203,7 +203,7 @@ def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    arguments = json.loads(value) if isinstance(value, str) else value
+    arguments = json.loads(value or "{}") if isinstance(value, str) else value
     if not isinstance(arguments, dict):
         raise ValueError(f"{value!r} is no JSON object")
     return arguments

@@ -232,14 +232,20 @@ class EngineLink:
 
     # -- requests -------------------------------------------------------------------
 
-    def open(self, requests: list[AddRequest], tokenizer: "PreTrainedTokenizerBase | None" = None) -> RequestStream:
+    def open(
+        self,
+        requests: list[AddRequest],
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        shown_tokens: tuple[str, ...] = (),
+    ) -> RequestStream:
         """Send requests to the engine; to be closed in any case. tokenizer: for their text; only this thread uses it.
+        shown_tokens: see `TextStream`.
 
         Raises:
             EngineGoneError: there is no engine now. RequestError: stop strings without a tokenizer.
         """
         self.require_ready()
-        stream = RequestStream(requests, tokenizer)
+        stream = RequestStream(requests, tokenizer, shown_tokens)
         for request in stream.for_engine():
             self._streams[request.id] = stream
             self.supervisor.send(request)

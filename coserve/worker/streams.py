@@ -50,8 +50,13 @@ class SequenceText:
 class RequestStream:
     """The chunks of requests that belong together, as they come."""
 
-    def __init__(self, requests: list[AddRequest], tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
-        """tokenizer: to make text of tokens; without it there is none.
+    def __init__(
+        self,
+        requests: list[AddRequest],
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        shown_tokens: tuple[str, ...] = (),
+    ) -> None:
+        """tokenizer: to make text of tokens; without it there is none. shown_tokens: see `TextStream`.
 
         Raises:
             RequestError: stop strings without a tokenizer.
@@ -66,7 +71,7 @@ class RequestStream:
             if tokenizer is None and request.params.stop:
                 raise RequestError("stop strings need a tokenizer, and this model has none")
             for index in range(request.params.n if tokenizer is not None else 0):
-                text = TextStream(tokenizer, request.prompt, request.params.stop)
+                text = TextStream(tokenizer, request.prompt, request.params.stop, shown_tokens=shown_tokens)
                 self._texts[request.id, index] = SequenceText(text, min_tokens=request.params.min_tokens)
 
     def for_engine(self) -> list[AddRequest]:

@@ -114,7 +114,7 @@ def test_no_share_of_the_probability_is_the_likeliest_token(client: OpenAI):
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # its template takes none
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"top_logprobs": 2}, "top_logprobs"),

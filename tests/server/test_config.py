@@ -30,6 +30,7 @@ def test_options_are_the_fields_of_the_configuration():
         ...,  # the model
         *("--host", "--port", "--dtype", "--weights", "--device", "--memory", "--host-memory"),
         *("--slo-ttft", "--slo-tpot", "--policy", "--policy-setting", "--threads", "--deterministic"),
+        "--tool-call-parser",
         *("--max-requests", "--max-adapters", "--max-running-jobs", "--job-timeout"),
         *("--api-key", "--api-keys-file", "--operator"),
         *("--tenant-max-requests", "--tenant-tokens-per-minute", "--tenant-max-jobs"),

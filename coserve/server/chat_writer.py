@@ -1,0 +1,109 @@
+"""The answer of /v1/chat/completions, whole or as events, of the chunks that come for its choices."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from coserve.devices.messages import TokenLogprob
+from coserve.engine.request import Chunk
+from coserve.server.chat_choice import ChatChoice
+from coserve.server.context import ServerContext
+from coserve.server.generation import Generation, Usage, chunks_of, finite
+from coserve.server.prompts import Prompts
+from coserve.server.responses import server_sent_event
+from coserve.server.tools import Tools
+
+
+class ChatWriter:
+    """Makes the answer of one request's chunks."""
+
+    def __init__(self, context: ServerContext, generation: Generation, tools: Tools) -> None:
+        self._context, self._generation = context, generation
+        self._usage = Usage(num_prompt=len(generation.prompts[0]))
+        self._choices = [ChatChoice(tools) for _ in range(generation.params.n)]
+        self._with_logprobs = generation.params.logprobs is not None
+
+    async def whole(self) -> dict[str, Any]:
+        """All at once."""
+        logprobs: list[list[TokenLogprob]] = [[] for _ in self._choices]
+        reasons = [""] * len(self._choices)
+        async with aclosing(self._chunks()) as chunks:
+            async for chunk in chunks:
+                choice = self._choices[chunk.index]
+                choice.add(chunk.text, is_last=chunk.finish_reason is not None)
+                logprobs[chunk.index] += chunk.logprobs
+                reasons[chunk.index] = choice.reason(chunk.finish_reason or "")
+        choices = [
+            {
+                "index": index,
+                "message": choice.message(),
+                "logprobs": _logprobs(self._context.prompts, found) if self._with_logprobs else None,
+                "finish_reason": reason,
+            }
+            for index, (choice, found, reason) in enumerate(zip(self._choices, logprobs, reasons, strict=True))
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage.to_json()}
+
+    async def events(self, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
+        """Piece by piece."""
+        head = self._head("chat.completion.chunk")
+        if with_usage:
+            head["usage"] = None
+        begun = False
+        async with aclosing(self._chunks()) as chunks:
+            async for chunk in chunks:
+                if not begun:
+                    begun = True
+                    for index in range(len(self._choices)):
+                        first = _delta(index, {"role": "assistant", "content": ""})
+                        yield server_sent_event({**head, "choices": [first]})
+                for choice in self._deltas(chunk):
+                    yield server_sent_event({**head, "choices": [choice]})
+        if with_usage:
+            yield server_sent_event({**head, "choices": [], "usage": self._usage.to_json()})
+
+    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(chunks_of(self._context, self._generation)) as batches:
+            async for _, chunks in batches:
+                self._usage.count(chunks)
+                for chunk in chunks:
+                    yield chunk
+
+    def _deltas(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """What a chunk adds to a stream: its text, and by itself why it was the last."""
+        choice, found = self._choices[chunk.index], []
+        delta = choice.add(chunk.text, is_last=chunk.finish_reason is not None)
+        if delta or chunk.logprobs:
+            logprobs = _logprobs(self._context.prompts, list(chunk.logprobs)) if self._with_logprobs else None
+            found.append(_delta(chunk.index, delta or {"content": ""}, logprobs=logprobs))
+        if chunk.finish_reason is not None:
+            found.append(_delta(chunk.index, {}, reason=choice.reason(chunk.finish_reason)))
+        return found
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._generation.id,
+            "object": kind,
+            "created": self._generation.created,
+            "model": self._generation.model,
+            "system_fingerprint": self._context.fingerprint,
+        }
+
+
+def _delta(
+    index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(prompts: Prompts, found: list[TokenLogprob]) -> dict[str, Any]:
+    content = [
+        {**_one(prompts, each.token, each.logprob), "top_logprobs": [_one(prompts, *top) for top in each.top]}
+        for each in found
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _one(prompts: Prompts, token: int, logprob: float) -> dict[str, Any]:
+    piece = prompts.piece(token)
+    return {"token": piece.text, "logprob": finite(logprob), "bytes": piece.raw}

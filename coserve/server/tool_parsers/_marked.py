@@ -1,0 +1,63 @@
+"""Answers in which a marker begins each call: content comes before, between and after."""
+
+from abc import abstractmethod
+from typing import ClassVar
+
+from coserve.server.tool_parsers.base import Content, ToolParser, num_held
+
+
+class MarkedCalls(ToolParser):
+    """`_begin` begins a call, and `_step_in_call` reads it. White space alone beside calls is no content."""
+
+    _begin: ClassVar[str]
+    _in_call = False
+    _is_blank = True  # whether nothing but white space has come since the last call
+    _num_calls = 0
+
+    def _step(self) -> bool:
+        return self._step_in_call() if self._in_call else self._step_in_content()
+
+    def _step_in_content(self) -> bool:
+        place = self._rest.find(self._begin)
+        found = place >= 0
+        end = place if found else len(self._rest) - num_held(self._rest, (self._begin,))
+        text = self._rest[:end]
+        if self._is_blank and not text.strip():
+            if found:
+                text = ""
+            else:
+                end, text = 0, ""  # it may come before a call
+        if text:
+            self._add(Content(text))
+            self._is_blank = False
+        self._rest = self._rest[end:]
+        if found:
+            self._rest = self._rest[len(self._begin) :]
+            self._in_call = True
+            self._enter()
+        return found
+
+    def _leave(self, *, failed: bool) -> None:
+        """The call is over."""
+        self._in_call = False
+        self._is_blank = not failed
+        self._num_calls += not failed
+
+    @abstractmethod
+    def _enter(self) -> None:
+        """A call's marker was read."""
+
+    @abstractmethod
+    def _step_in_call(self) -> bool:
+        """As `_step`."""
+
+    @abstractmethod
+    def _end_call(self) -> None:
+        """As `_end`, in a call."""
+
+    def _end(self) -> None:
+        if self._in_call:
+            self._end_call()
+        if self._rest and not (self._num_calls and self._is_blank and not self._rest.strip()):
+            self._add(Content(self._rest))
+        self._rest = ""

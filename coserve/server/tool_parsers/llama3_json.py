@@ -1,0 +1,70 @@
+"""Llama 3.1 to 3.3: an answer that is `{"name": …, "parameters": {…}}`, or has it after `<|python_tag|>`; several with
+`;` between them (https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/).
+"""
+
+from collections.abc import Collection
+
+from coserve.server.tool_parsers._json_call import JsonCall
+from coserve.server.tool_parsers._marked import MarkedCalls
+
+_TAG = "<|python_tag|>"
+
+
+class Llama3Json(MarkedCalls):
+    """JSON at the start, or after a tag."""
+
+    markers = (_TAG,)
+    _begin = _TAG
+    _call: JsonCall | None = None  # None after its end: another may follow
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        super().__init__(names)
+        self._at_start = True
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        return _TAG in template or '"parameters": dictionary of argument name' in template
+
+    def _step(self) -> bool:
+        if self._at_start:
+            text = self._rest.lstrip()
+            if not text:
+                return False
+            self._at_start = False
+            if text.startswith("{"):
+                self._in_call, self._call, self._rest = True, JsonCall(self._names), text
+        return super()._step()
+
+    def _enter(self) -> None:
+        self._call = JsonCall(self._names, _TAG)
+
+    def _step_in_call(self) -> bool:
+        if self._call is not None:
+            parts, self._rest = self._call.push(self._rest)
+            self._add(*parts)
+            if not self._call.is_over:
+                return False
+            if self._call.failed:
+                self._leave(failed=True)
+                return True
+            self._call = None
+        text = self._rest.lstrip()
+        if not text:
+            return False
+        after = text[1:].lstrip()
+        if text.startswith(";") and not after:
+            return False
+        if text.startswith(";") and after.startswith("{"):
+            self._num_calls += 1
+            self._call, self._rest = JsonCall(self._names, self._rest[: len(self._rest) - len(after)]), after
+        else:
+            self._leave(failed=False)
+        return True
+
+    def _end_call(self) -> None:
+        if self._call is not None:
+            self._add(*self._call.finish())
+            self._leave(failed=self._call.failed)
+        else:
+            self._rest = self._rest.strip().removeprefix(";")
+            self._leave(failed=False)

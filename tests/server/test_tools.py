@@ -1,0 +1,151 @@
+"""Calls of tools over HTTP with the real client, from a model that has learned to make them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+from served import Served, serving
+from tool_model import AFTER_TOOL, ANSWERS, BROKEN, CALLED, CLOCK, TOOLS, WEATHER, question, tool_model
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Served]:
+    with serving(model=str(tool_model())) as running:
+        yield running
+
+
+@pytest.fixture
+def client(caller: Served) -> OpenAI:
+    return caller.client()
+
+
+SETTINGS: dict[str, Any] = {"model": "caller", "temperature": 0, "max_tokens": 100}
+
+
+def chat(client: OpenAI, text: str, **more: Any) -> Any:
+    """The one choice."""
+    [choice] = client.chat.completions.create(
+        **{**SETTINGS, "messages": question(text), "tools": TOOLS, **more}
+    ).choices
+    return choice
+
+
+def stream(client: OpenAI, text: str, **more: Any) -> Any:
+    """What the real client makes of a stream."""
+    settings = {**SETTINGS, "messages": question(text), "tools": TOOLS, **more}
+    with client.chat.completions.stream(**settings) as events:
+        for _ in events:
+            pass
+        return events.get_final_completion().choices[0]
+
+
+def calls_of(choice: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+
+
+@pytest.mark.parametrize("ask", [chat, stream])
+def test_a_call_after_text(client: OpenAI, ask: Any):
+    choice = ask(client, "weather")
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look.\n"
+    assert calls_of(choice) == [("weather", WEATHER)]
+    assert choice.message.tool_calls[0].type == "function"
+
+
+@pytest.mark.parametrize("ask", [chat, stream])
+def test_parallel_calls(client: OpenAI, ask: Any):
+    choice = ask(client, "both")
+    assert calls_of(choice) == [("weather", WEATHER), ("clock", CLOCK)]
+    assert not choice.message.content
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len(set(ids)) == 2
+    assert all(each.startswith("call_") for each in ids)
+    assert calls_of(ask(client, "both", parallel_tool_calls=False)) == [("weather", WEATHER)]
+
+
+def test_a_stream_is_as_openai_has_it(client: OpenAI):
+    events = list(
+        client.chat.completions.create(**SETTINGS, messages=question("both"), tools=TOOLS, stream=True, logprobs=True)
+    )
+    assert events[0].choices[0].delta.role == "assistant"
+    found = [call for event in events for call in event.choices[0].delta.tool_calls or ()]
+    begins = [call for call in found if call.id is not None]
+    assert [(call.index, call.type, call.function.name) for call in begins] == [
+        (0, "function", "weather"),
+        (1, "function", "clock"),
+    ]
+    more = [call for call in found if call.id is None]
+    assert all(call.type is None and call.function.name is None for call in more)
+    pieces = [call.function.arguments for call in found if call.index == 0 and call.function.arguments]
+    assert "".join(pieces) == WEATHER
+    assert len(pieces) > 3, "they come as they are written"
+    assert [event.choices[0].finish_reason for event in events].count("tool_calls") == 1
+
+
+def test_a_malformed_call_is_text(client: OpenAI):
+    choice = chat(client, "broken")
+    assert choice.finish_reason == "stop"
+    assert choice.message.tool_calls is None
+    assert choice.message.content == BROKEN
+    assert stream(client, "broken").finish_reason == "stop", "it had begun, and is none"
+
+
+def test_a_call_that_is_cut_off(client: OpenAI):
+    whole = chat(client, "both", max_tokens=12)
+    assert whole.finish_reason == "length"
+    assert whole.message.tool_calls is None
+    assert whole.message.content.startswith('<tool_call>\n{"name": "weather"')
+
+
+def test_an_answer_is_said_again_with_what_the_tool_said(client: OpenAI):
+    said = chat(client, "weather").message
+    assert said.tool_calls is not None
+    result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "rain"}
+    messages: list[Any] = [*question("weather"), {**said.model_dump(), "content": None}, result]
+    again = chat(client, "", messages=messages)
+    assert again.message.content == AFTER_TOOL == chat(client, "", messages=CALLED).message.content
+    assert again.finish_reason == "stop"
+
+
+def test_without_tools_or_with_none_of_them_nothing_is_a_call(client: OpenAI):
+    text = ANSWERS["weather"].replace("<tool_call>", "").replace("</tool_call>", "")  # they are special tokens
+    for more in ({"tools": None}, {"tool_choice": "none"}):
+        choice = chat(client, "weather", **more)
+        assert choice.message.content == text
+        assert choice.finish_reason == "stop"
+    assert chat(client, "weather", tool_choice="auto").finish_reason == "tool_calls"
+    other: Any = [{"type": "function", "function": {"name": "other"}}]
+    assert chat(client, "weather", tools=other).message.tool_calls is None
+
+
+def test_several_choices_have_calls_of_their_own(client: OpenAI):
+    settings = {**SETTINGS, "temperature": 0.01, "seed": 1, "n": 3}
+    found = client.chat.completions.create(**settings, messages=question("weather"), tools=TOOLS)
+    assert [calls_of(choice) for choice in found.choices] == [[("weather", WEATHER)]] * 3
+    assert len({choice.message.tool_calls[0].id for choice in found.choices if choice.message.tool_calls}) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [*TOOLS, {"type": "function", "function": {}}]}, "tools[2].function"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f\0"}}]}, "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+    ],
+    ids=lambda value: ascii(value)[:40],
+)
+def test_what_is_wrong_is_named(client: OpenAI, more: dict[str, Any], param: str):
+    body = {**SETTINGS, "messages": question("weather"), "tools": TOOLS, **more}
+    with pytest.raises(BadRequestError) as raised:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert raised.value.param == param
