@@ -5,7 +5,7 @@ which has no engine in its process.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coserve.errors import CoserveError, RequestError
+from coserve.errors import CoserveError, ModelError, RequestError
 from coserve.models.source import ModelSource
 from coserve.settings import is_whole
 from coserve.tuning.examples import template_message
@@ -18,13 +18,18 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
-    """The model's tokenizer, if it brings one."""
+    """The model's tokenizer, if it brings one; ModelError if that cannot be read."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if source.directory is None or not any((source.directory / name).exists() for name in names):
         return None
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.directory, local_files_only=True)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.directory, local_files_only=True)
+    except Exception as error:  # many kinds, for what is missing and what is damaged
+        raise ModelError(
+            f"the tokenizer in {source.directory} cannot be read: {' '.join(str(error).split())}"
+        ) from error
     return tokenizer
 
 

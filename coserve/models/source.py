@@ -2,14 +2,13 @@
 (`dummy:…`).
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coserve.errors import ModelError, UnknownModelError, UnsupportedModelError
-from coserve.models.families import require_family
+from coserve.errors import ModelError, UnknownModelError
+from coserve.models.files import check_config, gguf_error, weight_files
 from coserve.models.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -41,31 +40,59 @@ def find_model(name: str, *, with_weights: bool = True) -> ModelSource:
         with_weights: whether a hub model's weights are fetched too, or only its configuration.
 
     Raises:
-        UnknownModelError: nothing is there. UnsupportedModelError: the family is not one of ours, or the weights are
-        quantised.
+        UnknownModelError: nothing is there. UnsupportedModelError: the family is not one of ours, it does not generate
+        text, or its weights are in a format that is not read (quantised, GGUF).
     """
     if name.startswith(_DUMMY):
         return ModelSource(name=name, config=_dummy_config(name.removeprefix(_DUMMY)), directory=None)
-    directory = _TINY_DIRECTORY if name == TINY else Path(name)
-    if not name or not _is(Path.is_dir, directory):
-        if not name or _is(Path.exists, directory) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise UnknownModelError(
-                f"{name!r} is not a directory; give one that holds config.json and *.safetensors, or the name {TINY}"
-            )
-        directory = _fetch(name, with_weights)
+    directory = _local_directory(name) or _fetch(name, with_weights)
     return ModelSource(name=name, config=_read_config(directory / "config.json"), directory=directory)
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that is on this machine, as far as its small files tell, which takes no time; see `find_model`.
+
+    Raises:
+        ModelError: `find_model` would refuse it, or its weights are not there.
+    """
+    if name.startswith(_DUMMY):
+        if (path := _dummy_path(name.removeprefix(_DUMMY))) is not None:
+            check_config(path)
+    elif (directory := _local_directory(name)) is not None:
+        check_config(directory / "config.json")
+        weight_files(directory)
+
+
+def _local_directory(name: str) -> Path | None:
+    """None for what can only be the hub's name of a model."""
+    directory = _TINY_DIRECTORY if name == TINY else Path(name)
+    if name and _is(Path.is_dir, directory):
+        return directory
+    if name.endswith(".gguf") and _is(Path.is_file, directory):
+        raise gguf_error(directory)
+    if not name or _is(Path.exists, directory) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UnknownModelError(
+            f"{name!r} is not a directory; give one that holds config.json and *.safetensors, or the name {TINY}"
+        )
+    return None
 
 
 def _dummy_config(name: str) -> "PretrainedConfig":
     from transformers import AutoConfig
 
+    path = _dummy_path(name)
+    return AutoConfig.for_model(**PRESETS[name]) if path is None else _read_config(path)
+
+
+def _dummy_path(name: str) -> Path | None:
+    """Of the config.json; None for a preset."""
     if name in PRESETS:
-        return AutoConfig.for_model(**PRESETS[name])
+        return None
     path = Path(name)
     path = path / "config.json" if _is(Path.is_dir, path) else path
     if not _is(Path.is_file, path):
         raise UnknownModelError(f"no preset or config.json {name!r}; presets: {', '.join(PRESETS)}")
-    return _read_config(path)
+    return path
 
 
 def _is(question: Callable[[Path], bool], path: Path) -> bool:
@@ -79,19 +106,7 @@ def _is(question: Callable[[Path], bool], path: Path) -> bool:
 def _read_config(path: Path) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    if not path.is_file():
-        raise UnknownModelError(f"{path.parent} has no config.json; give a directory in Hugging Face's layout")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(raw).__name__}")
-    require_family(raw.get("model_type"))
-    if raw.get("quantization_config"):
-        raise UnsupportedModelError(
-            f"{path} describes quantised weights; give the model in float32, float16 or bfloat16"
-        )
+    check_config(path)
     try:
         return AutoConfig.from_pretrained(path)
     except Exception as error:  # transformers validates with many error types; all of them mean a bad file
@@ -103,7 +118,12 @@ def _fetch(name: str, with_weights: bool) -> Path:
 
     patterns = ["*.json", "tokenizer*", "*.jinja"] + ["model*.safetensors"] * with_weights
     try:
+        # Nothing else is fetched of a model that is refused for its configuration.
+        found = Path(snapshot_download(name, allow_patterns="config.json"))
+        check_config(found / "config.json")
         return Path(snapshot_download(name, allow_patterns=patterns))
+    except ModelError:
+        raise
     except Exception as error:  # network, authorisation, no such repository: the hub client's message says which
         reason = " ".join(str(error).split())[:300]
         raise UnknownModelError(

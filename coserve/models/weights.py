@@ -3,7 +3,6 @@
 One tensor is converted at a time, so nothing large ever exists twice.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from coserve.errors import WeightsError
 from coserve.kernels.base import Backend
 from coserve.kernels.weights import DenseWeight, Weight, join, weight_class
 from coserve.models.base import Architecture, Part
+from coserve.models.files import some_of, weight_files
 
 # What the nodes of a part read, by name: the weights of linear layers, and tensors (embeddings, norms, biases).
 Weights = dict[Part, dict[str, Tensor | Weight]]
@@ -27,7 +27,6 @@ Progress = Callable[[int, int], None]
 
 # Buffers that older checkpoints carry and nothing reads.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
-_INDEX = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 
 
@@ -67,7 +66,7 @@ def load_weights(
             the message names it.
     """
     found: dict[str, _Entry] = {}
-    for file in _files(directory):
+    for file in weight_files(directory):
         for entry in _entries(file):
             if entry.name in found:
                 raise WeightsError(f"{entry.name} is in both {found[entry.name].file} and {file}; keep one of them")
@@ -104,14 +103,14 @@ def _check(architecture: Architecture, found: dict[str, _Entry], directory: Path
     if missing := [name for name in shapes if name not in found]:
         bare = all(f"model.{name}" in shapes for name in found)
         hint = "; it was saved from the bare model, without its head" if bare else ""
-        raise WeightsError(f"{directory} lacks {_some(missing)}, which the model needs{hint}")
+        raise WeightsError(f"{directory} lacks {some_of(missing)}, which the model needs{hint}")
     unknown = [
         name
         for name in found
         if name not in shapes and not _IGNORED.match(name) and not (architecture.tied and name == _HEAD)
     ]
     if unknown:
-        raise WeightsError(f"{directory} holds {_some(unknown)}, which this {family} does not have")
+        raise WeightsError(f"{directory} holds {some_of(unknown)}, which this {family} does not have")
     for name, shape in shapes.items():
         entry = found[name]
         if entry.shape != shape:
@@ -200,27 +199,6 @@ def by_part(architecture: Architecture, weights: dict[str, Tensor | Weight], sto
     }
 
 
-def _files(directory: Path) -> list[Path]:
-    """The files that transformers would read: one whole, or the shards of an index."""
-    whole, index = directory / "model.safetensors", directory / _INDEX
-    if whole.exists():
-        return [whole]
-    if index.is_file():
-        try:
-            names = sorted({str(directory / name) for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise WeightsError(f"{index} is not a safetensors index: {error!r}") from None
-        files = [Path(name) for name in names]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise WeightsError(f"{directory} lacks {_some(missing)}, which its index names")
-        return files
-    if files := sorted(directory.glob("model-*-of-*.safetensors")):
-        return files
-    others = [path.name for pattern in ("*.safetensors", "*.bin", "*.pth") for path in sorted(directory.glob(pattern))]
-    found = f" (found {_some(others)}: save it with transformers' save_pretrained)" if others else ""
-    raise WeightsError(f"{directory} has no model.safetensors, and no shards of one{found}")
-
-
 def _entries(file: Path) -> Iterator[_Entry]:
     with _open(file) as reader:
         for name in reader.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
@@ -237,9 +215,3 @@ def _open(file: Path) -> Iterator[Any]:
             yield reader
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{file} is damaged or cut short ({error}); fetch it again") from None
-
-
-def _some(names: list[str]) -> str:
-    """A few names, and how many more."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -2,13 +2,18 @@
 wrong."""
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from support import CONFIGS, make_model, model_directory, random_tokens
 
+from coserve.engine.prompts import load_tokenizer
 from coserve.errors import ModelError, UnknownModelError, UnsupportedModelError, WeightsError
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.models.families import build_architecture
@@ -301,7 +306,30 @@ def test_weights_of_the_bare_model_without_its_head_say_so(directory):
         load_backbone(str(directory))
 
 
-def test_a_directory_with_other_weights_only(directory):
-    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"no model\.safetensors, .* \(found pytorch_model\.bin: save it with"):
-        load_backbone(str(directory))
+def test_weights_in_pytorchs_format_name_the_command_that_converts_them(tmp_path):
+    make_model("llama").config.save_pretrained(tmp_path)
+    torch.save(make_model("llama").state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"no model\.safetensors, .* \(found pytorch_model\.bin\); convert") as error:
+        load_backbone(str(tmp_path))
+    subprocess.run(shlex.split(one_line(error).partition("by: ")[2].replace("python", sys.executable, 1)), check=True)
+    assert torch.equal(first_logits(load_backbone(str(tmp_path))), first_logits(load_backbone(str(model_directory()))))
+
+
+def test_a_tokenizer_of_sentencepiece_alone(directory):
+    corpus = directory / "corpus.txt"
+    corpus.write_text("\n".join(f"the quick brown fox {n} jumps over the lazy dog {7 * n}" for n in range(200)))
+    prefix = str(directory / "tokenizer")
+    SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=prefix, vocab_size=97, model_type="bpe", minloglevel=2, byte_fallback=False
+    )
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    tokenizer, text = load_tokenizer(find_model(str(directory))), "the quick fox 7"
+    assert tokenizer.encode(text, add_special_tokens=False) == SentencePieceProcessor(f"{prefix}.model").encode(text)
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+def test_a_tokenizer_that_is_damaged_is_one_line(directory):
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=f"the tokenizer in {directory} cannot be read: ") as error:
+        load_tokenizer(find_model(str(directory)))
+    one_line(error)

@@ -15,6 +15,7 @@ import typer
 
 from coserve.errors import CoserveError
 from coserve.logs import configure_logs
+from coserve.models.source import check_model
 from coserve.server.config import ServerConfig, option_of
 from coserve.server.keys import is_digest
 
@@ -43,6 +44,8 @@ def _up(**given: Any) -> None:
         _log.warning(
             "ps shows the key of --api-key to all users of this machine: use --api-keys-file or COSERVE_API_KEYS"
         )
+    check_model(config.model)  # before seconds of imports
+
     from coserve.server.serve import serve
 
     with _Screen() as screen:

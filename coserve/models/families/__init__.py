@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from coserve.discovery import variant_class, variant_names
 from coserve.errors import UnsupportedModelError
-from coserve.models.base import Architecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from coserve.models.base import Architecture
 
 
 def families() -> tuple[str, ...]:
@@ -23,8 +24,10 @@ def require_family(model_type: object) -> None:
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(families())}")
 
 
-def build_architecture(config: "PretrainedConfig") -> Architecture:
+def build_architecture(config: "PretrainedConfig") -> "Architecture":
     """The architecture of a configuration."""
+    from coserve.models.base import Architecture
+
     require_family(config.model_type)
     family: type[Architecture] = variant_class(__name__, config.model_type, Architecture)
     return family(config)

@@ -1,0 +1,95 @@
+"""The files of a model in Hugging Face's layout: what can be told, and refused, by their names and `config.json` alone.
+
+Nothing heavy is imported here: `coserve up` refuses a model as soon as its configuration is read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from coserve.errors import ModelError, UnknownModelError, UnsupportedModelError, WeightsError
+from coserve.models.families import require_family
+
+_INDEX = "model.safetensors.index.json"
+# What classes that generate text end with: `architectures` in config.json names the class that was saved.
+_GENERATES = "ForCausalLM"
+
+
+def check_config(path: Path) -> None:
+    """Read a config.json.
+
+    Raises:
+        UnknownModelError: there is none. ModelError: it is damaged. UnsupportedModelError: it is of a model that is not
+        run here.
+    """
+    if not path.is_file():
+        if found := sorted(path.parent.glob("*.gguf")):
+            raise gguf_error(found[0])
+        raise UnknownModelError(f"{path.parent} has no config.json; give a directory in Hugging Face's layout")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(config).__name__}")
+    require_family(config.get("model_type"))
+    _require_generation(path, config.get("architectures"))
+    if config.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"{path} describes quantised weights; give the model in float32, float16 or bfloat16"
+        )
+
+
+def _require_generation(path: Path, architectures: Any) -> None:
+    if not architectures:  # not every file says it
+        return
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else [str(architectures)]
+    if not any(name.endswith(_GENERATES) for name in names):
+        raise UnsupportedModelError(
+            f"{path} describes {', '.join(names)}, which does not generate text; give a model whose class ends with "
+            f"{_GENERATES}"
+        )
+
+
+def gguf_error(path: Path) -> UnsupportedModelError:
+    """What is wrong with a GGUF file."""
+    return UnsupportedModelError(
+        f"{path} is a GGUF file, which is not read here; give the directory, or the hub's name, of the model that it "
+        "was made from, with config.json and *.safetensors"
+    )
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that transformers would read: one whole, or the shards of an index; WeightsError if they are not all
+    there.
+    """
+    whole, index = directory / "model.safetensors", directory / _INDEX
+    if whole.exists():
+        return [whole]
+    if index.is_file():
+        try:
+            names = sorted({str(directory / name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise WeightsError(f"{index} is not a safetensors index: {error!r}") from None
+        files = [Path(name) for name in names]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise WeightsError(f"{directory} lacks {some_of(missing)}, which its index names")
+        return files
+    if files := sorted(directory.glob("model-*-of-*.safetensors")):
+        return files
+    others = [path.name for pattern in ("*.safetensors", "*.bin", "*.pth") for path in sorted(directory.glob(pattern))]
+    found = f" (found {some_of(others)}); {_conversion(directory)}" if others else ""
+    raise WeightsError(f"{directory} has no model.safetensors, and no shards of one{found}")
+
+
+def _conversion(directory: Path) -> str:
+    """The command that writes other files' weights as safetensors beside them."""
+    name = repr(str(directory))
+    code = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({name}).save_pretrained({name})"
+    return f'convert it by: python -c "{code}"'
+
+
+def some_of(names: list[str]) -> str:
+    """A few names, and how many more."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,84 @@
+"""A model is refused as soon as its configuration is read: one line, and nothing heavy is imported for it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from coserve.errors import ModelError
+from coserve.models.source import check_model
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+
+def refused(name) -> str:
+    with pytest.raises(ModelError) as error:
+        check_model(str(name))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def write(directory, config, *files):
+    for name in files:
+        (directory / name).touch()
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_what_is_here_passes(tmp_path):
+    write(tmp_path, LLAMA, "model.safetensors")
+    check_model(str(tmp_path))
+    write(tmp_path, {"model_type": "llama"})
+    check_model(str(tmp_path))
+    check_model("tiny")
+    check_model("dummy:llama-3.1-8b")
+    check_model(f"dummy:{tmp_path}")
+
+
+def test_the_hub_is_not_asked():
+    check_model("nobody/has-such-a-model")
+
+
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaModel"])
+def test_a_model_that_does_not_generate_text(tmp_path, name):
+    write(tmp_path, LLAMA | {"architectures": [name]}, "model.safetensors")
+    assert f"describes {name}, which does not generate text" in refused(tmp_path)
+
+
+def test_another_family_names_those_that_are_run(tmp_path):
+    write(tmp_path, {"model_type": "mamba"}, "model.safetensors")
+    assert "model_type 'mamba' is not supported; supported: llama," in refused(tmp_path)
+
+
+def test_gguf_is_named(tmp_path):
+    path = tmp_path / "model-Q4_K_M.gguf"
+    path.touch()
+    for name in (path, tmp_path):
+        assert refused(name).startswith(f"{path} is a GGUF file, which is not read here")
+
+
+def test_quantised_weights(tmp_path):
+    write(tmp_path, LLAMA | {"quantization_config": {"quant_method": "awq"}}, "model.safetensors")
+    assert "quantised weights" in refused(tmp_path)
+
+
+def test_weights_that_are_not_there(tmp_path):
+    write(tmp_path, LLAMA)
+    assert refused(tmp_path) == f"{tmp_path} has no model.safetensors, and no shards of one"
+
+
+def test_nothing_heavy_is_imported(tmp_path):
+    write(tmp_path, {"model_type": "mamba"})
+    code = f"""
+import sys
+from coserve.cli.main import main
+sys.argv = ["coserve", "up", {str(tmp_path)!r}]
+try:
+    main()
+finally:
+    print(sorted(sys.modules.keys() & {{"torch", "transformers", "fastapi", "sqlalchemy"}}))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2 or result.returncode == 1
+    assert "model_type 'mamba' is not supported" in result.stderr
+    assert result.stdout.strip() == "[]"
