@@ -12,6 +12,7 @@ from coserve.bench.vllm import vllm_server
 from coserve.errors import CoserveError
 
 
+@pytest.mark.long
 def test_servers_take_turns_and_are_told_apart(served):
     found = serve.run(
         {"ours": served.url, "theirs": f"{served.url}/v1"},

@@ -51,6 +51,7 @@ def test_a_conversation_in_a_pipe_is_answers_alone(coserve, served):
     assert out == f"{first}\n{_answer(served, messages)}\n", "the second question was asked of the whole conversation"
 
 
+@pytest.mark.long
 def test_a_short_context_has_room_for_answers(coserve):
     status, _, err = coserve("chat", stdin="Hello\n")
     assert (status, err) == (0, "")
@@ -135,6 +136,7 @@ def test_a_file_becomes_a_model_that_answers(coserve, examples):
     assert "counts" in coserve("jobs")[1] and "training loss" in coserve("jobs", "events", "last")[1]
 
 
+@pytest.mark.long
 def test_a_job_is_paused_resumed_and_cancelled(coserve, many_examples):
     out = coserve("tune", str(many_examples), "--epochs", "50", "--batch-size", "1", "--no-follow", "--json")[1]
     job = json.loads(out)["job"]
@@ -167,6 +169,7 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(served, many_examples):
     environment = {**os.environ, "COSERVE_URL": served.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "coserve", "tune", str(many_examples), "--epochs", "50", "--batch-size", "1"]
@@ -182,6 +185,7 @@ def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(served, many_examples
     assert served.post(f"/v1/fine_tuning/jobs/{job}/cancel").json()["status"] == "cancelled", "it was still there"
 
 
+@pytest.mark.long
 def test_a_command_has_a_server_of_its_own_as_long_as_it_needs_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ROOT)
     log = tmp_path / "server.log"

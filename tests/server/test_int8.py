@@ -9,6 +9,7 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.engine import Engine
 
 
+@pytest.mark.long
 def test_int8_weights_are_served_as_the_library_serves_them():
     engine = Engine.load(str(model_directory()), dtype="float32", weights="int8")
     prompt = list(tokenizer()("Hello")["input_ids"])

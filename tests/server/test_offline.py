@@ -32,6 +32,7 @@ def left_of(w: World, id: str) -> tuple:
     return shown, messages[-1], {name.split("/")[-1] for name in kept}, len(kept) == 2 * num_listed
 
 
+@pytest.mark.long
 def test_a_job_is_cancelled_as_a_server_would(tmp_path: Path):
     async def begun(w: World) -> str:
         job = await w.create(DATA, **LONG)

@@ -151,6 +151,7 @@ def test_optimizer_steps_say_what_their_pieces_took(traced):
     assert steps[0].end_time_unix_nano <= steps[1].start_time_unix_nano + 1e6
 
 
+@pytest.mark.long
 def test_without_an_endpoint_nothing_of_it_is_imported(monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     assert open_tracing(None) is None

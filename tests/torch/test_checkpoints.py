@@ -70,7 +70,7 @@ def undisturbed(tmp_path_factory):
     return told(events), adapter_of(engine, tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
 def test_a_job_stopped_anywhere_and_gone_on_with_ends_the_same(seed, undisturbed, tmp_path):
     rng = Random(seed)
     reported: dict[int, Any] = {}

@@ -352,6 +352,7 @@ def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
     assert list((tmp_path / "kernels").iterdir()) == [made]
 
 
+@pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize(
     "damage", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda data: b""]
@@ -367,6 +368,7 @@ def test_a_damaged_library_is_compiled_again(afresh, tmp_path, damage):
     assert made.read_bytes() == whole
 
 
+@pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize("opened", ["the file", "the directory"])
 def test_a_library_that_others_could_have_written_is_not_loaded(afresh, tmp_path, caplog, opened):
@@ -386,6 +388,7 @@ def test_a_library_that_others_could_have_written_is_not_loaded(afresh, tmp_path
     assert directory.stat().st_mode & 0o077 == made.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.long
 @needs_kernels
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 def test_in_a_directory_of_another_user_nothing_is_loaded_or_kept(afresh, tmp_path, caplog):
@@ -439,6 +442,7 @@ def test_the_header_states_the_arguments_of_every_kernel():
         assert f'extern "C" void {name}(' in sources or f"PAGED_ATTENTION({name}" in sources
 
 
+@pytest.mark.long
 @needs_kernels
 def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_loaded(afresh, caplog):
     declared = compiled.signatures()

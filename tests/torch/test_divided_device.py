@@ -191,6 +191,7 @@ def test_more_units_than_there_are_are_refused(driver):
 # -- the engine -----------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_recorded_run_of_a_divided_device_is_run_again_divided_or_not(tmp_path):
     backbone, here = make_backbone("llama"), Hardware(name="here", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-4)
     share = Share(units=1, rows=(1,), forward=(0.95,), backward=(0.95,))

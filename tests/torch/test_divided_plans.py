@@ -108,6 +108,7 @@ def due_beside_jobs_s(request: RequestView) -> float:
     return max(reserved_s, min(request.last_token_s + request.tpot_s, due_s))
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_deadlines_are_held_and_units_are_not_given_twice(rng: Random):

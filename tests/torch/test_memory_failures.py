@@ -56,6 +56,7 @@ def test_a_pack_that_never_fits_starves_no_request_and_its_job_fails_with_the_re
         engine.tune(examples_of((20, 9)), adapter=LORA)
 
 
+@pytest.mark.long
 def test_between_two_failures_there_are_twice_as_many_steps_without_the_job():
     engine = make_engine()
     fail_where(engine, lambda batch: bool(batch.windows))
@@ -77,6 +78,7 @@ def test_a_job_gets_on_in_pieces_that_there_is_memory_for():
     assert max(largest(batch, job) for batch in watched(engine).batches[-8:]) > 1, "no smaller than they have to be"
 
 
+@pytest.mark.long
 def test_pieces_are_as_large_as_before_once_there_is_memory_again():
     engine = make_engine()
     job = engine.submit(examples_of((40,)), TuningConfig(num_epochs=60), adapter=LORA)

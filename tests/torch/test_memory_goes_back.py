@@ -54,6 +54,7 @@ def output_of(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_dozen_jobs_leave_no_pages_tensors_or_handles():
     engine = make_engine()
     told = watched(engine).commands

@@ -103,6 +103,7 @@ class BusyClock:
         return self._now_s
 
 
+@pytest.mark.long
 def test_a_machine_that_becomes_busy_while_it_is_measured_is_measured_again():
     backbone, quiet = make_backbone("llama"), BusyClock()
     expected = profiling.measure_profile(backbone, time_s=quiet)
@@ -133,6 +134,7 @@ def test_what_more_rows_did_faster_was_held_up():
     assert rising({1: 5.0, 4: 2.0, 8: 9.0, 16: 3.0, 32: 4.0}) == {1: 2.0, 4: 2.0, 8: 3.0, 16: 3.0, 32: 4.0}
 
 
+@pytest.mark.long
 def test_a_cpu_that_can_be_divided_is_measured_in_parts_too(monkeypatch):
     """The rest of the profile is not measured here."""
     cpu = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)

@@ -12,6 +12,7 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+@pytest.mark.long
 def test_the_engine_s_example_runs(capsys):
     exec(compile(EXAMPLES[1], "README.md", "exec"), {})
     before, after, num_trained = re.fullmatch(r"(\(.*?\)) (\(.*?\)) (\d+)\n", capsys.readouterr().out).groups()
