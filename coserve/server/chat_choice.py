@@ -1,9 +1,26 @@
 """One choice of a chat: from the text that the model writes to its message, whole or as deltas."""
 
+from dataclasses import dataclass
 from typing import Any
 
+from coserve.server.reasoning import ThinkReader
 from coserve.server.tool_parsers.base import Arguments, CallBegins, CallFails, Content, Part, Reasoning
 from coserve.server.tools import Tools
+
+# As DeepSeek and LiteLLM name it, and as vLLM does.
+_REASONING = ("reasoning_content", "reasoning")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFrame:
+    """What the text of an answer begins in. role: whose message it is. echo: the message that comes before the text.
+    inside_reasoning: whether the prompt has opened it. with_reasoning: whether it is part of the answer.
+    """
+
+    role: str = "assistant"
+    echo: str = ""
+    inside_reasoning: bool = False
+    with_reasoning: bool = True
 
 
 class ChatChoice:
@@ -11,8 +28,10 @@ class ChatChoice:
     sent it already, leaves it as it is.
     """
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
+    def __init__(self, tools: Tools, frame: ChatFrame) -> None:
+        self._tools, self._frame = tools, frame
+        reads_all = tools.parser is not None and tools.parser.reads_all
+        self._think = None if reads_all else ThinkReader(inside=frame.inside_reasoning)
         self._parser = None if tools.parser is None else tools.parser(tools.names)
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -21,15 +40,22 @@ class ChatChoice:
 
     def add(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """The delta that more text makes."""
-        parts: list[Part] = [Content(text)] if text else []
-        if self._parser is not None:
-            parts = self._parser.push(text)
-            if is_last:
-                parts += self._parser.finish()
+        parts = self._read(text, is_last=is_last)
         delta: dict[str, Any] = {}
         for part in parts:
             self._take(part, delta)
         return delta
+
+    def _read(self, text: str, *, is_last: bool) -> list[Part]:
+        parts: list[Part] = [Content(text)] if text else []
+        if self._think is not None:
+            parts = self._think.push(text) + (self._think.finish() if is_last else [])
+        if self._parser is None:
+            return parts
+        found: list[Part] = []
+        for part in parts:
+            found += self._parser.push(part.text) if isinstance(part, Content) else [part]
+        return found + (self._parser.finish() if is_last else [])
 
     def reason(self, reason: str) -> str:
         """Why it is over, as OpenAI says it."""
@@ -37,11 +63,13 @@ class ChatChoice:
 
     def message(self) -> dict[str, Any]:
         """All of it."""
-        content = "".join(self._content)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        content = self._frame.echo + "".join(self._content)
+        message: dict[str, Any] = {"role": self._frame.role, "content": content, "refusal": None}
         if self._calls:
             message["content"] = content or None
             message["tool_calls"] = self._calls
+        if self._reasoning:
+            message |= dict.fromkeys(_REASONING, "".join(self._reasoning))
         return message
 
     def _take(self, part: Part, delta: dict[str, Any]) -> None:
@@ -49,7 +77,10 @@ class ChatChoice:
             self._content.append(part.text)
             delta["content"] = delta.get("content", "") + part.text
         elif isinstance(part, Reasoning):
-            self._reasoning.append(part.text)
+            if self._frame.with_reasoning:
+                self._reasoning.append(part.text)
+                for name in _REASONING:
+                    delta[name] = delta.get(name, "") + part.text
         elif self._num_begun + isinstance(part, CallBegins) > 1 and not self._tools.parallel:
             self._num_begun += isinstance(part, CallBegins)
         elif isinstance(part, CallBegins):

@@ -6,9 +6,9 @@ from typing import Any
 
 from coserve.devices.messages import TokenLogprob
 from coserve.engine.request import Chunk
-from coserve.server.chat_choice import ChatChoice
+from coserve.server.chat_choice import ChatChoice, ChatFrame
 from coserve.server.context import ServerContext
-from coserve.server.generation import Generation, Usage, chunks_of, finite
+from coserve.server.generation import Generation, Usage, UsageOptions, chunks_of, finite
 from coserve.server.prompts import Prompts
 from coserve.server.responses import server_sent_event
 from coserve.server.tools import Tools
@@ -17,10 +17,10 @@ from coserve.server.tools import Tools
 class ChatWriter:
     """Makes the answer of one request's chunks."""
 
-    def __init__(self, context: ServerContext, generation: Generation, tools: Tools) -> None:
-        self._context, self._generation = context, generation
+    def __init__(self, context: ServerContext, generation: Generation, tools: Tools, frame: ChatFrame) -> None:
+        self._context, self._generation, self._frame = context, generation, frame
         self._usage = Usage(num_prompt=len(generation.prompts[0]))
-        self._choices = [ChatChoice(tools) for _ in range(generation.params.n)]
+        self._choices = [ChatChoice(tools, frame) for _ in range(generation.params.n)]
         self._with_logprobs = generation.params.logprobs is not None
 
     async def whole(self) -> dict[str, Any]:
@@ -30,6 +30,7 @@ class ChatWriter:
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
                 choice = self._choices[chunk.index]
+                self._usage.count(chunk)
                 choice.add(chunk.text, is_last=chunk.finish_reason is not None)
                 logprobs[chunk.index] += chunk.logprobs
                 reasons[chunk.index] = choice.reason(chunk.finish_reason or "")
@@ -44,36 +45,41 @@ class ChatWriter:
         ]
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage.to_json()}
 
-    async def events(self, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
+    async def events(self, options: UsageOptions) -> AsyncGenerator[bytes, None]:
         """Piece by piece."""
         head = self._head("chat.completion.chunk")
-        if with_usage:
-            head["usage"] = None
         begun = False
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
                 if not begun:
                     begun = True
-                    for index in range(len(self._choices)):
-                        first = _delta(index, {"role": "assistant", "content": ""})
-                        yield server_sent_event({**head, "choices": [first]})
+                    for first in self._first_deltas():
+                        yield server_sent_event({**head, "choices": [first], **options.of_chunk(self._usage)})
+                self._usage.count(chunk)
                 for choice in self._deltas(chunk):
-                    yield server_sent_event({**head, "choices": [choice]})
-        if with_usage:
+                    yield server_sent_event({**head, "choices": [choice], **options.of_chunk(self._usage)})
+        if options.at_end:
             yield server_sent_event({**head, "choices": [], "usage": self._usage.to_json()})
 
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
         async with aclosing(chunks_of(self._context, self._generation)) as batches:
             async for _, chunks in batches:
-                self._usage.count(chunks)
                 for chunk in chunks:
                     yield chunk
 
+    def _first_deltas(self) -> list[dict[str, Any]]:
+        """Whose message it is, and what it repeats."""
+        indices = range(len(self._choices))
+        found = [_delta(index, {"role": self._frame.role, "content": ""}) for index in indices]
+        return found + [_delta(index, {"content": self._frame.echo}) for index in indices if self._frame.echo]
+
     def _deltas(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """What a chunk adds to a stream: its text, and by itself why it was the last."""
+        """What a chunk adds to a stream: its text, if only an empty one (clients count the steps that made a token),
+        and by itself why it was the last.
+        """
         choice, found = self._choices[chunk.index], []
         delta = choice.add(chunk.text, is_last=chunk.finish_reason is not None)
-        if delta or chunk.logprobs:
+        if delta or chunk.tokens:
             logprobs = _logprobs(self._context.prompts, list(chunk.logprobs)) if self._with_logprobs else None
             found.append(_delta(chunk.index, delta or {"content": ""}, logprobs=logprobs))
         if chunk.finish_reason is not None:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 from coserve.devices.sampling_params import SamplingParams
@@ -16,7 +16,7 @@ from coserve.scheduling.slo import Slo
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error, not_found
 from coserve.server.prompts import Prompts, num_characters
-from coserve.server.schemas import SamplingBody
+from coserve.server.schemas import SamplingBody, StreamOptions
 from coserve.server.texts import check_texts
 from coserve.worker.protocol import AddRequest, Ready
 
@@ -217,13 +217,12 @@ class Usage:
     num_cached: int = 0
     slo: Slo | None = None
 
-    def count(self, chunks: list[Chunk]) -> None:
+    def count(self, chunk: Chunk) -> None:
         """Some more tokens."""
-        for chunk in chunks:
-            self.num_output += len(chunk.tokens)
-            self.slo = self.slo or chunk.slo
-            if chunk.finish_reason is not None and chunk.index == 0:
-                self.num_cached += chunk.num_cached_tokens
+        self.num_output += len(chunk.tokens)
+        self.slo = self.slo or chunk.slo
+        if chunk.finish_reason is not None and chunk.index == 0:
+            self.num_cached += chunk.num_cached_tokens
 
     def to_json(self) -> dict[str, Any]:
         """As OpenAI gives it; with `slo`, in milliseconds, where the request's own could not be held by this device."""
@@ -236,6 +235,26 @@ class Usage:
         if self.slo is not None:
             usage["slo"] = {"ttft_ms": 1e3 * self.slo.ttft_s, "tpot_ms": 1e3 * self.slo.tpot_s}
         return usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsageOptions:
+    """Where a stream says the counts: in an event of their own at its end, and in each (vLLM's
+    `continuous_usage_stats`).
+    """
+
+    at_end: bool = False
+    in_each: bool = False
+
+    @classmethod
+    def of(cls, options: StreamOptions | None) -> Self:
+        """As a body says; vLLM's is of effect beside OpenAI's alone."""
+        at_end = options is not None and bool(options.include_usage)
+        return cls(at_end=at_end, in_each=at_end and options is not None and bool(options.continuous_usage_stats))
+
+    def of_chunk(self, usage: Usage) -> dict[str, Any]:
+        """What an event has that is not the last."""
+        return {"usage": usage.to_json() if self.in_each else None} if self.at_end else {}
 
 
 def finite(logprob: float) -> float:

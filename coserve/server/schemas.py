@@ -63,6 +63,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # of no effect: nothing is padded
+    continuous_usage_stats: bool | None = None  # vLLM's
 
 
 class SloBody(Body):
@@ -154,17 +155,23 @@ class ChatBody(SamplingBody):
     tool_choice: str | dict[str, Any] | None = None
     functions: List[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     modalities: List[str] | None = None
     audio: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
     moderation: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    # As vLLM has them.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+    include_reasoning: bool | None = None
     # Of no effect here.
     store: bool | None = None
     service_tier: str | None = None
-    parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

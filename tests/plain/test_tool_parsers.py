@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import coserve.server.tool_parsers as registry
+from coserve.server.reasoning import ThinkReader, begins_inside
 from coserve.server.tool_parsers import parser_class, parser_names, parser_of_template
 from coserve.server.tool_parsers.base import Arguments, CallBegins, CallFails, Content, Part, Reasoning
 
@@ -190,6 +191,35 @@ def test_a_call_that_fails_after_it_began_says_so():
     [begun, failed] = parts_of("hermes", ['<tool_call>{"name": "add", "arguments": {"a'])
     assert begun == [CallBegins("add"), Arguments('{"a')]
     assert failed == [CallFails('<tool_call>{"name": "add", "arguments": {"a')]
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "right"),
+    [
+        ("Hello <think>", False, Read("Hello <think>")),
+        (" <thin", False, Read(" <thin")),
+        ("<think>\nHm\n\nso\n</think>\n\nHello\n", False, Read("Hello\n", "Hm\n\nso")),
+        ("\n<think></think>Hello</think>", False, Read("Hello</think>")),
+        ("Hm</thi\n</think>Hello", True, Read("Hello", "Hm</thi")),
+        ("<think>\nHm\n", False, Read("", "Hm")),
+        ("Hm</thin", True, Read("", "Hm</thin")),
+        ("", True, Read()),
+    ],
+)
+def test_reasoning_however_it_is_cut(text: str, inside: bool, right: Read):
+    for pieces in cuts(text) if text else [[]]:
+        reader, found = ThinkReader(inside=inside), Read()
+        for parts in [*(reader.push(piece) for piece in pieces), reader.finish()]:
+            for part in parts:
+                found.take(part)
+        assert found == right, pieces
+
+
+def test_an_answer_begins_in_reasoning_that_the_prompt_opened():
+    assert begins_inside("<|assistant|><think>\n")
+    assert not begins_inside("<think>\n\n</think>\n\n")
+    assert begins_inside("", "<think>Hm")
+    assert not begins_inside("<think>", "<think>Hm</think>Hel")
 
 
 def test_every_file_of_the_folder_is_a_parser():

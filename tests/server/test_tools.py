@@ -128,6 +128,77 @@ def test_several_choices_have_calls_of_their_own(client: OpenAI):
     assert len({choice.message.tool_calls[0].id for choice in found.choices if choice.message.tool_calls}) == 3
 
 
+@pytest.mark.parametrize("ask", [chat, stream])
+def test_reasoning_comes_apart_from_the_answer(client: OpenAI, ask: Any):
+    choice = ask(client, "hello")
+    assert choice.message.content == "Hello!"
+    assert choice.message.reasoning_content == choice.message.reasoning == "They greet."
+    assert choice.finish_reason == "stop"
+    without = chat(client, "hello", extra_body={"include_reasoning": False})
+    assert without.message.content == "Hello!"
+    assert not hasattr(without.message, "reasoning_content")
+
+
+def test_what_the_prompt_has_opened_or_closed(client: OpenAI):
+    """By `chat_template_kwargs` and by a message that is continued."""
+    opened = [*question("hello"), {"role": "assistant", "content": "<think>\nThey"}]
+    choice = chat(client, "", messages=opened, extra_body={"continue_final_message": True})
+    assert (choice.message.reasoning, choice.message.content) == (" greet.", "Hello!")
+    numbers = [
+        client.chat.completions.create(**SETTINGS, messages=question("hello"), extra_body=more).usage.prompt_tokens
+        for more in (
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "none"},
+            {"reasoning_effort": "high"},
+        )
+    ]
+    assert numbers[0] == numbers[3] < numbers[1] == numbers[2]
+
+
+def test_a_message_is_continued_and_echoed(client: OpenAI):
+    messages = [*question("weather"), {"role": "assistant", "content": "I look.\n"}]
+    settings: dict[str, Any] = {**SETTINGS, "messages": messages, "tools": TOOLS}
+    for body, text in (
+        ({"continue_final_message": True}, ""),
+        ({"continue_final_message": True, "add_generation_prompt": False, "echo": True}, "I look.\n"),
+    ):
+        choice = chat(client, "", messages=messages, extra_body=body)
+        assert (choice.message.content or "", calls_of(choice)) == (text, [("weather", WEATHER)])
+        events = client.chat.completions.create(**settings, extra_body=body, stream=True)
+        assert "".join(event.choices[0].delta.content or "" for event in events) == text
+    with pytest.raises(BadRequestError, match="exclude each other"):
+        chat(client, "", messages=messages, extra_body={"continue_final_message": True, "add_generation_prompt": True})
+
+
+def test_without_a_generation_prompt_the_last_ones_turn_is_continued(client: OpenAI):
+    with_prompt, without = (
+        client.chat.completions.create(
+            **SETTINGS, messages=question("hello"), extra_body={"add_generation_prompt": value}
+        )
+        for value in (True, False)
+    )
+    assert with_prompt.usage.prompt_tokens == without.usage.prompt_tokens + 1
+    assert [each.choices[0].message.role for each in (with_prompt, without)] == ["assistant", "user"]
+
+
+def test_a_stream_has_an_event_for_every_token(client: OpenAI):
+    """Also where it is a part of a character, or of a call's name: clients take the first event for the first token."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    settings: dict[str, Any] = {**SETTINGS, "stream": True, "stream_options": options}
+    events = list(client.chat.completions.create(**settings, messages=question("both"), tools=TOOLS))
+    *others, last = events
+    counts = [event.usage.completion_tokens for event in others]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert set(counts) == set(range(last.usage.completion_tokens + 1)), "none is left out, none said twice at once"
+    assert all(
+        event.usage.total_tokens == event.usage.prompt_tokens + event.usage.completion_tokens for event in events
+    )
+    pieces = list(client.completions.create(**settings, prompt="😀", logit_bias={"200": 100}))
+    assert [piece.usage.completion_tokens for piece in pieces] == [*range(1, 101), 100]
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
@@ -140,6 +211,7 @@ def test_several_choices_have_calls_of_their_own(client: OpenAI):
         ),
         ({"tools": [{"type": "function", "function": {"name": "f\0"}}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
     ],
     ids=lambda value: ascii(value)[:40],

@@ -1,18 +1,20 @@
 """POST /v1/chat/completions."""
 
 import time
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from coserve.devices.sampling_params import MAX_LOGPROBS
+from coserve.server import reasoning
 from coserve.server.bodies import JsonRoute
+from coserve.server.chat_prompt import frame_of, plain_message, template_arguments
 from coserve.server.chat_writer import ChatWriter
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
 from coserve.server.generation import (
     Generation,
+    UsageOptions,
     check_length,
     check_prompt,
     find_model,
@@ -24,7 +26,7 @@ from coserve.server.generation import (
 )
 from coserve.server.request_log import note_completion
 from coserve.server.responses import answer
-from coserve.server.schemas import ChatBody, Message
+from coserve.server.schemas import ChatBody
 from coserve.server.tools import Tools, tools_of
 from coserve.worker.protocol import Ready
 
@@ -39,11 +41,10 @@ async def chat_completions(body: ChatBody, request: Request, context: Context, t
     ready = context.admit()
     tools = tools_of(body, context)
     generation = await _generation(body, tools, context, ready, tenant, arrival_s)
-    writer = ChatWriter(context, generation, tools)
+    writer = ChatWriter(context, generation, tools, frame_of(body, generation.prompts[0], context.prompts))
     note_completion(request, generation.id)
     if body.stream:
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return await answer(request, events=writer.events(with_usage=with_usage))
+        return await answer(request, events=writer.events(UsageOptions.of(body.stream_options)))
     return await answer(request, whole=writer.whole())
 
 
@@ -80,9 +81,9 @@ async def _generation(
     body: ChatBody, tools: Tools, context: ServerContext, ready: Ready, tenant: str, arrival_s: float
 ) -> Generation:
     adapter = await find_model(context, tenant, body.model)
-    messages = [_plain(message) for message in body.messages]
+    messages = [plain_message(message) for message in body.messages]
     check_length(context.prompts, [*messages, *tools.shown], ready, param="messages")
-    tokens = await context.prompts.tokens(messages, {"tools": list(tools.shown) or None})
+    tokens = await context.prompts.tokens(messages, template_arguments(body, tools, context.prompts.chat_template))
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked: int | None = getattr(body, limit)
     if asked is not None and asked < 1:
@@ -100,16 +101,5 @@ async def _generation(
         arrival_s=arrival_s,
         tenant=tenant,
         adapter=adapter,
-        shown_tokens=() if tools.parser is None else tools.parser.markers,
+        shown_tokens=(reasoning.BEGIN, reasoning.END, *(() if tools.parser is None else tools.parser.markers)),
     )
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it: its text in one piece, and developers are the system."""
-    plain = {name: value for name, value in message.model_dump().items() if value is not None}
-    if isinstance(message.content, list):
-        plain["content"] = "".join(part.text for part in message.content)
-    plain.setdefault("content", "")
-    if message.role == "developer":
-        plain["role"] = "system"
-    return plain

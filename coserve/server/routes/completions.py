@@ -16,6 +16,7 @@ from coserve.server.errors import ApiError
 from coserve.server.generation import (
     Generation,
     Usage,
+    UsageOptions,
     check_length,
     check_prompt,
     chunks_of,
@@ -55,8 +56,7 @@ async def completions(body: CompletionBody, request: Request, context: Context, 
     writer = _Writer(context, generation, echoes if body.echo else None)
     note_completion(request, generation.id)
     if body.stream:
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return await answer(request, events=writer.events(with_usage=with_usage))
+        return await answer(request, events=writer.events(UsageOptions.of(body.stream_options)))
     return await answer(request, whole=writer.whole())
 
 
@@ -141,13 +141,13 @@ class _Writer:
                 choice["logprobs"] = _joined(choice["logprobs"], piece["logprobs"])
         return {**self._head, "choices": choices, "usage": self._usage.to_json()}
 
-    async def events(self, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
+    async def events(self, options: UsageOptions) -> AsyncGenerator[bytes, None]:
         """Piece by piece."""
-        head = {**self._head, "usage": None} if with_usage else self._head
+        head = self._head
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
-                yield server_sent_event({**head, "choices": [piece]})
-        if with_usage:
+                yield server_sent_event({**head, "choices": [piece], **options.of_chunk(self._usage)})
+        if options.at_end:
             yield server_sent_event({**head, "choices": [], "usage": self._usage.to_json()})
 
     async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -156,8 +156,8 @@ class _Writer:
         waiting: dict[int, list[TokenLogprob]] = {}  # prompts' logprobs, by place
         async with aclosing(chunks_of(self._context, self._generation)) as batches:
             async for place, chunks in batches:
-                self._usage.count(chunks)
                 for chunk in chunks:
+                    self._usage.count(chunk)
                     index = place * self._n + chunk.index
                     if chunk.prompt_logprobs:
                         waiting[place] = list(chunk.prompt_logprobs)
@@ -173,7 +173,7 @@ class _Writer:
                     if self._generation.params.logprobs is not None:
                         for part in parts:
                             piece["logprobs"] = _joined(piece["logprobs"], part)
-                    if piece["text"] or piece["finish_reason"] or chunk.logprobs:
+                    if piece["text"] or piece["finish_reason"] or chunk.tokens:
                         yield piece
 
     def _of_prompt(self, index: int, place: int, found: list[TokenLogprob], echo: str) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""What a chat's template is given, and what the answer's text begins in."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coserve.server.chat_choice import ChatFrame
+from coserve.server.errors import ApiError
+from coserve.server.prompts import Prompts
+from coserve.server.reasoning import begins_inside
+from coserve.server.schemas import ChatBody, Message
+from coserve.server.texts import check_texts
+from coserve.server.tools import Tools
+
+# What transformers' `apply_chat_template` has parameters for: not for clients to set there.
+_RESERVED = (
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "self"),
+)
+# Tokens at the end of a prompt that can open a reasoning.
+_NUM_END = 8
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it: its text in one piece, and developers are the system."""
+    plain = {name: value for name, value in message.model_dump().items() if value is not None}
+    if isinstance(message.content, list):
+        plain["content"] = "".join(part.text for part in message.content)
+    plain.setdefault("content", "")
+    if message.role == "developer":
+        plain["role"] = "system"
+    return plain
+
+
+def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[str, Any]:
+    """What the template is given beside the messages; ApiError for what it must not be given."""
+    more = body.chat_template_kwargs or {}
+    if wrong := next((name for name in more if name in _RESERVED), None):
+        raise ApiError(
+            f"chat_template_kwargs must not have {wrong!r}: it is for variables of the chat template alone",
+            param="chat_template_kwargs",
+        )
+    check_texts(more, param="chat_template_kwargs")
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise ApiError(
+            "continue_final_message and add_generation_prompt exclude each other: leave one out",
+            param="continue_final_message",
+        )
+    if body.reasoning_effort is not None and "reasoning_effort" in template:
+        more = {"reasoning_effort": body.reasoning_effort, **more}
+    if body.reasoning_effort == "none" and "enable_thinking" in template:
+        more = {"enable_thinking": False, **more}
+    return {
+        **more,
+        "tools": list(tools.shown) or None,
+        "add_generation_prompt": not continues and body.add_generation_prompt is not False,
+        "continue_final_message": continues,
+    }
+
+
+def frame_of(body: ChatBody, prompt: Sequence[int], prompts: Prompts) -> ChatFrame:
+    """prompt: the chat as tokens."""
+    last = plain_message(body.messages[-1])
+    opens = body.add_generation_prompt is not False and not body.continue_final_message
+    role = "assistant" if opens else last["role"]
+    continued = last["content"] if body.continue_final_message else ""
+    return ChatFrame(
+        role=role,
+        echo=last["content"] if body.echo and last["role"] == role else "",
+        inside_reasoning=begins_inside(prompts.text(list(prompt[-_NUM_END:])), continued),
+        with_reasoning=body.include_reasoning is not False,
+    )

@@ -1,0 +1,74 @@
+"""Reasoning before an answer: `<think>…</think>`, as DeepSeek R1, Qwen 3 and others write it."""
+
+from coserve.server.tool_parsers.base import Content, Part, Reasoning, num_held
+
+BEGIN, END = "<think>", "</think>"
+
+
+def begins_inside(prompt_end: str, continued: str = "") -> bool:
+    """Whether an answer begins within reasoning. prompt_end: the end of the prompt's text, which some chat templates
+    open the reasoning in. continued: the message that the answer continues.
+    """
+    if continued:
+        return continued.rfind(BEGIN) > continued.rfind(END)
+    return prompt_end.rstrip().endswith(BEGIN)
+
+
+class ThinkReader:
+    """Reads the text of one answer, in pieces of any size. Only what an answer begins with is reasoning; new lines
+    around it are no part of it.
+    """
+
+    def __init__(self, *, inside: bool = False) -> None:
+        self._rest = ""
+        self._inside = inside
+        self._outside = False  # nothing but content comes any more
+        self._is_fresh = True  # nothing of the reasoning, or of the content after it, was passed on
+
+    def push(self, text: str) -> list[Part]:
+        """What the next piece of text adds."""
+        if self._outside and not self._is_fresh:
+            return [Content(text)] if text else []
+        self._rest += text
+        parts: list[Part] = []
+        if not self._inside and not self._outside:
+            self._begin()
+        if self._inside:
+            parts += self._reasoning()
+        if self._outside:
+            parts += self._content()
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What is left when no more text comes."""
+        rest, self._rest = self._rest, ""
+        if self._inside:
+            rest = rest.rstrip("\n")
+            return [Reasoning(rest)] if rest else []
+        return [Content(rest)] if rest and not self._outside else []
+
+    def _begin(self) -> None:
+        text = self._rest.lstrip()
+        if text.startswith(BEGIN):
+            self._inside, self._rest = True, text[len(BEGIN) :]
+        elif not BEGIN.startswith(text):
+            self._outside, self._is_fresh = True, False
+
+    def _reasoning(self) -> list[Part]:
+        if self._is_fresh:
+            self._rest = self._rest.lstrip("\n")
+        text, found, after = self._rest.partition(END)
+        if not found:
+            text = text[: len(text) - num_held(text, (END,))]
+        shown = text.rstrip("\n")
+        self._rest = self._rest[len(shown) :]
+        self._is_fresh = self._is_fresh and not shown
+        if found:
+            self._inside, self._outside, self._is_fresh, self._rest = False, True, True, after
+        return [Reasoning(shown)] if shown else []
+
+    def _content(self) -> list[Part]:
+        text = self._rest.lstrip("\n") if self._is_fresh else self._rest
+        self._rest = ""
+        self._is_fresh = self._is_fresh and not text
+        return [Content(text)] if text else []
