@@ -10,7 +10,7 @@ endif
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-long fuzz storm check lint format hooks clean
+.PHONY: setup demo test test-long fuzz storm check lint docs format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -48,9 +48,12 @@ lint: setup  ## Format, lint and types of the package, tests, scripts and benchm
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy
 
+docs: setup  ## The documentation as a site, in site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 # What a larger machine checks (clients of other languages, a cluster, hours of load) joins here as a target of its own,
 # in so far as all of it stays under 45 minutes on two cores.
-check: lint test test-long  ## All of it; .ci/run runs this
+check: lint docs test test-long  ## All of it; .ci/run runs this
 
 format: setup  ## Bring the code into format
 	$(BIN)/ruff format .
@@ -61,4 +64,4 @@ hooks: setup  ## Run format and lint before each commit, types before each push
 	$(BIN)/pre-commit install
 
 clean:  ## Remove what setup and the tests made
-	rm -rf $(VENV) demo-report .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) demo-report site .mypy_cache .ruff_cache .hypothesis .coverage*
