@@ -116,6 +116,7 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
         device=config.device,
         threads=config.threads,
         record=None if config.record is None else str(Path(config.record).absolute()),
+        max_model_len=config.max_model_len,
         log_format=config.log_format,
         log_level=config.log_level,
         engine=config.engine,
