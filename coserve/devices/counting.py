@@ -1,6 +1,11 @@
 """What rows cost, counted from the graphs: the same numbers on every device."""
 
+from collections.abc import Iterable
+from hashlib import blake2b
 from math import prod
+
+import torch
+from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.devices.messages import DeviceInfo, TrainerOpened
@@ -13,6 +18,9 @@ from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.profile import Profile
 from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.training_pass import saved_shapes, workspace_shapes
+
+# Of a tensor's values in each dimension, for a fingerprint: no more than twice as many are read.
+_MOST_SAMPLES = 32
 
 
 def model_counts(backbone: Backbone) -> ModelCounts:
@@ -97,7 +105,22 @@ def device_info(
         deterministic=backbone.block_rows is not None,
         num_units=num_units,
         num_host_pages=num_host_pages,
+        fingerprint=_fingerprint(weights.values()),
     )
+
+
+def _fingerprint(weights: Iterable[Tensor]) -> str:
+    """Of some values out of every tensor: models that were trained differently differ in all of them. "" where there
+    are shapes alone.
+    """
+    digest = blake2b(digest_size=16)
+    for tensor in weights:
+        if tensor.is_meta:
+            return ""
+        some = tensor[tuple(slice(None, None, max(1, size // _MOST_SAMPLES)) for size in tensor.shape)]
+        digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        digest.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _groups(backbone: Backbone, programs: TrainingPrograms) -> tuple[tuple[int, ...], ...]:

@@ -37,7 +37,8 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     take here. profile_path: the file that it comes from; "" if it is not kept. deterministic: whether tokens and
     gradients are the same bit for bit, whatever runs beside them. num_units: among which sides of a step it can be
     divided (`Partition`): threads of a CPU, shares of a GPU's multiprocessors; 1: it cannot. num_host_pages: slots of
-    a page's size in host memory, for pages that give way (`SwapOut`).
+    a page's size in host memory, for pages that give way (`SwapOut`). fingerprint: of the weights, so that two devices
+    can be told to hold the same model; "" if there are none.
     """
 
     model: str
@@ -57,6 +58,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False
     num_units: int = 1
     num_host_pages: int = 0
+    fingerprint: str = ""
 
 
 # -- commands ---------------------------------------------------------------------------
@@ -95,6 +97,27 @@ class SwapIn(msgspec.Struct, tag=True, frozen=True):
 
     pages: tuple[int, ...]
     slots: tuple[int, ...]
+
+
+class ExportPages(msgspec.Struct, tag=True, frozen=True):
+    """Copy pages to places of a page file (`coserve.memory.page_files`), one to one: another instance reads them there
+    as soon as this is done. OSError if the file is not there.
+    """
+
+    path: str
+    pages: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+class ImportPages(msgspec.Struct, tag=True, frozen=True):
+    """Copy places of a page file to pages. data: what lay there, page after page; only in recordings, which are run
+    again when the file has gone.
+    """
+
+    path: str
+    pages: tuple[int, ...]
+    places: tuple[int, ...]
+    data: bytes = b""
 
 
 class OpenVersion(msgspec.Struct, tag=True, frozen=True):
@@ -221,6 +244,8 @@ Command = (
     | CloseRequest
     | SwapOut
     | SwapIn
+    | ExportPages
+    | ImportPages
     | OpenVersion
     | SaveAdapter
     | DropVersion

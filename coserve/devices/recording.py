@@ -3,7 +3,7 @@
 A recording is a sequence of frames, each a length and msgpack: first the header, then lines in the order in which
 things happened. The engine adds lines of its own, for what it was asked (`coserve.engine.recording`). What leaves no
 trace in the engine or on the device is left out: files being written, and copies for checkpoints being let go, which
-happens whenever Python collects them.
+happens whenever Python collects them. Pages that come from another instance are written down as they came.
 """
 
 import struct
@@ -19,6 +19,8 @@ from coserve.devices.base import Clock, Device
 from coserve.devices.messages import (
     Command,
     DropCheckpoint,
+    ExportPages,
+    ImportPages,
     Reply,
     SaveAdapter,
     StepBatch,
@@ -30,7 +32,7 @@ from coserve.devices.wire import Raised, raised
 _LENGTH = struct.Struct("<Q")
 _encode = msgspec.msgpack.Encoder().encode
 
-_TRACELESS = (DropCheckpoint, SaveAdapter, WriteCheckpoint)
+_TRACELESS = (DropCheckpoint, ExportPages, SaveAdapter, WriteCheckpoint)
 
 
 class ClockRead(msgspec.Struct, tag=True, frozen=True):
@@ -106,16 +108,20 @@ class RecordingDevice:
     def execute(self, command: Command) -> Reply:
         if isinstance(command, _TRACELESS):
             return self._device.execute(command)
+        written = self._with_data(command)
         try:
             reply = self._device.execute(command)
         except Exception as error:
-            self._writer.write(Executed(command, error=raised(None, error)))
+            self._writer.write(Executed(written, error=raised(None, error)))
             raise
-        self._writer.write(Executed(command, reply))
+        self._writer.write(Executed(written, reply))
         return reply
 
     def submit(self, batch: StepBatch) -> None:
-        self._writer.write(Submitted(with_trace(batch)))
+        kept = with_trace(batch)
+        if any(isinstance(command, ImportPages) for command in kept.commands):
+            kept = replace(kept, commands=tuple(map(self._with_data, kept.commands)))
+        self._writer.write(Submitted(kept))
         self._writer.flush()  # it may be the last
         self._device.submit(batch)
 
@@ -127,6 +133,17 @@ class RecordingDevice:
             raise
         self._write_end(Collected(result))
         return result
+
+    def _with_data(self, command: Command) -> Command:
+        """With the pages that come from a file, which will be gone when the recording is run again."""
+        if not isinstance(command, ImportPages):
+            return command
+        size, found = self.info.page_bytes, []
+        with Path(command.path).open("rb") as file:
+            for place in command.places:
+                file.seek(place * size)
+                found.append(file.read(size))
+        return replace(command, data=b"".join(found))
 
     def _write_end(self, line: Collected) -> None:
         self._writer.write(line)

@@ -14,6 +14,7 @@ from coserve.devices.base import Clock, Device
 from coserve.devices.messages import (
     Command,
     DeviceInfo,
+    ImportPages,
     OpenTrainer,
     OpenVersion,
     PackSums,
@@ -73,19 +74,21 @@ class ReplayDevice:
         if not leaves_a_trace(command):
             return None
         line = self._next(Executed, command)
-        if _without_paths(line.command) != _without_paths(command):
+        if _without_files(line.command) != _without_files(command):
             raise DivergedError(f"{line.command} was recorded, not {command}")
         if line.error is not None:
             raise line.error.error()
-        reply = self._other.execute(command)
+        reply = self._other.execute(line.command if isinstance(command, ImportPages) else command)
         if reply != line.reply:
             raise DivergedError(f"{command} was answered by {line.reply}, now by {reply}")
         return reply
 
     def submit(self, batch: StepBatch) -> None:
         line = self._next(Submitted, batch)
-        if line.batch != with_trace(batch):
-            raise DivergedError(difference(line.batch, batch))
+        recorded, pages = _taken_apart(line.batch)
+        if recorded != with_trace(batch):
+            raise DivergedError(difference(recorded, batch))
+        batch = _with_pages(batch, pages)
         self.num_steps += 1
         ending = self._lines.peek()
         if not isinstance(ending, Collected):
@@ -174,8 +177,26 @@ def _loss_difference(recorded: PackSums, own: PackSums) -> float:
     return abs(recorded.loss - own.loss) / recorded.num_trained
 
 
-def _without_paths(command: Command) -> Command:
-    """Adapters and checkpoints come from other directories when a recording is replayed."""
+def _taken_apart(recorded: StepBatch) -> tuple[StepBatch, list[ImportPages]]:
+    """A step as the engine asked for it, and the pages that came from another instance."""
+    pages = [command for command in recorded.commands if isinstance(command, ImportPages)]
+    if not pages:
+        return recorded, pages
+    return replace(recorded, commands=tuple(map(_without_files, recorded.commands))), pages
+
+
+def _with_pages(batch: StepBatch, pages: list[ImportPages]) -> StepBatch:
+    """The inverse."""
+    if not pages:
+        return batch
+    found = iter(pages)
+    return replace(batch, commands=tuple(next(found) if isinstance(c, ImportPages) else c for c in batch.commands))
+
+
+def _without_files(command: Command) -> Command:
+    """Adapters and checkpoints come from other directories when a recording is replayed, and pages from nowhere."""
+    if isinstance(command, ImportPages):
+        return replace(command, data=b"")
     if isinstance(command, OpenVersion):
         return replace(command, directory="")
     if isinstance(command, OpenTrainer) and command.checkpoint is not None:

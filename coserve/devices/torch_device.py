@@ -31,6 +31,8 @@ from coserve.devices.messages import (
     DropPack,
     DropTrainer,
     DropVersion,
+    ExportPages,
+    ImportPages,
     LossRows,
     MovePack,
     OpenRequest,
@@ -59,6 +61,7 @@ from coserve.devices.torch_requests import RequestsResult, TorchRequests
 from coserve.devices.torch_trainer import TorchCheckpoint, TorchTrainer, open_trainer
 from coserve.errors import DeviceMemoryError
 from coserve.memory.host_pages import HostPages
+from coserve.memory.page_files import PageFiles
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward
@@ -101,6 +104,7 @@ class TorchDevice:
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
             self._host = HostPages(self._pages, num_slots=num_host_pages)
+        self._page_files = PageFiles(self._pages)
         self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype)
         self._versions: dict[str, Adapter] = {}
         self._requests = TorchRequests(self._pages, self._versions)
@@ -113,6 +117,8 @@ class TorchDevice:
             CloseRequest: lambda command: self._requests.close(command.request),
             SwapOut: lambda command: self._host.copy_out(command.pages, command.slots),
             SwapIn: lambda command: self._host.copy_in(command.pages, command.slots),
+            ExportPages: lambda command: self._page_files.export(command.path, command.pages, command.places),
+            ImportPages: self._import_pages,
             OpenVersion: self._open_version,
             SaveAdapter: lambda command: save_adapter(self._versions[command.version], command.directory),
             DropVersion: self._drop_version,
@@ -139,7 +145,8 @@ class TorchDevice:
             self.execute(command)
         self._requests.extend_tables(batch.requests)
         assert batch.partition is None or _num_used(batch.partition) <= self.info.num_units, "it has not as many units"
-        step = _Step(self.backbone, self._requests, self._trainers, self._beside, self._host, batch)
+        copy_s = self._host.take_seconds() + self._page_files.take_seconds()
+        step = _Step(self.backbone, self._requests, self._trainers, self._beside, self._host, batch, copy_s=copy_s)
         try:
             step.launch()
         except Exception as error:  # told with the result, as from a device that is elsewhere
@@ -158,6 +165,10 @@ class TorchDevice:
         self._beside.close()
 
     # -- commands -------------------------------------------------------------------
+
+    def _import_pages(self, command: ImportPages) -> None:
+        self._host.wait()  # what the pages held may just be on its way to the host
+        self._page_files.take(command.path, command.pages, command.places, command.data)
 
     def _open_version(self, command: OpenVersion) -> VersionOpened:
         adapter = load_adapter(self.backbone, command.directory, taking=self._adapter_memory.for_serving)
@@ -205,10 +216,12 @@ class _Step:
         beside: Beside,
         host: HostPages,
         batch: StepBatch,
+        *,
+        copy_s: float,
     ) -> None:
+        """copy_s: of copies since the last step."""
         self._backbone, self._requests, self._trainers, self._batch = backbone, requests, trainers, batch
-        self._beside, self._host = beside, host
-        self._copy_s = host.take_seconds()  # of copies since the last step
+        self._beside, self._host, self._copy_s = beside, host, copy_s
         self._rows = [rows for rows in batch.requests if rows.tokens]
         self._spans: list[Span] = []
         self._timer: StepTimer = step_timer(backbone.device)

@@ -17,6 +17,7 @@ from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.checks import check_adapter_name, check_examples
 from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
+from coserve.engine.handed_over import HandedBlocks, HandedOver
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_set import JobSet
@@ -67,7 +68,8 @@ class EngineCore:
         self.counters = TokenCounters(policy.token_weights)
         self.pages = PageBroker(num_pages=info.num_pages, page_bytes=info.page_bytes, block_tokens=info.block_tokens)
         self.swap = HostSwap(self.pages.cache, info, latency)
-        self.requests = RequestQueue(self.pages.cache, self.swap, self.counters)
+        self._handed = HandedOver(self.pages.cache)
+        self.requests = RequestQueue(self.pages.cache, self.swap, self._handed, self.counters)
         self.adapters = ServedAdapters(device, max_on_disk=config.max_adapters)
         self._outbox: list[Event] = []
         commands = CommandQueue()
@@ -90,6 +92,7 @@ class EngineCore:
             policy=policy,
             pages=self.pages,
             swap=self.swap,
+            handed=self._handed,
             requests=self.requests,
             serving=self._serving,
             adapters=self.adapters,
@@ -191,6 +194,7 @@ class EngineCore:
         """
         self.requests.check_integrity()
         self.swap.check_integrity(self.requests.waiting, [job.id for job in self.jobs.values() if job.swapped])
+        self._handed.check_integrity(set(self.requests.waiting))
         held = {page for each in self.requests.running.values() if each.sequence for page in each.sequence.pages}
         self.pages.check_integrity(held, self.jobs.packs)
 
@@ -232,6 +236,20 @@ class EngineCore:
             tenant=tenant,
         )
         return name
+
+    def hold(self, request: str) -> None:
+        """A request that waits is not to start before `arrive`: another instance computes its prompt
+        (`coserve.handover`).
+        """
+        if (first := self.requests.first(request)) is not None:
+            self._handed.hold(first.id)
+
+    def arrive(self, request: str, blocks: HandedBlocks | None) -> None:
+        """What came of it, in a file that must stay until the request waits no more; None: nothing, and its prompt is
+        computed here. No error if it is not there any more.
+        """
+        if (first := self.requests.first(request)) is not None:
+            self._handed.arrive(first.id, blocks)
 
     def cancel(self, request: str) -> bool:
         """End a request at once; its last chunks come with the next step. Returns whether it was there."""

@@ -17,6 +17,7 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import POSITION_FILE, Checkpoint
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
+from coserve.engine.handed_over import HandedBlocks
 from coserve.engine.job_start import PeftFields
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.engine.versions import AdapterVersion
@@ -75,6 +76,19 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
     num_tokens: int
 
 
+class Hold(msgspec.Struct, tag="hold", frozen=True):
+    """`hold`"""
+
+    request: str
+
+
+class Arrive(msgspec.Struct, tag="arrive", frozen=True):
+    """`arrive`"""
+
+    request: str
+    blocks: HandedBlocks | None
+
+
 class FinishLoad(msgspec.Struct, tag="finish_load", frozen=True):
     """`finish_load`; key: of the version."""
 
@@ -124,7 +138,12 @@ class OnJob(msgspec.Struct, tag="on_job", frozen=True):
     job: str
 
 
-Input = Step | AddTokens | Cancel | Stop | LoadFiles | EnsureFiles | FinishLoad | UnloadAdapter | SubmitExamples | OnJob
+# fmt: off
+Input = (
+    Step | AddTokens | Cancel | Stop | Hold | Arrive
+    | LoadFiles | EnsureFiles | FinishLoad | UnloadAdapter | SubmitExamples | OnJob
+)
+# fmt: on
 
 
 class RecordingEngine(Engine):
@@ -183,6 +202,14 @@ class RecordingEngine(Engine):
     def stop(self, request: str, index: int, num_tokens: int) -> bool:
         with self._asked(Stop(request, index, num_tokens)):
             return super().stop(request, index, num_tokens)
+
+    def hold(self, request: str) -> None:
+        with self._asked(Hold(request)):
+            super().hold(request)
+
+    def arrive(self, request: str, blocks: HandedBlocks | None) -> None:
+        with self._asked(Arrive(request, blocks)):
+            super().arrive(request, blocks)
 
     def begin_load(self, name: str, directory: str) -> AdapterLoad | None:
         load = super().begin_load(name, directory)

@@ -52,13 +52,28 @@ def record_of(request: Request) -> RequestRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandoverStats:
+    """Prompts that one instance computes for another. role: of this one. num_partners: instances that are connected
+    now. num_handed_over: prompts so far whose pages came here, or went from here. num_not_handed_over: those of which
+    none or only some did, so that the decode instance computed them. num_pages: that came, or went.
+    """
+
+    role: str
+    num_partners: int
+    num_handed_over: int
+    num_not_handed_over: int
+    num_pages: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """The engine at this moment. num_jobs: that are not over; num_jobs_running: of these, that are not paused.
     num_tokens_trained: rows of packs whose gradients are in, of all jobs here.
     num_slos_clamped: requests so far whose SLO was beyond the device. slo: of requests that bring none, by what is
     known of the device now. joined_jobs: jobs that run whose last tasklets were one batch of rows, group by group.
     num_swapped_out, num_swapped_in: pages of requests and packs that were copied to the host, and back. num_host_pages:
-    that it has room for, of which num_host_pages_used are taken.
+    that it has room for, of which num_host_pages_used are taken. handover: None if prefill and
+    decode are together.
     """
 
     num_running: int
@@ -80,3 +95,4 @@ class EngineStats:
     num_swapped_in: int = 0
     num_host_pages: int = 0
     num_host_pages_used: int = 0
+    handover: HandoverStats | None = None

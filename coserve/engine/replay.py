@@ -15,11 +15,13 @@ from coserve.engine.engine import Engine
 from coserve.engine.prompts import load_tokenizer
 from coserve.engine.recording import (
     AddTokens,
+    Arrive,
     Cancel,
     EnsureFiles,
     Files,
     FinishLoad,
     Header,
+    Hold,
     Input,
     LoadFiles,
     OnJob,
@@ -122,6 +124,10 @@ def _ask(engine: EngineCore, line: Input) -> None:
         engine.cancel(line.request)
     elif isinstance(line, Stop):
         engine.stop(line.request, line.index, line.num_tokens)
+    elif isinstance(line, Hold):
+        engine.hold(line.request)
+    elif isinstance(line, Arrive):
+        engine.arrive(line.request, line.blocks)
     elif isinstance(line, UnloadAdapter):
         engine.unload_adapter(line.name)
     elif isinstance(line, OnJob):

@@ -119,11 +119,13 @@ class Request:
         num_rows = len(self.tokens) - sequence.length
         return self._view(num_rows, sequence.length, sequence.num_pages_missing(num_rows), len(sequence.pages))
 
-    def waiting_view(self, num_known: int, num_pages: int) -> RequestView:
-        """The same while it waits; num_known: of its tokens, those whose K and V it would share."""
-        return self._view(len(self.tokens) - num_known, num_known, num_pages, 0)
+    def waiting_view(self, num_known: int, num_pages: int, *, is_held: bool) -> RequestView:
+        """The same while it waits; num_known: of its tokens, those whose K and V it need not compute. is_held: it may
+        not start yet.
+        """
+        return self._view(len(self.tokens) - num_known, num_known, num_pages, 0, is_held)
 
-    def _view(self, num_rows: int, num_past: int, num_pages: int, num_held: int) -> RequestView:
+    def _view(self, num_rows: int, num_past: int, num_pages: int, num_held: int, is_held: bool = False) -> RequestView:
         version, num_left = self.version, self.params.max_tokens - self.num_output
         return RequestView(
             self.id,
@@ -142,7 +144,7 @@ class Request:
             num_held,
             self._draws,
             self._num_unscored,
-            self.prefix_source is None or self.may_start,
+            not is_held and (self.prefix_source is None or self.may_start),
             num_left if num_left > 1 else 1,
             self._taken_time.total.jobs_s - self._taken_mark.jobs_s,
         )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from coserve.devices.messages import CloseRequest, OpenRequest
+from coserve.engine.handed_over import HandedOver
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.request import Request
 from coserve.memory.kv_cache import KvCache
@@ -18,11 +19,11 @@ _NUM_LOOKED_UP = 16
 class RequestQueue:
     """Every request that is not over, exactly once: waiting or running."""
 
-    def __init__(self, cache: KvCache, swap: HostSwap, counters: TokenCounters) -> None:
+    def __init__(self, cache: KvCache, swap: HostSwap, handed: HandedOver, counters: TokenCounters) -> None:
         self.waiting: dict[str, Request] = {}  # preempted ones first, then as they came
         self.running: dict[str, Request] = {}  # in the order of admission
         self.num_preemptions = self.num_arrived = self.num_ended = 0
-        self._cache, self._swap, self._counters = cache, swap, counters
+        self._cache, self._swap, self._handed, self._counters = cache, swap, handed, counters
         self._members: dict[str, list[Request]] = {}
         self._keys: dict[str, list[bytes]] = {}  # of the blocks of those that wait
         self._views: dict[str, RequestView] = {}  # of those that wait
@@ -52,6 +53,25 @@ class RequestQueue:
             self._views[request.id] = self._look_up(request)
         return tuple([self._views[id] for id in self.waiting])
 
+    def may_start(self, request: Request) -> bool:
+        """Whether its turn has come to be admitted."""
+        return request.may_start and not self._handed.is_held(request.id)
+
+    def first(self, name: str) -> Request | None:
+        """The first sequence of a request while it waits; the others wait for it. None if it runs, or has ended."""
+        members = self._members.get(name)
+        return members[0] if members and members[0].id in self.waiting and not members[0].index else None
+
+    def unknown_blocks(self, name: str) -> range:
+        """Of the prompt of a request that waits: its full blocks of which nothing is known here, but for the last of
+        its tokens, which is always run; none of one whose tokens are scored, which needs all rows.
+        """
+        first = self.first(name)
+        if first is None or first.scores_prompt:
+            return range(0)
+        block = self._cache.block_tokens
+        return range(self._look_up(first).num_past // block, (len(first.prompt) - 1) // block)
+
     # -- verbs ----------------------------------------------------------------------
 
     def add(self, name: str, members: list[Request]) -> None:
@@ -62,8 +82,8 @@ class RequestQueue:
             self._wait(request)
 
     def admit(self, request: Request) -> OpenRequest | None:
-        """Give it the pages of all its tokens, with what lies on the host; None, and nothing has changed, if there are
-        too few.
+        """Give it the pages of all its tokens, with what lies on the host or has been handed over; None, and nothing
+        has changed, if there are too few.
         """
         keys = self._keys[request.id]
         sequence = self._cache.open(keys, len(request.tokens))
@@ -74,6 +94,7 @@ class RequestQueue:
         opened = request.open(sequence)
         sequence.reserve(num_rows)
         self._swap.bring_back(sequence, keys, len(request.tokens))  # after that: its own blocks may have given way
+        self._handed.bring_in(request.id, sequence, len(request.tokens))
         self._stop_waiting(request)
         if not request.num_preemptions:
             self._counters.charge(request.tenant, prompt=len(request.prompt))
@@ -146,10 +167,12 @@ class RequestQueue:
     def _stop_waiting(self, request: Request) -> None:
         del self.waiting[request.id], self._keys[request.id], self._views[request.id]
         self._swap.release(request.id)
+        self._handed.release(request.id)
         self._counters.leave(request.tenant)
 
     def _look_up(self, request: Request) -> RequestView:
         keys, num_tokens = self._keys[request.id], len(request.tokens)
         num_pages, num_known = self._cache.num_pages_to_open(keys, num_tokens)
         num_known += self._swap.num_tokens_kept(keys, num_known, num_tokens)
-        return request.waiting_view(num_known, num_pages)
+        num_known += self._handed.num_tokens(request.id, num_known, num_tokens)
+        return request.waiting_view(num_known, num_pages, is_held=self._handed.is_held(request.id))

@@ -40,7 +40,7 @@ def carry_out(
             jobs.drop(jobs[job_id])
     for id in plan.admit:
         request = requests.waiting.get(id)
-        if request is None or not request.may_start or len(requests.running) >= max_requests:
+        if request is None or not requests.may_start(request) or len(requests.running) >= max_requests:
             continue
         if (opened := requests.admit(request)) is not None:
             send(opened)

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import msgspec
 
 from coserve.devices.base import Device
-from coserve.devices.messages import OpenRequest, StepBatch, StepResult, SwapIn, SwapOut
+from coserve.devices.messages import ImportPages, OpenRequest, StepBatch, StepResult, SwapIn, SwapOut
 from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
+from coserve.engine.handed_over import HandedOver
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job_set import JobSet
 from coserve.engine.page_broker import PageBroker
@@ -58,6 +59,7 @@ class StepLoop:
         policy: Policy,
         pages: PageBroker,
         swap: HostSwap,
+        handed: HandedOver,
         requests: RequestQueue,
         serving: Serving,
         adapters: ServedAdapters,
@@ -70,7 +72,8 @@ class StepLoop:
         `EngineCore`.
         """
         self._device, self._latency, self._config = device, latency, config
-        self._pages, self._swap, self._requests, self._serving = pages, swap, requests, serving
+        self._pages, self._swap, self._handed = pages, swap, handed
+        self._requests, self._serving = requests, serving
         self._adapters, self._jobs, self._counters = adapters, jobs, counters
         self._commands, self._keep_profile = commands, keep_profile
         self.policy = policy
@@ -104,7 +107,8 @@ class StepLoop:
         if plan.runs_nothing:
             self.flush_commands()
             return False
-        commands = (*self._swap.take_commands(), *(self._commands.popleft() for _ in range(len(self._commands))))
+        copies = (*self._swap.take_commands(), *self._handed.take_commands())
+        commands = (*copies, *(self._commands.popleft() for _ in range(len(self._commands))))
         batch = build_batch(self.num_steps, plan, self._requests, self._jobs, commands)
         self._step = _Begun(view, plan, batch, started_s)
         try:
@@ -141,7 +145,8 @@ class StepLoop:
         """A step could not begin. Which of its commands, and of its requests' pages, the device knows of is not known:
         all requests that run are closed, and opened again when they are admitted.
         """
-        lost = [command for command in batch.commands if not isinstance(command, OpenRequest | SwapOut | SwapIn)]
+        opens = OpenRequest | SwapOut | SwapIn | ImportPages
+        lost = [command for command in batch.commands if not isinstance(command, opens)]
         self._commands.extendleft(reversed(lost))
         self._swap.lose(batch.commands)
         self._close_running()
@@ -158,6 +163,7 @@ class StepLoop:
         """Tell the device now what it would be told with the next step."""
         self._jobs.settle()
         self._swap.flush(self._device)
+        self._handed.flush(self._device)
         while self._commands:
             self._device.execute(self._commands[0])
             self._commands.popleft()  # if the caller is interrupted before, it is done again: none of them minds

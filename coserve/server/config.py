@@ -1,54 +1,58 @@
 """How a server is set up. The options of `coserve up` are these fields: all that is to say of one stands here once."""
 
-import re
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from coserve.engine.config import EngineConfig
+from coserve.handover.roles import ROLES
 from coserve.home import home_directory
 from coserve.logs import FORMATS, LEVELS
 from coserve.scheduling.policies import DEFAULT_POLICY, policy_names
 from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, LEAST_DEFAULT_TPOT_S
 from coserve.server.hosts import check_hosts
-from coserve.server.keys import tenant_and_digest
+from coserve.server.keys import DEFAULT_TENANT, tenant_and_digest
 from coserve.server.limits import Limits
-from coserve.server.options import option
 from coserve.server.tool_parsers import parser_class, parser_names
 from coserve.server.units import bytes_of, seconds_of, slo_seconds
 from coserve.settings import check_whole, is_number
+
+__all__ = ["DEFAULT_TENANT", "Option", "ServerConfig", "bytes_of", "option_of", "seconds_of", "slo_seconds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """How a field looks on the command line. option: its name ("" for the positional argument). parse: from text, with
+    metavar for what the text says.
+    """
+
+    option: str
+    help: str
+    parse: Callable[[str], Any] | None = None
+    metavar: str | None = None
+    shown: str | None = None
+
+
+def _option(default: Any, option: str, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"option": Option(option=option, help=help, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """ValueError when created names the field and its range."""
 
-    model: str = option("tiny", "", "A directory in Hugging Face's layout, a hub id, or the built-in model, tiny.")
-    served_model_names: tuple[str, ...] = option(
-        (),
-        "--served-model-name",
-        "What clients call the model; may be given several times: the first is shown, and begins the names of "
-        "fine-tuned models.",
-        metavar="NAME",
-        shown="MODEL; of a directory, its own name",
-    )
-    max_model_len: int | None = option(
-        None,
-        "--max-model-len",
-        "Tokens of a prompt and its answer together.",
-        parse=int,
-        metavar="N",
-        shown="what the model and the pool allow",
-    )
-    host: str = option("127.0.0.1", "--host", "Address to listen at; 0.0.0.0 for every network (think of --api-key).")
-    port: int = option(8000, "--port", "Port to listen at; 0 for any that is free.")
-    dtype: str = option("auto", "--dtype", "float32, bfloat16, float16, or auto: the model's own.")
-    weights: str = option(
+    model: str = _option("tiny", "", "A directory in Hugging Face's layout, a hub id, or the built-in model, tiny.")
+    host: str = _option("127.0.0.1", "--host", "Address to listen at; 0.0.0.0 for every network (think of --api-key).")
+    port: int = _option(8000, "--port", "Port to listen at; 0 for any that is free.")
+    dtype: str = _option("auto", "--dtype", "float32, bfloat16, float16, or auto: the model's own.")
+    weights: str = _option(
         "dense",
         "--weights",
         "How weights of linear layers are stored: dense, or such as int8 (docs/kernels.md has all).",
     )
-    device: str = option("auto", "--device", "Such as cpu or cuda:0; auto takes a GPU if there is one.")
-    memory_bytes: int | None = option(
+    device: str = _option("auto", "--device", "Such as cpu or cuda:0; auto takes a GPU if there is one.")
+    memory_bytes: int | None = _option(
         None,
         "--memory",
         "Of the page pool, for keys and values of requests and activations of jobs, such as 4GiB.",
@@ -56,7 +60,7 @@ class ServerConfig:
         metavar="SIZE",
         shown="a share of what is free",
     )
-    host_memory_bytes: int = option(
+    host_memory_bytes: int = _option(
         0,
         "--host-memory",
         "For what requests and jobs that make room have computed, such as 8GiB; without, it is computed again.",
@@ -64,7 +68,7 @@ class ServerConfig:
         metavar="SIZE",
         shown="none",
     )
-    ttft_s: float = option(
+    ttft_s: float = _option(
         2.0,
         "--slo-ttft",
         "SLO: time to the first token, such as 500ms or 2s.",
@@ -72,7 +76,7 @@ class ServerConfig:
         metavar="TIME",
         shown="2s",
     )
-    tpot_s: float | None = option(
+    tpot_s: float | None = _option(
         None,
         "--slo-tpot",
         "SLO: mean time per later token, such as 40ms or 0.04s.",
@@ -80,15 +84,15 @@ class ServerConfig:
         metavar="TIME",
         shown=f"{DEFAULT_TPOT_STEPS} × a decode step alone, at least {1e3 * LEAST_DEFAULT_TPOT_S:g}ms",
     )
-    policy: str = option(DEFAULT_POLICY, "--policy", f"Who gets the device: {', '.join(policy_names())}.")
-    policy_settings: tuple[str, ...] = option(
+    policy: str = _option(DEFAULT_POLICY, "--policy", f"Who gets the device: {', '.join(policy_names())}.")
+    policy_settings: tuple[str, ...] = _option(
         (),
         "--policy-setting",
         "KEY=VALUE of the policy, such as arrival_share=0.05 (docs/policies.md has all); may be given several times.",
         metavar="KEY=VALUE",
         shown="the policy's own",
     )
-    threads: int | None = option(
+    threads: int | None = _option(
         None,
         "--threads",
         "Of the CPU, for the engine's arithmetic.",
@@ -96,22 +100,43 @@ class ServerConfig:
         metavar="N",
         shown="one for a small model, all for others",
     )
-    deterministic: bool = option(
+    deterministic: bool = _option(
         False,
         "--deterministic",
         "Answers and adapters are the same bit for bit, whatever runs beside them; steps take longer.",
     )
-    tool_call_parser: str = option(
+    tool_call_parser: str = _option(
         "auto",
         "--tool-call-parser",
         f"How the model writes calls of tools: {', '.join(parser_names())}; auto: as its chat template does.",
     )
-    max_requests: int = option(256, "--max-requests", "Sequences that run at once.")
-    max_adapters: int = option(64, "--max-adapters", "Adapters on the device; the least used ones make room.")
-    max_running_jobs: int = option(
+    role: str = _option(
+        "both",
+        "--role",
+        "Of an instance: decode has long prompts computed by another one of the same model, prefill computes them for "
+        "such instances, both does all by itself.",
+    )
+    prefill_socket: str | None = _option(
+        None,
+        "--prefill-socket",
+        "Unix socket at which a prefill instance listens, and where decode instances find it.",
+        metavar="PATH",
+        shown="none",
+    )
+    prefill_min_tokens: int | None = _option(
+        None,
+        "--prefill-min-tokens",
+        "A decode instance computes prompts itself that have fewer unknown tokens.",
+        parse=int,
+        metavar="N",
+        shown="those for which copying pages is predicted to take longer",
+    )
+    max_requests: int = _option(256, "--max-requests", "Sequences that run at once.")
+    max_adapters: int = _option(64, "--max-adapters", "Adapters on the device; the least used ones make room.")
+    max_running_jobs: int = _option(
         8, "--max-running-jobs", "Jobs that train at once; the others are queued, and tenants take turns."
     )
-    job_timeout_s: float | None = option(
+    job_timeout_s: float | None = _option(
         None,
         "--job-timeout",
         "How long a job may run, such as 2h; then it fails, and its newest checkpoint is kept.",
@@ -119,7 +144,7 @@ class ServerConfig:
         metavar="TIME",
         shown="as long as it needs",
     )
-    api_keys: tuple[str, ...] = option(
+    api_keys: tuple[str, ...] = _option(
         (),
         "--api-key",
         "KEY or TENANT=KEY that clients must bring; may be given several times. Better --api-keys-file or "
@@ -127,21 +152,21 @@ class ServerConfig:
         metavar="KEY",
         shown="none needed",
     )
-    api_keys_file: str | None = option(
+    api_keys_file: str | None = _option(
         None,
         "--api-keys-file",
         "More keys, by their digests, and limits of tenants; read again on SIGHUP (coserve keys new).",
         metavar="FILE",
         shown="none",
     )
-    operators: tuple[str, ...] = option(
+    operators: tuple[str, ...] = _option(
         (),
         "--operator",
         "Tenant whose keys see metrics and status of all tenants; may be given several times.",
         metavar="TENANT",
         shown="without keys, all",
     )
-    tenant_max_requests: int | None = option(
+    tenant_max_requests: int | None = _option(
         None,
         "--tenant-max-requests",
         "Sequences that a tenant may have under way at once.",
@@ -149,7 +174,7 @@ class ServerConfig:
         metavar="N",
         shown="no limit",
     )
-    tenant_tokens_per_minute: int | None = option(
+    tenant_tokens_per_minute: int | None = _option(
         None,
         "--tenant-tokens-per-minute",
         "Tokens of a tenant's prompts and answers.",
@@ -157,7 +182,7 @@ class ServerConfig:
         metavar="N",
         shown="no limit",
     )
-    tenant_max_jobs: int | None = option(
+    tenant_max_jobs: int | None = _option(
         None,
         "--tenant-max-jobs",
         "Jobs of a tenant that have not ended.",
@@ -165,7 +190,7 @@ class ServerConfig:
         metavar="N",
         shown="no limit",
     )
-    tenant_max_running_jobs: int | None = option(
+    tenant_max_running_jobs: int | None = _option(
         None,
         "--tenant-max-running-jobs",
         "Jobs of a tenant that train at once.",
@@ -173,7 +198,7 @@ class ServerConfig:
         metavar="N",
         shown="no limit",
     )
-    tenant_max_file_bytes: int | None = option(
+    tenant_max_file_bytes: int | None = _option(
         None,
         "--tenant-max-files",
         "Of all files of a tenant, such as 10GB.",
@@ -181,21 +206,21 @@ class ServerConfig:
         metavar="SIZE",
         shown="no limit",
     )
-    allow_adapter_paths: tuple[Path, ...] = option(
+    allow_adapter_paths: tuple[Path, ...] = _option(
         (),
         "--allow-adapter-paths",
         "Directory below which /v1/load_lora_adapter may read; may be given several times.",
         metavar="DIR",
         shown="nothing is read",
     )
-    home: str | None = option(
+    home: str | None = _option(
         None,
         "--home",
         "Where files, jobs and adapters live.",
         metavar="DIR",
         shown="$COSERVE_HOME or ~/.coserve",
     )
-    database: str | None = option(
+    database: str | None = _option(
         None,
         "--database",
         "Where files and jobs are recorded, as SQLAlchemy's URL, such as postgresql://me@host/coserve. One with a "
@@ -203,10 +228,10 @@ class ServerConfig:
         metavar="URL",
         shown="$COSERVE_DATABASE or SQLite in --home",
     )
-    max_upload_bytes: int = option(
+    max_upload_bytes: int = _option(
         512 * 10**6, "--max-upload", "Of a file.", parse=bytes_of, metavar="SIZE", shown="512MB"
     )
-    max_body_bytes: int = option(
+    max_body_bytes: int = _option(
         8 * 10**6,
         "--max-body",
         "Of a completion's request; others may have 1MB.",
@@ -214,10 +239,10 @@ class ServerConfig:
         metavar="SIZE",
         shown="8MB",
     )
-    max_connections: int = option(
+    max_connections: int = _option(
         2048, "--max-connections", "Connections at once; the longest idle one makes room for another."
     )
-    timeout_headers_s: float = option(
+    timeout_headers_s: float = _option(
         20.0,
         "--timeout-headers",
         "How long the headers of a request may take to come.",
@@ -225,7 +250,7 @@ class ServerConfig:
         metavar="TIME",
         shown="20s",
     )
-    timeout_body_s: float = option(
+    timeout_body_s: float = _option(
         30.0,
         "--timeout-body",
         "How long a body may take to come, unless it comes at 10 kB/s.",
@@ -233,7 +258,7 @@ class ServerConfig:
         metavar="TIME",
         shown="30s",
     )
-    timeout_keep_alive_s: float = option(
+    timeout_keep_alive_s: float = _option(
         # Longer than clients keep an idle connection (httpx: 5 s): one that is closed just as it is used again loses a
         # request.
         75.0,
@@ -243,7 +268,7 @@ class ServerConfig:
         metavar="TIME",
         shown="75s",
     )
-    request_timeout_s: float | None = option(
+    request_timeout_s: float | None = _option(
         None,
         "--request-timeout",
         "How long a completion may take from its request to its last token, such as 10min; then it ends with an error.",
@@ -251,49 +276,38 @@ class ServerConfig:
         metavar="TIME",
         shown="as long as it needs",
     )
-    max_queued_requests: int = option(
+    max_queued_requests: int = _option(
         2048, "--max-queued-requests", "Requests that wait for their first token; more are answered with 503."
     )
-    ssl_certfile: str | None = option(
+    ssl_certfile: str | None = _option(
         None, "--ssl-certfile", "Certificate chain in PEM's format: serve https.", shown="http"
     )
-    ssl_keyfile: str | None = option(None, "--ssl-keyfile", "Its private key.", shown="in --ssl-certfile")
-    allowed_hosts: tuple[str, ...] = option(
+    ssl_keyfile: str | None = _option(None, "--ssl-keyfile", "Its private key.", shown="in --ssl-certfile")
+    allowed_hosts: tuple[str, ...] = _option(
         (),
         "--allowed-hosts",
         "Name that requests may call the server by, such as *.example.com, or * for any; may be given several times.",
         metavar="HOST",
         shown="localhost if --host is only this machine's; else any",
     )
-    cors_origins: tuple[str, ...] = option(
-        (),
-        "--cors-origin",
-        "Origin whose pages may call the server from a browser, such as https://chat.example.com, or * for any; may be "
-        "given several times.",
-        metavar="ORIGIN",
-        shown="none",
-    )
-    root_path: str = option(
-        "", "--root-path", "Path that a proxy puts before the server's, such as /llm.", metavar="PATH", shown="none"
-    )
-    log_format: str = option("text", "--log-format", f"Of the lines on stderr: {' or '.join(FORMATS)}.")
-    log_level: str = option(
+    log_format: str = _option("text", "--log-format", f"Of the lines on stderr: {' or '.join(FORMATS)}.")
+    log_level: str = _option(
         "warning", "--log-level", f"Least that is logged: {', '.join(LEVELS)}; info has a line for each request."
     )
-    otlp_endpoint: str | None = option(
+    otlp_endpoint: str | None = _option(
         None,
         "--otlp-endpoint",
         "Send OpenTelemetry traces to the collector at this URL, such as http://localhost:4318 (docs/operations.md).",
         metavar="URL",
         shown="$OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     )
-    record: str | None = option(
+    record: str | None = _option(
         None,
         "--record",
         "Write all that the engine is asked and does to this file, for coserve replay.",
         shown="nothing",
     )
-    engine_timeout_s: float = option(
+    engine_timeout_s: float = _option(
         30.0,
         "--engine-timeout",
         "An engine that has not answered for this long is ended and started again; its jobs resume.",
@@ -301,7 +315,7 @@ class ServerConfig:
         metavar="TIME",
         shown="30s",
     )
-    drain_s: float = option(
+    drain_s: float = _option(
         30.0,
         "--drain",
         "How long open streams may take at the end, such as 30s or 2min.",
@@ -326,7 +340,7 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and (not is_number(value) or value <= 0):
                 raise ValueError(f"{name} must be a number of seconds above 0, not {value!r}")
-        for name, allowed in (("log_format", FORMATS), ("log_level", LEVELS)):
+        for name, allowed in (("role", ROLES), ("log_format", FORMATS), ("log_level", LEVELS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
@@ -336,24 +350,17 @@ class ServerConfig:
                 "database must be a URL of SQLAlchemy, such as postgresql://me@host/coserve or sqlite:////DIR/jobs.db, "
                 f"not {self.database!r}"
             )
+        if (self.role == "both") != (self.prefill_socket is None):
+            raise ValueError(
+                "prefill_socket is for role prefill and decode, which need it: where the two instances meet"
+            )
+        if self.prefill_min_tokens is not None:
+            if self.role != "decode":
+                raise ValueError("prefill_min_tokens is for role decode")
+            check_whole("prefill_min_tokens", self.prefill_min_tokens, 1)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile")
         check_hosts(self.allowed_hosts)
-        if any(not name.strip() or "@" in name for name in self.served_model_names):
-            raise ValueError("served_model_names must be names without an @, which begins a version")
-        if len(set(self.served_model_names)) != len(self.served_model_names):
-            raise ValueError("served_model_names must differ from one another")
-        if self.max_model_len is not None:
-            check_whole("max_model_len", self.max_model_len, 2)
-        for origin in self.cors_origins:
-            if re.fullmatch(r"\*|https?://[^/\s]+", origin) is None:
-                raise ValueError(
-                    f"cors_origins must be such as https://chat.example.com, without a path, or *, not {origin!r}"
-                )
-        if self.root_path and re.fullmatch(r"(/[^/?#\s]+)+", self.root_path) is None:
-            raise ValueError(
-                f"root_path must be a path such as /llm, without a slash at its end, not {self.root_path!r}"
-            )
         if self.tool_call_parser != "auto":
             parser_class(self.tool_call_parser)
         if len(self.tenants) != len(self.api_keys):
@@ -393,3 +400,9 @@ def _settings_of(given: tuple[str, ...]) -> dict[str, str]:
     if wrong := [text for text, (key, equals, _) in zip(given, pairs, strict=True) if not key or not equals]:
         raise ValueError(f"policy_settings must be KEY=VALUE, not {wrong[0]!r}")
     return {key: value for key, _, value in pairs}
+
+
+def option_of(one: "Field[Any]") -> Option:
+    """How a field looks on the command line."""
+    option: Option = one.metadata["option"]
+    return option

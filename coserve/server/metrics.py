@@ -58,6 +58,14 @@ class Metrics:
             "swapped_pages", "Pages that went to the host to make room (out), and that came back (in).", ("direction",)
         )
         self._host_pages = gauge("host_pages_used", "Pages on the host that requests and jobs which made room have.")
+        self._handed = gauge(
+            "handover_prompts",
+            "Prompts whose pages a prefill instance handed over (whole), or not, so that they were computed by the "
+            "decode instance (not), since the engine started.",
+            ("outcome",),
+        )
+        self._handed_pages = gauge("handover_pages", "Pages that were handed over, since the engine started.")
+        self._partners = gauge("handover_partners", "Prefill or decode instances that are connected.")
         self._slos_clamped = gauge(
             "slos_clamped", "Requests whose SLO was beyond the device, and was relaxed, since the engine started."
         )
@@ -85,7 +93,7 @@ class Metrics:
         self._deaths.inc()
         self._last_s.clear()
         self._num_tuned = 0
-        for each in (self._running, self._waiting, self._jobs):
+        for each in (self._running, self._waiting, self._jobs, self._partners):
             each.set(0)
         self._company.clear()
 
@@ -140,6 +148,11 @@ class Metrics:
         self._swapped.labels("out").set(stats.num_swapped_out)
         self._swapped.labels("in").set(stats.num_swapped_in)
         self._host_pages.set(stats.num_host_pages_used)
+        if stats.handover is not None:
+            self._handed.labels("whole").set(stats.handover.num_handed_over)
+            self._handed.labels("not").set(stats.handover.num_not_handed_over)
+            self._handed_pages.set(stats.handover.num_pages)
+            self._partners.set(stats.handover.num_partners)
         self._slos_clamped.set(stats.num_slos_clamped)
         self._packs_dropped.set(stats.num_packs_dropped)
         self._margin.set(stats.margin)

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -133,6 +134,7 @@ class StatusBoard:
                     "num_swapped_in": stats.num_swapped_in if stats else 0,
                 },
             },
+            "handover": asdict(stats.handover) if stats and stats.handover else None,
             "steps": {
                 "count": len(steps),
                 "step_ms": _percentiles_ms(step.step_s for step in steps),

@@ -22,6 +22,8 @@ from coserve.devices.messages import (
     DropPack,
     DropTrainer,
     DropVersion,
+    ExportPages,
+    ImportPages,
     MovePack,
     OpenRequest,
     OpenTrainer,
@@ -159,6 +161,8 @@ class ModelledDevice:
             CloseRequest: self._close_request,
             SwapOut: self._copy,
             SwapIn: self._copy,
+            ExportPages: self._copy,
+            ImportPages: self._copy,
             OpenVersion: self._open_version,
             DropVersion: self._drop_version,
             OpenTrainer: self._open_trainer,
@@ -201,7 +205,7 @@ class ModelledDevice:
     def _close_request(self, command: CloseRequest) -> None:
         self._requests.pop(command.request, None)
 
-    def _copy(self, command: SwapOut | SwapIn) -> None:
+    def _copy(self, command: SwapOut | SwapIn | ExportPages | ImportPages) -> None:
         self._copy_s += self._taken(self._truth.copy_s(len(command.pages) * self.info.page_bytes))
 
     def _open_version(self, command: OpenVersion) -> VersionOpened:

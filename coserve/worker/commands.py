@@ -6,6 +6,7 @@ from typing import Any
 
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterError, CoserveError
+from coserve.handover.base import Alone, HandoverEnd
 from coserve.jobs.records import AdapterRef
 from coserve.worker.activity import Activity
 from coserve.worker.command_queue import CommandQueue
@@ -28,12 +29,18 @@ class Commands:
     """Called between steps; no call waits for a disk."""
 
     def __init__(
-        self, engine: Engine, jobs: JobCommands, send: Callable[[Any], None], activity: Activity | None = None
+        self,
+        engine: Engine,
+        jobs: JobCommands,
+        send: Callable[[Any], None],
+        activity: Activity | None = None,
+        handover: HandoverEnd | None = None,
     ) -> None:
         """send: takes what answers a command at once; other answers come out of `JobCommands.take_pending`. activity:
-        told whose command is being done.
+        told whose command is being done. handover: told of requests.
         """
         self._engine, self._jobs, self._send = engine, jobs, send
+        self._handover = handover or Alone()
         self._activity = activity or Activity(None)
         self._queue = CommandQueue()
 
@@ -86,6 +93,8 @@ class Commands:
             )
         except CoserveError as error:
             self._send(Refused(command.id, str(error), type(error).__name__))
+            return
+        self._handover.added(command.id)
 
     def _answer(self, call: int, do: Callable[[], Any]) -> None:
         """A command with a reply that follows at once."""

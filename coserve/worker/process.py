@@ -26,12 +26,14 @@ from coserve.engine.core import Event
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.recording import record
-from coserve.engine.records import EngineStats
+from coserve.engine.records import EngineStats, HandoverStats
 from coserve.engine.request import Chunk
-from coserve.errors import CoserveError, ModelError
+from coserve.errors import CoserveError
+from coserve.handover.base import Alone, HandoverEnd
 from coserve.logs import configure_logs
 from coserve.worker.activity import Activity, WatchedDevice
 from coserve.worker.commands import Commands
+from coserve.worker.handover import open_handover
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.protocol import (
     CancelJob,
@@ -71,11 +73,19 @@ _STDIN = 0
 class EngineProcess:
     """Commands in, steps, reports out."""
 
-    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", activity: Activity | None = None) -> None:
-        """activity: that of the engine's device."""
+    def __init__(
+        self,
+        engine: Engine,
+        socket: "zmq.Socket[bytes]",
+        activity: Activity | None = None,
+        handover: HandoverEnd | None = None,
+    ) -> None:
+        """activity: that of the engine's device. handover: to other instances."""
         self._engine, self._socket, self._activity = engine, socket, activity or Activity(None)
+        self._handover = handover or Alone()
+        self._handover_stats: HandoverStats | None = None
         self._jobs = JobCommands(engine)
-        self._commands = Commands(engine, self._jobs, self._send, self._activity)
+        self._commands = Commands(engine, self._jobs, self._send, self._activity, self._handover)
         self._steps: list[StepRecord] = []
         # Pages by owner after the step that left fewest free, since the last report.
         self._fullest: dict[str, int] | None = None
@@ -91,6 +101,7 @@ class EngineProcess:
             if self._running and self._engine.has_work:
                 self._step()
         self._report_batch()
+        self._handover.close()
         self._commands.close()
         self._jobs.close()
 
@@ -111,14 +122,32 @@ class EngineProcess:
         elif self._engine.last_plan.runs_nothing:
             wait_ms = _NO_PLAN_WAIT_MS
         until_s: float | None = None
-        while self._running and self._socket.poll(wait_ms):
+        while self._running and self._has_command(wait_ms):
             self._take(decode_command(self._socket.recv()))
             wait_ms, until_s = 0, until_s or time.monotonic() + _COMMANDS_S
             if time.monotonic() > until_s:
                 break
         self._commands.poll()
+        self._poll_handover()
         if self._jobs.has_pending:
             self._report([], whole=True)
+
+    def _poll_handover(self) -> None:
+        """What has come may be all that there is to report, such as that an instance is there."""
+        self._handover.poll()
+        stats = self._handover.stats()
+        self._unreported |= stats != self._handover_stats
+        self._handover_stats = stats
+
+    def _has_command(self, wait_ms: int) -> bool:
+        """Whether there is one; what comes from other instances ends the waiting, too."""
+        others = self._handover.waits_on() if wait_ms else ()
+        if not others:
+            return bool(self._socket.poll(wait_ms))
+        poller = zmq.Poller()
+        for each in (self._socket, *others):
+            poller.register(each, zmq.POLLIN)
+        return any(each is self._socket for each, _ in poller.poll(wait_ms))
 
     def _take(self, command: Any) -> None:
         if isinstance(command, Ping):
@@ -136,7 +165,7 @@ class EngineProcess:
 
     def _step(self) -> None:
         start_s = time.monotonic()
-        events = self._engine.step()
+        events = self._handover.take(self._engine.step())
         end_s = time.monotonic()
         self._unreported = True
         result = self._engine.last_result
@@ -182,7 +211,7 @@ class EngineProcess:
 
         Reports come when an optimizer step is done, and just then a job holds nothing.
         """
-        stats = self._engine.stats()
+        stats = replace(self._engine.stats(), handover=self._handover.stats())
         if self._fullest is None or not stats.num_jobs:
             return stats
         num_free = stats.num_pages - sum(self._fullest.values())
@@ -216,7 +245,9 @@ def _step_record(engine: Engine, result: StepResult, end_s: float, step_s: float
     )
 
 
-def start(settings: EngineSettings, socket: "zmq.Socket[bytes]", activity: Activity) -> Engine | None:
+def start(
+    settings: EngineSettings, socket: "zmq.Socket[bytes]", activity: Activity
+) -> tuple[Engine, HandoverEnd] | None:
     """The engine, when it is ready; None if it cannot be started as it was asked, which has been reported then."""
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -239,19 +270,17 @@ def start(settings: EngineSettings, socket: "zmq.Socket[bytes]", activity: Activ
         )
         if settings.record is not None:
             engine = record(engine, settings.record)
-        ready = _ready(engine, settings.max_model_len)
-    except (CoserveError, ValueError, MemoryError) as error:
+        handover = open_handover(engine, settings)
+    except (CoserveError, ValueError, MemoryError, OSError) as error:
         _log.debug("the engine cannot start", exc_info=True)
         socket.send(encode(StartFailed(" ".join(str(error).split()) or type(error).__name__)))
         return None
-    socket.send(encode(ready))
-    return engine
+    socket.send(encode(_ready(engine)))
+    return engine, handover
 
 
-def _ready(engine: Engine, max_model_len: int | None) -> Ready:
+def _ready(engine: Engine) -> Ready:
     info = engine.device.info
-    if max_model_len is not None and max_model_len > info.max_positions:
-        raise ModelError(f"--max-model-len {max_model_len} is more than the model's {info.max_positions} positions")
     return Ready(
         model=info.model,
         dtype=info.dtype,
@@ -259,7 +288,7 @@ def _ready(engine: Engine, max_model_len: int | None) -> Ready:
         threads=info.threads,
         slo=engine.slo,
         vocab_size=info.vocab_size,
-        max_positions=max_model_len or info.max_positions,
+        max_positions=info.max_positions,
         num_pages=info.num_pages,
         page_bytes=info.page_bytes,
         block_tokens=info.block_tokens,
@@ -303,10 +332,11 @@ def main() -> int:
     socket.connect(settings.address)
     try:
         activity = Activity(settings.activity)
-        engine = start(settings, socket, activity)
-        if engine is None:
+        started = start(settings, socket, activity)
+        if started is None:
             return 1
-        EngineProcess(engine, socket, activity).run()
+        engine, handover = started
+        EngineProcess(engine, socket, activity, handover).run()
         return 0
     finally:
         socket.close()

@@ -24,8 +24,8 @@ from coserve.scheduling.slo import Slo
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine's process is to be, as JSON. address: of the socket that the server has bound. activity: a file
     for `coserve.worker.activity`. threads: of the CPU; None: as many as the model is worth. record: a file to write all
-    that the engine does to. max_model_len: tokens of a request that the server takes, prompt and answer; None: as many
-    as the model has positions. log_format, log_level: see `coserve.logs`.
+    that the engine does to. role, prefill_socket, prefill_min_tokens: see `coserve.worker.handover`. log_format,
+    log_level: see `coserve.logs`.
     """
 
     address: str
@@ -36,7 +36,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     threads: int | None = None
     record: str | None = None
-    max_model_len: int | None = None
+    role: str = "both"
+    prefill_socket: str | None = None
+    prefill_min_tokens: int | None = None
     log_format: str = "text"
     log_level: str = "warning"
     engine: EngineConfig

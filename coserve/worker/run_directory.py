@@ -1,5 +1,5 @@
-"""Where the socket between server and engine lies: in the home, so that what a killed server leaves is found and
-removed at the next start.
+"""Where the socket between server and engine lies, and pages that an engine shares: in the home, or linked from there,
+so that what a killed server leaves is found and removed at the next start.
 """
 
 import os
@@ -11,7 +11,8 @@ from coserve.home import make_private
 
 # Linux: sun_path has 108 bytes with the zero at its end; macOS: 104 (unix(7)).
 _MOST_ADDRESS_BYTES = 103
-_SOCKET = "engine"
+_SOCKET, _PAGES = "engine", "pages"
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def make_socket_directory(home: Path) -> Path:
@@ -37,8 +38,24 @@ def activity_file(directory: Path) -> Path:
     return directory.resolve() / "activity"
 
 
+def make_pages_directory(address: str) -> Path:
+    """Where an engine keeps pages that go from process to process; address: of its socket. In memory where the system
+    has a place for that, with a link in the socket's directory, so that it goes with that.
+    """
+    link = Path(address.removeprefix("ipc://")).parent / _PAGES
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        link.mkdir(mode=0o700)
+        return link
+    directory = Path(tempfile.mkdtemp(dir=_SHARED_MEMORY, prefix="coserve-"))
+    link.symlink_to(directory)
+    return directory
+
+
 def remove_socket_directory(directory: Path) -> None:
-    """With its link, if it has one."""
+    """With its link, if it has one, and the pages that an engine kept."""
+    pages = directory.resolve() / _PAGES
+    if pages.is_symlink():
+        shutil.rmtree(pages.resolve(), ignore_errors=True)
     shutil.rmtree(directory.resolve(), ignore_errors=True)
     if directory.is_symlink():
         directory.unlink()

@@ -10,7 +10,8 @@ import coserve
 ROOT = Path(coserve.__file__).parent
 # From the top of the house to the ground; a room may import from rooms below it, and from itself.
 ROOMS = [
-    *("cli", "bench", "workloads", "client", "cluster", "server", "worker", "jobs", "simulate", "engine", "devices"),
+    *("cli", "bench", "workloads", "client", "cluster", "server", "worker", "jobs", "simulate", "handover"),
+    *("engine", "devices"),
     *("scheduling", "tuning", "memory", "adapters", "models", "graph", "kernels"),
     *("errors", "settings", "discovery", "home", "logs", "version"),
 ]

@@ -60,7 +60,9 @@ def test_a_default_slo_that_the_engine_corrects_reaches_the_server():
     first, later = Slo(ttft_s=2.0, tpot_s=1.0), Slo(ttft_s=2.0, tpot_s=0.1)
     numbers = dict.fromkeys(("vocab_size", "max_positions", "num_pages", "page_bytes", "block_tokens"), 10)
     ready = Ready(model="none", dtype="float32", device="cpu", threads=1, slo=first, weight_bytes=1, **numbers)
-    counts = dict.fromkeys(("num_running", "num_waiting", "num_jobs", "num_steps", "num_tokens_trained"), 0)
+    counts: dict[str, Any] = dict.fromkeys(
+        ("num_running", "num_waiting", "num_jobs", "num_steps", "num_tokens_trained"), 0
+    )
     counts |= dict.fromkeys(
         ("num_jobs_running", "num_preemptions", "num_packs_dropped", "num_pages", "num_pages_free"), 0
     )

@@ -1,0 +1,45 @@
+"""Adapter versions as files: the prefill instance computes with just the tensors that the decode instance has."""
+
+import shutil
+from collections import OrderedDict
+from hashlib import blake2b
+from pathlib import Path
+
+from coserve.devices.base import Device
+from coserve.devices.messages import SaveAdapter
+from coserve.engine.versions import AdapterVersion
+from coserve.handover.messages import AdapterFiles
+
+
+def digest_of(directory: Path) -> str:
+    """Of names and contents of all files in there; OSError."""
+    digest = blake2b(digest_size=16)
+    for path in sorted(directory.iterdir()):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+class WrittenAdapters:
+    """Versions of a device, each written when a prompt needs it first; those that were needed longest ago are
+    removed.
+    """
+
+    def __init__(self, device: Device, directory: Path, *, most: int) -> None:
+        self._device, self._directory, self._most = device, directory, most
+        self._files: OrderedDict[str, AdapterFiles] = OrderedDict()
+        self._num_written = 0
+
+    def files_of(self, version: AdapterVersion) -> AdapterFiles:
+        """Write it, unless it is there. Raises AdapterError or OSError if it cannot be written."""
+        if version.key not in self._files:
+            directory = self._directory / f"adapter-{self._num_written}"
+            self._num_written += 1
+            directory.mkdir()
+            self._device.execute(SaveAdapter(version.key, str(directory)))
+            self._files[version.key] = AdapterFiles(str(directory), digest_of(directory))
+        self._files.move_to_end(version.key)
+        while len(self._files) > self._most:
+            _, old = self._files.popitem(last=False)
+            shutil.rmtree(old.directory, ignore_errors=True)
+        return self._files[version.key]

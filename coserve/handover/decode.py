@@ -1,0 +1,270 @@
+"""The decode instance's end: it asks for prompts, and lets requests resume with what has come.
+
+A client talks to the decode instance, which does everything for its requests but the full blocks of long prompts. A
+request with such a prompt is held in the engine until its blocks are there. Whatever goes wrong (there is no prefill
+instance, it dies, it is slow, it has another model or cannot take an adapter), the rest is computed here.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from coserve.engine.core import EngineCore, Event
+from coserve.engine.handed_over import HandedBlocks
+from coserve.engine.records import HandoverStats
+from coserve.engine.request import Request
+from coserve.errors import CoserveError
+from coserve.handover.adapter_files import WrittenAdapters
+from coserve.handover.messages import (
+    Computed,
+    ComputePrompt,
+    Forget,
+    Hello,
+    Refused,
+    Rejected,
+    Welcome,
+    identity_of,
+)
+from coserve.handover.transport import Transport
+
+_log = logging.getLogger(__name__)
+
+# How often it is tried to connect; after the prefill instance has said that it will not do.
+_RETRY_S, _REJECTED_RETRY_S = 1.0, 10.0
+
+
+class _Asked:
+    """A prompt that is being computed elsewhere. num_blocks: of its first ones that are there."""
+
+    def __init__(self, id: int, path: Path, blocks: range, until_s: float) -> None:
+        """blocks: that go to the file. until_s: how long it is waited for."""
+        self.id, self.path, self.blocks, self.until_s = id, path, blocks, until_s
+        self.num_blocks = 0
+
+    def handed(self) -> HandedBlocks | None:
+        """What can be used of it."""
+        number = self.num_blocks - self.blocks.start
+        return HandedBlocks(str(self.path), self.blocks.start, number) if number > 0 else None
+
+
+class DecodeEnd:
+    """See `coserve.handover.base.HandoverEnd`."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        connect: Callable[[], Transport],
+        directory: Path,
+        *,
+        min_tokens: int | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """connect: OSError if there is no prefill instance now. directory: for page files and adapters, in memory best.
+        min_tokens: prompts with fewer tokens to compute are computed here; None: those for which copying pages is
+        predicted to take as long.
+        """
+        self._engine, self._connect, self._directory = engine, connect, directory
+        self._min_tokens, self._now = min_tokens, now
+        self._adapters = WrittenAdapters(engine.device, directory, most=engine.config.max_adapters)
+        self._transport: Transport | None = None
+        self._is_welcome = self._is_silent = False
+        self._complaint = ""  # said last, so that it is said once
+        self._connect_s = now()
+        self._asked: dict[str, _Asked] = {}
+        self._files: dict[str, _Asked] = {}  # of requests that have not been admitted yet
+        self._numbers = count()
+        self._num_handed_over = self._num_not_handed_over = self._num_pages = 0
+
+    def added(self, request: str) -> None:
+        blocks = self._engine.requests.unknown_blocks(request)
+        if not self._pays(blocks):
+            return
+        first = self._engine.requests.first(request)
+        self.poll()
+        if first is None or self._transport is None or not self._is_welcome or self._is_silent:
+            self._num_not_handed_over += 1
+            return
+        try:
+            self._ask(self._transport, request, first, blocks)
+        except ConnectionError as error:
+            self._num_not_handed_over += 1
+            self._lose(str(error))
+        except (CoserveError, OSError) as error:
+            self._num_not_handed_over += 1
+            _log.warning("the prompt of %s is computed here: %s", request, error)
+
+    def poll(self) -> None:
+        self._clean_up()
+        if self._transport is None and self._now() >= self._connect_s:
+            self._try_to_connect()
+        if self._transport is not None:
+            try:
+                for message in self._transport.receive():
+                    self._take_message(message)
+            except ConnectionError as error:
+                self._lose(str(error))
+        self._give_up()
+
+    def take(self, events: list[Event]) -> list[Event]:
+        self._clean_up()
+        return events
+
+    def waits_on(self) -> Sequence[int]:
+        end = None if self._transport is None else self._transport.waits_on
+        return () if end is None else (end,)
+
+    def stats(self) -> HandoverStats | None:
+        return HandoverStats(
+            role="decode",
+            num_partners=int(self._is_welcome),
+            num_handed_over=self._num_handed_over,
+            num_not_handed_over=self._num_not_handed_over,
+            num_pages=self._num_pages,
+        )
+
+    def close(self) -> None:
+        self._close_transport()
+        for asked in (*self._asked.values(), *self._files.values()):
+            asked.path.unlink(missing_ok=True)
+
+    # -- asking -----------------------------------------------------------------------
+
+    def _pays(self, blocks: range) -> bool:
+        info, latency = self._engine.device.info, self._engine.latency
+        num_tokens = len(blocks) * info.block_tokens
+        if not num_tokens or self._min_tokens is not None:
+            return num_tokens > 0 and num_tokens >= (self._min_tokens or 0)
+        past = blocks.start * info.block_tokens
+        return latency.copy_s(len(blocks) * info.page_bytes) < latency.prompt_s(num_tokens, past)
+
+    def _ask(self, transport: Transport, name: str, request: Request, blocks: range) -> None:
+        info, id = self._engine.device.info, next(self._numbers)
+        num_pages = sum(len(each.blocks) for each in (*self._asked.values(), *self._files.values()))
+        if num_pages + len(blocks) > info.num_pages:  # more could not be admitted anyway
+            raise CoserveError("as many pages as the pool has are on their way already")
+        adapter = None if request.version is None else self._adapters.files_of(request.version)
+        num_tokens, slo = len(blocks) * info.block_tokens, request.slo
+        alone_s = self._engine.latency.prompt_s(num_tokens, blocks.start * info.block_tokens)
+        limit_s = max(slo.ttft_s / 2, slo.ttft_s - alone_s)
+        asked = _Asked(id, self._directory / f"pages-{id}", blocks, self._now() + limit_s)
+        try:
+            _make_file(asked.path, len(blocks) * info.page_bytes)
+            transport.send(
+                ComputePrompt(
+                    id=id,
+                    tokens=tuple(request.prompt[: blocks.stop * info.block_tokens]),
+                    path=str(asked.path),
+                    first_block=blocks.start,
+                    ttft_s=limit_s,
+                    adapter=adapter,
+                    tenant=request.tenant,
+                )
+            )
+        except BaseException:
+            asked.path.unlink(missing_ok=True)
+            raise
+        self._engine.hold(name)
+        self._asked[name] = asked
+
+    # -- answers ----------------------------------------------------------------------
+
+    def _take_message(self, message: Any) -> None:
+        if isinstance(message, Welcome):
+            self._is_welcome, self._is_silent, self._complaint = True, False, ""
+            _log.info("the prefill instance is there")
+        elif isinstance(message, Rejected):
+            self._lose(message.reason, retry_s=_REJECTED_RETRY_S)
+        elif isinstance(message, Computed | Refused):
+            self._is_silent = False
+            found = next((name for name, asked in self._asked.items() if asked.id == message.id), None)
+            if found is None:  # it is not wanted any more
+                return
+            if isinstance(message, Refused):
+                _log.warning("the prompt of %s is computed here: the prefill instance says %s", found, message.reason)
+                self._end(found, is_whole=False)
+                return
+            asked = self._asked[found]
+            asked.num_blocks = message.num_blocks
+            if asked.num_blocks == asked.blocks.stop:
+                self._end(found, is_whole=True)
+        else:
+            raise ConnectionError(f"it says {type(message).__name__} out of turn")
+
+    def _end(self, name: str, *, is_whole: bool) -> None:
+        """No more comes for a request: it is computed from what is there."""
+        asked = self._asked.pop(name)
+        handed = asked.handed()
+        self._engine.arrive(name, handed)
+        self._num_handed_over += is_whole
+        self._num_not_handed_over += not is_whole
+        self._num_pages += handed.num_blocks if handed is not None else 0
+        self._files[name] = asked
+        self._clean_up()
+
+    def _give_up(self) -> None:
+        """Of what takes too long. The instance is asked for nothing more until it says something again."""
+        now_s = self._now()
+        late = [name for name, asked in self._asked.items() if asked.until_s < now_s]
+        if not late:
+            return
+        _log.warning("the prefill instance is slow: the prompts of %s are computed here", ", ".join(late))
+        self._is_silent = True
+        for name in late:
+            self._forget(self._asked[name])
+            self._end(name, is_whole=False)
+
+    def _clean_up(self) -> None:
+        """Forget requests that have ended, and remove files that have been read."""
+        for name in [name for name in self._asked if self._engine.requests.first(name) is None]:
+            asked = self._asked.pop(name)
+            self._forget(asked)
+            asked.path.unlink(missing_ok=True)
+        for name in [name for name in self._files if self._engine.requests.first(name) is None]:
+            self._files.pop(name).path.unlink(missing_ok=True)
+
+    def _forget(self, asked: _Asked) -> None:
+        if self._transport is not None:
+            with suppress(ConnectionError):  # which `receive` will say
+                self._transport.send(Forget(asked.id))
+
+    # -- the connection -----------------------------------------------------------------
+
+    def _try_to_connect(self) -> None:
+        try:
+            self._transport = self._connect()
+            self._transport.send(Hello(identity_of(self._engine.device.info)))
+        except OSError as error:
+            self._lose(error.strerror or str(error))
+
+    def _lose(self, reason: str, *, retry_s: float = _RETRY_S) -> None:
+        """There is no prefill instance until it can be connected to again."""
+        self._close_transport()
+        self._connect_s = self._now() + retry_s
+        waiting = list(self._asked)
+        if reason != self._complaint or waiting:
+            _log.warning("no prefill instance (%s): prompts are computed here, %d that it had", reason, len(waiting))
+        self._complaint = reason
+        for name in waiting:
+            self._end(name, is_whole=False)
+
+    def _close_transport(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        self._transport, self._is_welcome, self._is_silent = None, False, False
+
+
+def _make_file(path: Path, num_bytes: int) -> None:
+    """With its memory: writing to a mapped file of which there is no more would end the process. OSError."""
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, num_bytes)
+        else:  # macOS
+            os.truncate(file, num_bytes)
+    finally:
+        os.close(file)

@@ -1,0 +1,210 @@
+"""The prefill instance's end: prompts come from decode instances, their pages go to page files as they are computed.
+
+To the engine, a prompt is a request for one token, which nobody takes. After each step, blocks that are new among the
+known prefixes are copied; so a prompt that another one begins with costs a copy alone.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from coserve.devices.messages import ExportPages
+from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.core import EngineCore, Event
+from coserve.engine.records import HandoverStats
+from coserve.engine.request import Chunk
+from coserve.errors import AdapterError, CoserveError
+from coserve.handover.adapter_files import digest_of
+from coserve.handover.messages import (
+    AdapterFiles,
+    Computed,
+    ComputePrompt,
+    Forget,
+    Hello,
+    Refused,
+    Rejected,
+    Welcome,
+    difference,
+    identity_of,
+)
+from coserve.handover.transport import Transport
+from coserve.scheduling.slo import Slo
+
+_log = logging.getLogger(__name__)
+
+# Of requests and adapters that the engine has for decode instances; none of a client's is called so.
+_NAME = "handover/"
+_LEAST_TTFT_S = 1e-3
+
+
+class _Prompt:
+    """A prompt that is being computed. request: its name in the engine. num_blocks: how many of it are computed, and
+    copied as far as they were asked for.
+    """
+
+    def __init__(self, command: ComputePrompt, request: str, keys: list[bytes]) -> None:
+        self.command, self.request, self.keys, self.num_blocks = command, request, keys, 0
+
+
+class _Partner:
+    """A decode instance. prompts: by its ids."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.is_known = transport, False
+        self.prompts: dict[int, _Prompt] = {}
+
+
+class PrefillEnd:
+    """See `coserve.handover.base.HandoverEnd`."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        accept: Callable[[], list[Transport]],
+        *,
+        listens_on: Sequence[int] = (),
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """accept: connections that have come. listens_on: see `waits_on`. close: ends that."""
+        self._engine, self._accept, self._listens_on, self._close = engine, accept, listens_on, close
+        self._partners: list[_Partner] = []
+        self._numbers = count()
+        self._num_handed_over = self._num_refused = self._num_pages = 0
+
+    def added(self, request: str) -> None:
+        pass
+
+    def poll(self) -> None:
+        self._partners += [_Partner(transport) for transport in self._accept()]
+        for partner in list(self._partners):
+            try:
+                for message in partner.transport.receive():
+                    self._take_message(partner, message)
+            except ConnectionError as error:
+                self._lose(partner, error)
+
+    def take(self, events: list[Event]) -> list[Event]:
+        mine = {prompt.request: prompt for partner in self._partners for prompt in partner.prompts.values()}
+        ended: dict[str, str] = {}
+        others: list[Event] = []
+        for event in events:
+            if not isinstance(event, Chunk) or not event.request.startswith(_NAME):
+                others.append(event)
+            elif event.finish_reason is not None and event.request in mine:
+                ended[event.request] = event.error or "its pages were needed for other requests"
+        for partner in list(self._partners):
+            try:
+                for prompt in list(partner.prompts.values()):
+                    self._copy(partner, prompt)
+                    if prompt.request in ended and prompt.command.id in partner.prompts:
+                        self._refuse(partner, prompt.command.id, ended[prompt.request])
+            except ConnectionError as error:
+                self._lose(partner, error)
+        return others
+
+    def waits_on(self) -> Sequence[int]:
+        ends = [partner.transport.waits_on for partner in self._partners]
+        return [*self._listens_on, *(end for end in ends if end is not None)]
+
+    def stats(self) -> HandoverStats | None:
+        return HandoverStats(
+            role="prefill",
+            num_partners=sum(partner.is_known for partner in self._partners),
+            num_handed_over=self._num_handed_over,
+            num_not_handed_over=self._num_refused,
+            num_pages=self._num_pages,
+        )
+
+    def close(self) -> None:
+        for partner in list(self._partners):
+            self._forget_all(partner)
+        self._close()
+
+    # -- messages -------------------------------------------------------------------
+
+    def _take_message(self, partner: _Partner, message: Any) -> None:
+        if isinstance(message, Hello):
+            if (reason := difference(identity_of(self._engine.device.info), message.identity)) is not None:
+                partner.transport.send(Rejected(reason))
+                _log.warning("a decode instance was turned away: %s", reason)
+                return
+            partner.is_known = True
+            partner.transport.send(Welcome())
+        elif isinstance(message, ComputePrompt) and partner.is_known:
+            try:
+                self._begin(partner, message)
+            except (CoserveError, OSError) as error:
+                self._refuse(partner, message.id, str(error))
+        elif isinstance(message, Forget):
+            if (prompt := partner.prompts.pop(message.id, None)) is not None:
+                self._engine.cancel(prompt.request)
+        else:
+            raise ConnectionError(f"it says {type(message).__name__} out of turn")
+
+    def _begin(self, partner: _Partner, command: ComputePrompt) -> None:
+        adapter = None if command.adapter is None else self._loaded(command.adapter)
+        version = "" if adapter is None else self._engine.versions.resolve(adapter).key
+        keys = self._engine.cache.prefixes.keys(version, command.tokens)
+        prompt = _Prompt(command, f"{_NAME}{next(self._numbers)}", keys)
+        partner.prompts[command.id] = prompt
+        self._copy(partner, prompt)
+        if command.id not in partner.prompts:  # all of it was known
+            return
+        self._engine.add_tokens(
+            command.tokens,
+            SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            adapter=adapter,
+            slo=Slo(ttft_s=max(_LEAST_TTFT_S, command.ttft_s), tpot_s=self._engine.slo.tpot_s),
+            request_id=prompt.request,
+            tenant=command.tenant,
+        )
+
+    def _loaded(self, files: AdapterFiles) -> str:
+        """The name under which the engine serves just these files; AdapterError or OSError if it cannot."""
+        name = f"{_NAME}{files.digest}"
+        if name not in self._engine.versions and digest_of(Path(files.directory)) != files.digest:
+            raise AdapterError("the adapter's files are not those of its version")
+        self._engine.ensure_adapter(name, files.directory)
+        return name
+
+    # -- pages ----------------------------------------------------------------------
+
+    def _copy(self, partner: _Partner, prompt: _Prompt) -> None:
+        """What is computed of a prompt goes to its file, and the decode instance is told."""
+        command, known = prompt.command, prompt.num_blocks
+        pages = self._engine.cache.prefixes.find(prompt.keys, len(command.tokens) + 1)
+        if len(pages) <= known:
+            return
+        blocks = range(max(known, command.first_block), len(pages))
+        places = tuple(block - command.first_block for block in blocks)
+        try:
+            if blocks:
+                self._engine.device.execute(ExportPages(command.path, tuple(pages[block] for block in blocks), places))
+        except (OSError, ValueError, RuntimeError) as error:  # the file has gone: the prompt is not wanted any more
+            self._engine.cancel(prompt.request)
+            self._refuse(partner, command.id, f"its pages cannot be copied: {error}")
+            return
+        prompt.num_blocks = len(pages)
+        self._num_pages += len(blocks)
+        if prompt.num_blocks == len(prompt.keys):
+            self._num_handed_over += 1
+            del partner.prompts[command.id]
+        partner.transport.send(Computed(command.id, prompt.num_blocks))
+
+    def _refuse(self, partner: _Partner, id: int, reason: str) -> None:
+        self._num_refused += 1
+        partner.prompts.pop(id, None)
+        partner.transport.send(Refused(id, " ".join(reason.split())))
+
+    def _lose(self, partner: _Partner, error: ConnectionError) -> None:
+        if partner.is_known:
+            _log.warning("a decode instance is not connected any more: %s", error)
+        self._forget_all(partner)
+
+    def _forget_all(self, partner: _Partner) -> None:
+        self._partners.remove(partner)
+        partner.transport.close()
+        for prompt in partner.prompts.values():
+            self._engine.cancel(prompt.request)

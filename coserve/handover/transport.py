@@ -1,0 +1,199 @@
+"""How messages get from one instance to the other: between processes of one machine, or within one.
+
+Nothing here waits: the engine's loop has steps to take, whatever the other end does.
+"""
+
+import errno
+import os
+import socket
+import struct
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from coserve.errors import CoserveError
+from coserve.handover.messages import decode, encode
+
+_LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 16
+_BACKLOG = 16
+
+
+class Transport(Protocol):
+    """One end of a connection. Its other end may go at any moment: then both methods raise ConnectionError."""
+
+    def send(self, message: Any) -> None:
+        """Send it, or keep it until a later call can."""
+        ...
+
+    def receive(self) -> list[Any]:
+        """Everything that has come."""
+        ...
+
+    def close(self) -> None:
+        """The other end sees it."""
+        ...
+
+    @property
+    def waits_on(self) -> int | None:
+        """A file descriptor that can be read when something has come; None if there is none to wait on."""
+        ...
+
+
+class LocalTransport:
+    """Within a process."""
+
+    waits_on = None
+
+    def __init__(self, incoming: "deque[bytes]", outgoing: "deque[bytes]", ends: list[bool]) -> None:
+        """ends: has an entry as soon as one of the two is closed."""
+        self._incoming, self._outgoing, self._ends = incoming, outgoing, ends
+
+    def send(self, message: Any) -> None:
+        if self._ends:
+            raise ConnectionResetError("the other end has gone")
+        self._outgoing.append(encode(message))
+
+    def receive(self) -> list[Any]:
+        if not self._incoming and self._ends:
+            raise ConnectionResetError("the other end has gone")
+        found = [decode(frame) for frame in self._incoming]
+        self._incoming.clear()
+        return found
+
+    def close(self) -> None:
+        self._ends.append(True)
+
+
+def local_pair() -> tuple[LocalTransport, LocalTransport]:
+    """Two ends."""
+    there, back, ends = deque[bytes](), deque[bytes](), list[bool]()
+    return LocalTransport(back, there, ends), LocalTransport(there, back, ends)
+
+
+class SocketTransport:
+    """Between processes: frames, each after its length, over a Unix socket. The kernel closes it with its process."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._end, self._read, self._unsent = end, bytearray(), bytearray()
+        self._has_ended = False
+
+    @property
+    def waits_on(self) -> int | None:
+        return self._end.fileno()
+
+    def send(self, message: Any) -> None:
+        frame = encode(message)
+        self._unsent += _LENGTH.pack(len(frame)) + frame
+        self._send_on()
+
+    def receive(self) -> list[Any]:
+        """What came before the end is returned before that is said."""
+        try:
+            self._read_on()
+            self._send_on()
+        except ConnectionError:
+            self._has_ended = True
+        found, start = [], 0
+        while len(self._read) - start >= _LENGTH.size:
+            end = start + _LENGTH.size + _LENGTH.unpack_from(self._read, start)[0]
+            if len(self._read) < end:
+                break
+            found.append(_decoded(self._read[start + _LENGTH.size : end]))
+            start = end
+        del self._read[:start]
+        if self._has_ended and not found:
+            raise ConnectionResetError("the other end has gone")
+        return found
+
+    def close(self) -> None:
+        self._end.close()
+
+    def _send_on(self) -> None:
+        with suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self._end.send(self._unsent)]
+
+    def _read_on(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                some = self._end.recv(_READ_BYTES)
+                if not some:
+                    raise ConnectionResetError
+                self._read += some
+
+
+def _decoded(frame: bytearray) -> Any:
+    try:
+        return decode(frame)
+    except msgspec.DecodeError as error:
+        raise ConnectionError(f"what it says cannot be understood: {error}") from None
+
+
+def connect(path: Path) -> SocketTransport:
+    """To the instance that listens there; OSError if there is none."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        end.setblocking(False)
+        end.connect(str(path))
+    except OSError:
+        end.close()
+        raise
+    return SocketTransport(end)
+
+
+class Listener:
+    """Where a prefill instance is found."""
+
+    def __init__(self, path: Path) -> None:
+        """CoserveError if it cannot listen there, or another instance does."""
+        self._path = path
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._bind()
+            path.chmod(0o600)
+            self._listening.listen(_BACKLOG)
+            self._listening.setblocking(False)
+        except OSError as error:
+            self._listening.close()
+            in_use = error.errno == errno.EADDRINUSE
+            reason = "another process listens there" if in_use else error.strerror or str(error)
+            raise CoserveError(f"--prefill-socket {path} cannot be used: {reason}") from None
+
+    @property
+    def waits_on(self) -> int:
+        """A file descriptor that can be read when somebody connects."""
+        return self._listening.fileno()
+
+    def accept(self) -> list[Transport]:
+        """Connections that have come."""
+        found: list[Transport] = []
+        with suppress(BlockingIOError):
+            while True:
+                found.append(SocketTransport(self._listening.accept()[0]))
+        return found
+
+    def close(self) -> None:
+        """Nobody finds it any more."""
+        self._listening.close()
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    def _bind(self) -> None:
+        """Also where a process that was killed has left its socket, to which nobody can connect."""
+        try:
+            self._listening.bind(str(self._path))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not self._path.is_socket():
+                raise
+            try:
+                connect(self._path).close()
+            except ConnectionRefusedError:
+                self._path.unlink()
+                self._listening.bind(str(self._path))
+            else:
+                raise

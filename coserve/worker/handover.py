@@ -1,0 +1,30 @@
+"""The part that this engine's process has in handing prompts over, as it was told.
+
+role: "prefill" computes prompts for decode instances, which connect to its socket; "decode" has its prompts computed by
+the instance at that socket; "both": there is no other instance. Pages go through files next to the socket of this
+process and its server, so that they are removed with it, however it ends.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from coserve.engine.engine import Engine
+from coserve.handover.base import Alone, HandoverEnd
+from coserve.handover.decode import DecodeEnd
+from coserve.handover.prefill import PrefillEnd
+from coserve.handover.transport import Listener, connect
+from coserve.worker.protocol import EngineSettings
+from coserve.worker.run_directory import make_pages_directory
+
+
+def open_handover(engine: Engine, settings: EngineSettings) -> HandoverEnd:
+    """CoserveError if the socket cannot be used, OSError if there is no room for files."""
+    if settings.role == "both":
+        return Alone()
+    assert settings.prefill_socket is not None
+    path = Path(settings.prefill_socket)
+    if settings.role == "prefill":
+        listener = Listener(path)
+        return PrefillEnd(engine, listener.accept, listens_on=(listener.waits_on,), close=listener.close)
+    directory = make_pages_directory(settings.address)
+    return DecodeEnd(engine, partial(connect, path), directory, min_tokens=settings.prefill_min_tokens)
