@@ -9,10 +9,12 @@ device's.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from math import inf
 from typing import Literal
+
+import msgspec
 
 from coserve.devices.messages import (
     BeginPack,
@@ -43,8 +45,7 @@ EventKind = Literal["step", "evaluation", "version", "pack_dropped", "succeeded"
 _MAX_BAD_STEPS = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSeconds:
+class StepSeconds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What an optimizer step took of the device: its share, by rows, of the engine's steps that it was in. started_s:
     when the first of these began; None if that is not known.
     """
@@ -115,6 +116,7 @@ class Job:
         self.pack_pages: PackPages | None = None
         self.swapped: SwappedPack | None = None  # of the pack to begin next
         self._cursor: Cursor | None = None
+        self._group_pages = lru_cache(maxsize=64)(partial(_pages_of, costs))  # asked of packs that wait, for every view
         self._validation = tuple(validation)
         self._num_bad_steps = 0
         self._num_tokens_at_step = 0  # those of them in whole optimizer steps
@@ -157,10 +159,9 @@ class Job:
         busy = self._pack is not None or self._waiting or self.evaluating or self.follow_due
         return self.state == "running" and not busy
 
-    def group_bytes(self, num_rows: int) -> Sequence[int]:
-        """Bytes of each group of tensors of the next pack, if it has this many rows."""
-        groups = self.costs.evaluation if self.evaluating else self.costs.training
-        return _bytes_of(groups, num_rows)
+    def group_pages(self, num_rows: int, page_bytes: int) -> Sequence[int]:
+        """Pages of each group of tensors of the next pack, if it has this many rows."""
+        return self._group_pages(self.evaluating, num_rows, page_bytes)
 
     @property
     def num_trained_parts(self) -> int:
@@ -231,8 +232,13 @@ class Job:
     def count_seconds(self, started_s: float, **seconds: float) -> None:
         """A step that began then has taken this for it, by the names of `StepSeconds`."""
         so_far = self.seconds
-        added = {name: getattr(so_far, name) + value for name, value in seconds.items()}
-        self.seconds = replace(so_far, started_s=so_far.started_s or started_s, **added)
+        self.seconds = StepSeconds(
+            started_s=so_far.started_s or started_s,
+            forward_s=so_far.forward_s + seconds.get("forward_s", 0.0),
+            loss_s=so_far.loss_s + seconds.get("loss_s", 0.0),
+            backward_s=so_far.backward_s + seconds.get("backward_s", 0.0),
+            update_s=so_far.update_s + seconds.get("update_s", 0.0),
+        )
 
     def run_window(self, rows: WindowRows) -> None:
         """Rows have been through the forward pass."""
@@ -248,9 +254,7 @@ class Job:
     def run_tasklets(self, tasklets: Tasklets, num_run: int) -> None:
         """Of these tasklets, some have run."""
         assert self._cursor is not None
-        for _ in range(num_run):
-            start, end = self._cursor.next_backward(tasklets.num_rows)
-            self._cursor.advance_backward(end - start)
+        self._cursor.advance_tasklets(tasklets.num_rows, num_run)
 
     def position(self) -> JobPosition:
         """How far it has come in whole optimizer steps."""
@@ -389,7 +393,6 @@ class Job:
         self.swapped = None
 
 
-@lru_cache(maxsize=64)
-def _bytes_of(groups: tuple[tuple[int, ...], ...], num_rows: int) -> tuple[int, ...]:
-    """Of packs that wait, asked for every view."""
-    return tuple([group_bytes(row_bytes, num_rows) for row_bytes in groups])
+def _pages_of(costs: TrainerOpened, evaluate: bool, num_rows: int, page_bytes: int) -> tuple[int, ...]:
+    groups = costs.evaluation if evaluate else costs.training
+    return tuple([-(-group_bytes(row_bytes, num_rows) // page_bytes) for row_bytes in groups])

@@ -37,7 +37,7 @@ class JobPacks:
         if job.swapped is not None:
             return job.swapped.num_pages
         pack = job.wants_pack
-        return 0 if pack is None else sum(self._group_pages(job, pack.num_rows))
+        return 0 if pack is None else sum(job.group_pages(pack.num_rows, self._pages.pool.page_bytes))
 
     def begin(self, job: Job, others: Iterable[Job]) -> bool:
         """Give a job the memory of its next pack; False, and it has none, if it cannot be had now."""
@@ -47,9 +47,9 @@ class JobPacks:
         if away is not None and not self._swap.has_pack(job.id, away.num_pages):
             self.drop(job)  # copies were lost; the plan is for a pack that was further
             return False
-        sizes = self._group_pages(job, pack.num_rows) if away is None else away.group_pages
+        whole = job.group_pages(pack.num_rows, self._pages.pool.page_bytes)
         try:
-            pages = self._pages.take_pack(sizes, job.num_trained_parts)
+            pages = self._pages.take_pack(whole if away is None else away.group_pages, job.num_trained_parts)
         except BudgetError:  # enough pages, but not side by side
             return False
         try:
@@ -85,9 +85,6 @@ class JobPacks:
         job.drop_pack()
         self._owed.add(DropPack(job.id))
         self._on_drop(job)
-
-    def _group_pages(self, job: Job, num_rows: int) -> list[int]:
-        return [self._pages.num_pages(size) for size in job.group_bytes(num_rows)]
 
 
 def _waits_for_another(job: Job, others: Iterable[Job]) -> bool:

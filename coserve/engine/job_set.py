@@ -253,8 +253,8 @@ class JobSet(Mapping[str, Job]):
 
     def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
         """Move jobs on by what has run; started_s: when the step began."""
-        for job_id, section, seconds in shares_of_time(batch, result):
-            self._jobs[job_id].count_seconds(started_s, **{section: seconds})
+        for job_id, seconds in shares_of_time(batch, result).items():
+            self._jobs[job_id].count_seconds(started_s, **seconds)
         for update in batch.updates:
             self._book_update(self._jobs[update.job], result.norms[update.job], now_s)
         for window in batch.windows:

@@ -1,7 +1,5 @@
 """What a step was to each of its jobs: the rows of its pieces, its company, its share of the time."""
 
-from collections.abc import Iterator
-
 from coserve.devices.messages import StepBatch, StepResult
 
 
@@ -23,8 +21,9 @@ def joined_jobs(batch: StepBatch, result: StepResult) -> dict[str, frozenset[str
     return {job: frozenset(group) for group in groups.values() for job in group}
 
 
-def shares_of_time(batch: StepBatch, result: StepResult) -> Iterator[tuple[str, str, float]]:
-    """Each job's share of the step's sections, by rows: the job, the section (a field of `StepSeconds`), seconds."""
+def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, float]]:
+    """Each job's share of the step by rows: seconds by the job, and by section (fields of `StepSeconds`)."""
+    found: dict[str, dict[str, float]] = {}
     windows, losses = {w.job: w.num_rows for w in batch.windows}, {x.job: x.num_rows for x in batch.losses}
     num_rows = sum([len(rows.tokens) for rows in batch.requests]) + sum(windows.values())
     tasklets = {each.job: each.num_rows * result.num_tasklets[each.job] for each in batch.tasklets}
@@ -38,4 +37,5 @@ def shares_of_time(batch: StepBatch, result: StepResult) -> Iterator[tuple[str, 
         ("update_s", updates, len(updates), result.update_s),
     ):
         for job, share in shares.items():
-            yield job, name, seconds * share / max(1, whole)
+            found.setdefault(job, {})[name] = seconds * share / max(1, whole)
+    return found

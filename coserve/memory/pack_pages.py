@@ -54,32 +54,27 @@ class PackPages:
         if cursor.done:
             self.release()
         elif cursor.forward_done:
-            last_trained = len(self.runs) - 1 - cursor.num_parts_done
-            for index in [*range(1, self._first_trained), *range(last_trained + 1, len(self.runs))]:
-                self._give_back(index)
+            self._give_back(1, self._first_trained)
+            self._give_back(len(self.runs) - cursor.num_parts_done, len(self.runs))
 
     def release(self) -> None:
         """Give back all of it."""
-        for index in range(len(self.runs)):
-            self._give_back(index)
+        self._give_back(0, len(self.runs))
 
-    def _give_back(self, index: int) -> None:
-        run, self.runs[index] = self.runs[index], None
-        if run is not None:
-            self._pool.give_back(OWNER, run)
-            self.num_pages -= len(run)
+    def _give_back(self, start: int, end: int) -> None:
+        """Of the runs of these groups, those that it still holds."""
+        if gone := [run for run in self.runs[start:end] if run is not None]:
+            self.runs[start:end] = [None] * (end - start)
+            self._pool.give_back_runs(OWNER, gone)
+            self.num_pages -= sum(map(len, gone))
 
 
 def take_runs(pool: PagePool, group_pages: Sequence[int]) -> list[range]:
     """A run of free neighbours for each group; BudgetError, and nothing is taken, if one cannot be had."""
-    runs: list[range] = []
-    for num_pages in group_pages:
-        run = pool.take_run(OWNER, num_pages)
-        if run is None:
-            for taken in runs:
-                pool.give_back(OWNER, taken)
-            raise no_such_run(pool, num_pages)
-        runs.append(run)
+    runs = pool.take_runs(OWNER, group_pages)
+    if len(runs) < len(group_pages):
+        pool.give_back_runs(OWNER, runs)
+        raise no_such_run(pool, group_pages[len(runs)])
     return runs
 
 

@@ -5,7 +5,9 @@ keeps lies in plain contiguous tensors.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from operator import sub
 
 from coserve.errors import BudgetError
 
@@ -15,8 +17,8 @@ _IS_FREE = bytes([1]) + bytes(255)
 
 
 class PagePool:
-    """Pages by number. Questions: `num_free`, `can_take`; verbs: `take`, `take_run`, `take_these`; inverse:
-    `give_back`.
+    """Pages by number. Questions: `num_free`, `can_take`; verbs: `take`, `take_runs`, `take_these`; inverses:
+    `give_back`, `give_back_runs`. Runs come many at a time, since a pack has one for each part of the model.
 
     Invariant, held by `check_integrity`: every page is free or has one owner.
     """
@@ -29,7 +31,7 @@ class PagePool:
         # A byte for each page, so that a run of some hundred is taken or given back at once: 0 if it is free, otherwise
         # the place of its owner among those that there ever were, counted from 1.
         self._marks = bytearray(num_pages)
-        self._owners: list[str] = []
+        self._mark_of: dict[str, int] = {}
         self._num_free = num_pages
         self.num_returned = 0  # pages that were ever given back
         self._num_by_owner: Counter[str] = Counter()
@@ -53,14 +55,28 @@ class PagePool:
         self._count(owner, num_pages)
         return pages
 
-    def take_run(self, owner: str, num_pages: int) -> range | None:
-        """The highest run of this many free neighbours, or None if there is none."""
-        start = self._marks.rfind(_FREE * num_pages) if num_pages else 0
-        if start < 0:
-            return None
-        run = range(start, start + num_pages)
-        self.take_these(owner, run)
-        return run
+    def take_runs(self, owner: str, lengths: Sequence[int]) -> list[range]:
+        """Runs of free neighbours of these lengths, each in turn the highest that there is, as far as there are."""
+        marks, mark = self._marks, bytes([self._mark(owner)])
+        num_pages, least = sum(lengths), min(lengths, default=0)
+        # No run lies above the highest of the shortest ones. Where there is room for all below it, they come one below
+        # the other.
+        top = marks.rfind(_FREE * least) + least
+        if least and num_pages <= top and marks.count(0, top - num_pages, top) == num_pages:
+            marks[top - num_pages : top] = mark * num_pages
+            self._count(owner, num_pages)
+            return [range(start, end) for end, start in pairwise(accumulate(lengths, sub, initial=top))]
+        runs, num_taken = [], 0
+        for length in lengths:
+            start = marks.rfind(_FREE * length) if length else 0
+            if start < 0:
+                break
+            end = start + length
+            marks[start:end] = mark * length
+            runs.append(range(start, end))
+            num_taken += length
+        self._count(owner, num_taken)
+        return runs
 
     def take_these(self, owner: str, run: range) -> None:
         """Pages that are free."""
@@ -77,18 +93,22 @@ class PagePool:
         return max(map(len, self._marks.translate(_IS_FREE).split(b"\x00")))
 
     def give_back(self, owner: str, pages: Sequence[int]) -> None:
-        """The inverse of all of these; the pages must be the owner's."""
-        mark = self._mark(owner)
-        if isinstance(pages, range):
-            marks = self._marks[pages.start : pages.stop]
-            assert marks == bytes([mark]) * len(pages), f"{pages} is not all {owner}'s"
-            self._marks[pages.start : pages.stop] = bytes(len(pages))
-        else:
-            for page in pages:
-                assert self._marks[page] == mark, f"page {page} is {self._owner(page)}'s, not {owner}'s"
-                self._marks[page] = 0
+        """The inverse for single pages, which must be the owner's."""
+        marks, mark = self._marks, self._mark(owner)
+        for page in pages:
+            assert marks[page] == mark, f"page {page} is {self._owner(page)}'s, not {owner}'s"
+            marks[page] = 0
         self._count(owner, -len(pages))
-        self.num_returned += len(pages)
+
+    def give_back_runs(self, owner: str, runs: Sequence[range]) -> None:
+        """The inverse for runs, which must be the owner's."""
+        marks, mark = self._marks, self._mark(owner)
+        num_pages = 0
+        for start, end in _side_by_side(runs):
+            assert marks.count(mark, start, end) == end - start, f"{range(start, end)} is not all {owner}'s"
+            marks[start:end] = bytes(end - start)
+            num_pages += end - start
+        self._count(owner, -num_pages)
 
     def num_pages_by_owner(self) -> dict[str, int]:
         """How many pages each owner has."""
@@ -98,18 +118,30 @@ class PagePool:
         """Assert that the counts are those of the pages."""
         found = Counter(self._marks)
         assert found.pop(0, 0) == self._num_free
-        assert {self._owners[mark - 1]: number for mark, number in found.items()} == dict(+self._num_by_owner)
+        assert {owner: found[mark] for owner, mark in self._mark_of.items() if found[mark]} == dict(+self._num_by_owner)
 
     def _owner(self, page: int) -> str | None:
-        mark = self._marks[page]
-        return self._owners[mark - 1] if mark else None
+        return next((owner for owner, mark in self._mark_of.items() if mark == self._marks[page]), None)
 
     def _mark(self, owner: str) -> int:
-        if owner not in self._owners:
-            self._owners.append(owner)
-        return self._owners.index(owner) + 1
+        return self._mark_of.setdefault(owner, len(self._mark_of) + 1)
 
     def _count(self, owner: str, num_pages: int) -> None:
         """Pages go to an owner, or come back."""
         self._num_free -= num_pages
         self._num_by_owner[owner] += num_pages
+        if num_pages < 0:
+            self.num_returned -= num_pages
+
+
+def _side_by_side(runs: Sequence[range]) -> Iterator[tuple[int, int]]:
+    """The first and last-plus-one page of runs, as one where each lies just below the one before, as `take_runs` lays
+    them.
+    """
+    start = end = 0
+    for run in runs:
+        if run.stop != start:
+            yield start, end
+            end = run.stop
+        start = run.start
+    yield start, end

@@ -10,7 +10,7 @@ of the profile, and seen as what it would be at the present speed of the device:
 had the machine, or the first prompt of a process, says nothing about the minutes after it.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from math import exp
 from typing import NamedTuple
@@ -147,6 +147,7 @@ class _TimeNeeded:
     def __init__(self) -> None:
         self._since_s, self._needed_s = 0.0, 0.0
         self._means: deque[tuple[float, float]] = deque()
+        self._peak = 0.0  # of these
 
     def add(self, started_s: float, ended_s: float, needed_s: float) -> None:
         if started_s - self._since_s > _PEAK_S:  # it was idle for long
@@ -155,31 +156,32 @@ class _TimeNeeded:
         if ended_s - self._since_s >= _MEAN_S:
             self._means.append((ended_s, self._needed_s / (ended_s - self._since_s)))
             self._since_s, self._needed_s = ended_s, 0.0
+            self._peak = max(self._peak, self._means[-1][1])
 
     def peak(self, now_s: float) -> float:
         while self._means and self._means[0][0] < now_s - _PEAK_S:
             self._means.popleft()
-        return max([mean for _, mean in self._means], default=0.0)
+            self._peak = max([mean for _, mean in self._means], default=0.0)
+        return self._peak
 
 
 class _Recent:
-    """Values of recent requests, and their summary."""
+    """Values of recent requests, in the order in which they came and sorted, and their summary."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_REQUESTS)
-        self._sorted: list[float] | None = []  # None: to be worked out
+        self._recent: deque[tuple[float, float]] = deque()
+        self._sorted: list[float] = []
 
     def add(self, now_s: float, share: float) -> None:
+        if len(self._recent) == _NUM_REQUESTS:
+            self._forget_first()
         self._recent.append((now_s, share))
-        self._sorted = None
+        insort(self._sorted, share)
 
     def at(self, now_s: float, times: float) -> _Summary:
         """Of the values times a number."""
         while self._recent and self._recent[0][0] < now_s - _MEMORY_S:
-            self._recent.popleft()
-            self._sorted = None
-        if self._sorted is None:
-            self._sorted = sorted([share for _, share in self._recent])
+            self._forget_first()
         shares, most = self._sorted, _LOST / times
         if not shares or shares[0] > most:
             return _NOTHING_KNOWN
@@ -189,3 +191,7 @@ class _Recent:
         counted = num_held if num_all - num_held > _MOST_LOST_SHARE * num_all else num_all
         index = min(num_held - 1, int(_QUANTILE * (counted - 1) + 0.5))
         return _Summary(times * shares[index], 1 - bisect_right(shares, 1 / times) / num_all)
+
+    def _forget_first(self) -> None:
+        _, share = self._recent.popleft()
+        del self._sorted[bisect_left(self._sorted, share)]

@@ -38,7 +38,7 @@ class Corrections:
         self.margin = margin
         # For steps of a kind, for a section, and (under "") for all: what predictions are off by, and when it was seen.
         self._seen: dict[_Kind | str, tuple[float, int]] = {}
-        self._known: dict[_Kind, float] = {}  # worked out from these, until the next step
+        self._known: dict[_Kind | str, float] = {}  # worked out from these, until the next step
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
         self._num_steps = 0
 
@@ -52,8 +52,11 @@ class Corrections:
 
     def of_section(self, section: str) -> float:
         """The correction of a section, or ("") of all."""
-        every = self._aged("", 1.0)
-        return self._aged(section, every) if section else every
+        found = self._known.get(section)
+        if found is None:
+            wider = self.of_section("") if section else 1.0
+            found = self._known[section] = self._aged(section, wider)
+        return found
 
     def observe(self, section: str, rows: int, windows: bool, *, predicted_s: float, measured_s: float) -> None:
         """A section of a step was predicted with its correction; what it took."""

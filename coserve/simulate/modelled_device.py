@@ -5,7 +5,7 @@ tensors that its packs take, are counted from the same graphs as on a real devic
 """
 
 from collections.abc import Callable, Sequence
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -76,18 +76,16 @@ class _Trainer:
     def __init__(self, config: AdapterConfig, opened: TrainerOpened) -> None:
         self.config, self.opened = config, opened
         self.cursor: Cursor | None = None
-        self.tasklet_s: dict[int, float] = {}  # of the pack's tasklets that run alone, by their rows
         self.view: JobView | None = None  # what the latency model asks about its rows
 
     def begin(self, command: BeginPack) -> None:
         lengths = [len(tokens) for tokens, _ in command.sequences]
         num_rows = sum(lengths)
-        num_trained = sum(sum(trained[1:]) for _, trained in command.sequences)
+        num_trained = sum([trained[1:].count(True) for _, trained in command.sequences])
         num_parts = 0 if command.evaluate else self.opened.trained_parts
         self.cursor = Cursor(num_rows=num_rows, num_trained=num_trained, num_parts=num_parts)
-        mean_context_len = sum(length * (length + 1) / 2 for length in lengths) / num_rows
+        mean_context_len = sum([length * (length + 1) / 2 for length in lengths]) / num_rows
         self.view = JobView(command.job, "forward", num_rows, 0, 0, mean_context_len, self.opened.counts)
-        self.tasklet_s.clear()
 
     def drop(self) -> None:
         self.cursor = self.view = None
@@ -294,20 +292,37 @@ class ModelledDevice:
         forward_end_s: until when they run beside the forward pass, at this speed (0: they do not); what is under way
         then ends on the whole device.
         """
-        pace, now_s = self._taken(1.0) if batch.tasklets else 1.0, start_s
         work = _Work(batch, start_s)
+        if not batch.tasklets:
+            return work
+        pace, now_s = self._taken(1.0), start_s
+        limit_s = inf if batch.backward_limit_s is None else batch.backward_limit_s
+        if batch.partition is not None and batch.partition.stops:
+            limit_s = min(limit_s, forward_end_s)
+        if len(batch.tasklets) == 1 and batch.partition is None:
+            self._run_alone(batch.tasklets[0], work, pace, limit_s)
+            return work
         for turn in tasklet_turns(batch.tasklets, lambda job: self._cursor(job).num_parts_done):
-            is_beside = now_s < forward_end_s
-            has_time = batch.backward_limit_s is None or now_s < batch.backward_limit_s
-            if batch.partition is not None and batch.partition.stops:
-                has_time &= is_beside
-            if not has_time and any(work.num_tasklets.values()):
+            if now_s >= limit_s and any(work.num_tasklets.values()):
                 break
-            seconds = pace * self._tasklet_s(turn)
-            done_s = min(seconds, speed * max(0.0, forward_end_s - now_s))
+            seconds, is_beside = pace * self._tasklet_s(turn), now_s < forward_end_s
+            done_s = min(seconds, speed * (forward_end_s - now_s)) if is_beside else 0.0
             now_s += done_s / speed + seconds - done_s
             work.add(turn, now_s, is_beside=is_beside)
         return work
+
+    def _run_alone(self, piece: Tasklets, work: "_Work", pace: float, limit_s: float) -> None:
+        """The same where there are tasklets of one job alone, which most steps have, some dozen of them."""
+        cursor, view, num_run, now_s = self._cursor(piece.job), self._view(piece.job), 0, work.end_s
+        sizes = cursor.next_tasklets(piece.num_rows, piece.num_tasklets)
+        seconds = {rows: pace * self._truth.tasklets_s([(view, rows)]) for rows in set(sizes)}
+        for rows in sizes:
+            if now_s >= limit_s and num_run:
+                break
+            now_s += seconds[rows]
+            num_run += 1
+        cursor.advance_tasklets(piece.num_rows, num_run)
+        work.num_tasklets[piece.job], work.end_s = num_run, now_s
 
     def _tasklet_s(self, turn: Sequence[Tasklets]) -> float:
         """Tasklets of several jobs as one."""
@@ -317,12 +332,7 @@ class ModelledDevice:
             start, end = cursor.next_backward(piece.num_rows)
             cursor.advance_backward(end - start)
             rows.append((self._view(piece.job), end - start))
-        if len(turn) > 1:
-            return self._truth.tasklets_s(rows)
-        known, num_rows = self._trainers[turn[0].job].tasklet_s, rows[0][1]
-        if num_rows not in known:
-            known[num_rows] = self._truth.tasklets_s(rows)
-        return known[num_rows]
+        return self._truth.tasklets_s(rows)
 
     def _load(self, batch: StepBatch) -> ForwardLoad:
         """What the forward pass is made of; windows count as run."""

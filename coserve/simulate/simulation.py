@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
 
+import msgspec
+
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.core import EngineCore, Event
 from coserve.scheduling.slo import Slo
@@ -25,8 +27,7 @@ class Arrival:
     tenant: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A simulation after a step."""
 
     now_s: float

@@ -73,6 +73,24 @@ class Cursor:
         end = self.num_backward_rows
         return (end - max_rows if end > max_rows else 0), end
 
+    def advance_tasklets(self, max_rows: int, number: int) -> None:
+        """As many backward windows have run, each of at most this many rows."""
+        left = -(-self.num_backward_rows // max_rows)  # of the current part
+        if number >= left:
+            num_parts, number = divmod(number - left, -(-self.num_rows // max_rows))
+            self.num_parts_done += 1 + num_parts
+            self.num_backward_rows = self.num_rows
+        self.num_backward_rows -= number * max_rows
+        assert self.num_parts_done + (number > 0) <= self.num_parts, "there is nothing to run backward"
+
+    def next_tasklets(self, max_rows: int, number: int) -> list[int]:
+        """Rows of each of the next backward windows of at most this many rows."""
+        assert self.loss_done and self.num_parts_done < self.num_parts, "there is nothing to run backward"
+        first, whole = _windows(self.num_backward_rows, max_rows), _windows(self.num_rows, max_rows)
+        sizes = [*first, *whole * (self.num_parts - self.num_parts_done - 1)][:number]
+        assert len(sizes) == number, "there are fewer tasklets left"
+        return sizes
+
     def advance_backward(self, num_rows: int) -> bool:
         """Returns whether the current part is done; the next one begins at its last row."""
         self.num_backward_rows -= num_rows
@@ -82,3 +100,9 @@ class Cursor:
         self.num_parts_done += 1
         self.num_backward_rows = self.num_rows
         return True
+
+
+def _windows(num_rows: int, max_rows: int) -> list[int]:
+    """Rows of each window of a part, the one that is run first before all others."""
+    whole, rest = divmod(num_rows, max_rows)
+    return [max_rows] * whole + [rest] * (rest > 0)

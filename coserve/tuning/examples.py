@@ -51,7 +51,7 @@ class Example:
     @property
     def num_trained(self) -> int:
         """Rows that will have a target: a sequence's first token is nobody's."""
-        return sum(self.trained[1:])
+        return self.trained[1:].count(True)
 
 
 def read_examples(

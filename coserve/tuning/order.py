@@ -3,43 +3,39 @@ that a job can resume at any step, and uses each example once per epoch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple, Self
 
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example, bins_of, epoch_order
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackMembers:
+class PackMembers(NamedTuple):
     """The examples of one pack; first_row: its first row among all that the job ever trains on.
 
-    Its numbers are asked for in every step, so they are counted once.
+    Its numbers are asked for in every step, so they are counted once. mean_context_len: of keys that a row attends to.
     """
 
     examples: tuple[Example, ...]
     first_row: int
+    num_rows: int
+    num_trained: int
+    mean_context_len: float
 
-    @cached_property
-    def num_rows(self) -> int:
-        return sum(len(example.tokens) for example in self.examples)
-
-    @cached_property
-    def num_trained(self) -> int:
-        return sum(example.num_trained for example in self.examples)
-
-    @cached_property
-    def mean_context_len(self) -> float:
-        """Mean number of keys that a row attends to."""
-        return sum(len(e.tokens) * (len(e.tokens) + 1) / 2 for e in self.examples) / self.num_rows
+    @classmethod
+    def of(cls, examples: Sequence[Example], first_row: int) -> Self:
+        lengths = [len(example.tokens) for example in examples]
+        num_rows, num_trained = sum(lengths), sum([example.num_trained for example in examples])
+        mean_context_len = sum([length * (length + 1) / 2 for length in lengths]) / num_rows
+        return cls(tuple(examples), first_row, num_rows, num_trained, mean_context_len)
 
 
 def packs_of(examples: Sequence[Example], *, max_rows: int, first_row: int = 0) -> list[PackMembers]:
     """The packs of some examples, one after the other."""
     packs = []
     for members in bins_of(examples, max_rows=max_rows):
-        packs.append(PackMembers(examples=tuple(members), first_row=first_row))
+        packs.append(PackMembers.of(members, first_row))
         first_row += packs[-1].num_rows
     return packs
 

@@ -83,11 +83,11 @@ def lent(tensors: PagedKv, programs, pack) -> LentRuns:
 def test_pages_come_from_the_bottom_and_runs_from_the_top():
     pool = make_pool(10)
     assert pool.take("kv", 3) == [0, 1, 2]
-    assert pool.take_run("activations", 4) == range(6, 10)
+    assert pool.take_runs("activations", [3, 1]) == [range(7, 10), range(6, 7)]
     pool.give_back("kv", [1])
     assert pool.take("kv", 2) == [1, 3]
-    assert pool.take_run("activations", 3) is None, "two are left, and they are neighbours"
-    assert pool.take_run("activations", 2) == range(4, 6)
+    assert pool.take_runs("activations", [3]) == [], "two are left, and they are neighbours"
+    assert pool.take_runs("activations", [2, 3]) == [range(4, 6)]
     assert pool.num_free == 0
     assert pool.num_pages_by_owner() == {"kv": 4, "activations": 6}
     pool.check_integrity()
@@ -110,6 +110,24 @@ def test_pages_go_back_from_their_owner_alone():
     pool.give_back("kv", pages)
     with pytest.raises(AssertionError, match="page 0 is None's"):
         pool.give_back("kv", pages)
+    (run,) = pool.take_runs("activations", [2])
+    with pytest.raises(AssertionError, match=r"range\(1, 3\) is not all kv's"):
+        pool.give_back_runs("kv", [run])
+
+
+@given(st.lists(st.integers(0, 5), max_size=6), st.sets(st.integers(0, 19)))
+def test_runs_at_once_are_as_one_after_the_other(lengths, used):
+    pools = make_pool(20), make_pool(20)
+    for pool in pools:
+        pool.take("kv", 20)
+        pool.give_back("kv", [page for page in range(20) if page not in used])
+    one_by_one = [pools[0].take_runs("activations", [length]) for length in lengths]
+    runs = pools[1].take_runs("activations", lengths)
+    assert [runs] == [[run[0] for run in one_by_one[: len(runs)]]]
+    assert len(runs) == len(lengths) or not one_by_one[len(runs)], "up to the first that there is no room for"
+    pools[1].give_back_runs("activations", runs)
+    pools[1].check_integrity()
+    assert pools[1].num_free == 20 - len(used)
 
 
 @settings(deadline=None)
@@ -120,11 +138,15 @@ def test_pages_are_conserved(seed):
     for _ in range(80):
         owner, size = rng.choice(["kv", "activations"]), rng.randint(1, 12)
         if lent and rng.random() < 0.5:
-            pool.give_back(*lent.pop(rng.randrange(len(lent))))
+            owner, pages = lent.pop(rng.randrange(len(lent)))
+            if isinstance(pages, range):
+                pool.give_back_runs(owner, [pages])
+            else:
+                pool.give_back(owner, pages)
         elif owner == "kv" and pool.can_take(size):
             lent.append((owner, pool.take(owner, size)))
-        elif owner == "activations" and (taken := pool.take_run(owner, size)) is not None:
-            lent.append((owner, taken))
+        elif owner == "activations":
+            lent += [(owner, run) for run in pool.take_runs(owner, [size, 2])]
         pool.check_integrity()
         assert sum(len(pages) for _, pages in lent) == pool.num_pages - pool.num_free
         assert len({page for _, pages in lent for page in pages}) == pool.num_pages - pool.num_free
