@@ -11,6 +11,7 @@ import msgspec
 from coserve.errors import DataError, JobError
 from coserve.jobs.files import lines_of
 from coserve.tuning.examples import Example, read_examples
+from coserve.tuning.line_formats import records_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,10 +68,10 @@ def _while(is_wanted: "Callable[[int], bool]", lines: "Iterable[str]") -> "Itera
 
 
 def _foreign_tokens(path: Path, examples: "Sequence[Example]", vocab_size: int) -> list[str]:
-    numbers = [number for number, line in enumerate(lines_of(path), 1) if line.strip()]
+    places = [place for place, _ in records_of(lines_of(path))]
     return [
-        f"line {number}: has token {max(example.tokens)}; the model has {vocab_size}: is this its tokenizer?"
-        for number, example in zip(numbers, examples, strict=True)
+        f"{place}: has token {max(example.tokens)}; the model has {vocab_size}: is this its tokenizer?"
+        for place, example in zip(places, examples, strict=True)
         if max(example.tokens) >= vocab_size
     ]
 

@@ -1,6 +1,6 @@
-"""Training data: lines of JSON to tokens and which of them are trained on.
+"""Training data: records to tokens and which of them are trained on.
 
-Three kinds of line, told apart by their keys: `messages` (OpenAI's chat format, through the model's chat template; the
+Three kinds of record (`line_formats` makes them of what files have): `messages` (through the model's chat template; the
 assistant's turns are trained on, unless their `weight` is 0), `prompt` and `completion` (the completion is), and `text`
 (all of it is). Where a conversation is cut into trained and other text is decided on characters, before tokenization,
 so that tokens are those of the whole text.
@@ -15,6 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from coserve.errors import DataError
+from coserve.tuning.line_formats import as_chat, as_completion, read_record, records_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,17 +23,6 @@ if TYPE_CHECKING:
 _MAX_FAULTS = 10
 # A conversation is rendered once for each of its turns, up to there: the time grows with the square.
 _MAX_MESSAGES = 500
-_MESSAGE_FIELDS = (
-    "role",
-    "content",
-    "name",
-    "weight",
-    "tool_calls",
-    "tool_call_id",
-    "refusal",
-    "audio",
-    "function_call",
-)
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -57,20 +47,18 @@ class Example:
 def read_examples(
     lines: Iterable[str], tokenizer: "PreTrainedTokenizerBase", *, max_sequence_length: int
 ) -> list[Example]:
-    """Every line of a JSONL file as an example, cut to at most `max_sequence_length` tokens; blank lines are passed
-    over.
+    """Every record of a file as an example, cut to at most `max_sequence_length` tokens. lines: of JSONL, or of one
+    JSON array.
 
     Raises:
         DataError: its message names the line and the reason of the first ten faults.
     """
     reader, examples, faults = _Reader(tokenizer, max_sequence_length), [], []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for place, given in records_of(lines):
         try:
-            examples.append(reader.read(line))
+            examples.append(reader.read(given))
         except DataError as error:
-            faults.append(f"line {number}: {error}")
+            faults.append(f"{place}: {error}")
             if len(faults) == _MAX_FAULTS:
                 break
     if faults:
@@ -90,32 +78,18 @@ class _Reader:
             )
         self._tokenizer, self._max_length = tokenizer, max_sequence_length
 
-    def read(self, line: str) -> Example:
-        """DataError says what is wrong with the line."""
-        try:
-            record = json.loads(line.removeprefix("\ufeff"))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"not valid JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise DataError(f"must be a JSON object, not {type(record).__name__}")
+    def read(self, given: Any) -> Example:
+        """given: a line, or a record. DataError says what is wrong with it."""
+        record = read_record(given)
+        record = as_chat(record) if self._tokenizer.chat_template else as_completion(record)
         if "messages" in record:
-            pieces, special = self._chat(record), False
-        elif "prompt" in record or "completion" in record:
-            pieces, special = self._completion(record), True
-        elif "text" in record:
-            _expect(record, "text")
-            pieces, special = [(_text(record, "text"), True)], True
-        else:
-            raise DataError("needs messages, or prompt and completion, or text")
-        return self._example(pieces, special=special)
-
-    def _completion(self, record: Mapping[str, Any]) -> list[tuple[str, bool]]:
-        _expect(record, "prompt", "completion")
-        return [(_text(record, "prompt"), False), (_text(record, "completion"), True)]
+            return self._example(self._chat(record), special=False)
+        if "text" in record:
+            return self._example([(record["text"], True)], special=True)
+        return self._example([(record["prompt"], False), (record["completion"], True)], special=True)
 
     def _chat(self, record: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """The rendered conversation in pieces: each assistant turn, and what lies before it."""
-        _expect(record, "messages", "tools", "parallel_tool_calls")
         messages = _messages(record["messages"])
         pieces, done = [], ""
         for index, message in enumerate(messages):
@@ -209,19 +183,6 @@ def _arguments(value: Any) -> dict[str, Any]:
     return arguments
 
 
-def _expect(record: Mapping[str, Any], *names: str) -> None:
-    """DataError for a key that is not known: a typo must not pass."""
-    if unknown := [name for name in record if name not in names]:
-        raise DataError(f"unknown field {unknown[0]!r}; known here: {', '.join(names)}")
-
-
-def _text(record: Mapping[str, Any], name: str) -> str:
-    value = record.get(name)
-    if not isinstance(value, str):
-        raise DataError(f"{name} must be a string" + ("" if name in record else "; it is missing"))
-    return value
-
-
 def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise DataError("messages must be a list that is not empty")
@@ -236,9 +197,6 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             raise DataError(f"messages[{index}].content must be a string")
         if message.get("weight") not in (None, 0, 1):
             raise DataError(f"messages[{index}].weight must be 0 or 1, not {message['weight']!r}")
-        if unknown := [name for name in message if name not in _MESSAGE_FIELDS]:
-            known = ", ".join(_MESSAGE_FIELDS)
-            raise DataError(f"messages[{index}] has an unknown field {unknown[0]!r}; known: {known}")
     if not any(message["role"] == "assistant" for message in value):
         raise DataError("messages has no turn of the assistant to train on")
     return value

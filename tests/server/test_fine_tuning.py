@@ -127,7 +127,7 @@ def test_uploads_that_are_refused(served, client):
 
 def test_a_job_from_upload_to_answers(served, client):
     job = create(
-        client, suffix="my-model", seed=7, metadata={"team": "a", "kind": "b"}, validation_file=upload(client).id
+        client, suffix="my  model", seed=7, metadata={"team": "a", "kind": "b"}, validation_file=upload(client).id
     )
     assert (job.object, job.status, job.model, job.seed) == ("fine_tuning.job", "validating_files", "small", 7)
     assert (job.fine_tuned_model, job.finished_at, job.estimated_finish) == (None, None, None)
@@ -221,6 +221,7 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"training_file": None}, "training_file"),
         ({"validation_file": "file-none"}, "validation_file"),
         ({"suffix": ""}, "suffix"),
+        ({"suffix": " "}, "suffix"),
         ({"suffix": "x" * 65}, "suffix"),
         ({"suffix": "a:b"}, "suffix"),
         ({"seed": -1}, "seed"),

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coserve.errors import DataError
 from coserve.tuning.examples import Example, bins_of, epoch_order, read_examples
+from coserve.tuning.line_formats import as_completion, read_record
 from coserve.tuning.pack import pack_of
 
 WORDS = (
@@ -132,8 +133,19 @@ def test_long_lines_are_cut(tokenizer):
     [
         ("{", "not valid JSON"),
         ("[1]", "must be a JSON object, not list"),
-        ({"txt": "x"}, "needs messages, or prompt and completion, or text"),
-        ({"text": "hello", "extra": 1}, "unknown field 'extra'; known here: text"),
+        (
+            {"txt": "x"},
+            "needs messages, or conversations, or instruction and output, or prompt and completion, or text",
+        ),
+        ({"messages": [], "tool": []}, "unknown field 'tool'; did you mean 'tools'"),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, r"conversations\[0\].from must be one of human, .*'bot'"),
+        ({"conversations": [{"from": "gpt", "value": 3}]}, r"conversations\[0\].value must be a string"),
+        ({"instruction": "hello"}, "output must be a string; it is missing"),
+        ({"instruction": "a", "output": "b", "history": [["a", "b"]]}, "history is not read; write the conversation"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            r"messages\[0\].content has a part of type 'image_url'; only text",
+        ),
         ({"text": 3}, "text must be a string"),
         ({"prompt": "hello"}, "completion must be a string; it is missing"),
         ({"prompt": "hello", "completion": "x", "weight": 1}, "unknown field 'weight'"),
@@ -150,7 +162,7 @@ def test_long_lines_are_cut(tokenizer):
         ("[" * 100_000, "not valid JSON"),
         (
             {"messages": [{"role": "assistant", "content": "x", "wieght": 0}]},
-            r"messages\[0\] has an unknown field 'wieght'",
+            r"messages\[0\] has an unknown field 'wieght'; did you mean 'weight'",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": "abc"}]}, "tool_calls must have a function"),
     ],
@@ -158,6 +170,86 @@ def test_long_lines_are_cut(tokenizer):
 def test_a_fault_names_its_line_and_the_reason(tokenizer, record, reason):
     with pytest.raises(DataError, match=rf"^line 3: {reason}" if not reason.startswith("weight") else reason):
         read(tokenizer, {"text": "hello world"}, "", record, {"text": "hello you"}, max_sequence_length=10)
+
+
+SAME = chat(("user", "hello"), ("assistant", "fine thanks"))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        SAME | {"id": 7, "source": "a book"},
+        {"messages": [{**message, "timestamp": 3} for message in SAME["messages"]]},
+        {
+            "messages": [
+                {"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in SAME["messages"]
+            ]
+        },
+        {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "fine thanks"}], "id": "x"},
+        {"conversations": SAME["messages"]},
+        {"instruction": "hello", "input": "", "output": "fine thanks"},
+    ],
+)
+def test_the_same_chat_in_other_shapes(tokenizer, record):
+    assert read(tokenizer, record) == read(tokenizer, SAME)
+
+
+def test_an_instruction_with_its_input_and_system(tokenizer):
+    record = {"instruction": "hello", "input": "how are you", "output": "fine", "system": "be kind"}
+    (example,) = read(tokenizer, record)
+    whole = "<system> be kind <end> <user> hello how are you <end> <assistant> fine <end>"
+    assert words(tokenizer, example, trained=False) == whole.split()
+    assert words(tokenizer, example, trained=True) == ["fine", "<end>"]
+
+
+def test_an_instruction_without_a_chat_template_is_alpacas():
+    given = {"instruction": "Add.", "input": "1 2", "output": "3", "system": ""}
+    assert as_completion(given) == {
+        "prompt": "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n"
+        "### Response:\n",
+        "completion": "3",
+    }
+    assert "### Input" not in as_completion(given | {"input": ""})["prompt"]
+
+
+def test_functions_and_their_calls_are_tools():
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    old = {
+        "functions": [{"name": "add", "parameters": {}}],
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "function_call": call},
+            {"role": "function", "name": "add", "content": "1"},
+            {"role": "assistant", "content": "fine"},
+        ],
+    }
+    spoken = [
+        {"from": "human", "value": "hello"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "1"},
+        {"from": "gpt", "value": "fine"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    called = [{"id": "call_0", "type": "function", "function": call}]
+    found = read_record(json.dumps(old))
+    assert found["tools"] == tools
+    assert [message["role"] for message in found["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert found["messages"][1]["tool_calls"] == called
+    assert found["messages"][2]["tool_call_id"] == "call_0"
+    other = read_record({"conversations": spoken, "tools": json.dumps(tools)})
+    assert other["tools"] == tools
+    assert other["messages"][1]["tool_calls"] == called
+
+
+def test_a_file_may_be_one_array(tokenizer):
+    records = [{"text": "hello world"}, SAME]
+    text = json.dumps(records, indent=1)
+    assert read(tokenizer, *text.splitlines(keepends=True)) == read(tokenizer, *records)
+    with pytest.raises(DataError, match="record 2: must be a JSON object, not int"):
+        read(tokenizer, json.dumps([SAME, 5]))
+    with pytest.raises(DataError, match="not valid JSON"):
+        read(tokenizer, *text.splitlines()[:-1])
 
 
 def test_the_first_ten_faults_are_named(tokenizer):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 from fastapi import APIRouter, Query, Request
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
@@ -31,6 +31,11 @@ _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 _Whole = int | Literal["auto"] | None
 # How many a page may have.
 _Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+def _hyphenated(suffix: str) -> str:
+    """Names have no spaces."""
+    return "-".join(suffix.split())
 
 
 class Hyperparameters(Body):
@@ -62,7 +67,7 @@ class CreateJobBody(Body):
     model: Name
     training_file: Name
     validation_file: Name | None = None
-    suffix: str | None = None
+    suffix: Annotated[str | None, AfterValidator(_hyphenated)] = None
     seed: Annotated[int, Field(ge=0, le=_MOST_SEED)] | None = None
     metadata: Texts | None = None
     method: Method | None = None

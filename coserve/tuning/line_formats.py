@@ -1,0 +1,209 @@
+"""The shapes that training data comes in, each turned into what `examples` reads: messages (with tools), prompt and
+completion, or text.
+
+Known by their fields: OpenAI's chats, also with functions in place of tools and with content in parts; ShareGPT's
+conversations; Alpaca's instructions; prompt and completion; text. What else a record has (an id, a source) is passed
+over, but for what looks like a known field, misspelt or in the wrong place: a typo must not pass.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from coserve.errors import DataError
+
+Record = dict[str, Any]
+
+MESSAGE_FIELDS = (
+    *("role", "content", "name", "weight", "tool_calls", "tool_call_id", "refusal", "audio", "function_call"),
+)
+_CHAT_FIELDS = ("messages", "tools", "functions", "parallel_tool_calls")
+# Who speaks, in ShareGPT's words and those of its users (https://llamafactory.readthedocs.io, "Data Preparation").
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
+}
+# How Alpaca's authors put an instruction to a model without a chat template:
+# https://github.com/tatsu-lab/stanford_alpaca#data-release
+_ALPACA = (
+    "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+)
+_ALPACA_WITH_INPUT = ", paired with an input that provides further context"
+# Letters that two names have in common: "wieght" and "weight" have five of six.
+_ALIKE = 0.8
+# The id of a call that has none: functions were called one at a time.
+_CALL = "call_0"
+
+
+def records_of(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Where each record is, and its text; or the record itself, if the file is one JSON array of them. Blank lines are
+    passed over.
+
+    Raises:
+        DataError: an array that is damaged.
+    """
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    for number, line in numbered:
+        if number == 1 and line.lstrip("\ufeff \t").startswith("["):
+            text = "".join([line, *(rest for _, rest in numbered)])
+            for place, record in enumerate(_parsed(text), 1):
+                yield f"record {place}", record
+            return
+        yield f"line {number}", line
+
+
+def read_record(given: Any) -> Record:
+    """A line's text as a record in one of three forms: messages and perhaps tools; prompt and completion; text.
+
+    given: text, or the record of an array. DataError says what is wrong with it.
+    """
+    record = _parsed(given) if isinstance(given, str) else given
+    if not isinstance(record, dict):
+        raise DataError(f"must be a JSON object, not {type(record).__name__}")
+    if "messages" in record:
+        _check_others(record, _CHAT_FIELDS)
+        return _chat(record["messages"], record)
+    if "conversations" in record:
+        _check_others(record, ("conversations", "system", "tools"))
+        return _chat(_conversation(record), record)
+    if "instruction" in record:
+        return _instruction(record)
+    if "prompt" in record or "completion" in record:
+        _check_others(record, ("prompt", "completion"))
+        return {name: _text(record, name) for name in ("prompt", "completion")}
+    if "text" in record:
+        _check_others(record, ("text",))
+        return {"text": _text(record, "text")}
+    raise DataError("needs messages, or conversations, or instruction and output, or prompt and completion, or text")
+
+
+def as_chat(record: Record) -> Record:
+    """An instruction and its output as a chat; other records as they are."""
+    if "instruction" not in record:
+        return record
+    asked = "\n\n".join(text for text in (record["instruction"], record["input"]) if text)
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+    if record["system"]:
+        messages.insert(0, {"role": "system", "content": record["system"]})
+    return {"messages": messages}
+
+
+def as_completion(record: Record) -> Record:
+    """An instruction and its output as Alpaca's prompt and its completion; other records as they are."""
+    if "instruction" not in record:
+        return record
+    given = record["input"]
+    prompt = _ALPACA.format(
+        with_input=_ALPACA_WITH_INPUT if given else "",
+        instruction=record["instruction"],
+        input=f"### Input:\n{given}\n\n" if given else "",
+    )
+    return {"prompt": f"{record['system']}\n\n{prompt}" if record["system"] else prompt, "completion": record["output"]}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not valid JSON ({error})") from None
+
+
+def _check_others(record: Mapping[str, Any], known: tuple[str, ...], where: str = "") -> None:
+    for name in record:
+        if name in known:
+            continue
+        if name == "weight":
+            raise DataError(f"{where}unknown field 'weight'; it belongs to a message of a chat")
+        if found := get_close_matches(name, known, 1, _ALIKE):
+            raise DataError(f"{where}unknown field {name!r}; did you mean {found[0]!r}?")
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise DataError(f"{name} must be a string" + ("" if name in record else "; it is missing"))
+    return value
+
+
+# -- chats ------------------------------------------------------------------------------
+
+
+def _chat(messages: Any, record: Mapping[str, Any]) -> Record:
+    if not isinstance(messages, list):
+        raise DataError("messages must be a list that is not empty")
+    chat: Record = {"messages": [_message(message, index) for index, message in enumerate(messages)]}
+    tools = record.get("tools")
+    if isinstance(tools, str):  # as some write them
+        tools = _parsed(tools) if tools.strip() else None
+    if functions := record.get("functions"):
+        if tools:
+            raise DataError("has tools and functions; give one of them")
+        if not isinstance(functions, list):
+            raise DataError("functions must be a list")
+        tools = [{"type": "function", "function": function} for function in functions]
+    if tools:
+        chat["tools"] = tools
+    return chat
+
+
+def _message(given: Any, index: int) -> Any:
+    """With text in one piece, and calls of functions as calls of tools."""
+    if not isinstance(given, dict):
+        return given
+    _check_others(given, MESSAGE_FIELDS, f"messages[{index}] has an ")
+    message = {name: value for name, value in given.items() if name in MESSAGE_FIELDS}
+    if isinstance(content := message.get("content"), list):
+        message["content"] = "".join(_part(part, index) for part in content)
+    if call := message.pop("function_call", None):
+        message["tool_calls"] = [{"id": _CALL, "type": "function", "function": call}]
+    if message.get("role") == "function":
+        message |= {"role": "tool", "tool_call_id": _CALL}
+    return message
+
+
+def _part(part: Any, index: int) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise DataError(f"messages[{index}].content has a part of type {kind!r}; only text is trained on")
+    text: str = part["text"]
+    return text
+
+
+def _conversation(record: Mapping[str, Any]) -> list[Any]:
+    """ShareGPT's turns as messages."""
+    turns = record["conversations"]
+    if not isinstance(turns, list):
+        raise DataError("conversations must be a list")
+    messages: list[Any] = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, dict) or "from" not in turn:
+            messages.append(turn)  # as messages are
+            continue
+        speaker, text = turn["from"], turn.get("value")
+        if speaker not in _SPEAKERS:
+            raise DataError(f"conversations[{index}].from must be one of {', '.join(_SPEAKERS)}, not {speaker!r}")
+        if not isinstance(text, str):
+            raise DataError(f"conversations[{index}].value must be a string")
+        message: Record = {"role": _SPEAKERS[speaker], "content": text}
+        if speaker == "function_call":
+            message |= {"content": None, "function_call": _parsed(text)}
+        messages.append(message | ({"weight": turn["weight"]} if "weight" in turn else {}))
+    return messages
+
+
+def _instruction(record: Mapping[str, Any]) -> Record:
+    """Alpaca's fields, all there."""
+    _check_others(record, ("instruction", "input", "output", "system", "history"))
+    if record.get("history"):
+        raise DataError("history is not read; write the conversation as messages")
+    found = {name: _text(record, name) for name in ("instruction", "output")}
+    return found | {name: _text(record, name) if record.get(name) else "" for name in ("input", "system")}
