@@ -38,17 +38,19 @@ def tokens_of(
     tokenizer: "PreTrainedTokenizerBase | None",
     model: str,
     template: Mapping[str, Any] | None = None,
+    special: bool | None = None,
 ) -> list[int]:
     """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt.
 
-    template: what a chat's template is given beside its messages, such as `tools`.
+    template: what a chat's template is given beside its messages, such as `tools`. special: whether the tokenizer adds
+    special tokens such as that of the beginning; None: to text, not to chats, whose template writes them.
     """
     if not isinstance(prompt, str) and not any(isinstance(each, Mapping) for each in prompt):
         return [_checked_id(each, index) for index, each in enumerate(prompt)]
     if tokenizer is None:
         raise RequestError(f"{model} has no tokenizer: prompts must be token ids")
     if isinstance(prompt, str):
-        return _text_tokens(prompt, tokenizer, special=True)
+        return _text_tokens(prompt, tokenizer, special=special is not False)
     try:
         messages = [template_message(message) for message in prompt]  # type: ignore[arg-type]
         text = tokenizer.apply_chat_template(
@@ -58,7 +60,7 @@ def tokens_of(
         raise RequestError(str(error)) from None
     except Exception as error:  # templates raise what they like
         raise RequestError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
-    return _text_tokens(text, tokenizer, special=False)
+    return _text_tokens(text, tokenizer, special=bool(special))
 
 
 def _checked_id(value: Any, index: int) -> int:

@@ -1,4 +1,6 @@
-"""What a request is addressed to: the host that it names, and the characters of its path and query."""
+"""What a request is addressed to: the host that it names, the characters of its path and query, and what a proxy puts
+before the path.
+"""
 
 import re
 from collections.abc import Sequence
@@ -12,6 +14,33 @@ from coserve.server.responses import error_response
 
 _LONGEST_ADDRESS = 8192
 _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::[0-9]*)?")
+
+
+class HeadMiddleware:
+    """HEAD is answered as GET is: HTTP's server leaves the body out (RFC 9110, 9.3.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Only the application sees it as GET."""
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+
+class PrefixMiddleware:
+    """Routes are where they are also below a prefix, for proxies that pass it on; for those that do not, without it."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        """prefix: begins with a slash, and ends without."""
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take the prefix off."""
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            raw = scope["raw_path"].removeprefix(self._prefix.encode())
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix), "raw_path": raw}
+        await self._app(scope, receive, send)
 
 
 class AddressMiddleware:

@@ -3,6 +3,7 @@
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from coserve.discovery import variant_module, variant_names
@@ -10,7 +11,7 @@ from coserve.errors import CoserveError, DiskFullError
 from coserve.home import is_disk_full
 from coserve.logs import request_id
 from coserve.server import routes
-from coserve.server.addresses import AddressMiddleware
+from coserve.server.addresses import AddressMiddleware, HeadMiddleware, PrefixMiddleware
 from coserve.server.body_limit import BodyLimitMiddleware
 from coserve.server.context import ServerContext
 from coserve.server.deadline import DeadlineMiddleware
@@ -32,6 +33,7 @@ def create_app(context: ServerContext) -> FastAPI:
         app.include_router(variant_module(routes.__name__, group).router)
     config = context.config
     # The last is the outermost: an id comes before all, and keys before bodies.
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(
         BodyLimitMiddleware,
         max_body_bytes=config.max_body_bytes,
@@ -41,6 +43,16 @@ def create_app(context: ServerContext) -> FastAPI:
     app.add_middleware(DeadlineMiddleware, timeout_s=config.request_timeout_s)
     app.add_middleware(TenantMiddleware, keys=context.keys, admission=context.admission)
     app.add_middleware(AddressMiddleware, hosts=hosts_of(config.allowed_hosts, config.host))
+    if config.cors_origins:  # browsers ask without a key whether they may ask with one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[HEADER],
+        )
+    if config.root_path:
+        app.add_middleware(PrefixMiddleware, prefix=config.root_path)
     app.add_middleware(RequestLogMiddleware)
     if context.tracing is not None:
         app.add_middleware(TracingMiddleware, tracing=context.tracing)

@@ -14,7 +14,7 @@ _UPLOADS = "/v1/files"
 # Of a multipart upload, around the file.
 _AROUND_A_FILE = 1 << 20
 # These hold prompts.
-_LONG_BODIES = ("/v1/completions", "/v1/chat/completions")
+_LONG_BODIES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 # All others hold settings.
 _SETTINGS_BYTES = 1_000_000
 # What a body may be slower than for as long as a pause may last, and no longer.

@@ -1,9 +1,8 @@
 """How a server is set up. The options of `coserve up` are these fields: all that is to say of one stands here once."""
 
-from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+import re
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from coserve.engine.config import EngineConfig
 from coserve.handover.roles import ROLES
@@ -12,47 +11,45 @@ from coserve.logs import FORMATS, LEVELS
 from coserve.scheduling.policies import DEFAULT_POLICY, policy_names
 from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, LEAST_DEFAULT_TPOT_S
 from coserve.server.hosts import check_hosts
-from coserve.server.keys import DEFAULT_TENANT, tenant_and_digest
+from coserve.server.keys import tenant_and_digest
 from coserve.server.limits import Limits
+from coserve.server.options import option
 from coserve.server.tool_parsers import parser_class, parser_names
 from coserve.server.units import bytes_of, seconds_of, slo_seconds
 from coserve.settings import check_whole, is_number
-
-__all__ = ["DEFAULT_TENANT", "Option", "ServerConfig", "bytes_of", "option_of", "seconds_of", "slo_seconds"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """How a field looks on the command line. option: its name ("" for the positional argument). parse: from text, with
-    metavar for what the text says.
-    """
-
-    option: str
-    help: str
-    parse: Callable[[str], Any] | None = None
-    metavar: str | None = None
-    shown: str | None = None
-
-
-def _option(default: Any, option: str, help: str, **more: Any) -> Any:
-    return field(default=default, metadata={"option": Option(option=option, help=help, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """ValueError when created names the field and its range."""
 
-    model: str = _option("tiny", "", "A directory in Hugging Face's layout, a hub id, or the built-in model, tiny.")
-    host: str = _option("127.0.0.1", "--host", "Address to listen at; 0.0.0.0 for every network (think of --api-key).")
-    port: int = _option(8000, "--port", "Port to listen at; 0 for any that is free.")
-    dtype: str = _option("auto", "--dtype", "float32, bfloat16, float16, or auto: the model's own.")
-    weights: str = _option(
+    model: str = option("tiny", "", "A directory in Hugging Face's layout, a hub id, or the built-in model, tiny.")
+    served_model_names: tuple[str, ...] = option(
+        (),
+        "--served-model-name",
+        "What clients call the model; may be given several times: the first is shown, and begins the names of "
+        "fine-tuned models.",
+        metavar="NAME",
+        shown="MODEL; of a directory, its own name",
+    )
+    max_model_len: int | None = option(
+        None,
+        "--max-model-len",
+        "Tokens of a prompt and its answer together.",
+        parse=int,
+        metavar="N",
+        shown="what the model and the pool allow",
+    )
+    host: str = option("127.0.0.1", "--host", "Address to listen at; 0.0.0.0 for every network (think of --api-key).")
+    port: int = option(8000, "--port", "Port to listen at; 0 for any that is free.")
+    dtype: str = option("auto", "--dtype", "float32, bfloat16, float16, or auto: the model's own.")
+    weights: str = option(
         "dense",
         "--weights",
         "How weights of linear layers are stored: dense, or such as int8 (docs/kernels.md has all).",
     )
-    device: str = _option("auto", "--device", "Such as cpu or cuda:0; auto takes a GPU if there is one.")
-    memory_bytes: int | None = _option(
+    device: str = option("auto", "--device", "Such as cpu or cuda:0; auto takes a GPU if there is one.")
+    memory_bytes: int | None = option(
         None,
         "--memory",
         "Of the page pool, for keys and values of requests and activations of jobs, such as 4GiB.",
@@ -60,7 +57,7 @@ class ServerConfig:
         metavar="SIZE",
         shown="a share of what is free",
     )
-    host_memory_bytes: int = _option(
+    host_memory_bytes: int = option(
         0,
         "--host-memory",
         "For what requests and jobs that make room have computed, such as 8GiB; without, it is computed again.",
@@ -68,7 +65,7 @@ class ServerConfig:
         metavar="SIZE",
         shown="none",
     )
-    ttft_s: float = _option(
+    ttft_s: float = option(
         2.0,
         "--slo-ttft",
         "SLO: time to the first token, such as 500ms or 2s.",
@@ -76,7 +73,7 @@ class ServerConfig:
         metavar="TIME",
         shown="2s",
     )
-    tpot_s: float | None = _option(
+    tpot_s: float | None = option(
         None,
         "--slo-tpot",
         "SLO: mean time per later token, such as 40ms or 0.04s.",
@@ -84,15 +81,15 @@ class ServerConfig:
         metavar="TIME",
         shown=f"{DEFAULT_TPOT_STEPS} × a decode step alone, at least {1e3 * LEAST_DEFAULT_TPOT_S:g}ms",
     )
-    policy: str = _option(DEFAULT_POLICY, "--policy", f"Who gets the device: {', '.join(policy_names())}.")
-    policy_settings: tuple[str, ...] = _option(
+    policy: str = option(DEFAULT_POLICY, "--policy", f"Who gets the device: {', '.join(policy_names())}.")
+    policy_settings: tuple[str, ...] = option(
         (),
         "--policy-setting",
         "KEY=VALUE of the policy, such as arrival_share=0.05 (docs/policies.md has all); may be given several times.",
         metavar="KEY=VALUE",
         shown="the policy's own",
     )
-    threads: int | None = _option(
+    threads: int | None = option(
         None,
         "--threads",
         "Of the CPU, for the engine's arithmetic.",
@@ -100,30 +97,30 @@ class ServerConfig:
         metavar="N",
         shown="one for a small model, all for others",
     )
-    deterministic: bool = _option(
+    deterministic: bool = option(
         False,
         "--deterministic",
         "Answers and adapters are the same bit for bit, whatever runs beside them; steps take longer.",
     )
-    tool_call_parser: str = _option(
+    tool_call_parser: str = option(
         "auto",
         "--tool-call-parser",
         f"How the model writes calls of tools: {', '.join(parser_names())}; auto: as its chat template does.",
     )
-    role: str = _option(
+    role: str = option(
         "both",
         "--role",
         "Of an instance: decode has long prompts computed by another one of the same model, prefill computes them for "
         "such instances, both does all by itself.",
     )
-    prefill_socket: str | None = _option(
+    prefill_socket: str | None = option(
         None,
         "--prefill-socket",
         "Unix socket at which a prefill instance listens, and where decode instances find it.",
         metavar="PATH",
         shown="none",
     )
-    prefill_min_tokens: int | None = _option(
+    prefill_min_tokens: int | None = option(
         None,
         "--prefill-min-tokens",
         "A decode instance computes prompts itself that have fewer unknown tokens.",
@@ -131,12 +128,12 @@ class ServerConfig:
         metavar="N",
         shown="those for which copying pages is predicted to take longer",
     )
-    max_requests: int = _option(256, "--max-requests", "Sequences that run at once.")
-    max_adapters: int = _option(64, "--max-adapters", "Adapters on the device; the least used ones make room.")
-    max_running_jobs: int = _option(
+    max_requests: int = option(256, "--max-requests", "Sequences that run at once.")
+    max_adapters: int = option(64, "--max-adapters", "Adapters on the device; the least used ones make room.")
+    max_running_jobs: int = option(
         8, "--max-running-jobs", "Jobs that train at once; the others are queued, and tenants take turns."
     )
-    job_timeout_s: float | None = _option(
+    job_timeout_s: float | None = option(
         None,
         "--job-timeout",
         "How long a job may run, such as 2h; then it fails, and its newest checkpoint is kept.",
@@ -144,7 +141,7 @@ class ServerConfig:
         metavar="TIME",
         shown="as long as it needs",
     )
-    api_keys: tuple[str, ...] = _option(
+    api_keys: tuple[str, ...] = option(
         (),
         "--api-key",
         "KEY or TENANT=KEY that clients must bring; may be given several times. Better --api-keys-file or "
@@ -152,21 +149,21 @@ class ServerConfig:
         metavar="KEY",
         shown="none needed",
     )
-    api_keys_file: str | None = _option(
+    api_keys_file: str | None = option(
         None,
         "--api-keys-file",
         "More keys, by their digests, and limits of tenants; read again on SIGHUP (coserve keys new).",
         metavar="FILE",
         shown="none",
     )
-    operators: tuple[str, ...] = _option(
+    operators: tuple[str, ...] = option(
         (),
         "--operator",
         "Tenant whose keys see metrics and status of all tenants; may be given several times.",
         metavar="TENANT",
         shown="without keys, all",
     )
-    tenant_max_requests: int | None = _option(
+    tenant_max_requests: int | None = option(
         None,
         "--tenant-max-requests",
         "Sequences that a tenant may have under way at once.",
@@ -174,7 +171,7 @@ class ServerConfig:
         metavar="N",
         shown="no limit",
     )
-    tenant_tokens_per_minute: int | None = _option(
+    tenant_tokens_per_minute: int | None = option(
         None,
         "--tenant-tokens-per-minute",
         "Tokens of a tenant's prompts and answers.",
@@ -182,7 +179,7 @@ class ServerConfig:
         metavar="N",
         shown="no limit",
     )
-    tenant_max_jobs: int | None = _option(
+    tenant_max_jobs: int | None = option(
         None,
         "--tenant-max-jobs",
         "Jobs of a tenant that have not ended.",
@@ -190,7 +187,7 @@ class ServerConfig:
         metavar="N",
         shown="no limit",
     )
-    tenant_max_running_jobs: int | None = _option(
+    tenant_max_running_jobs: int | None = option(
         None,
         "--tenant-max-running-jobs",
         "Jobs of a tenant that train at once.",
@@ -198,7 +195,7 @@ class ServerConfig:
         metavar="N",
         shown="no limit",
     )
-    tenant_max_file_bytes: int | None = _option(
+    tenant_max_file_bytes: int | None = option(
         None,
         "--tenant-max-files",
         "Of all files of a tenant, such as 10GB.",
@@ -206,21 +203,21 @@ class ServerConfig:
         metavar="SIZE",
         shown="no limit",
     )
-    allow_adapter_paths: tuple[Path, ...] = _option(
+    allow_adapter_paths: tuple[Path, ...] = option(
         (),
         "--allow-adapter-paths",
         "Directory below which /v1/load_lora_adapter may read; may be given several times.",
         metavar="DIR",
         shown="nothing is read",
     )
-    home: str | None = _option(
+    home: str | None = option(
         None,
         "--home",
         "Where files, jobs and adapters live.",
         metavar="DIR",
         shown="$COSERVE_HOME or ~/.coserve",
     )
-    database: str | None = _option(
+    database: str | None = option(
         None,
         "--database",
         "Where files and jobs are recorded, as SQLAlchemy's URL, such as postgresql://me@host/coserve. One with a "
@@ -228,10 +225,10 @@ class ServerConfig:
         metavar="URL",
         shown="$COSERVE_DATABASE or SQLite in --home",
     )
-    max_upload_bytes: int = _option(
+    max_upload_bytes: int = option(
         512 * 10**6, "--max-upload", "Of a file.", parse=bytes_of, metavar="SIZE", shown="512MB"
     )
-    max_body_bytes: int = _option(
+    max_body_bytes: int = option(
         8 * 10**6,
         "--max-body",
         "Of a completion's request; others may have 1MB.",
@@ -239,10 +236,10 @@ class ServerConfig:
         metavar="SIZE",
         shown="8MB",
     )
-    max_connections: int = _option(
+    max_connections: int = option(
         2048, "--max-connections", "Connections at once; the longest idle one makes room for another."
     )
-    timeout_headers_s: float = _option(
+    timeout_headers_s: float = option(
         20.0,
         "--timeout-headers",
         "How long the headers of a request may take to come.",
@@ -250,7 +247,7 @@ class ServerConfig:
         metavar="TIME",
         shown="20s",
     )
-    timeout_body_s: float = _option(
+    timeout_body_s: float = option(
         30.0,
         "--timeout-body",
         "How long a body may take to come, unless it comes at 10 kB/s.",
@@ -258,7 +255,7 @@ class ServerConfig:
         metavar="TIME",
         shown="30s",
     )
-    timeout_keep_alive_s: float = _option(
+    timeout_keep_alive_s: float = option(
         # Longer than clients keep an idle connection (httpx: 5 s): one that is closed just as it is used again loses a
         # request.
         75.0,
@@ -268,7 +265,7 @@ class ServerConfig:
         metavar="TIME",
         shown="75s",
     )
-    request_timeout_s: float | None = _option(
+    request_timeout_s: float | None = option(
         None,
         "--request-timeout",
         "How long a completion may take from its request to its last token, such as 10min; then it ends with an error.",
@@ -276,38 +273,49 @@ class ServerConfig:
         metavar="TIME",
         shown="as long as it needs",
     )
-    max_queued_requests: int = _option(
+    max_queued_requests: int = option(
         2048, "--max-queued-requests", "Requests that wait for their first token; more are answered with 503."
     )
-    ssl_certfile: str | None = _option(
+    ssl_certfile: str | None = option(
         None, "--ssl-certfile", "Certificate chain in PEM's format: serve https.", shown="http"
     )
-    ssl_keyfile: str | None = _option(None, "--ssl-keyfile", "Its private key.", shown="in --ssl-certfile")
-    allowed_hosts: tuple[str, ...] = _option(
+    ssl_keyfile: str | None = option(None, "--ssl-keyfile", "Its private key.", shown="in --ssl-certfile")
+    allowed_hosts: tuple[str, ...] = option(
         (),
         "--allowed-hosts",
         "Name that requests may call the server by, such as *.example.com, or * for any; may be given several times.",
         metavar="HOST",
         shown="localhost if --host is only this machine's; else any",
     )
-    log_format: str = _option("text", "--log-format", f"Of the lines on stderr: {' or '.join(FORMATS)}.")
-    log_level: str = _option(
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "--cors-origin",
+        "Origin whose pages may call the server from a browser, such as https://chat.example.com, or * for any; may be "
+        "given several times.",
+        metavar="ORIGIN",
+        shown="none",
+    )
+    root_path: str = option(
+        "", "--root-path", "Path that a proxy puts before the server's, such as /llm.", metavar="PATH", shown="none"
+    )
+    log_format: str = option("text", "--log-format", f"Of the lines on stderr: {' or '.join(FORMATS)}.")
+    log_level: str = option(
         "warning", "--log-level", f"Least that is logged: {', '.join(LEVELS)}; info has a line for each request."
     )
-    otlp_endpoint: str | None = _option(
+    otlp_endpoint: str | None = option(
         None,
         "--otlp-endpoint",
         "Send OpenTelemetry traces to the collector at this URL, such as http://localhost:4318 (docs/operations.md).",
         metavar="URL",
         shown="$OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     )
-    record: str | None = _option(
+    record: str | None = option(
         None,
         "--record",
         "Write all that the engine is asked and does to this file, for coserve replay.",
         shown="nothing",
     )
-    engine_timeout_s: float = _option(
+    engine_timeout_s: float = option(
         30.0,
         "--engine-timeout",
         "An engine that has not answered for this long is ended and started again; its jobs resume.",
@@ -315,7 +323,7 @@ class ServerConfig:
         metavar="TIME",
         shown="30s",
     )
-    drain_s: float = _option(
+    drain_s: float = option(
         30.0,
         "--drain",
         "How long open streams may take at the end, such as 30s or 2min.",
@@ -361,6 +369,21 @@ class ServerConfig:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile")
         check_hosts(self.allowed_hosts)
+        if any(not name.strip() or "@" in name for name in self.served_model_names):
+            raise ValueError("served_model_names must be names without an @, which begins a version")
+        if len(set(self.served_model_names)) != len(self.served_model_names):
+            raise ValueError("served_model_names must differ from one another")
+        if self.max_model_len is not None:
+            check_whole("max_model_len", self.max_model_len, 2)
+        for origin in self.cors_origins:
+            if re.fullmatch(r"\*|https?://[^/\s]+", origin) is None:
+                raise ValueError(
+                    f"cors_origins must be such as https://chat.example.com, without a path, or *, not {origin!r}"
+                )
+        if self.root_path and re.fullmatch(r"(/[^/?#\s]+)+", self.root_path) is None:
+            raise ValueError(
+                f"root_path must be a path such as /llm, without a slash at its end, not {self.root_path!r}"
+            )
         if self.tool_call_parser != "auto":
             parser_class(self.tool_call_parser)
         if len(self.tenants) != len(self.api_keys):
@@ -400,9 +423,3 @@ def _settings_of(given: tuple[str, ...]) -> dict[str, str]:
     if wrong := [text for text, (key, equals, _) in zip(given, pairs, strict=True) if not key or not equals]:
         raise ValueError(f"policy_settings must be KEY=VALUE, not {wrong[0]!r}")
     return {key: value for key, _, value in pairs}
-
-
-def option_of(one: "Field[Any]") -> Option:
-    """How a field looks on the command line."""
-    option: Option = one.metadata["option"]
-    return option

@@ -69,7 +69,9 @@ class ServerContext:
 
     @property
     def model_name(self) -> str:
-        """Of the base, as /v1/models lists it: a directory by its own name."""
+        """Of the base, as /v1/models lists it: as it is to be called, or a directory by its own name."""
+        if self.config.served_model_names:
+            return self.config.served_model_names[0]
         path = Path(self.config.model)
         return path.resolve().name if path.is_dir() else self.config.model
 
@@ -80,9 +82,9 @@ class ServerContext:
         return parser_of_template(self.prompts.chat_template) if name == "auto" else parser_class(name)
 
     @property
-    def base_names(self) -> tuple[str, str]:
+    def base_names(self) -> tuple[str, ...]:
         """What requests may call the base."""
-        return self.model_name, self.config.model
+        return self.config.served_model_names or (self.model_name, self.config.model)
 
     @property
     def fingerprint(self) -> str:

@@ -28,9 +28,10 @@ from typing import Any
 
 from coserve.errors import CoserveError
 from coserve.home import is_trusted
-from coserve.server.config import ServerConfig, bytes_of
+from coserve.server.config import ServerConfig
 from coserve.server.keys import TENANT_NAME, KeyRing, is_digest, tenant_and_digest
 from coserve.server.limits import Limits
+from coserve.server.units import bytes_of
 
 _log = logging.getLogger(__name__)
 

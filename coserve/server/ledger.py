@@ -26,14 +26,17 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._ended: deque[tuple[float, str]] = deque()
+        self._open: set[str] = set()
 
     def begin(self, request: str, entry: Entry) -> None:
         """It has been sent to the engine."""
         self._entries[request] = entry
+        self._open.add(request)
 
     def end(self, request: str) -> None:
         """Its answer is over."""
         now_s = time.monotonic()
+        self._open.discard(request)
         self._ended.append((now_s, request))
         while self._ended[0][0] < now_s - _KEPT_S:
             self._entries.pop(self._ended.popleft()[1], None)
@@ -41,3 +44,7 @@ class Ledger:
     def find(self, request: str) -> Entry | None:
         """None if it ended long ago."""
         return self._entries.get(request)
+
+    def num_open(self, tenant: str | None) -> int:
+        """Requests that are not over: a tenant's, or all."""
+        return sum(tenant in (None, self._entries[request].tenant) for request in self._open)

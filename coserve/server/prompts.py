@@ -55,23 +55,27 @@ class Prompts:
         for thread in (self._thread, self._slow_threads):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def tokens(self, prompt: Prompt, template: Mapping[str, Any] | None = None) -> list[int]:
-        """A prompt's token ids; RequestError for one that cannot be read. template: see `tokens_of`."""
+    async def tokens(
+        self, prompt: Prompt, template: Mapping[str, Any] | None = None, special: bool | None = None
+    ) -> list[int]:
+        """A prompt's token ids; RequestError for one that cannot be read. template, special: see `tokens_of`."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(prompt)  # type: ignore[arg-type]
         is_long = num_characters(prompt) > _LONG
         tokens: list[int] = await self._run(
-            self._slow_threads if is_long else self._thread, self._tokens, prompt, is_long, template
+            self._slow_threads if is_long else self._thread, self._tokens, prompt, is_long, template, special
         )
         return tokens
 
-    def _tokens(self, prompt: Prompt, is_long: bool, template: Mapping[str, Any] | None) -> list[int]:
+    def _tokens(
+        self, prompt: Prompt, is_long: bool, template: Mapping[str, Any] | None, special: bool | None
+    ) -> list[int]:
         tokenizer = self._tokenizer
         if is_long:
             if not hasattr(self._copies, "tokenizer"):
                 self._copies.tokenizer = self.tokenizer
             tokenizer = self._copies.tokenizer
-        return tokens_of(prompt, tokenizer, self._model, template)
+        return tokens_of(prompt, tokenizer, self._model, template, special)
 
     @property
     def is_loaded(self) -> bool:
@@ -107,6 +111,17 @@ class Prompts:
         text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    async def decoded(self, tokens: list[int]) -> str:
+        """`text` without holding up other requests."""
+        text: str = await self._run(self._thread, self.text, tokens)
+        return text
+
+    async def names(self, tokens: list[int]) -> list[str]:
+        """The vocabulary's entries of tokens. Only where there is a tokenizer."""
+        assert self._tokenizer is not None
+        names: list[str] = await self._run(self._thread, self._tokenizer.convert_ids_to_tokens, tokens)
+        return names
 
     def piece(self, token: int) -> "TokenPiece":
         """What one token alone stands for."""

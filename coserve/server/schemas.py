@@ -179,6 +179,28 @@ class ChatBody(SamplingBody):
     prompt_cache_retention: str | None = None
 
 
+class TokenizeBody(Body):
+    """POST /tokenize, as vLLM has it: a prompt, or a chat."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[List[Message], Field(min_length=1, max_length=_MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    # Of a chat.
+    tools: List[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: Name | None = None
+    tokens: List[int]
+
+
 class LoadAdapterBody(Body):
     """POST /v1/load_lora_adapter, as vLLM has it."""
 

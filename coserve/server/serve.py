@@ -119,6 +119,7 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
         role=config.role,
         prefill_socket=None if config.prefill_socket is None else str(Path(config.prefill_socket).absolute()),
         prefill_min_tokens=config.prefill_min_tokens,
+        max_model_len=config.max_model_len,
         log_format=config.log_format,
         log_level=config.log_level,
         engine=config.engine,

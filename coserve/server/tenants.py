@@ -10,7 +10,7 @@ from coserve.server.keys_file import Keys
 from coserve.server.responses import error_response
 
 # Probes bring no keys.
-_OPEN_PATHS = ("/health", "/ready")
+_OPEN_PATHS = ("/health", "/ready", "/ping")
 
 
 class TenantMiddleware:

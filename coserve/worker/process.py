@@ -28,7 +28,7 @@ from coserve.engine.job import JobEvent
 from coserve.engine.recording import record
 from coserve.engine.records import EngineStats, HandoverStats
 from coserve.engine.request import Chunk
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, ModelError
 from coserve.handover.base import Alone, HandoverEnd
 from coserve.logs import configure_logs
 from coserve.worker.activity import Activity, WatchedDevice
@@ -270,17 +270,20 @@ def start(
         )
         if settings.record is not None:
             engine = record(engine, settings.record)
+        ready = _ready(engine, settings.max_model_len)
         handover = open_handover(engine, settings)
     except (CoserveError, ValueError, MemoryError, OSError) as error:
         _log.debug("the engine cannot start", exc_info=True)
         socket.send(encode(StartFailed(" ".join(str(error).split()) or type(error).__name__)))
         return None
-    socket.send(encode(_ready(engine)))
+    socket.send(encode(ready))
     return engine, handover
 
 
-def _ready(engine: Engine) -> Ready:
+def _ready(engine: Engine, max_model_len: int | None) -> Ready:
     info = engine.device.info
+    if max_model_len is not None and max_model_len > info.max_positions:
+        raise ModelError(f"--max-model-len {max_model_len} is more than the model's {info.max_positions} positions")
     return Ready(
         model=info.model,
         dtype=info.dtype,
@@ -288,7 +291,7 @@ def _ready(engine: Engine) -> Ready:
         threads=info.threads,
         slo=engine.slo,
         vocab_size=info.vocab_size,
-        max_positions=info.max_positions,
+        max_positions=max_model_len or info.max_positions,
         num_pages=info.num_pages,
         page_bytes=info.page_bytes,
         block_tokens=info.block_tokens,

@@ -17,10 +17,12 @@ from coserve.scheduling.policies import make_policy, policy_names
 from coserve.server import routes
 from coserve.server.admission import Admission
 from coserve.server.app import create_app
-from coserve.server.config import ServerConfig, bytes_of, option_of, seconds_of, slo_seconds
+from coserve.server.config import ServerConfig
 from coserve.server.keys import digest_of
 from coserve.server.keys_file import Keys
 from coserve.server.ledger import Ledger
+from coserve.server.options import option_of
+from coserve.server.units import bytes_of, seconds_of, slo_seconds
 
 
 def test_options_are_the_fields_of_the_configuration():
@@ -28,6 +30,7 @@ def test_options_are_the_fields_of_the_configuration():
     marks = [parameter.annotation.__metadata__[0] for parameter in parameters.values()]
     assert [(mark.default, *(mark.param_decls or ()))[-1] for mark in marks] == [
         ...,  # the model
+        *("--served-model-name", "--max-model-len"),
         *("--host", "--port", "--dtype", "--weights", "--device", "--memory", "--host-memory"),
         *("--slo-ttft", "--slo-tpot", "--policy", "--policy-setting", "--threads", "--deterministic"),
         *("--tool-call-parser", "--role", "--prefill-socket", "--prefill-min-tokens"),
@@ -37,8 +40,16 @@ def test_options_are_the_fields_of_the_configuration():
         *("--tenant-max-running-jobs", "--tenant-max-files", "--allow-adapter-paths", "--home", "--database"),
         *("--max-upload", "--max-body", "--max-connections", "--timeout-headers", "--timeout-body"),
         *("--timeout-keep-alive", "--request-timeout", "--max-queued-requests", "--ssl-certfile", "--ssl-keyfile"),
-        *("--allowed-hosts", "--log-format", "--log-level", "--otlp-endpoint", "--record", "--engine-timeout"),
-        "--drain",
+        *(
+            "--allowed-hosts",
+            "--cors-origin",
+            "--root-path",
+            "--log-format",
+            "--log-level",
+            "--otlp-endpoint",
+            "--record",
+        ),
+        *("--engine-timeout", "--drain"),
     ]
     assert all(mark.help for mark in marks)
 
@@ -83,7 +94,7 @@ def test_a_bare_number_is_no_slo(monkeypatch: pytest.MonkeyPatch, capsys: Any, n
 @pytest.mark.parametrize("text", ["", "x", "-1s", "1 parsec", "1e3s", "s"])
 def test_what_is_neither(text: str):
     for read in (bytes_of, seconds_of):
-        with pytest.raises(ValueError, match="is no"):
+        with pytest.raises(ValueError, match=r"is no|is negative"):
             read(text)
 
 

@@ -16,8 +16,9 @@ import typer
 from coserve.errors import CoserveError
 from coserve.logs import configure_logs
 from coserve.models.source import check_model
-from coserve.server.config import ServerConfig, option_of
+from coserve.server.config import ServerConfig
 from coserve.server.keys import is_digest
+from coserve.server.options import option_of
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

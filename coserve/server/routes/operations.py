@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from coserve.server.context import Context, IsOperator, Tenant
 from coserve.server.responses import json_response
+from coserve.version import VERSION
 
 router = APIRouter()
 
@@ -16,6 +17,25 @@ router = APIRouter()
 async def health() -> Response:
     """200 as long as the server's process answers; the engine may be starting."""
     return json_response({"status": "ok"})
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping() -> Response:
+    """As /health, for those who ask so (Amazon SageMaker)."""
+    return json_response({"status": "ok"})
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Of coserve."""
+    return json_response({"version": VERSION})
+
+
+@router.get("/load")
+async def load(context: Context, tenant: Tenant, is_operator: IsOperator) -> Response:
+    """Requests under way: a tenant's own, for operators all. As vLLM has it."""
+    return json_response({"server_load": context.ledger.num_open(None if is_operator else tenant)})
 
 
 @router.get("/ready")

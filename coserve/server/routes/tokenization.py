@@ -1,0 +1,97 @@
+"""vLLM's routes about text and tokens: POST /tokenize, POST /detokenize, GET /tokenizer_info."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from coserve.server.bodies import JsonRoute
+from coserve.server.chat_prompt import plain_message, template_arguments
+from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.errors import ApiError
+from coserve.server.generation import find_model, most_tokens
+from coserve.server.prompts import num_characters
+from coserve.server.responses import json_response
+from coserve.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
+from coserve.server.tools import Tools
+
+router = APIRouter(route_class=JsonRoute)
+# Counted before the tokenizer sees them: it takes a second or two for as many.
+_MOST_CHARACTERS = 1_000_000
+# What a JSON number can say exactly; transformers writes 1e30 for "no limit".
+_LARGEST = 2**53
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, context: Context, tenant: Tenant) -> Response:
+    """The token ids of a text, or of a chat as its template writes it."""
+    ready = context.require_ready()
+    await _check_model(context, tenant, body.model)
+    _require_tokenizer(context)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError("give either prompt or messages", param="prompt")
+    template: Any = None
+    given: Any = body.prompt
+    if body.messages is not None:
+        given = [plain_message(message) for message in body.messages]
+        chat = ChatBody.model_construct(**body.model_dump(exclude={"messages"}), messages=body.messages)
+        template = template_arguments(chat, Tools(shown=tuple(body.tools or ())), context.prompts.chat_template)
+    if (length := num_characters(given)) > _MOST_CHARACTERS:
+        raise ApiError(f"the text has {length} characters; at most {_MOST_CHARACTERS} are tokenized at once")
+    tokens = await context.prompts.tokens(given, template, body.add_special_tokens)
+    return json_response(
+        {
+            "count": len(tokens),
+            "max_model_len": most_tokens(ready),
+            "tokens": tokens,
+            "token_strs": await context.prompts.names(tokens) if body.return_token_strs else None,
+        }
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, context: Context, tenant: Tenant) -> Response:
+    """The text of token ids."""
+    ready = context.require_ready()
+    await _check_model(context, tenant, body.model)
+    _require_tokenizer(context)
+    if wrong := [token for token in body.tokens if not 0 <= token < ready.vocab_size]:
+        raise ApiError(f"tokens has {wrong[0]}; the model has {ready.vocab_size} tokens", param="tokens")
+    return json_response({"prompt": await context.prompts.decoded(body.tokens)})
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(context: Context) -> Response:
+    """What the tokenizer was made with, as in tokenizer_config.json."""
+    context.require_ready()
+    tokenizer = _require_tokenizer(context)
+    added = {str(token): _added_token(each) for token, each in tokenizer.added_tokens_decoder.items()}
+    told = {name: value for name, value in tokenizer.init_kwargs.items() if _is_plain(value)}
+    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    info = {"tokenizer_class": type(tokenizer).__name__, **told, **names, "added_tokens_decoder": added}
+    if context.prompts.chat_template:
+        info["chat_template"] = context.prompts.chat_template
+    return json_response(info)
+
+
+async def _check_model(context: ServerContext, tenant: str, model: str | None) -> None:
+    if model is not None:
+        await find_model(context, tenant, model)
+
+
+def _require_tokenizer(context: ServerContext) -> Any:
+    if (tokenizer := context.prompts.text_tokenizer) is None:
+        raise ApiError(f"{context.model_name} has no tokenizer", code="unsupported_parameter")
+    return tokenizer
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return abs(value) < _LARGEST
+    return isinstance(value, bool | str)
+
+
+def _added_token(token: Any) -> dict[str, Any]:
+    """An added token, as tokenizer_config.json has it."""
+    flags = ("lstrip", "normalized", "rstrip", "single_word", "special")
+    return {"content": token.content, **{name: bool(getattr(token, name)) for name in flags}}
