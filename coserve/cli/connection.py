@@ -15,6 +15,7 @@ from coserve.client.http import DEFAULT_URL, Client
 from coserve.client.ports import free_port
 from coserve.errors import ServerError
 from coserve.home import share_measurements
+from coserve.jobs.names import is_checkpoint
 
 Url = Annotated[
     str, typer.Option(envvar="COSERVE_URL", metavar="URL", help="The server to talk to; coserve up starts one.")
@@ -121,7 +122,7 @@ def find_model(client: Client, name: str) -> str:
     Raises:
         ServerError: there is none.
     """
-    models: Sequence[dict[str, object]] = client.get("/v1/models")["data"]
+    models: Sequence[dict[str, object]] = client.get("/v1/models", checkpoints=True)["data"]
     if any(model["id"] == name for model in models):
         return name
     # The server lists what came later at the end: of one second, the last is the newest. Checkpoints carry the suffix,
@@ -136,7 +137,7 @@ def find_model(client: Client, name: str) -> str:
 
 def _rank(model: dict[str, object]) -> tuple[bool, bool, int]:
     """The base highest, checkpoints lowest, the newest highest among their like."""
-    return not model.get("parent"), ":ckpt-step-" not in str(model["id"]), int(str(model.get("created") or 0))
+    return not model.get("parent"), not is_checkpoint(str(model["id"])), int(str(model.get("created") or 0))
 
 
 __all__ = ["DEFAULT_URL", "ApiKey", "Json", "Url", "base_model", "find_model", "is_there", "own_server"]

@@ -8,6 +8,19 @@ from coserve.jobs.records import DEFAULT_TENANT, new_id
 SUFFIX = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
+_CHECKPOINT = ":ckpt-step-"
+
+
+def checkpoint_name(model: str, step: int) -> str:
+    """Of a job's model as it was after a step."""
+    return f"{model}{_CHECKPOINT}{step}"
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether it is the name of one, and not of a finished model."""
+    return _CHECKPOINT in name
+
+
 def organization(tenant: str) -> str:
     """The name of a tenant in what others read."""
     return "coserve" if tenant == DEFAULT_TENANT else tenant

@@ -8,6 +8,7 @@ from typing import Any
 from coserve.engine.job import JobEvent
 from coserve.jobs.folders import Folders, prune_records
 from coserve.jobs.messages import Checkpointed
+from coserve.jobs.names import checkpoint_name
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, EventRecord, JobRecord, Level, new_id
 from coserve.jobs.results import message_of, metrics_of
 from coserve.jobs.store import Store
@@ -125,7 +126,7 @@ class JobReportWriter:
                 job=job.id,
                 created_at=int(time.time()),
                 step=checkpoint.step,
-                name=f"{job.name}:ckpt-step-{checkpoint.step}",
+                name=checkpoint_name(job.name, checkpoint.step),
                 directory=checkpoint.directory,
                 listed=checkpoint.listed,
             )

@@ -161,7 +161,11 @@ def test_a_job_from_upload_to_answers(served, client):
     rows = list(csv.DictReader(io.StringIO(client.files.content(results).read().decode())))
     assert [float(row["train_loss"]) for row in rows] == losses
     names = [job.fine_tuned_model, *(each.fine_tuned_model_checkpoint for each in checkpoints)]
-    assert {each.id for each in client.models.list()} >= {"small", *names}
+    listed = {each.id for each in client.models.list()}
+    assert {"small", job.fine_tuned_model} <= listed and not listed & set(names[1:]), "checkpoints are listed if asked"
+    with_checkpoints = client.models.list(extra_query={"checkpoints": True})
+    assert {each.id for each in with_checkpoints} >= {"small", *names}
+    assert client.models.retrieve(names[-1]).id == names[-1]
     answers = {
         name: client.completions.create(model=name, prompt="What is 3? ", max_tokens=8, temperature=0, logprobs=1)
         for name in ("small", *names)

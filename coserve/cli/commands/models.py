@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url
+from coserve.jobs.names import is_checkpoint
 
 
 def models(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
@@ -16,7 +17,7 @@ def models(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False
     from coserve.client.http import Client
 
     with Client(url, api_key) as client:
-        found = client.get("/v1/models")["data"]
+        found = client.get("/v1/models", checkpoints=True)["data"]
     if as_json:
         print(json.dumps({"models": [model["id"] for model in found]}))
         return
@@ -34,7 +35,7 @@ def moment(seconds: int | None) -> str:
 
 
 def _kind(model: dict[str, Any]) -> str:
-    if ":ckpt-step-" in model["id"]:
+    if is_checkpoint(model["id"]):
         return "checkpoint"
     if "@" in model["id"]:
         return "version"

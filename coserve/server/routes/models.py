@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
 from coserve.errors import AdapterError, EngineGoneError, StoreError
+from coserve.jobs.names import is_checkpoint
 from coserve.jobs.records import AdapterRecord
 from coserve.server.adapters import adapter_at, lies_in
 from coserve.server.bodies import JsonRoute
@@ -27,9 +28,9 @@ _LONGEST_NAME, _LONGEST_PATH = 256, 4096
 
 
 @router.get("/v1/models")
-async def list_models(context: Context, tenant: Tenant) -> Response:
-    """The base first."""
-    known = await context.adapters(tenant)
+async def list_models(context: Context, tenant: Tenant, checkpoints: bool = False) -> Response:
+    """The base first. checkpoints: whether those of jobs are listed, too; they can be asked for in any case."""
+    known = [each for each in await context.adapters(tenant) if checkpoints or not is_checkpoint(each.name)]
     return json_response({"object": "list", "data": [_base(context), *(_adapter(context, each) for each in known)]})
 
 
