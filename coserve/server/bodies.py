@@ -67,7 +67,9 @@ def read_body(kind: type[BaseModel], body: bytes) -> BaseModel:
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         # As FastAPI places what it finds in queries.
-        raise validation_error([{**fault, "loc": ("body", *fault["loc"])} for fault in faults]) from None
+        raise validation_error(
+            [{**fault, "loc": ("body", *fault["loc"])} for fault in faults], kind.model_fields
+        ) from None
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

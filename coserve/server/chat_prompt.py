@@ -24,6 +24,10 @@ _NUM_END = 8
 def plain_message(message: Message) -> dict[str, Any]:
     """A message as chat templates know it: its text in one piece, and developers are the system."""
     plain = {name: value for name, value in message.model_dump().items() if value is not None}
+    thought = plain.pop("reasoning_content", None) or plain.pop("reasoning", None)
+    plain.pop("reasoning", None)
+    if isinstance(thought, str):
+        plain["reasoning_content"] = thought
     if isinstance(message.content, list):
         plain["content"] = "".join(part.text for part in message.content)
     plain.setdefault("content", "")
@@ -57,6 +61,13 @@ def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[s
         "add_generation_prompt": not continues and body.add_generation_prompt is not False,
         "continue_final_message": continues,
     }
+
+
+def ignored_fields(body: ChatBody, template: str) -> tuple[str, ...]:
+    """Fields that were given, and cannot change the answer."""
+    has_effort = body.reasoning_effort is not None
+    used = "reasoning_effort" in template or (body.reasoning_effort == "none" and "enable_thinking" in template)
+    return (*body.ignored, "reasoning_effort") if has_effort and not used else body.ignored
 
 
 def frame_of(body: ChatBody, prompt: Sequence[int], prompts: Prompts) -> ChatFrame:

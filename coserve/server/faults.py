@@ -1,11 +1,13 @@
 """What pydantic finds wrong with a request, in OpenAI's words: one error, the first that says enough."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from coserve.server.errors import ApiError
 
 _UNKNOWN = "Unknown parameter: '{name}'."
+_LONGEST_TYPO = 64
 _MISSING = "Missing required parameter: '{name}'."
 
 
@@ -14,8 +16,10 @@ def no_json(reason: str) -> ApiError:
     return ApiError(f"The request's body is not valid JSON: {reason}.", code="invalid_json")
 
 
-def validation_error(faults: Sequence[Any]) -> ApiError:
-    """Of what pydantic found, the fault that says most: those of a union's other branches say little."""
+def validation_error(faults: Sequence[Any], known: Collection[str] = ()) -> ApiError:
+    """Of what pydantic found, the fault that says most: those of a union's other branches say little. known: fields at
+    the top of the body.
+    """
     wrong_kind = (fault for fault in faults if fault["type"] == "literal_error" and fault["loc"][-1] == "type")
     unknown = (fault for fault in faults if fault["type"] == "extra_forbidden")
     # "auto" is one branch of a union, and says no more than another's type.
@@ -24,7 +28,9 @@ def validation_error(faults: Sequence[Any]) -> ApiError:
     first = next(wrong_kind, None) or next(unknown, None) or next(in_range, deepest)
     name = _field_name(first["loc"])
     if first["type"] == "extra_forbidden":
-        return ApiError(_UNKNOWN.format(name=name), param=name, code="unknown_parameter")
+        near = get_close_matches(name[:_LONGEST_TYPO], known, n=1, cutoff=0.7)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        return ApiError(_UNKNOWN.format(name=name) + hint, param=name, code="unknown_parameter")
     if first["type"] == "missing" and name:
         return ApiError(_MISSING.format(name=name), param=name, code="missing_required_parameter")
     if first["type"] == "json_invalid":

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coserve.server.errors import ApiError
+from coserve.server.other_fields import HEADER
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,17 +80,20 @@ async def answer(
     *,
     whole: Coroutine[Any, Any, Any] | None = None,
     events: AsyncGenerator[bytes, None] | None = None,
+    ignored: tuple[str, ...] = (),
 ) -> Response:
-    """JSON, or a stream of events. Neither is made any further once the client is gone.
+    """JSON, or a stream of events. Neither is made any further once the client is gone. ignored: fields of the body
+    that were passed over; a header names them.
 
     A stream begins with its first event, so that what goes wrong before it still has a status of its own.
     """
+    headers = {HEADER: ", ".join(ignored)} if ignored else {}
     try:
         if events is not None:
             first = await until_disconnect(request.receive, _first(events))
-            return EventStream(first, events)
+            return EventStream(first, events, headers)
         assert whole is not None
-        return json_response(await until_disconnect(request.receive, whole))
+        return json_response(await until_disconnect(request.receive, whole), headers=headers)
     except ClientGoneError:
         if events is not None:
             await events.aclose()
@@ -105,8 +109,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._first, self._events = first, events
 

@@ -1,12 +1,24 @@
-"""The bodies that clients send. A field that is not here is refused by its name: a typo must not pass in silence.
+"""The bodies that clients send. A field that is not here, nor in `other_fields`, is refused by its name: a typo must
+not pass in silence.
 
 Values are checked where they are used (`SamplingParams`), so that a library's user and a client read the same words.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
+
+from coserve.server.other_fields import sort_out
 
 _MAX_PROMPTS = 2048
 _MAX_MESSAGES = 10_000
@@ -76,6 +88,23 @@ class SloBody(Body):
 class SamplingBody(Body):
     """What both kinds of completions take."""
 
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sort_out(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, dict):
+            return handler(data)
+        fields, ignored = sort_out(data, cls.model_fields)
+        body = handler(fields)
+        body._ignored = ignored
+        return body
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that were given, and cannot change the answer."""
+        return self._ignored
+
     model: Name
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -88,7 +117,7 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     logit_bias: Numbers | None = None
     max_tokens: int | None = None
-    # Of no effect here.
+    # Of no effect here, as `other_fields` says.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     # Beyond OpenAI's.
@@ -117,22 +146,28 @@ class CompletionBody(SamplingBody):
 
 
 class TextPart(Body):
-    """A part of a message's content."""
+    """A part of a message's content. What else it has (`cache_control`) is not read."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """One message of a chat; an answer's message may come back as it was given, nulls and all."""
+    """One message of a chat; an answer's message may come back as it was given, by any server: what is not here is not
+    read. role: one that the chat template takes.
+    """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Annotated[Name, Field(min_length=1)]
     content: str | List[TextPart] | None = None
     name: str | None = None
-    refusal: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
     tool_calls: List[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    annotations: List[dict[str, Any]] | None = None  # of no effect
     audio: None = None
     function_call: None = None
 
@@ -168,7 +203,7 @@ class ChatBody(SamplingBody):
     continue_final_message: bool | None = None
     echo: bool | None = None
     include_reasoning: bool | None = None
-    # Of no effect here.
+    # Of no effect here, as `other_fields` says.
     store: bool | None = None
     service_tier: str | None = None
     prediction: dict[str, Any] | None = None

@@ -41,7 +41,9 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
 def test_thousands_of_wrong_values_are_a_few_faults(kind: Any, body: Any, monkeypatch: pytest.MonkeyPatch):
     counts: list[int] = []
     make = faults.validation_error
-    monkeypatch.setattr(bodies, "validation_error", lambda found: [counts.append(len(found)), make(found)][1])
+    monkeypatch.setattr(
+        bodies, "validation_error", lambda found, known: [counts.append(len(found)), make(found, known)][1]
+    )
     with pytest.raises(ApiError) as raised:
         read_body(kind, json.dumps(body).encode())
     assert counts[0] <= 20

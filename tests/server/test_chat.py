@@ -104,6 +104,44 @@ def test_an_answer_can_be_said_again_with_its_nulls(client: OpenAI):
     client.chat.completions.create(messages=[*MESSAGES, said, *MESSAGES], **settings)
 
 
+def test_answers_of_other_servers_can_be_said_again(client: OpenAI):
+    """With keys of their own, and roles that the template takes."""
+    said: Any = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}],
+        "provider_specific_fields": {"refusal": None},
+        "reasoning_content": "Hm",
+        "thinking_blocks": [],
+        "refusal": None,
+        "tool_calls": None,
+    }
+    settings: dict[str, Any] = {"model": "small", "max_tokens": 4, "temperature": 0}
+    plain: Any = {"role": "assistant", "content": "Hi"}
+    texts = {
+        client.chat.completions.create(messages=[*MESSAGES, one, *MESSAGES], **settings).choices[0].message.content
+        for one in (said, plain)
+    }
+    assert len(texts) == 1
+    client.chat.completions.create(messages=[{"role": "king", "content": "x"}], **settings)  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_change_the_answer_is_passed_over_and_named(client: OpenAI, stream: bool):
+    settings: dict[str, Any] = {"model": "small", "max_tokens": 1, "stream": stream}
+    extra = {"keep_alive": "5m", "num_retries": 3, "priority": 0, "tags": None, "use_beam_search": False}
+    raw = client.chat.completions.with_raw_response.create(
+        messages=MESSAGES, user="me", reasoning_effort="low", extra_body=extra, **settings
+    )
+    assert raw.headers["x-coserve-ignored"] == "keep_alive, num_retries, priority, user, reasoning_effort"
+    raw.parse()
+    other = client.completions.with_raw_response.create(prompt="a", **settings, extra_body={"request_id": "a"})
+    assert other.headers["x-coserve-ignored"] == "request_id"
+    other.parse()
+    none = client.completions.with_raw_response.create(prompt="a", **settings)
+    assert "x-coserve-ignored" not in none.headers
+    none.parse()
+
+
 def test_no_share_of_the_probability_is_the_likeliest_token(client: OpenAI):
     settings: dict[str, Any] = {"model": "small", "messages": MESSAGES, "max_tokens": 8}
     one = client.chat.completions.create(top_p=0, temperature=2, **settings)
@@ -124,7 +162,12 @@ def test_no_share_of_the_probability_is_the_likeliest_token(client: OpenAI):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"options": {"num_ctx": 8}}, "options"),
+        ({"guardrails": ["x"]}, "guardrails"),
+        ({"chat_template": "x"}, "chat_template"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].type",

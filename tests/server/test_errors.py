@@ -44,7 +44,7 @@ def refusal(served: Served, path: str = "/v1/completions", status: int = 400, **
         ({"seed": 2**64}, "seed", "whole number"),
         ({"best_of": 4}, "best_of", "not supported"),
         ({"suffix": "x"}, "suffix", "not supported"),
-        ({"temprature": 1}, "temprature", "Unknown parameter"),
+        ({"temprature": 1}, "temprature", "Unknown parameter: 'temprature'. Did you mean 'temperature'?"),
         ({"slo": {"ttft": 1}}, "slo.ttft", "Unknown parameter"),
         ({"slo": {"tpot_ms": -1}}, "slo.tpot_ms", "greater than"),
         ({"slo": {"ttft_ms": 1e-323}}, "slo.ttft_ms", "greater than"),

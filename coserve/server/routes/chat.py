@@ -8,7 +8,7 @@ from starlette.responses import Response
 from coserve.devices.sampling_params import MAX_LOGPROBS
 from coserve.server import reasoning
 from coserve.server.bodies import JsonRoute
-from coserve.server.chat_prompt import frame_of, plain_message, template_arguments
+from coserve.server.chat_prompt import frame_of, ignored_fields, plain_message, template_arguments
 from coserve.server.chat_writer import ChatWriter
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
@@ -43,9 +43,10 @@ async def chat_completions(body: ChatBody, request: Request, context: Context, t
     generation = await _generation(body, tools, context, ready, tenant, arrival_s)
     writer = ChatWriter(context, generation, tools, frame_of(body, generation.prompts[0], context.prompts))
     note_completion(request, generation.id)
+    ignored = ignored_fields(body, context.prompts.chat_template)
     if body.stream:
-        return await answer(request, events=writer.events(UsageOptions.of(body.stream_options)))
-    return await answer(request, whole=writer.whole())
+        return await answer(request, events=writer.events(UsageOptions.of(body.stream_options)), ignored=ignored)
+    return await answer(request, whole=writer.whole(), ignored=ignored)
 
 
 def _refuse_what_is_not_there(body: ChatBody) -> None:

@@ -56,8 +56,8 @@ async def completions(body: CompletionBody, request: Request, context: Context, 
     writer = _Writer(context, generation, echoes if body.echo else None)
     note_completion(request, generation.id)
     if body.stream:
-        return await answer(request, events=writer.events(UsageOptions.of(body.stream_options)))
-    return await answer(request, whole=writer.whole())
+        return await answer(request, events=writer.events(UsageOptions.of(body.stream_options)), ignored=body.ignored)
+    return await answer(request, whole=writer.whole(), ignored=body.ignored)
 
 
 def _refuse_what_is_not_there(body: CompletionBody) -> None:
