@@ -1,8 +1,8 @@
 """Choosing the next token of many requests in one batched pass.
 
-The order: penalties on the logits, logit bias, forbidden tokens, temperature, min-p, top-k, top-p. A draw uses one
-uniform number that is a pure function of the request's seed and the token's place in it, so a seeded request gives the
-same tokens in any company. Log-probabilities are those of the model, before all of that.
+The order: penalties on the logits, logit bias, forbidden and allowed tokens, temperature, min-p, top-k, top-p. A
+draw uses one uniform number that is a pure function of the request's seed and the token's place in it, so a seeded
+request gives the same tokens in any company. Log-probabilities are those of the model, before all of that.
 """
 
 from array import array
@@ -100,7 +100,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None 
     adjusted = [
         index
         for index, row in enumerate(rows)
-        if (row.counts or row.forbidden or row.params.logit_bias) and row.params.temperature < _LEAST_TEMPERATURE
+        if (row.counts or row.forbidden or row.params.logit_bias or row.params.allowed_token_ids)
+        and row.params.temperature < _LEAST_TEMPERATURE
     ]
     is_plain = len(drawn) + len(adjusted) < len(rows)
     tokens = backend.argmax(logits) if is_plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
@@ -114,18 +115,21 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None 
 
 
 def _report(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-    asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
-    if not asked:
+    if all(row.params.logprobs is None for row in rows):
         none = logits.new_empty(len(rows), 0, dtype=torch.float32)
         return Sampled(tokens=tokens, logprobs=none.new_empty(0), top_tokens=none.long(), top_logprobs=none)
     raw = logits.float()
     norm = raw.logsumexp(-1)
-    top = raw.topk(min(max(asked), raw.shape[1]), -1)
+    top_values, top_tokens = raw.topk(min(max(row.params.num_top for row in rows), raw.shape[1]), -1)
+    for index, row in enumerate(rows):
+        if named := row.params.logprob_token_ids:
+            which = on_device(named, logits.device)
+            top_tokens[index, : len(named)], top_values[index, : len(named)] = which, raw[index, which]
     return Sampled(
         tokens=tokens,
         logprobs=raw.gather(1, tokens[:, None])[:, 0] - norm,
-        top_tokens=top.indices,
-        top_logprobs=top.values - norm[:, None],
+        top_tokens=top_tokens,
+        top_logprobs=top_values - norm[:, None],
     )
 
 
@@ -149,6 +153,12 @@ def _adjust_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     if forbidden := [(index, token) for index, row in enumerate(rows) for token in row.forbidden]:
         where = on_device(forbidden, scores.device).T
         scores[where[0], where[1]] = float("-inf")
+    for index, row in enumerate(rows):
+        if row.params.allowed_token_ids:
+            which = on_device(row.params.allowed_token_ids, scores.device)
+            allowed = scores[index, which]
+            scores[index] = float("-inf")
+            scores[index, which] = allowed
 
 
 def _penalize_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -6,6 +6,18 @@ from dataclasses import dataclass, field
 from coserve.settings import check_whole, is_number
 
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
+MAX_LOGPROB_TOKEN_IDS = 128
+_TOKEN_IDS = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")
+_KINDS: dict[str, type] = {
+    "logit_bias": Mapping,
+    **dict.fromkeys(("stop", "bad_words", *_TOKEN_IDS), tuple),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), bool),
+    "cache_salt": str,
+}
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +31,11 @@ class SamplingParams:
     token.
     seed: None draws one. logprobs: how many of the likeliest tokens to report beside the chosen one, None for no
     report. prompt_logprobs: the same for the prompt's tokens; then max_tokens may be 0.
+    logprob_token_ids: tokens to report in place of the likeliest. allowed_token_ids: the only ones that may come,
+    unless there are none. bad_words: token sequences whose last token must not come after the others.
     stop, stop_token_ids: end the request. min_tokens: nothing ends it before. ignore_eos: the end-of-text token does
-    not end it.
+    not end it. skip_special_tokens: they have no text. include_stop_str_in_output: the text has the stop string, too.
+    cache_salt: what is known of a prompt's beginning is shared by requests with the same one alone.
     """
 
     max_tokens: int = 16
@@ -40,13 +55,26 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    logprob_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        for name, kind in (("logit_bias", Mapping), ("stop", tuple), ("stop_token_ids", tuple), ("ignore_eos", bool)):
+        for name, kind in _KINDS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} must be a {kind.__name__.lower()}, not {getattr(self, name)!r}")
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
+        for name in _TOKEN_IDS:
+            if not all(map(_is_id, getattr(self, name))):
+                raise ValueError(f"{name} must be token ids, not {getattr(self, name)!r}")
+        if not all(isinstance(word, tuple) and word and all(map(_is_id, word)) for word in self.bad_words):
+            raise ValueError(f"bad_words must be tuples of token ids that are not empty, not {self.bad_words!r}")
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise ValueError(f"logprob_token_ids must be {MAX_LOGPROB_TOKEN_IDS} tokens at most")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise ValueError("logprob_token_ids needs logprobs")
         self._number("temperature", 0, 2)
         self._number("top_p", 0, 1, above=True)
         self._number("min_p", 0, 1)
@@ -74,9 +102,16 @@ class SamplingParams:
         """ValueError for token ids that a model of this vocabulary does not have; to be asked before the first
         token.
         """
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        named = {name: getattr(self, name) for name in ("logit_bias", *_TOKEN_IDS)}
+        named["bad_words"] = [token for word in self.bad_words for token in word]
+        for name, ids in named.items():
             if wrong := [token for token in ids if not 0 <= token < vocab_size]:
                 raise ValueError(f"{name} names token {wrong[0]}; the model has {vocab_size}")
+
+    @property
+    def num_top(self) -> int:
+        """How many tokens are reported beside the chosen one."""
+        return len(self.logprob_token_ids) or self.logprobs or 0
 
     @property
     def penalizes(self) -> bool:

@@ -93,7 +93,7 @@ class TorchRequests:
         with record_function(SAMPLING):
             chosen = sample(scores, points, self._backbone.backend)
         read = _Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
-        numbers = [handle.params.logprobs or 0 for handle in handles]
+        numbers = [handle.params.num_top for handle in handles]
 
         def result() -> dict[str, TokenLogprob]:
             found = {}

@@ -352,7 +352,13 @@ class _Collector:
 
 
 def _text_stream(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], params: SamplingParams) -> TextStream:
-    return TextStream(tokenizer, prompt, params.stop)
+    return TextStream(
+        tokenizer,
+        prompt,
+        params.stop,
+        params.skip_special_tokens,
+        include_stop=params.include_stop_str_in_output,
+    )
 
 
 def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:

@@ -68,6 +68,8 @@ class Request:
         self.prompt, self.params, self.seed, self.tenant = list(prompt), params, seed, tenant
         self.version, self.slo, self.asked_slo, self.arrival_s = version, slo, asked_slo, arrival_s
         self.version_key = version.key if version is not None else ""
+        # By what its prefix is known to others.
+        self.prefix_key = f"{self.version_key}\0{params.cache_salt}" if params.cache_salt else self.version_key
         self.tokens = list(prompt)  # and the output after it
         self.num_output = 0
         self.sequence: PagedSequence | None = None
@@ -184,7 +186,7 @@ class Request:
         if len(pages) > self._num_pages_sent:
             new_pages, self._num_pages_sent = tuple(pages[self._num_pages_sent :]), len(pages)
         tokens = tuple(self.tokens[start : start + num_rows])
-        forbidden = tuple(self._stop_tokens) if samples and self.num_output < self.params.min_tokens else ()
+        forbidden = self._forbidden() if samples else ()
         if not self._num_unscored:
             return RequestRows(self.id, start, tokens, new_pages, samples, self.num_output, forbidden)
         scored = self._scored_rows(start, start + num_rows)
@@ -192,6 +194,15 @@ class Request:
         return RequestRows(
             self.id, start, tokens, new_pages, samples, self.num_output, forbidden, scored.start, targets
         )
+
+    def _forbidden(self) -> tuple[int, ...]:
+        """Tokens that must not come next."""
+        ends = tuple(self._stop_tokens) if self.num_output < self.params.min_tokens else ()
+        if not self.params.bad_words:
+            return ends
+        output = tuple(self.tokens[len(self.prompt) :])
+        bad = (word[-1] for word in self.params.bad_words if output[len(output) - len(word) + 1 :] == word[:-1])
+        return (*ends, *bad)
 
     def _scored_rows(self, start: int, end: int) -> range:
         """Of these rows, those after which the prompt's next token is to be scored; none that has been before."""
@@ -203,7 +214,7 @@ class Request:
     def commit(self, num_rows: int, scored: Sequence[TokenLogprob]) -> None:
         """Rows have run; scored: what came of their targets."""
         assert self.sequence is not None
-        self.sequence.commit(num_rows, self.tokens, self.version_key)
+        self.sequence.commit(num_rows, self.tokens, self.prefix_key)
         if scored:
             self._prompt_logprobs += scored
             self._num_unscored -= len(scored)

@@ -64,10 +64,11 @@ class RequestQueue:
 
     def unknown_blocks(self, name: str) -> range:
         """Of the prompt of a request that waits: its full blocks of which nothing is known here, but for the last of
-        its tokens, which is always run; none of one whose tokens are scored, which needs all rows.
+        its tokens, which is always run; none of one whose tokens are scored, which needs all rows, nor of one with a
+        salt, since another engine would share them.
         """
         first = self.first(name)
-        if first is None or first.scores_prompt:
+        if first is None or first.scores_prompt or first.params.cache_salt:
             return range(0)
         block = self._cache.block_tokens
         return range(self._look_up(first).num_past // block, (len(first.prompt) - 1) // block)
@@ -159,7 +160,7 @@ class RequestQueue:
     def _wait(self, request: Request) -> None:
         shares = not request.scores_prompt
         prefixes = self._cache.prefixes
-        self._keys[request.id] = prefixes.keys(request.version_key, request.tokens) if shares else []
+        self._keys[request.id] = prefixes.keys(request.prefix_key, request.tokens) if shares else []
         self.waiting[request.id] = request
         self._views[request.id] = self._look_up(request)
         self._counters.arrive(request.tenant)

@@ -78,7 +78,8 @@ class Serving:
                 index=index,
                 prompt=prompt,
                 params=params,
-                seed=base_seed + index,
+                # Not the next number, which is another request's seed.
+                seed=Random(f"{base_seed} {index}").getrandbits(63) if index else base_seed,
                 version=version,
                 slo=slo,
                 asked_slo=asked_slo,

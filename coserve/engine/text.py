@@ -19,7 +19,7 @@ class TextStream:
 
     tokenizer: a fast one. prompt_tokens: what the output continues. stop: strings that end the text; of several, the
     one that is complete first (then the longest) does, however the text is cut into tokens. skip_special_tokens: they
-    have no text, but for shown_tokens.
+    have no text, but for shown_tokens. include_stop: the text ends after the stop string, not before it.
 
     The pieces that `push` and `finish` return make up the tokenizer's text for prompt and output (its spaces as they
     are, without the clean-up before punctuation) less that for the prompt. Bytes that are no UTF-8 become replacement
@@ -39,6 +39,8 @@ class TextStream:
         stop: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
         shown_tokens: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._silent = (
@@ -53,7 +55,7 @@ class TextStream:
         self._window = self._context(prompt_tokens)
         self._num_read = len(self._window)  # tokens of the window whose text is settled
         self._num_settled = len(self._decode(self._window))  # characters of the window's text that are settled
-        self._stop = stop
+        self._stop, self._include_stop = stop, include_stop
         self._held = ""  # settled, but perhaps the start of a stop string
         self._pieces: list[str] = []
 
@@ -139,7 +141,7 @@ class TextStream:
             matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
             if matches:
                 end, _, self.stopped = min(matches)
-                text = text[: end - len(self.stopped)]
+                text = text[: end if self._include_stop else end - len(self.stopped)]
             elif held := self._could_stop(text):
                 text, self._held = text[:-held], text[-held:]
         self._pieces.append(text)

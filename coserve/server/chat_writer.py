@@ -9,16 +9,23 @@ from coserve.engine.request import Chunk
 from coserve.server.chat_choice import ChatChoice, ChatFrame
 from coserve.server.context import ServerContext
 from coserve.server.generation import Generation, Usage, UsageOptions, chunks_of, finite
-from coserve.server.prompts import Prompts
 from coserve.server.responses import server_sent_event
+from coserve.server.token_details import TokenDetails
 from coserve.server.tools import Tools
 
 
 class ChatWriter:
     """Makes the answer of one request's chunks."""
 
-    def __init__(self, context: ServerContext, generation: Generation, tools: Tools, frame: ChatFrame) -> None:
-        self._context, self._generation, self._frame = context, generation, frame
+    def __init__(
+        self,
+        context: ServerContext,
+        generation: Generation,
+        tools: Tools,
+        frame: ChatFrame,
+        details: TokenDetails,
+    ) -> None:
+        self._context, self._generation, self._frame, self._details = context, generation, frame, details
         self._usage = Usage(num_prompt=len(generation.prompts[0]))
         self._choices = [ChatChoice(tools, frame) for _ in range(generation.params.n)]
         self._with_logprobs = generation.params.logprobs is not None
@@ -26,6 +33,8 @@ class ChatWriter:
     async def whole(self) -> dict[str, Any]:
         """All at once."""
         logprobs: list[list[TokenLogprob]] = [[] for _ in self._choices]
+        tokens: list[list[int]] = [[] for _ in self._choices]
+        of_prompt: list[TokenLogprob] = []
         reasons = [""] * len(self._choices)
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
@@ -33,17 +42,28 @@ class ChatWriter:
                 self._usage.count(chunk)
                 choice.add(chunk.text, is_last=chunk.finish_reason is not None)
                 logprobs[chunk.index] += chunk.logprobs
+                tokens[chunk.index] += chunk.tokens
+                of_prompt += chunk.prompt_logprobs
                 reasons[chunk.index] = choice.reason(chunk.finish_reason or "")
         choices = [
             {
                 "index": index,
                 "message": choice.message(),
-                "logprobs": _logprobs(self._context.prompts, found) if self._with_logprobs else None,
+                "logprobs": _logprobs(self._details, found) if self._with_logprobs else None,
                 "finish_reason": reason,
+                **self._details.ids(ids),
             }
-            for index, (choice, found, reason) in enumerate(zip(self._choices, logprobs, reasons, strict=True))
+            for index, (choice, found, reason, ids) in enumerate(
+                zip(self._choices, logprobs, reasons, tokens, strict=True)
+            )
         ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage.to_json()}
+        return {
+            **self._head("chat.completion"),
+            "choices": choices,
+            "usage": self._usage.to_json(),
+            **self._details.prompt_ids(self._generation.prompts[0]),
+            **self._details.prompt_logprobs(of_prompt),
+        }
 
     async def events(self, options: UsageOptions) -> AsyncGenerator[bytes, None]:
         """Piece by piece."""
@@ -53,8 +73,10 @@ class ChatWriter:
             async for chunk in chunks:
                 if not begun:
                     begun = True
+                    ids = self._details.prompt_ids(self._generation.prompts[0])
                     for first in self._first_deltas():
-                        yield server_sent_event({**head, "choices": [first], **options.of_chunk(self._usage)})
+                        yield server_sent_event({**head, "choices": [first], **options.of_chunk(self._usage), **ids})
+                        ids = {}
                 self._usage.count(chunk)
                 for choice in self._deltas(chunk):
                     yield server_sent_event({**head, "choices": [choice], **options.of_chunk(self._usage)})
@@ -80,8 +102,9 @@ class ChatWriter:
         choice, found = self._choices[chunk.index], []
         delta = choice.add(chunk.text, is_last=chunk.finish_reason is not None)
         if delta or chunk.tokens:
-            logprobs = _logprobs(self._context.prompts, list(chunk.logprobs)) if self._with_logprobs else None
-            found.append(_delta(chunk.index, delta or {"content": ""}, logprobs=logprobs))
+            logprobs = _logprobs(self._details, list(chunk.logprobs)) if self._with_logprobs else None
+            more = _delta(chunk.index, delta or {"content": ""}, logprobs=logprobs)
+            found.append({**more, **self._details.ids(chunk.tokens)})
         if chunk.finish_reason is not None:
             found.append(_delta(chunk.index, {}, reason=choice.reason(chunk.finish_reason)))
         return found
@@ -102,14 +125,14 @@ def _delta(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(prompts: Prompts, found: list[TokenLogprob]) -> dict[str, Any]:
+def _logprobs(details: TokenDetails, found: list[TokenLogprob]) -> dict[str, Any]:
     content = [
-        {**_one(prompts, each.token, each.logprob), "top_logprobs": [_one(prompts, *top) for top in each.top]}
+        {**_one(details, each.token, each.logprob), "top_logprobs": [_one(details, *top) for top in each.top]}
         for each in found
     ]
     return {"content": content, "refusal": None}
 
 
-def _one(prompts: Prompts, token: int, logprob: float) -> dict[str, Any]:
-    piece = prompts.piece(token)
-    return {"token": piece.text, "logprob": finite(logprob), "bytes": piece.raw}
+def _one(details: TokenDetails, token: int, logprob: float) -> dict[str, Any]:
+    piece = details.prompts.piece(token)
+    return {"token": details.name(token, piece.text), "logprob": finite(logprob), "bytes": piece.raw}

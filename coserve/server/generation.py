@@ -23,7 +23,8 @@ from coserve.worker.protocol import AddRequest, Ready
 # Fields of SamplingParams that a body has by the same name.
 _SAME = (
     *("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
-    *("repetition_penalty", "ignore_eos", "min_tokens"),
+    *("repetition_penalty", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+    "cache_salt",
 )
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
 _LEAST_LOGPROB = -9999.0
@@ -88,7 +89,9 @@ async def find_model(context: ServerContext, tenant: str, name: str) -> AdapterR
     return adapter
 
 
-def sampling_params(body: SamplingBody, *, max_tokens: int, vocab_size: int, **more: Any) -> SamplingParams:
+def sampling_params(
+    body: SamplingBody, prompts: Prompts, *, max_tokens: int, vocab_size: int, **more: Any
+) -> SamplingParams:
     """As the body says; ApiError names the field that is wrong."""
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if (top_k := given.get("top_k")) is not None:
@@ -97,11 +100,16 @@ def sampling_params(body: SamplingBody, *, max_tokens: int, vocab_size: int, **m
         given["top_p"] = _LEAST_TOP_P
     stop = () if body.stop is None else body.stop
     check_texts(stop, param="stop")
+    check_texts(body.cache_salt, param="cache_salt")
+    if body.prompt_logprobs is not None:
+        more["prompt_logprobs"] = body.prompt_logprobs
     try:
         params = SamplingParams(
             max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(body.stop_token_ids or ()),
+            logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
+            allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
             logit_bias=_logit_bias(body.logit_bias or {}),
             **given,
             **more,
@@ -128,6 +136,29 @@ def slo_of(body: SamplingBody, default: Slo) -> Slo:
         ttft_s=default.ttft_s if ttft_ms is None else ttft_ms / 1e3,
         tpot_s=default.tpot_s if tpot_ms is None else tpot_ms / 1e3,
     )
+
+
+async def bad_words(body: SamplingBody, prompts: Prompts) -> tuple[tuple[int, ...], ...]:
+    """Their tokens."""
+    check_texts(body.bad_words, param="bad_words")
+    return await prompts.words(body.bad_words or ())
+
+
+def check_details(body: SamplingBody) -> None:
+    """ApiError for what a stream cannot say."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError("prompt_logprobs are not available in a stream", param="prompt_logprobs")
+
+
+def truncated(tokens: list[int], body: SamplingBody, ready: Ready, *, max_tokens: int) -> list[int]:
+    """The prompt, or the part of it that is asked for (-1: as much as there is room for); the end, unless
+    `truncation_side` is right.
+    """
+    if (most := body.truncate_prompt_tokens) is None:
+        return tokens
+    if most == -1:
+        most = max(1, most_tokens(ready) - max_tokens)
+    return tokens[:most] if body.truncation_side == "right" else tokens[max(0, len(tokens) - most) :]
 
 
 def check_length(prompts: Prompts, prompt: Prompt, ready: Ready, *, param: str) -> None:

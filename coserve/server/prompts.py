@@ -4,13 +4,14 @@ import asyncio
 import copy
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
+from coserve.errors import RequestError
 from coserve.models.source import ModelSource, find_model
 
 if TYPE_CHECKING:
@@ -103,6 +104,20 @@ class Prompts:
         """The model's, all of them if it has several by name; "" without one."""
         found = getattr(self._tokenizer, "chat_template", None) or ""
         return found if isinstance(found, str) else "\n".join(found.values())
+
+    async def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Tokens of words, as they are and after a space; RequestError without a tokenizer."""
+        if not words:
+            return ()
+        found: tuple[tuple[int, ...], ...] = await self._run(self._thread, self._words, words)
+        return found
+
+    def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        if self._tokenizer is None:
+            raise RequestError("bad_words needs a tokenizer, and this model has none")
+        texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+        found = [tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
     def text(self, tokens: list[int]) -> str:
         """The text of tokens, special ones too; "" without a tokenizer."""

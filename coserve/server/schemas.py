@@ -22,6 +22,10 @@ from coserve.server.other_fields import sort_out
 
 _MAX_PROMPTS = 2048
 _MAX_MESSAGES = 10_000
+# OpenAI has 4, vLLM no limit; each is looked for after each token.
+_MAX_STOPS = 1024
+_MAX_BAD_WORDS = 1024
+_BadWord = Annotated[str, Field(max_length=256)]
 T = TypeVar("T")
 # The first element that is wrong ends the reading: of a million, each would be an error of its own.
 List = Annotated[list[T], Field(fail_fast=True)]
@@ -111,7 +115,7 @@ class SamplingBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: str | Annotated[List[str], Field(max_length=4)] | None = None
+    stop: str | Annotated[List[str], Field(max_length=_MAX_STOPS)] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -128,6 +132,17 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     stop_token_ids: List[int] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: List[int] | None = None
+    allowed_token_ids: Annotated[List[int], Field(min_length=1)] | None = None
+    bad_words: Annotated[List[_BadWord], Field(max_length=_MAX_BAD_WORDS)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
 
 class CompletionBody(SamplingBody):

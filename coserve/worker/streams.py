@@ -71,7 +71,14 @@ class RequestStream:
             if tokenizer is None and request.params.stop:
                 raise RequestError("stop strings need a tokenizer, and this model has none")
             for index in range(request.params.n if tokenizer is not None else 0):
-                text = TextStream(tokenizer, request.prompt, request.params.stop, shown_tokens=shown_tokens)
+                text = TextStream(
+                    tokenizer,
+                    request.prompt,
+                    request.params.stop,
+                    request.params.skip_special_tokens,
+                    shown_tokens,
+                    include_stop=request.params.include_stop_str_in_output,
+                )
                 self._texts[request.id, index] = SequenceText(text, min_tokens=request.params.min_tokens)
 
     def for_engine(self) -> list[AddRequest]:

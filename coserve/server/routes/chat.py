@@ -15,6 +15,8 @@ from coserve.server.errors import ApiError
 from coserve.server.generation import (
     Generation,
     UsageOptions,
+    bad_words,
+    check_details,
     check_length,
     check_prompt,
     find_model,
@@ -23,10 +25,12 @@ from coserve.server.generation import (
     now_s,
     sampling_params,
     slo_of,
+    truncated,
 )
 from coserve.server.request_log import note_completion
 from coserve.server.responses import answer
 from coserve.server.schemas import ChatBody
+from coserve.server.token_details import TokenDetails
 from coserve.server.tools import Tools, tools_of
 from coserve.worker.protocol import Ready
 
@@ -38,10 +42,12 @@ async def chat_completions(body: ChatBody, request: Request, context: Context, t
     """Answer a chat."""
     arrival_s = time.monotonic()
     _refuse_what_is_not_there(body)
+    check_details(body)
     ready = context.admit()
     tools = tools_of(body, context)
     generation = await _generation(body, tools, context, ready, tenant, arrival_s)
-    writer = ChatWriter(context, generation, tools, frame_of(body, generation.prompts[0], context.prompts))
+    frame = frame_of(body, generation.prompts[0], context.prompts)
+    writer = ChatWriter(context, generation, tools, frame, TokenDetails.of(body, context.prompts))
     note_completion(request, generation.id)
     ignored = ignored_fields(body, context.prompts.chat_template)
     if body.stream:
@@ -83,12 +89,14 @@ async def _generation(
 ) -> Generation:
     adapter = await find_model(context, tenant, body.model)
     messages = [plain_message(message) for message in body.messages]
-    check_length(context.prompts, [*messages, *tools.shown], ready, param="messages")
+    if body.truncate_prompt_tokens is None:
+        check_length(context.prompts, [*messages, *tools.shown], ready, param="messages")
     tokens = await context.prompts.tokens(messages, template_arguments(body, tools, context.prompts.chat_template))
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked: int | None = getattr(body, limit)
     if asked is not None and asked < 1:
         raise ApiError(f"{limit} must be at least 1, not {asked}", param=limit)
+    tokens = truncated(tokens, body, ready, max_tokens=asked or 1)
     max_tokens = asked if asked is not None else max(1, most_tokens(ready) - len(tokens))
     check_prompt(tokens, max_tokens, ready, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -97,7 +105,14 @@ async def _generation(
         created=now_s(),
         model=body.model,
         prompts=(tuple(tokens),),
-        params=sampling_params(body, max_tokens=max_tokens, vocab_size=ready.vocab_size, logprobs=logprobs),
+        params=sampling_params(
+            body,
+            context.prompts,
+            max_tokens=max_tokens,
+            vocab_size=ready.vocab_size,
+            logprobs=logprobs,
+            bad_words=await bad_words(body, context.prompts),
+        ),
         slo=slo_of(body, ready.slo),
         arrival_s=arrival_s,
         tenant=tenant,

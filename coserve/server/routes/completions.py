@@ -17,6 +17,8 @@ from coserve.server.generation import (
     Generation,
     Usage,
     UsageOptions,
+    bad_words,
+    check_details,
     check_length,
     check_prompt,
     chunks_of,
@@ -26,11 +28,13 @@ from coserve.server.generation import (
     now_s,
     sampling_params,
     slo_of,
+    truncated,
 )
-from coserve.server.prompts import Prompts, TokenPiece
+from coserve.server.prompts import TokenPiece
 from coserve.server.request_log import note_completion
 from coserve.server.responses import answer, server_sent_event
 from coserve.server.schemas import CompletionBody
+from coserve.server.token_details import TokenDetails
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -45,15 +49,19 @@ async def completions(body: CompletionBody, request: Request, context: Context, 
     """Continue with prompts."""
     arrival_s = time.monotonic()
     _refuse_what_is_not_there(body)
+    check_details(body)
     prompts = _prompts(body)
     generation = await _generation(body, prompts, context, tenant, arrival_s)
     # What an echo begins with: the prompt as it came.
     echoes = [
-        prompt if isinstance(prompt, str) else context.prompts.text(list(tokens))
+        prompt
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None
+        else context.prompts.text(list(tokens))
         for prompt, tokens in zip(prompts, generation.prompts, strict=True)
         if body.echo
     ]
-    writer = _Writer(context, generation, echoes if body.echo else None)
+    details = TokenDetails.of(body, context.prompts)
+    writer = _Writer(context, generation, echoes if body.echo else None, details)
     note_completion(request, generation.id)
     if body.stream:
         return await answer(request, events=writer.events(UsageOptions.of(body.stream_options)), ignored=body.ignored)
@@ -92,12 +100,13 @@ async def _generation(
         raise ApiError("max_tokens must be at least 1; 0 needs echo", param="max_tokens")
     if len(prompts) * (body.n or 1) > _MOST_CHOICES:
         raise ApiError(f"{len(prompts)} prompts, n times each, are more than {_MOST_CHOICES} choices", param="n")
-    for prompt in prompts:
+    for prompt in prompts if body.truncate_prompt_tokens is None else ():
         check_length(context.prompts, prompt, ready, param="prompt")
-    tokens = [tuple(await context.prompts.tokens(prompt)) for prompt in prompts]
+    whole = [await context.prompts.tokens(prompt) for prompt in prompts]
+    tokens = [tuple(truncated(each, body, ready, max_tokens=max_tokens)) for each in whole]
     for each in tokens:
         check_prompt(each, max_tokens, ready, param="prompt")
-    more: dict[str, Any] = {"logprobs": body.logprobs}
+    more: dict[str, Any] = {"logprobs": body.logprobs, "bad_words": await bad_words(body, context.prompts)}
     if body.echo and (body.logprobs is not None or not max_tokens):
         more["prompt_logprobs"] = body.logprobs or 0
     return Generation(
@@ -105,7 +114,7 @@ async def _generation(
         created=now_s(),
         model=body.model,
         prompts=tuple(tokens),
-        params=sampling_params(body, max_tokens=max_tokens, vocab_size=ready.vocab_size, **more),
+        params=sampling_params(body, context.prompts, max_tokens=max_tokens, vocab_size=ready.vocab_size, **more),
         slo=slo_of(body, ready.slo),
         arrival_s=arrival_s,
         tenant=tenant,
@@ -116,12 +125,16 @@ async def _generation(
 class _Writer:
     """Makes the answer of one request's chunks."""
 
-    def __init__(self, context: ServerContext, generation: Generation, echoes: list[str] | None) -> None:
+    def __init__(
+        self, context: ServerContext, generation: Generation, echoes: list[str] | None, details: TokenDetails
+    ) -> None:
         """echoes: texts of the prompts, if they are part of the answer."""
-        self._context, self._generation, self._echoes = context, generation, echoes
+        self._context, self._generation, self._echoes, self._details = context, generation, echoes, details
         self._usage = Usage(num_prompt=sum(map(len, generation.prompts)))
         self._n = generation.params.n
-        self._logprobs = [_Logprobs(context.prompts) for _ in range(len(generation.prompts) * self._n)]
+        self._logprobs = [
+            _Logprobs(details, generation.params.skip_special_tokens) for _ in range(len(generation.prompts) * self._n)
+        ]
         self._head = {
             "id": generation.id,
             "object": "text_completion",
@@ -139,6 +152,11 @@ class _Writer:
                 choice["text"] += piece["text"]
                 choice["finish_reason"] = piece["finish_reason"]
                 choice["logprobs"] = _joined(choice["logprobs"], piece["logprobs"])
+                for name in ("prompt_token_ids", "prompt_logprobs"):
+                    if name in piece:
+                        choice[name] = piece[name]
+                if "token_ids" in piece:
+                    choice["token_ids"] = choice.get("token_ids", []) + piece["token_ids"]
         return {**self._head, "choices": choices, "usage": self._usage.to_json()}
 
     async def events(self, options: UsageOptions) -> AsyncGenerator[bytes, None]:
@@ -161,10 +179,15 @@ class _Writer:
                     index = place * self._n + chunk.index
                     if chunk.prompt_logprobs:
                         waiting[place] = list(chunk.prompt_logprobs)
-                    piece = _choice(index, text=chunk.text, reason=chunk.finish_reason)
+                    piece = {
+                        **_choice(index, text=chunk.text, reason=chunk.finish_reason),
+                        **self._details.ids(chunk.tokens),
+                    }
                     parts = []
                     if index not in begun:
                         begun.add(index)
+                        piece |= self._details.prompt_ids(self._generation.prompts[place])
+                        piece |= self._details.prompt_logprobs(waiting.get(place, []))
                         if self._echoes is not None:
                             piece["text"] = self._echoes[place] + piece["text"]
                             found = self._of_prompt(index, place, waiting.get(place, []), self._echoes[place])
@@ -188,8 +211,9 @@ def _choice(index: int, *, text: str = "", reason: str | None = None) -> dict[st
 class _Logprobs:
     """One choice's log-probabilities in the old style: lists side by side, with each token's place in the text."""
 
-    def __init__(self, prompts: Prompts) -> None:
-        self._prompts, self._offset = prompts, 0
+    def __init__(self, details: TokenDetails, skips_special: bool) -> None:
+        self._details, self._prompts, self._offset = details, details.prompts, 0
+        self._skips_special = skips_special
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def of(
@@ -199,7 +223,7 @@ class _Logprobs:
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for each in found:
             piece = self._prompts.piece(first if each is None else each.token)
-            lists["tokens"].append(piece.name)
+            lists["tokens"].append(self._details.name(first if each is None else each.token, piece.name))
             lists["text_offset"].append(self._place(piece, echo))
             lists["token_logprobs"].append(None if each is None else finite(each.logprob))
             lists["top_logprobs"].append(None if each is None else self._top(each))
@@ -207,7 +231,7 @@ class _Logprobs:
 
     def _place(self, piece: TokenPiece, echo: str) -> int:
         """Where a token begins: several may be parts of one character, and special ones show in echoes alone."""
-        if piece.is_special:
+        if piece.is_special and self._skips_special:
             place = self._offset
             self._offset += len(piece.text) if echo.startswith(piece.text, place) else 0
             return place
@@ -219,9 +243,12 @@ class _Logprobs:
 
     def _top(self, each: TokenLogprob) -> dict[str, float]:
         """The likeliest by their texts, and the chosen one."""
-        top = {self._prompts.piece(token).name: finite(logprob) for token, logprob in reversed(each.top)}
-        top.setdefault(self._prompts.piece(each.token).name, finite(each.logprob))
+        top = {self._name(token): finite(logprob) for token, logprob in reversed(each.top)}
+        top.setdefault(self._name(each.token), finite(each.logprob))
         return top
+
+    def _name(self, token: int) -> str:
+        return self._details.name(token, self._prompts.piece(token).name)
 
 
 def _joined(before: dict[str, Any] | None, more: dict[str, Any] | None) -> dict[str, Any] | None:
