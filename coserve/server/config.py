@@ -107,6 +107,12 @@ class ServerConfig:
         "--tool-call-parser",
         f"How the model writes calls of tools: {', '.join(parser_names())}; auto: as its chat template does.",
     )
+    generation_config: str = option(
+        "auto",
+        "--generation-config",
+        "Where temperature, top_k, top_p, min_p and repetition_penalty come from that a request does not say: auto, "
+        "the model's generation_config.json; none; or a directory with another.",
+    )
     role: str = option(
         "both",
         "--role",

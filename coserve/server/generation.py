@@ -93,7 +93,7 @@ def sampling_params(
     body: SamplingBody, prompts: Prompts, *, max_tokens: int, vocab_size: int, **more: Any
 ) -> SamplingParams:
     """As the body says; ApiError names the field that is wrong."""
-    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    given = {**prompts.defaults, **{name: value for name in _SAME if (value := getattr(body, name)) is not None}}
     if (top_k := given.get("top_k")) is not None:
         given["top_k"] = min(top_k, vocab_size)
     if given.get("top_p") == 0:

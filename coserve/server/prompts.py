@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
 from coserve.errors import RequestError
 from coserve.models.source import ModelSource, find_model
+from coserve.server.generation_defaults import read_defaults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,8 +27,10 @@ _NUM_LONG = 2
 class Prompts:
     """The model's tokenizer, on threads of its own: a long prompt holds up no stream, and no short prompt."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, generation_config: str = "auto") -> None:
+        """generation_config: see `read_defaults`."""
+        self._model, self._generation_config = model, generation_config
+        self.defaults: Mapping[str, Any] = {}  # of SamplingParams, where a request does not say
         self._thread, self._slow_threads = (
             ThreadPoolExecutor(1, "tokenizer"),
             ThreadPoolExecutor(_NUM_LONG, "long prompts"),
@@ -49,6 +52,7 @@ class Prompts:
         self.text_tokenizer = copy.deepcopy(self._tokenizer)
         if self._tokenizer is not None:
             self.longest_token = max(map(len, self._tokenizer.get_vocab()))
+        self.defaults = read_defaults(source.directory, self._generation_config)
         self._source = source
 
     def close(self) -> None:

@@ -133,7 +133,9 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
         timeout_s=config.engine_timeout_s,
     )
     tracing = open_tracing(config.otlp_endpoint)
-    context = ServerContext(config=config, link=link, prompts=Prompts(config.model), tracing=tracing)
+    context = ServerContext(
+        config=config, link=link, prompts=Prompts(config.model, config.generation_config), tracing=tracing
+    )
     first = _FirstReady()
     context.link.listen(first)
     server = _Server(_http_settings(config, create_app(context)))

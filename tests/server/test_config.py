@@ -33,7 +33,7 @@ def test_options_are_the_fields_of_the_configuration():
         *("--served-model-name", "--max-model-len"),
         *("--host", "--port", "--dtype", "--weights", "--device", "--memory", "--host-memory"),
         *("--slo-ttft", "--slo-tpot", "--policy", "--policy-setting", "--threads", "--deterministic"),
-        *("--tool-call-parser", "--role", "--prefill-socket", "--prefill-min-tokens"),
+        *("--tool-call-parser", "--generation-config", "--role", "--prefill-socket", "--prefill-min-tokens"),
         *("--max-requests", "--max-adapters", "--max-running-jobs", "--job-timeout"),
         *("--api-key", "--api-keys-file", "--operator"),
         *("--tenant-max-requests", "--tenant-tokens-per-minute", "--tenant-max-jobs"),

@@ -1,0 +1,44 @@
+"""How a model wants its tokens to be chosen where a request does not say: `generation_config.json`."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from coserve.devices.sampling_params import SamplingParams
+from coserve.errors import ModelError
+
+_log = logging.getLogger(__name__)
+
+FILE = "generation_config.json"
+# As vLLM takes them. Whether to sample at all (`do_sample`) is the request's affair alone.
+_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def read_defaults(model: Path | None, choice: str) -> dict[str, Any]:
+    """Fields of `SamplingParams` that the file sets. model: its directory. choice: "auto" for the model's own file, if
+    it has one; "none"; or a directory with another.
+
+    Raises:
+        ModelError: the other file cannot be read, or its values are none. The model's own is told in the log.
+    """
+    directory = {"auto": model, "none": None}.get(choice, Path(choice))
+    if directory is None or (choice == "auto" and not (directory / FILE).exists()):
+        return {}
+    try:
+        return _read(directory / FILE)
+    except (OSError, ValueError) as error:
+        message = f"{directory / FILE} cannot be used: {error}"
+        if choice != "auto":
+            raise ModelError(message) from None
+        _log.warning("%s", message)
+        return {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    given = json.loads(path.read_text())
+    if not isinstance(given, dict):
+        raise ValueError("it must hold a JSON object")
+    found = {name: given[name] for name in _NAMES if given.get(name) is not None}
+    SamplingParams(**found)  # checks them
+    return found
