@@ -159,6 +159,11 @@ class Adapter:
     def num_parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.masters.values())
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the masters."""
+        return sum(tensor.nbytes for tensor in self.masters.values())
+
     @cached_property
     def parameter_parts(self) -> dict[str, tuple[Part, str]]:
         """Full parameter name -> (part, name in the part's graph)."""
@@ -186,18 +191,18 @@ class Adapter:
 
     def snapshot(self) -> "Adapter":
         """A copy of the parameters as they are now, which later training does not touch."""
+        return self.with_masters({name: master.clone() for name, master in self.masters.items()})
+
+    def with_masters(self, masters: dict[str, Tensor]) -> "Adapter":
+        """The same adapter with these tensors as its parameters, wherever they are."""
         copy = Adapter.__new__(Adapter)
         copy.backbone, copy.config, copy.sites = self.backbone, self.config, self.sites
         copy.local_names = self.local_names
-        copy.masters = {name: master.clone() for name, master in self.masters.items()}
+        copy.masters = masters
         copy._attached = self._attached  # the graphs are the same
-        shares_masters = self.backbone.dtype == torch.float32
-        prefix = self.backbone.architecture.prefix
+        prefix, dtype = self.backbone.architecture.prefix, self.backbone.dtype
         copy._compute = {
-            part: {
-                name: copy.masters[prefix(part) + name] if shares_masters else value.clone()
-                for name, value in tensors.items()
-            }
+            part: {name: masters[prefix(part) + name].to(dtype) for name in tensors}
             for part, tensors in self._compute.items()
         }
         return copy

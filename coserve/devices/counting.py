@@ -16,6 +16,7 @@ from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.profile import Profile
+from coserve.tuning.optimizer import NUM_MOMENTS
 from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.training_pass import saved_shapes, workspace_shapes
 
@@ -71,6 +72,8 @@ def trainer_opened(adapter: Adapter, programs: TrainingPrograms, evaluation: Tra
         training=_groups(adapter.backbone, programs),
         evaluation=_groups(adapter.backbone, evaluation),
         trained_parts=len(programs.parts),
+        version_bytes=adapter.num_bytes,
+        optimizer_bytes=NUM_MOMENTS * adapter.num_bytes,
     )
 
 

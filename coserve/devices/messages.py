@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.plan import Partition
 from coserve.scheduling.profile import Profile
@@ -83,20 +84,6 @@ class CloseRequest(msgspec.Struct, tag=True, frozen=True):
     """The request has ended, or was preempted: its pages are no longer its own. No error if it was not open."""
 
     request: str
-
-
-class SwapOut(msgspec.Struct, tag=True, frozen=True):
-    """Copy pages to slots of host memory, one to one: something else will come into the pages."""
-
-    pages: tuple[int, ...]
-    slots: tuple[int, ...]
-
-
-class SwapIn(msgspec.Struct, tag=True, frozen=True):
-    """Copy slots back, to any pages."""
-
-    pages: tuple[int, ...]
-    slots: tuple[int, ...]
 
 
 class ExportPages(msgspec.Struct, tag=True, frozen=True):
@@ -190,16 +177,6 @@ class BeginPack(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     evaluate: bool = False
 
 
-class MovePack(msgspec.Struct, tag=True, frozen=True):
-    """The job's pack lies in other pages now: what was in its own has been copied there (`SwapOut`, `SwapIn`).
-
-    runs: as those of `BeginPack`, of the groups of tensors that it still has, each as long as before.
-    """
-
-    job: str
-    runs: tuple[tuple[int, int], ...]
-
-
 class DropPack(msgspec.Struct, tag=True, frozen=True):
     """Forget the pack that was begun last, at any moment, also if it was done in a step whose result nobody took.
 
@@ -246,6 +223,8 @@ Command = (
     | SwapIn
     | ExportPages
     | ImportPages
+    | SwapOutTensors
+    | SwapInTensors
     | OpenVersion
     | SaveAdapter
     | DropVersion
@@ -266,22 +245,26 @@ Command = (
 
 
 class VersionOpened(msgspec.Struct, tag=True, frozen=True):
-    """num_bypasses: sites of the adapter."""
+    """num_bypasses: sites of the adapter. num_bytes: of its parameters, as they go to the host."""
 
     num_bypasses: int
+    num_bytes: int = 0
 
 
 class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What a job costs. training, evaluation: the groups of tensors that a pack takes, each as the bytes of one row of
     each of its tensors: first the workspace, then what is saved of every part before the head, in forward order.
     (`coserve.memory.pack_pages` says when each goes back.) trained_parts: how many of these parts, from the last one
-    down, run backward.
+    down, run backward. version_bytes, optimizer_bytes: of the parameters, and of the optimizer's moments after its
+    first step, as they go to the host.
     """
 
     counts: JobCounts
     training: tuple[tuple[int, ...], ...]
     evaluation: tuple[tuple[int, ...], ...]
     trained_parts: int
+    version_bytes: int = 0
+    optimizer_bytes: int = 0
 
 
 Reply = VersionOpened | TrainerOpened | None

@@ -6,10 +6,7 @@ events. A CPU can be divided (`Partition`): its units are PyTorch's threads. A G
 must be the same bit for bit, since sums depend on the number of threads: these say that they have one unit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from math import isfinite
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,43 +30,30 @@ from coserve.devices.messages import (
     DropVersion,
     ExportPages,
     ImportPages,
-    LossRows,
-    MovePack,
     OpenRequest,
     OpenTrainer,
     OpenVersion,
-    PackSums,
     PublishVersion,
     Reply,
     SaveAdapter,
     StepBatch,
-    StepFailure,
     StepResult,
-    SwapIn,
-    SwapOut,
     TakeCheckpoint,
-    Tasklets,
     TrainerOpened,
     VersionOpened,
     WriteCheckpoint,
 )
 from coserve.devices.out_of_memory import memory_errors
-from coserve.devices.readout import Pending, Readout
-from coserve.devices.tasklet_turns import tasklet_turns
-from coserve.devices.timing import StepTimer, step_timer
-from coserve.devices.torch_requests import RequestsResult, TorchRequests
+from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
+from coserve.devices.torch_requests import TorchRequests
+from coserve.devices.torch_step import TorchStep
 from coserve.devices.torch_trainer import TorchCheckpoint, TorchTrainer, open_trainer
-from coserve.errors import DeviceMemoryError
-from coserve.memory.host_pages import HostPages
+from coserve.memory.host_pages import HostPages, is_away, shapes_of
 from coserve.memory.page_files import PageFiles
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
-from coserve.models.batch import Span, forward
 from coserve.scheduling.plan import Partition
 from coserve.scheduling.profile import Profile
-from coserve.tuning.blockwise import BlockwisePass
-from coserve.tuning.tasklet import Tasklet
-from coserve.tuning.training_pass import TrainingPass, joined_tasklet, run_losses
 
 
 class TorchDevice:
@@ -110,7 +94,7 @@ class TorchDevice:
         self._requests = TorchRequests(self._pages, self._versions)
         self._trainers: dict[str, TorchTrainer] = {}
         self._checkpoints: dict[str, TorchCheckpoint] = {}
-        self._step: _Step | None = None
+        self._step: TorchStep | None = None
         self._error: Exception | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             OpenRequest: lambda command: self._requests.open(command),
@@ -119,6 +103,8 @@ class TorchDevice:
             SwapIn: lambda command: self._host.copy_in(command.pages, command.slots),
             ExportPages: lambda command: self._page_files.export(command.path, command.pages, command.places),
             ImportPages: self._import_pages,
+            SwapOutTensors: self._swap_out_tensors,
+            SwapInTensors: self._swap_in_tensors,
             OpenVersion: self._open_version,
             SaveAdapter: lambda command: save_adapter(self._versions[command.version], command.directory),
             DropVersion: self._drop_version,
@@ -146,7 +132,7 @@ class TorchDevice:
         self._requests.extend_tables(batch.requests)
         assert batch.partition is None or _num_used(batch.partition) <= self.info.num_units, "it has not as many units"
         copy_s = self._host.take_seconds() + self._page_files.take_seconds()
-        step = _Step(self.backbone, self._requests, self._trainers, self._beside, self._host, batch, copy_s=copy_s)
+        step = TorchStep(self.backbone, self._requests, self._trainers, self._beside, self._host, batch, copy_s=copy_s)
         try:
             step.launch()
         except Exception as error:  # told with the result, as from a device that is elsewhere
@@ -170,10 +156,24 @@ class TorchDevice:
         self._host.wait()  # what the pages held may just be on its way to the host
         self._page_files.take(command.path, command.pages, command.places, command.data)
 
+    def _swap_out_tensors(self, command: SwapOutTensors) -> None:
+        if (trainer := self._trainers.get(command.job)) is not None:
+            trainer.put_away_moments(self._host, command.slots)
+        elif (adapter := self._versions.get(command.version)) is not None and not is_away(adapter.masters):
+            self._host.store(list(adapter.masters.values()), command.slots)
+            self._versions[command.version] = adapter.with_masters(shapes_of(adapter.masters))
+
+    def _swap_in_tensors(self, command: SwapInTensors) -> None:
+        if (trainer := self._trainers.get(command.job)) is not None:
+            trainer.bring_back_moments()
+        elif (adapter := self._versions.get(command.version)) is not None and is_away(adapter.masters):
+            masters = self._host.load(list(adapter.masters.values()), command.slots)
+            self._versions[command.version] = adapter.with_masters(dict(zip(adapter.masters, masters, strict=True)))
+
     def _open_version(self, command: OpenVersion) -> VersionOpened:
         adapter = load_adapter(self.backbone, command.directory, taking=self._adapter_memory.for_serving)
         self._versions[command.version] = adapter
-        return VersionOpened(len(adapter.sites))
+        return VersionOpened(len(adapter.sites), adapter.num_bytes)
 
     def _drop_version(self, command: DropVersion) -> None:
         self._versions.pop(command.version, None)
@@ -205,234 +205,5 @@ class TorchDevice:
         self._checkpoints.pop(command.checkpoint, None)
 
 
-class _Step:
-    """One step, between its launch and its result."""
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        requests: TorchRequests,
-        trainers: dict[str, TorchTrainer],
-        beside: Beside,
-        host: HostPages,
-        batch: StepBatch,
-        *,
-        copy_s: float,
-    ) -> None:
-        """copy_s: of copies since the last step."""
-        self._backbone, self._requests, self._trainers, self._batch = backbone, requests, trainers, batch
-        self._beside, self._host, self._copy_s = beside, host, copy_s
-        self._rows = [rows for rows in batch.requests if rows.tokens]
-        self._spans: list[Span] = []
-        self._timer: StepTimer = step_timer(backbone.device)
-        self._readout = Readout()
-        self._turns = tasklet_turns(batch.tasklets, lambda job: self._pass(job).num_parts_done)
-        self._turn: list[Tasklets] = []  # under way
-        self._tasklet: Tasklet | None = None  # of these, if it is not done
-        self._num_tasklets = dict.fromkeys([piece.job for piece in batch.tasklets], 0)
-        self._num_beside: dict[str, int] = {}
-        self._forward_s = self._beside_s = 0.0  # of the sides of a divided device
-        self._norms: dict[str, Pending] = {}
-        self._updating: str | None = None
-        self._served: RequestsResult | None = None
-        self._totals: dict[str, Pending] = {}
-        self._failure: str | None = None
-
-    def launch(self) -> None:
-        """Everything, in the order of `StepBatch`; the requests' tokens and pages go to the device before anything runs
-        there.
-        """
-        try:
-            with torch.inference_mode(), memory_errors(), self._fixed_order():
-                for section in self._sections():
-                    section()
-                    self._timer.mark()
-                self._totals = {
-                    job: self._readout.add(training.totals) for job, training in self._passes() if training.done
-                }
-        except DeviceMemoryError as error:
-            self._failure = str(error)  # the error itself holds what was computed
-
-    def result(self) -> StepResult:
-        """Wait for it; packs that are done leave their gradients with their jobs."""
-        with torch.inference_mode():
-            self._readout.read()
-            return self._success() if self._failure is None else self._failed(self._failure)
-
-    def _success(self) -> StepResult:
-        prepare_s, loss_s, backward_s, update_s, wait_s, forward_s = self._timer.sections_s()
-        if self._batch.partition is not None:  # the first section was both sides
-            prepare_s, forward_s = 0.0, self._forward_s
-        return StepResult(
-            step=self._batch.step,
-            tokens=self._served.tokens() if self._served else {},
-            prompts=self._served.prompts() if self._served else {},
-            num_tasklets=self._num_tasklets,
-            num_beside=self._num_beside,
-            packs={job: self._finish_pack(job, totals) for job, totals in self._totals.items()},
-            norms=self._read_norms(),
-            forward_s=prepare_s + forward_s,
-            loss_s=loss_s,
-            backward_s=backward_s,
-            update_s=update_s,
-            beside_s=self._beside_s,
-            copy_s=self._copy_s + wait_s if self._copy_s else 0.0,
-        )
-
-    def _failed(self, message: str) -> StepResult:
-        """Optimizer steps that were made stand, whatever came after them."""
-        failure = StepFailure(message=message, broken_update=self._updating)
-        return StepResult(step=self._batch.step, norms=self._read_norms(), failure=failure)
-
-    @contextmanager
-    def _fixed_order(self) -> Iterator[None]:
-        """On a GPU, sums that threads add to come out in another order each time, unless PyTorch is asked not to."""
-        if self._backbone.block_rows is None or self._backbone.device.type != "cuda":
-            yield
-            return
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-    # -- sections -------------------------------------------------------------------
-
-    def _sections(self) -> tuple[Callable[[], None], ...]:
-        """Always six, so that their times can be told apart."""
-        partition = self._batch.partition
-        if partition is None:
-            return self._prepare, self._losses, self._backward, self._updates, self._host.wait, self._forward
-        rest = _nothing if partition.stops else self._backward
-        return partial(self._divided, partition), _nothing, rest, self._updates, _nothing, _nothing
-
-    def _divided(self, partition: Partition) -> None:
-        """The forward pass here, losses and tasklets in another thread, each on its part of the CPU; and what was under
-        way there when the forward pass ended, on all of it. The first tasklet runs in any case.
-        """
-        threads, own_threads = partition.backward_units, partition.forward_units
-        with self._beside.running(self._work_beside, threads=threads, own_threads=own_threads):
-            self._prepare()
-            self._forward()
-            self._forward_s = self._timer.elapsed_s()
-        if self._turn:
-            self._run_turn()
-            self._beside_s = self._timer.elapsed_s()
-        elif not any(self._num_tasklets.values()) and self._begin_turn():
-            self._run_turn()
-
-    def _work_beside(self, forward_has_ended: Callable[[], bool]) -> None:
-        self._losses()
-        self._backward(forward_has_ended)
-        under_way = {piece.job for piece in self._turn}
-        found = {job: number + (job in under_way) for job, number in self._num_tasklets.items()}
-        self._num_beside = {job: number for job, number in found.items() if number}
-        self._beside_s = self._timer.elapsed_s()
-
-    def _prepare(self) -> None:
-        self._spans = self._requests.spans(self._rows)
-
-    def _losses(self) -> None:
-        joined, apart = self._pieces(self._batch.losses)
-        for training, num_rows in apart:
-            training.run_loss(num_rows)
-        run_losses(joined)
-
-    def _backward(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """As many tasklets as there is time for, until it is stopped, perhaps in the middle of one."""
-        while not stopped() and self._begin_turn():
-            self._run_turn(stopped)
-
-    def _begin_turn(self) -> bool:
-        """Whether tasklets are under way: those before, or the next, if there is time for them."""
-        if self._turn:
-            return True
-        if not self._has_time() or not (turn := next(self._turns, None)):
-            return False
-        joined, apart = self._pieces(turn)
-        for training, num_rows in apart:
-            training.run_tasklet(num_rows)
-        self._turn, self._tasklet = turn, joined_tasklet(joined) if joined else None
-        return True
-
-    def _run_turn(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        if self._tasklet is not None and not self._tasklet.run_until(stopped):
-            return
-        for piece in self._turn:
-            self._num_tasklets[piece.job] += 1
-        self._turn, self._tasklet = [], None
-
-    def _has_time(self) -> bool:
-        """Whether another tasklet may begin; the step's first always may."""
-        limit_s = self._batch.backward_limit_s
-        is_first = not any(self._num_tasklets.values())
-        return limit_s is None or is_first or self._timer.elapsed_s() < limit_s
-
-    def _updates(self) -> None:
-        for update in self._batch.updates:
-            self._updating = update.job
-            norm = self._trainers[update.job].update(update.num_trained, update.num_steps)
-            self._norms[update.job] = self._readout.add(norm)
-            self._updating = None
-
-    def _forward(self) -> None:
-        """All rows through the blocks; then tokens, prompts' scores, and what windows leave."""
-        requests, passes, spans = self._rows, [], list(self._spans)
-        for window in self._batch.windows:
-            training = self._pass(window.job)
-            if isinstance(training, BlockwisePass):
-                training.run_window(window.num_rows)
-            else:
-                passes.append(training)
-                spans.append(training.next_window(window.num_rows))
-        if not spans:
-            return
-        hidden = forward(self._backbone, spans)
-        self._served = self._requests.finish(hidden, requests, self._readout)
-        start = sum([span.num_rows for span in self._spans])
-        for training, span in zip(passes, spans[len(requests) :], strict=True):
-            training.finish_window(hidden[start : start + span.num_rows])
-            start += span.num_rows
-
-    # -- packs ----------------------------------------------------------------------
-
-    def _pieces(
-        self, pieces: Sequence[LossRows] | Sequence[Tasklets]
-    ) -> tuple[list[tuple[TrainingPass, int]], list[tuple[TrainingPass, int]]]:
-        """Passes and their rows: those that may run as one, and those that each run by themselves."""
-        found = [(self._pass(piece.job), piece.num_rows) for piece in pieces]
-        return [each for each in found if each[0].joins_others], [each for each in found if not each[0].joins_others]
-
-    def _pass(self, job: str) -> TrainingPass:
-        training = self._trainers[job].training_pass
-        assert training is not None, f"job {job} has no pack"
-        return training
-
-    def _passes(self) -> list[tuple[str, TrainingPass]]:
-        """Those that the step has moved on."""
-        batch = self._batch
-        jobs = [
-            *(piece.job for piece in batch.losses),
-            *(piece.job for piece in batch.tasklets),
-            *(window.job for window in batch.windows),
-        ]
-        return [(job, self._pass(job)) for job in dict.fromkeys(jobs)]
-
-    def _finish_pack(self, job: str, totals: Pending) -> PackSums:
-        loss, num_correct = totals.floats()
-        num_trained = self._pass(job).cursor.num_trained
-        self._trainers[job].finish_pack()
-        return PackSums(loss=loss, num_correct=int(num_correct), num_trained=num_trained)
-
-    def _read_norms(self) -> dict[str, float | None]:
-        norms = {job: norm.floats()[0] for job, norm in self._norms.items()}
-        return {job: norm if isfinite(norm) else None for job, norm in norms.items()}
-
-
 def _num_used(partition: Partition) -> int:
     return partition.forward_units + partition.backward_units
-
-
-def _nothing() -> None:
-    """A section of another kind of step."""

@@ -11,9 +11,11 @@ from coserve.adapters.peft_directory import adapter_config, load_adapter, save_a
 from coserve.adapters.tensor_files import open_tensors, write_tensors
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.counting import trainer_opened
-from coserve.devices.messages import OPTIMIZER_FILE, BeginPack, MovePack, OpenTrainer, TrainerOpened
+from coserve.devices.messages import OPTIMIZER_FILE, BeginPack, OpenTrainer, TrainerOpened
+from coserve.devices.swap_messages import MovePack
 from coserve.errors import AdapterError
 from coserve.memory.activations import LentRuns
+from coserve.memory.host_pages import HostPages, shapes_of
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.tuning.blockwise import BlockwisePass
@@ -38,6 +40,7 @@ class TorchTrainer:
         self._seed = config.seed
         self._gradients: dict[str, Tensor] | None = None  # of the optimizer step
         self._last: dict[str, Tensor] | None = None  # of the last pack that is done, which may still be dropped
+        self._moments_away: tuple[HostPages, tuple[int, ...]] | None = None  # where the optimizer's moments lie
 
     def opened(self) -> TrainerOpened:
         return trainer_opened(self.adapter, self._programs, self._evaluation)
@@ -89,17 +92,42 @@ class TorchTrainer:
         """The optimizer step over the gradients of all packs since the last; returns their norm."""
         self._join_last()
         gradients, self._gradients = self._gradients, None
-        assert gradients is not None and self.optimizer is not None
+        assert gradients is not None and self.optimizer is not None and self._moments_away is None
         norm = self.optimizer.step(gradients, num_trained=num_trained, num_steps=num_steps)
         self.adapter.sync_compute_copy()
         return norm
 
+    def put_away_moments(self, host: HostPages, slots: tuple[int, ...]) -> None:
+        """See `SwapOutTensors`."""
+        if self.optimizer is None or self._moments_away is not None:
+            return
+        moments = self.optimizer.moments
+        host.store(list(moments.values()), slots)
+        self._moments_away = host, slots  # first: it says what is true, wherever the caller is interrupted
+        self.optimizer.replace_moments(shapes_of(moments))
+
+    def bring_back_moments(self) -> None:
+        """The inverse."""
+        if self.optimizer is not None and self._moments_away is not None:
+            self.optimizer.replace_moments(self._away_moments(on_device=True))
+            self._moments_away = None
+
+    def _away_moments(self, *, on_device: bool) -> dict[str, Tensor]:
+        """Copies of what lies on the host."""
+        if self.optimizer is None or self._moments_away is None:
+            return {}
+        (host, slots), moments = self._moments_away, self.optimizer.moments
+        return dict(zip(moments, host.load(list(moments.values()), slots, on_device=on_device), strict=True))
+
     def checkpoint(self) -> "TorchCheckpoint":
-        return TorchCheckpoint(self.adapter.snapshot(), self.optimizer.state() if self.optimizer else None)
+        if self.optimizer is None:
+            return TorchCheckpoint(self.adapter.snapshot(), None)
+        state = self.optimizer.state() | self._away_moments(on_device=False)
+        return TorchCheckpoint(self.adapter.snapshot(), state)
 
     def close(self) -> None:
         self.drop_pack()
-        self._gradients = self.optimizer = None
+        self._gradients = self.optimizer = self._moments_away = None
 
 
 class TorchCheckpoint:

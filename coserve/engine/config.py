@@ -17,10 +17,11 @@ class EngineConfig:
     what `coserve.scheduling.slo` makes of a decode step alone on this device. memory_bytes: of the page pool, for keys
     and values and fine-tuning's activations; None: a share of what is free. host_memory_bytes: for keys and values of
     preempted requests and packs that gave way, which come back from there where that is quicker than computing them
-    again; 0: none.
-    block_tokens: tokens of a page. max_requests: sequences that run at once. max_step_rows: rows of a forward pass.
-    max_adapters: how many of those that lie on disk stay on the device. deterministic: answers and adapters are the
-    same bit for bit, whatever runs beside them; steps take longer (docs/engine.md).
+    again; for the optimizers of paused jobs, and for adapters that no request reads; 0: none. block_tokens: tokens of a
+    page. max_requests: sequences that run at once. max_step_rows: rows of a forward pass. max_adapters: how many of
+    those that lie on disk stay on the device; with host memory, how many of all, as far as there is room for the
+    others. deterministic: answers and adapters are the same bit for bit, whatever runs beside them; steps take longer
+    (docs/engine.md).
     """
 
     policy: str = DEFAULT_POLICY

@@ -22,6 +22,7 @@ from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_set import JobSet
 from coserve.engine.job_start import PeftFields, make_start
+from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
@@ -70,11 +71,14 @@ class EngineCore:
         self.swap = HostSwap(self.pages.cache, info, latency)
         self._handed = HandedOver(self.pages.cache)
         self.requests = RequestQueue(self.pages.cache, self.swap, self._handed, self.counters)
-        self.adapters = ServedAdapters(device, max_on_disk=config.max_adapters)
+        owed = OwedCommands(device, self.swap)
+        self.adapters = ServedAdapters(device, self.swap, owed, most=config.max_adapters)
         self._outbox: list[Event] = []
         commands = CommandQueue()
         emit, send = self._outbox.append, commands.send
-        self.jobs = JobSet(device, self.pages, self.swap, self.adapters, self.counters, emit=emit, send=send)
+        self.jobs = JobSet(
+            device, self.pages, self.swap, self.adapters, self.counters, latency, owed=owed, emit=emit, send=send
+        )
         self._serving = Serving(
             info,
             self.requests,
@@ -193,7 +197,7 @@ class EngineCore:
         host.
         """
         self.requests.check_integrity()
-        self.swap.check_integrity(self.requests.waiting, [job.id for job in self.jobs.values() if job.swapped])
+        self.swap.check_integrity([*self.requests.waiting, *self.jobs.on_host, *self.adapters.on_host])
         self._handed.check_integrity(set(self.requests.waiting))
         held = {page for each in self.requests.running.values() if each.sequence for page in each.sequence.pages}
         self.pages.check_integrity(held, self.jobs.packs)
@@ -308,7 +312,9 @@ class EngineCore:
 
     def save_adapter(self, label: str, directory: str | Path) -> None:
         """Write a version (`name` or `name@step`) in PEFT's format."""
-        self.device.execute(SaveAdapter(self.versions.resolve(label).key, str(directory)))
+        key = self.versions.resolve(label).key
+        self.adapters.bring_back(key)
+        self.device.execute(SaveAdapter(key, str(directory)))
 
     # -- jobs -----------------------------------------------------------------------
 
@@ -350,6 +356,8 @@ class EngineCore:
         check_adapter_name(name, self.jobs, self.versions)
         check_examples([*examples, *validation], self.device.info)
         start = make_start(job_id, config, examples, self.versions, adapter=adapter, checkpoint=checkpoint)
+        if start.trainer.version is not None:
+            self.adapters.bring_back(start.trainer.version)
         job = self.jobs.submit(job_id, name, config, examples, validation, start=start, tenant=tenant)
         job.alone_until_step = alone_until_step
         self.jobs.catch_up()

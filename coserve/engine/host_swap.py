@@ -1,27 +1,35 @@
-"""What gave way and lies on the host: keys and values of preempted requests, and packs of jobs.
+"""What gave way and lies on the host: keys and values of preempted requests, packs of jobs, and tensors that nothing
+runs with: adapters that no request reads, moments of the optimizers of paused jobs.
 
 A request that is preempted leaves its full blocks on the device, as prefixes that nobody uses: often it is back before
 they are needed. So a block is copied to the host only when its page goes to somebody else, and only where that is worth
 it (`scheduling.swapping`). When the request is admitted, what it still finds on the device is shared, what lies on the
 host is copied back, and the rest is computed again; so are the tokens after its last full block.
 
-A pack that gives way goes to the host at once, or not at all; it comes back to any pages.
+A pack that gives way goes to the host at once, or not at all; it comes back to any pages. So do tensors, which are not
+in pages: the commands for them are their owners' (`optimizer_swap.py`, `served_adapters.py`).
 
-Copies have a queue of their own. They come before everything else that a step, or a pack that begins, does with pages.
+Copies of pages have a queue of their own. They come before everything else that a step, or a pack that begins, does
+with pages, and before whatever else is copied to slots, which may just have been theirs.
 """
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from coserve.devices.base import Device
-from coserve.devices.messages import Command, DeviceInfo, SwapIn, SwapOut
+from coserve.devices.messages import Command, DeviceInfo
+from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.memory.host_blocks import HostBlocks
 from coserve.memory.kv_cache import KvCache, PagedSequence
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView
 from coserve.scheduling.swapping import pack_swap_pays, swap_pays
 from coserve.tuning.cursor import Cursor
+
+# A job's pack, the moments of its optimizer, or an adapter version.
+HostOwner = tuple[Literal["pack", "optimizer", "version"], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +64,7 @@ class HostSwap:
 
     @property
     def num_pages_used(self) -> int:
-        """Of the host: those of requests that wait, and of packs."""
+        """Of the host: those of requests that wait, of packs, and of tensors."""
         return self._blocks.num_used
 
     # -- requests -------------------------------------------------------------------
@@ -92,28 +100,50 @@ class HostSwap:
 
     def keep_pack(self, job: JobView, pages: Sequence[int]) -> bool:
         """A job's pack gives these pages back: copy them, if that pays and there is room. Returns whether."""
-        if not self._blocks.num_slots or not pack_swap_pays(
-            self._latency, job, num_bytes=len(pages) * self._page_bytes
-        ):
+        owner, num_bytes = ("pack", job.id), len(pages) * self._page_bytes
+        if not self.num_pages or not pack_swap_pays(self._latency, job, num_bytes=num_bytes):
             return False
-        keys = _pack_keys(job.id, len(pages))
-        if not self._blocks.want(_pack_owner(job.id), keys):
+        if not self._blocks.want(owner, _keys(owner, len(pages))):
             return False
-        self._store(keys, pages)
+        self._store(_keys(owner, len(pages)), pages)
         return True
 
     def has_pack(self, job: str, num_pages: int) -> bool:
         """Whether all of it is there; copies can be lost (`lose`)."""
-        return len(self._blocks.slots_of(_pack_keys(job, num_pages))) == num_pages
+        return len(self._blocks.slots_of(_keys(("pack", job), num_pages))) == num_pages
 
     def bring_back_pack(self, job: str, pages: Sequence[int]) -> None:
         """Copy it to these pages. It has its places on the host until `release_pack`."""
-        self._commands.append(SwapIn(tuple(pages), tuple(self._blocks.slots_of(_pack_keys(job, len(pages))))))
+        self._commands.append(SwapIn(tuple(pages), tuple(self._blocks.slots_of(_keys(("pack", job), len(pages))))))
         self.num_swapped_in += len(pages)
 
     def release_pack(self, job: str) -> None:
         """Its places on the host are free. No error if it has none."""
-        self._blocks.release(_pack_owner(job))
+        self._blocks.release(("pack", job))
+
+    # -- tensors --------------------------------------------------------------------
+
+    def keep_tensors(self, owner: HostOwner, num_bytes: int) -> tuple[int, ...] | None:
+        """Slots for tensors of this size, if there is room; else None. They count as copied now."""
+        keys = _keys(owner, -(-num_bytes // self._page_bytes))
+        if not self._blocks.want(owner, keys):
+            return None
+        self._blocks.store(keys)
+        self.num_swapped_out += len(keys)
+        return self.tensor_slots(owner)
+
+    def tensor_slots(self, owner: HostOwner) -> tuple[int, ...]:
+        """Those that these tensors have."""
+        return tuple(self._blocks.slots_of_owner(owner))
+
+    def note_tensors_back(self, owner: HostOwner) -> None:
+        """They are on the device again."""
+        self.num_swapped_in += len(self.tensor_slots(owner))
+        self.release_tensors(owner)
+
+    def release_tensors(self, owner: HostOwner) -> None:
+        """Their slots are free. No error if they have none."""
+        self._blocks.release(owner)
 
     def _slots(self, keys: Sequence[bytes], num_known: int, num_tokens: int) -> list[int]:
         """At least one token is left to compute."""
@@ -147,14 +177,11 @@ class HostSwap:
         """
         self._blocks.lose([slot for command in commands if isinstance(command, SwapOut) for slot in command.slots])
 
-    def check_integrity(self, waiting: Iterable[str], packs: Iterable[str]) -> None:
-        """Assert that each page of the host is free, or wanted by requests that wait or packs of these jobs."""
-        self._blocks.check_integrity([*waiting, *map(_pack_owner, packs)])
+    def check_integrity(self, owners: Iterable[Hashable]) -> None:
+        """Assert that each page of the host is free, or wanted by these: ids of requests that wait, `HostOwner`s."""
+        self._blocks.check_integrity(owners)
 
 
-def _pack_owner(job: str) -> Hashable:
-    return "pack", job
-
-
-def _pack_keys(job: str, num_pages: int) -> list[Hashable]:
-    return [(job, number) for number in range(num_pages)]
+def _keys(owner: Hashable, number: int) -> list[Hashable]:
+    """Of the places of what has no keys of its own."""
+    return [(owner, place) for place in range(number)]

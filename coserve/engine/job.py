@@ -16,16 +16,8 @@ from typing import Literal
 
 import msgspec
 
-from coserve.devices.messages import (
-    BeginPack,
-    LossRows,
-    MovePack,
-    PackSums,
-    Tasklets,
-    TrainerOpened,
-    WindowRows,
-    group_bytes,
-)
+from coserve.devices.messages import BeginPack, LossRows, PackSums, Tasklets, TrainerOpened, WindowRows, group_bytes
+from coserve.devices.swap_messages import MovePack
 from coserve.engine.checkpoint import JobPosition
 from coserve.engine.host_swap import SwappedPack
 from coserve.engine.job_view import job_view
@@ -115,6 +107,7 @@ class Job:
         self.seconds = StepSeconds()  # of the step so far
         self.pack_pages: PackPages | None = None
         self.swapped: SwappedPack | None = None  # of the pack to begin next
+        self.optimizer_away = False  # whether its moments lie on the host
         self._cursor: Cursor | None = None
         self._group_pages = lru_cache(maxsize=64)(partial(_pages_of, costs))  # asked of packs that wait, for every view
         self._validation = tuple(validation)

@@ -14,10 +14,11 @@ from coserve.devices.messages import (
     TrainerOpened,
 )
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
-from coserve.engine.host_swap import HostSwap
+from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.job import EventKind, Job, JobEvent
 from coserve.engine.job_packs import JobPacks
 from coserve.engine.job_start import JobStart, with_pack_size
+from coserve.engine.optimizer_swap import OptimizerSwap
 from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.served_adapters import ServedAdapters
@@ -25,6 +26,7 @@ from coserve.engine.step_shares import joined_jobs, largest_pieces, shares_of_ti
 from coserve.errors import DeviceGoneError, DeviceMemoryError, JobError
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.fairness import TokenCounters
+from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
@@ -45,16 +47,21 @@ class JobSet(Mapping[str, Job]):
         swap: HostSwap,
         adapters: ServedAdapters,
         counters: TokenCounters,
+        latency: LatencyModel,
         *,
+        owed: OwedCommands,
         emit: Callable[[JobEvent], None],
         send: Callable[[Command], None],
     ) -> None:
-        """emit: takes events. send: has the device do a command with the next step."""
+        """owed: what the device must do, shared with others. emit: takes events. send: has the device do a command with
+        the next step.
+        """
         self._device, self._pages, self._swap = device, pages, swap
         self._adapters, self._counters, self._emit, self._send = adapters, counters, emit, send
         self._jobs: dict[str, Job] = {}
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_checkpoints = self._num_turns = 0
-        self._owed = OwedCommands(device)
+        self._owed = owed
+        self._optimizers = OptimizerSwap(device, swap, owed, latency)
         self._packs = JobPacks(
             device,
             pages,
@@ -107,17 +114,24 @@ class JobSet(Mapping[str, Job]):
         """Pages of the packs in memory."""
         return [job.pack_pages for job in self._jobs.values() if job.pack_pages is not None]
 
+    @property
+    def on_host(self) -> list[HostOwner]:
+        """What they have there."""
+        packs: list[HostOwner] = [("pack", job.id) for job in self._jobs.values() if job.swapped]
+        return [*packs, *[("optimizer", job.id) for job in self._jobs.values() if job.optimizer_away]]
+
     def is_made_by_a_job(self, name: str) -> bool:
         """Whether a job that is not over will publish an adapter of this name."""
         return any(job.name == name and not job.is_terminal for job in self._jobs.values())
 
     def views(self, now_s: float, *, without: Collection[str] = ()) -> tuple[JobView, ...]:
-        """Jobs that could do something, the one that has been served least first; without those that are held back.
+        """Jobs that could do something, the one that has been served least first; without those that are held back, or
+        whose optimizer is not back from the host.
 
         Where some are to be alone, they and all others take turns.
         """
         jobs = [job for job in self._jobs.values() if job.id not in without and not job.memory_failures.num_turns]
-        running = [job for job in jobs if job.state == "running"]
+        running = [job for job in jobs if job.state == "running" and not job.optimizer_away]
         running.sort(key=lambda job: job.num_rows_run)
         views = tuple([view for job in running if (view := job.view(now_s, self._packs.num_pages(job))) is not None])
         return self._in_turn(views) if any(job.is_alone for job in running) else views
@@ -172,13 +186,16 @@ class JobSet(Mapping[str, Job]):
         return job
 
     def pause(self, job_id: str) -> None:
-        """Let it rest where it is; its pack goes to the host, or goes, and is begun again later."""
+        """Let it rest where it is; its pack goes to the host, or goes, and is begun again later; its optimizer goes to
+        the host, or stays.
+        """
         job = self._living(job_id)
         if job.has_pack:
             self._packs.put_away(job, self._device.clock.now())
         if job.state == "running":
             self._counters.leave(job.tenant)
         job.state = "paused"
+        self._optimizers.put_away(job)
         self.settle()
 
     def resume(self, job_id: str) -> None:
@@ -219,6 +236,8 @@ class JobSet(Mapping[str, Job]):
         """Do what is owed and due."""
         self.settle()
         for job in list(self._jobs.values()):
+            if job.optimizer_away and job.state == "running" and not job.memory_failures.num_turns:
+                self._bring_back_optimizer(job)
             if job.follow_due and not job.is_terminal:
                 self._follow_update(job)
         self.settle()
@@ -243,6 +262,12 @@ class JobSet(Mapping[str, Job]):
         self._num_turns += 1
         for job in self._jobs.values():
             job.memory_failures.note_turn()
+
+    def _bring_back_optimizer(self, job: Job) -> None:
+        try:
+            self._optimizers.bring_back(job)
+        except DeviceMemoryError as error:
+            self._note_memory_failure(job, str(error))
 
     def _note_memory_failure(self, job: Job, message: str, num_rows: int | None = None) -> None:
         job.memory_failures.note_failure(num_rows)
@@ -331,9 +356,8 @@ class JobSet(Mapping[str, Job]):
 
     def _publish(self, job: Job, *, transient: bool = False) -> None:
         step = job.num_steps_done
-        num_bypasses = job.costs.counts.num_bypasses
         try:
-            version = self._adapters.publish(job.id, job.name, step, num_bypasses=num_bypasses, transient=transient)
+            version = self._adapters.publish(job.id, job.name, step, costs=job.costs, transient=transient)
         except DeviceMemoryError as error:
             self._fail(job, f"out of memory where {job.name}@{step} was to be kept: {error}")
             return
@@ -351,6 +375,7 @@ class JobSet(Mapping[str, Job]):
             self._counters.leave(job.tenant)
         job.end(state)
         self._swap.release_pack(job.id)
+        self._optimizers.let_go(job)
         self._owed.add(CloseTrainer(job.id))
         self._tell(job, state, message=message)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from coserve.devices.messages import OPTIMIZER_FILE, DeviceInfo, OpenVersion, VersionOpened
+from coserve.devices.messages import OPTIMIZER_FILE, DeviceInfo, OpenVersion
 from coserve.devices.recording import DeviceLine, Executed, FrameWriter, RecordingDevice, read_frames
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import POSITION_FILE, Checkpoint
@@ -219,7 +219,7 @@ class RecordingEngine(Engine):
 
     def finish_load(self, load: AdapterLoad) -> None:
         with self._asked(FinishLoad(load.name, load.key, _read(load.directory))):
-            self._writer.write(Executed(OpenVersion(load.key, load.directory), VersionOpened(load.num_bypasses)))
+            self._writer.write(Executed(OpenVersion(load.key, load.directory), load.opened))
             super().finish_load(load)
 
     def load_adapter(self, name: str, directory: str) -> AdapterVersion:

@@ -71,9 +71,8 @@ class EngineStats:
     num_tokens_trained: rows of packs whose gradients are in, of all jobs here.
     num_slos_clamped: requests so far whose SLO was beyond the device. slo: of requests that bring none, by what is
     known of the device now. joined_jobs: jobs that run whose last tasklets were one batch of rows, group by group.
-    num_swapped_out, num_swapped_in: pages of requests and packs that were copied to the host, and back. num_host_pages:
-    that it has room for, of which num_host_pages_used are taken. handover: None if prefill and
-    decode are together.
+    num_swapped_out, num_swapped_in: pages that were copied to the host, and back, whatever they are of. num_host_pages:
+    that it has room for, of which num_host_pages_used are taken. handover: None if prefill and decode are together.
     """
 
     num_running: int

@@ -146,6 +146,12 @@ class Serving:
                 self._emit(request.end("error", reason))
                 self._leave(request)
 
+    def fail_readers(self, version_key: str, reason: str) -> None:
+        """End the requests that wait for an adapter version which the device cannot have."""
+        for request in [request for request in self._queue if request.version_key == version_key]:
+            self._emit(request.end("error", reason))
+            self._leave(request)
+
     def _note_need(self, request: Request, now_s: float) -> None:
         """What a request needed by itself that has its first token, or has ended."""
         if request.num_output <= 1:

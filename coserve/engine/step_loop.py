@@ -10,7 +10,8 @@ from collections.abc import Callable
 import msgspec
 
 from coserve.devices.base import Device
-from coserve.devices.messages import ImportPages, OpenRequest, StepBatch, StepResult, SwapIn, SwapOut
+from coserve.devices.messages import ImportPages, OpenRequest, StepBatch, StepResult
+from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
 from coserve.engine.handed_over import HandedOver
@@ -21,6 +22,7 @@ from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.engine.serving import Serving
 from coserve.engine.step_batch import build_batch, carry_out, observe
+from coserve.errors import DeviceMemoryError
 from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.history import StepView
@@ -100,6 +102,7 @@ class StepLoop:
         if self._step is not None:  # the caller was interrupted before it could finish
             self.finish()
         self._jobs.catch_up()
+        self._bring_back_adapters()
         started_s = self._device.clock.now()
         view, plan = self._plan(started_s)
         self.last_plan, self.last_result = plan, None
@@ -169,10 +172,23 @@ class StepLoop:
             self._commands.popleft()  # if the caller is interrupted before, it is done again: none of them minds
 
     def drop_unread_versions(self) -> None:
-        """Have the device let go of adapters that no request reads and no name finds any more; not within a step."""
-        if self._step is None and (unread := self._adapters.take_unread()):
+        """Have the device let go of adapters that no request reads and no name finds any more, and of those that nobody
+        reads and the host has room for; not within a step.
+        """
+        if self._step is not None:
+            return
+        if unread := self._adapters.take_unread():
             self._commands.extend(unread)
             self.flush_commands()  # at once: they are large, and there may be no further step
+        self._adapters.make_room()
+
+    def _bring_back_adapters(self) -> None:
+        """From the host, those that requests are to read."""
+        for key in self._adapters.wanted():
+            try:
+                self._adapters.bring_back(key)
+            except DeviceMemoryError as error:
+                self._serving.fail_readers(key, f"the device has no memory for its adapter: {error}")
 
     # -- plan -------------------------------------------------------------------------
 

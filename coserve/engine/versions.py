@@ -10,12 +10,15 @@ from coserve.errors import AdapterError, CoserveError
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterVersion:
-    """key: never given twice, so that what was computed under it (K and V) can never be mistaken for another's."""
+    """key: never given twice, so that what was computed under it (K and V) can never be mistaken for another's.
+    num_bytes: of its parameters, as they go to the host.
+    """
 
     name: str
     step: int
     key: str
     num_bypasses: int
+    num_bytes: int = 0
 
     @property
     def label(self) -> str:
@@ -28,7 +31,9 @@ class AdapterVersions:
 
     def __init__(self) -> None:
         self._versions: dict[str, dict[int, AdapterVersion]] = {}
-        self._readers: dict[str, int] = {}
+        self._readers: dict[str, int] = {}  # by key; unused longest first
+        self.being_read: set[str] = set()  # keys
+        self.num_released = 0  # readers that are gone, so far
         self._transient: set[str] = set()
         self._gone: list[str] = []
         self._serial = itertools.count()
@@ -37,12 +42,14 @@ class AdapterVersions:
         """A key for a version to come."""
         return f"{name}@{step}#{next(self._serial)}"
 
-    def publish(self, name: str, step: int, key: str, *, num_bypasses: int, transient: bool = False) -> AdapterVersion:
+    def publish(
+        self, name: str, step: int, key: str, *, num_bypasses: int, num_bytes: int = 0, transient: bool = False
+    ) -> AdapterVersion:
         """Make a version the newest of its name. transient: the next one takes its place."""
         versions = self._versions.setdefault(name, {})
         for old in [version for version in versions.values() if version.key in self._transient or version.step == step]:
             self._forget(versions.pop(old.step))
-        versions[step] = AdapterVersion(name=name, step=step, key=key, num_bypasses=num_bypasses)
+        versions[step] = AdapterVersion(name=name, step=step, key=key, num_bypasses=num_bypasses, num_bytes=num_bytes)
         self._readers[key] = 0
         if transient:
             self._transient.add(key)
@@ -60,6 +67,20 @@ class AdapterVersions:
             return next(reversed(self._versions[label].values()))
         raise AdapterError(f"there is no adapter {label!r}; there are: {', '.join(self._versions) or 'none'}")
 
+    @property
+    def num_versions(self) -> int:
+        """That have a name, or readers."""
+        return len(self._readers)
+
+    def idle(self) -> Iterator[AdapterVersion]:
+        """Versions that no request reads, unused longest first."""
+        by_key = {version.key: version for versions in self._versions.values() for version in versions.values()}
+        yield from [by_key[key] for key, num_readers in self._readers.items() if not num_readers]
+
+    def of(self, name: str) -> list[AdapterVersion]:
+        """The versions of a name; none if there is no such name."""
+        return list(self._versions.get(name, {}).values())
+
     def labels(self) -> list[str]:
         """Every version's label."""
         return [version.label for versions in self._versions.values() for version in versions.values()]
@@ -69,11 +90,15 @@ class AdapterVersions:
 
     def hold(self, version: AdapterVersion) -> None:
         """Count one more reader."""
-        self._readers[version.key] += 1
+        self._readers[version.key] = self._readers.pop(version.key) + 1
+        self.being_read.add(version.key)
 
     def release(self, version: AdapterVersion) -> None:
         """Count one reader less."""
+        self.num_released += 1
         self._readers[version.key] -= 1
+        if not self._readers[version.key]:
+            self.being_read.discard(version.key)
         if not self._readers[version.key] and self._versions.get(version.name, {}).get(version.step) != version:
             self._gone.append(version.key)
             del self._readers[version.key]

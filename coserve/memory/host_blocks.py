@@ -1,8 +1,9 @@
-"""Which slots of host memory hold, or will hold, which blocks of preempted requests. Bookkeeping alone.
+"""Which slots of host memory hold, or will hold, which blocks of whom. Bookkeeping alone.
 
-A slot has the size of a page, and holds keys and values of one full block, by the block's key (`PrefixIndex.keys`). A
-request that is preempted gets a slot for each of its blocks at once, or for none of them: blocks leave the device one
-by one, the last first, and the last are of no use without the first. Requests with a block in common share its slot.
+A slot has the size of a page. Of a preempted request it holds keys and values of one full block, by the block's key
+(`PrefixIndex.keys`). The request gets a slot for each of its blocks at once, or for none of them: blocks leave the
+device one by one, the last first, and the last are of no use without the first. Requests with a block in common share
+its slot. A pack, or tensors of another kind, get slots for all of it or for nothing, too.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -66,6 +67,10 @@ class HostBlocks:
                 break
             found.append(self._slot[key])
         return found
+
+    def slots_of_owner(self, owner: Hashable) -> list[int]:
+        """The slots of all that somebody wants; none, if nothing."""
+        return [self._slot[key] for key in self._wanted.get(owner, ())]
 
     def lose(self, slots: Iterable[int]) -> None:
         """What lies in these slots is not known."""

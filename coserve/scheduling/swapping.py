@@ -1,9 +1,10 @@
-"""Whether what gives way is worth a place on the host: a request's keys and values (LLMStation's swap, section 4), or
-what a pack has saved.
+"""Whether what gives way is worth a place on the host: a request's keys and values (LLMStation's swap, section 4), what
+a pack has saved, or the moments of an optimizer.
 """
 
 from msgspec import structs
 
+from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.memory import rows_lost
 from coserve.scheduling.plan import JobView
@@ -22,3 +23,14 @@ def pack_swap_pays(latency: LatencyModel, job: JobView, *, num_bytes: int) -> bo
     """
     whole_s = latency.pack_s(structs.replace(job, num_parts_left=job.counts.num_parts))
     return latency.copy_s(2 * num_bytes) < whole_s * rows_lost(job) / (2 * job.num_rows)
+
+
+def optimizer_swap_pays(latency: LatencyModel, counts: JobCounts, *, num_rows: float, num_bytes: int) -> bool:
+    """Whether copying the moments of an optimizer to the host and back is quicker than running the rows again that they
+    have come from.
+
+    num_rows: forward and reversed, each counted. What is left out (attention, optimizer steps) would take time, too.
+    """
+    rows = int(num_rows / 2)
+    view = JobView("", "forward", rows, rows, counts.num_parts, 0.0, counts)
+    return rows > 0 and latency.copy_s(2 * num_bytes) < latency.pack_s(view)

@@ -24,7 +24,6 @@ from coserve.devices.messages import (
     DropVersion,
     ExportPages,
     ImportPages,
-    MovePack,
     OpenRequest,
     OpenTrainer,
     OpenVersion,
@@ -36,8 +35,6 @@ from coserve.devices.messages import (
     StepBatch,
     StepFailure,
     StepResult,
-    SwapIn,
-    SwapOut,
     TakeCheckpoint,
     Tasklets,
     TokenLogprob,
@@ -45,6 +42,7 @@ from coserve.devices.messages import (
     VersionOpened,
     WriteCheckpoint,
 )
+from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.errors import AdapterError
 from coserve.models.backbone import Backbone
@@ -161,6 +159,8 @@ class ModelledDevice:
             SwapIn: self._copy,
             ExportPages: self._copy,
             ImportPages: self._copy,
+            SwapOutTensors: self._copy_tensors,
+            SwapInTensors: self._copy_tensors,
             OpenVersion: self._open_version,
             DropVersion: self._drop_version,
             OpenTrainer: self._open_trainer,
@@ -204,12 +204,19 @@ class ModelledDevice:
         self._requests.pop(command.request, None)
 
     def _copy(self, command: SwapOut | SwapIn | ExportPages | ImportPages) -> None:
-        self._copy_s += self._taken(self._truth.copy_s(len(command.pages) * self.info.page_bytes))
+        self._count_copy(len(command.pages))
+
+    def _copy_tensors(self, command: SwapOutTensors | SwapInTensors) -> None:
+        self._count_copy(len(command.slots))
+
+    def _count_copy(self, num_pages: int) -> None:
+        self._copy_s += self._taken(self._truth.copy_s(num_pages * self.info.page_bytes))
 
     def _open_version(self, command: OpenVersion) -> VersionOpened:
         config = read_config(Path(command.directory))
-        self._serve(command.version, config, len(Adapter(self._backbone, config, every_target=False).sites))
-        return VersionOpened(self._num_bypasses[command.version])
+        adapter = Adapter(self._backbone, config, every_target=False)
+        self._serve(command.version, config, len(adapter.sites))
+        return VersionOpened(len(adapter.sites), adapter.num_bytes)
 
     def _publish(self, command: PublishVersion) -> None:
         trainer = self._trainers[command.job]

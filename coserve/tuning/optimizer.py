@@ -7,7 +7,11 @@ from torch import Tensor
 
 from coserve.tuning.config import OptimizerConfig
 
-_STATE = {"step", "exp_avg", "exp_avg_sq"}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATE = {"step", *_MOMENTS}
+
+# Of each parameter, in float32.
+NUM_MOMENTS = len(_MOMENTS)
 
 
 class AdapterOptimizer:
@@ -50,6 +54,22 @@ class AdapterOptimizer:
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         return norm
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """The running means of gradients and of their squares, named as in `state`; empty before the first step."""
+        return {
+            f"{name}/{field}": self._adamw.state[master][field]
+            for name, master in self._masters.items()
+            if master in self._adamw.state
+            for field in _MOMENTS
+        }
+
+    def replace_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Continue with these tensors, of the same names."""
+        for key, value in moments.items():
+            name, _, field = key.rpartition("/")
+            self._adamw.state[self._masters[name]][field] = value
 
     def state(self) -> dict[str, Tensor]:
         """All that a checkpoint needs, as tensors by name; `load_state` is the inverse."""

@@ -22,6 +22,7 @@ from coserve.devices.messages import (
     TakeCheckpoint,
     WriteCheckpoint,
 )
+from coserve.devices.swap_messages import SwapInTensors
 from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError
 
 # Of the times when it is a device's turn to be gone: each costs all that was under way.
@@ -213,7 +214,7 @@ def first_pieces(batch: StepBatch, rng: Random) -> tuple[StepBatch, str | None]:
 
 
 def _takes_memory(action: Action) -> bool:
-    return isinstance(action, OpenVersion | OpenTrainer | BeginPack | PublishVersion | TakeCheckpoint)
+    return isinstance(action, OpenVersion | OpenTrainer | BeginPack | PublishVersion | TakeCheckpoint | SwapInTensors)
 
 
 def _reads_files(action: Action) -> bool:

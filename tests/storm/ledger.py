@@ -6,7 +6,7 @@ wrong (a page of another request, a pack that counts twice, a step that is lost)
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from functools import singledispatchmethod
@@ -25,7 +25,6 @@ from coserve.devices.messages import (
     DropPack,
     DropTrainer,
     DropVersion,
-    MovePack,
     OpenRequest,
     OpenTrainer,
     OpenVersion,
@@ -35,13 +34,12 @@ from coserve.devices.messages import (
     SaveAdapter,
     StepBatch,
     StepResult,
-    SwapIn,
-    SwapOut,
     TakeCheckpoint,
     TrainerOpened,
     Update,
     WriteCheckpoint,
 )
+from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.memory.pack_pages import PackPages
 from coserve.memory.pages import PagePool
 from coserve.simulate.modelled_device import ModelledDevice
@@ -141,6 +139,7 @@ class _Trainer:
     adapter: Adapter
     costs: TrainerOpened
     is_open: bool = True
+    optimizer_away: bool = False
     pack: _Pack | None = None
     last: _Pack | None = None
     gathered: list[_Pack] = field(default_factory=list)
@@ -168,8 +167,9 @@ class LedgerDevice:
         self.copies: dict[str, tuple[Adapter, bool]] = {}
         self._slots: dict[int, list[int]] = {}  # what lies in each page
         self._host: dict[int, list[int]] = {}  # likewise, of the host
+        self._away: set[str] = set()  # versions on the host
         self._num_packs = 0
-        self.num_packs_moved = 0
+        self.num_packs_moved = self.num_optimizers_back = self.num_versions_back = 0
         self._result: StepResult | None = None
 
     def execute(self, command: Command) -> Reply:
@@ -230,13 +230,14 @@ class LedgerDevice:
         trainer = self.trainers[update.job]
         trainer.join_last()
         packs, trainer.gathered = trainer.gathered, []
-        assert trainer.is_open and trainer.pack is None and packs
+        assert trainer.is_open and trainer.pack is None and packs and not trainer.optimizer_away
         assert update.num_trained == sum(pack.cursor.num_trained for pack in packs)
         step = tuple(sorted(pack.learned for pack in packs))
         trainer.adapter = replace_fields(trainer.adapter, steps=(*trainer.adapter.steps, step))
 
     def _run_requests(self, batch: StepBatch) -> None:
         """All rows write their keys and values; then each must find those of all tokens before it."""
+        assert self._away.isdisjoint({self.requests[rows.request].opened.version for rows in batch.requests})
         for rows in batch.requests:
             self._write(self.requests[rows.request], rows)
         for rows in batch.requests:
@@ -319,18 +320,61 @@ class LedgerDevice:
             self._slots[page] = list(self._host[slot])
 
     @_book.register
+    def _(self, command: SwapOutTensors) -> None:
+        assert len({*command.slots}) == len(command.slots) and max(command.slots) < self.info.num_host_pages
+        content = self._content(command)
+        if content is None:
+            return
+        if command.job:
+            self.trainers[command.job].optimizer_away = True
+        else:
+            self._away.add(command.version)
+        for place, slot in enumerate(command.slots):
+            self._host[slot] = [hash((content, place))]
+
+    @_book.register
+    def _(self, command: SwapInTensors) -> None:
+        trainer = self.trainers.get(command.job)
+        if not (command.version in self._away or (trainer is not None and trainer.optimizer_away)):
+            return  # it is back already
+        content = self._content(command, is_away=True)
+        assert [self._host[slot] for slot in command.slots] == [
+            [hash((content, place))] for place in range(len(command.slots))
+        ], "something else lies in its slots"
+        if trainer is not None:
+            trainer.optimizer_away = False
+            self.num_optimizers_back += 1
+        else:
+            self._away.discard(command.version)
+            self.num_versions_back += 1
+
+    def _content(self, command: SwapOutTensors | SwapInTensors, *, is_away: bool = False) -> Hashable:
+        """Of tensors that are there, or on the host; None if they are not."""
+        if command.job:
+            trainer = self.trainers.get(command.job)
+            if trainer is None or not trainer.is_open or trainer.optimizer_away != is_away:
+                return None
+            assert trainer.adapter.steps, "there are no moments before the first step"
+            return "optimizer", command.job, trainer.adapter.steps
+        if command.version not in self.versions or (command.version in self._away) != is_away:
+            return None
+        return "version", command.version
+
+    @_book.register
     def _(self, command: OpenVersion) -> None:
         assert command.version not in self.versions, "a key is never given twice"
         self.versions[command.version] = self._disk.read(command.directory)
 
     @_book.register
     def _(self, command: SaveAdapter) -> None:
+        assert command.version not in self._away
         self._disk.write(self.versions[command.version], Path(command.directory), with_optimizer=False)
 
     @_book.register
     def _(self, command: DropVersion) -> None:
         assert all(table.opened.version != command.version for table in self.requests.values()), "it is being read"
         self.versions.pop(command.version, None)
+        self._away.discard(command.version)
 
     @_book.register
     def _(self, command: CloseTrainer) -> None:
@@ -408,6 +452,7 @@ class LedgerDevice:
             assert (Path(command.checkpoint) / OPTIMIZER_FILE).is_file()
             return self._disk.read(command.checkpoint)
         if command.version is not None:
+            assert command.version not in self._away
             return self.versions[command.version]
         assert command.adapter is not None
         return Adapter(start=f"fresh {command.config.seed}", fields=command.adapter)
