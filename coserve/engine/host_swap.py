@@ -46,6 +46,10 @@ class SwappedPack:
         return sum([number for number in self.group_pages if number is not None])
 
 
+# Steps with copies to the host that `HostSwap.give_back_s` remembers.
+_NUM_WAITS = 64
+
+
 class HostSwap:
     """num_swapped_out, num_swapped_in: pages that were copied so far."""
 
@@ -54,6 +58,8 @@ class HostSwap:
         self._page_bytes, self._latency = info.page_bytes, latency
         self._commands: deque[SwapOut | SwapIn] = deque()
         self.num_swapped_out = self.num_swapped_in = 0
+        self._has_copied_out = False  # since the last step
+        self._waits_s: deque[float] = deque(maxlen=_NUM_WAITS)
         if info.num_host_pages:
             cache.prefixes.on_evict = self._store
 
@@ -66,6 +72,13 @@ class HostSwap:
     def num_pages_used(self) -> int:
         """Of the host: those of requests that wait, of packs, and of tensors."""
         return self._blocks.num_used
+
+    @property
+    def give_back_s(self) -> float:
+        """Within how many seconds pages that went to the host were somebody else's: the most that a step has waited for
+        copies lately. 0 if there were none: what is dropped or forgotten is free at once.
+        """
+        return max(self._waits_s, default=0.0)
 
     # -- requests -------------------------------------------------------------------
 
@@ -163,13 +176,20 @@ class HostSwap:
         """What the device must do before the step that begins."""
         commands: list[Command] = list(self._commands)
         self._commands.clear()
+        self._has_copied_out |= any(isinstance(command, SwapOut) for command in commands)
         return commands
 
     def flush(self, device: Device) -> None:
         """Have it done now. If the caller is interrupted, it is done again: no step has come between."""
         while self._commands:
             device.execute(self._commands[0])
-            self._commands.popleft()
+            self._has_copied_out |= isinstance(self._commands.popleft(), SwapOut)
+
+    def note_step(self, copy_s: float) -> None:
+        """A step has waited for copies since the one before, for this time."""
+        if self._has_copied_out:
+            self._waits_s.append(copy_s)
+            self._has_copied_out = False
 
     def lose(self, commands: Iterable[Command]) -> None:
         """Whether these were done is not known, and pages may have been written to since: what they were to bring to

@@ -73,6 +73,7 @@ class EngineStats:
     known of the device now. joined_jobs: jobs that run whose last tasklets were one batch of rows, group by group.
     num_swapped_out, num_swapped_in: pages that were copied to the host, and back, whatever they are of. num_host_pages:
     that it has room for, of which num_host_pages_used are taken. handover: None if prefill and decode are together.
+    give_back_s: the most seconds that a step has waited lately for pages that were copied to the host.
     """
 
     num_running: int
@@ -95,3 +96,4 @@ class EngineStats:
     num_host_pages: int = 0
     num_host_pages_used: int = 0
     handover: HandoverStats | None = None
+    give_back_s: float = 0.0

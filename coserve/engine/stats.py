@@ -41,4 +41,5 @@ def take_stats(
         num_swapped_in=swap.num_swapped_in,
         num_host_pages=swap.num_pages,
         num_host_pages_used=swap.num_pages_used,
+        give_back_s=swap.give_back_s,
     )

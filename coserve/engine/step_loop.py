@@ -234,6 +234,7 @@ class StepLoop:
             need=self._serving.need.view(now_s),
             num_units=self._device.info.num_units,
             history=self._history,
+            give_back_s=self._swap.give_back_s,
         )
 
     # -- apply ------------------------------------------------------------------------
@@ -241,6 +242,7 @@ class StepLoop:
     def _apply(self, step: _Begun, result: StepResult, now_s: float) -> None:
         plan, batch, started_s = step.plan, step.batch, step.started_s
         self.num_steps += 1
+        self._swap.note_step(result.copy_s)
         self._max_step_rows = min(self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
         parameters = [self._jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
         observe(self._latency, plan, result, parameters, step_s=now_s - started_s)

@@ -98,7 +98,8 @@ class MemoryPlan:
             if job.phase != "pack":
                 continue
             seconds = pack_s(job) if pack_s is not None else 0.0
-            spare = self._growth(seconds if job.waited_s < MOST_PACK_WAITS * seconds else 0.0)
+            until_s = seconds if job.waited_s < MOST_PACK_WAITS * seconds else 0.0
+            spare = self._growth(max(until_s, self._view.give_back_s))
             if job.num_pages + spare > self.free:
                 continue
             self.free -= job.num_pages
@@ -109,7 +110,9 @@ class MemoryPlan:
             self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))
 
     def _growth(self, seconds: float) -> int:
-        """Pages that the requests that run may take within this time; at least the spare ones."""
+        """Pages that the requests that run may take within this time; at least the spare ones. With the time until
+        pages are given back it is HARLI's reserve (section 4.4): T / TPOT tokens of every request.
+        """
         pages, block = 0, self._view.block_tokens
         for request in self.requests:
             tokens = min(request.num_left, int(seconds / request.tpot_s) + 1)

@@ -109,7 +109,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     page. ttft_s, tpot_s: the SLO of a request that brings none, such as the next to arrive. max_rows: the most rows of
     a forward pass. max_requests: the most that run at once. need: how near to their SLOs requests are by themselves.
     num_units: of the device, for a `Partition`; 1: it cannot be divided.
-    history: what the policy has the engine remember (`Policy.make_history`); None if that is nothing.
+    history: what the policy has the engine remember (`Policy.make_history`); None if that is nothing. give_back_s:
+    within how many seconds packs and requests that make room have given their pages back.
     """
 
     now_s: float
@@ -127,6 +128,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     need: NeedView = _UNKNOWN_NEED
     num_units: int = 1
     history: Any = None
+    give_back_s: float = 0.0
 
 
 class PlannedRows(msgspec.Struct, frozen=True, gc=False):

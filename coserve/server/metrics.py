@@ -57,7 +57,10 @@ class Metrics:
         self._swapped = gauge(
             "swapped_pages", "Pages that went to the host to make room (out), and that came back (in).", ("direction",)
         )
-        self._host_pages = gauge("host_pages_used", "Pages on the host that requests and jobs which made room have.")
+        self._host_pages = gauge("host_pages_used", "Pages on the host that are taken, by what made room.")
+        self._give_back = gauge(
+            "give_back_seconds", "Give back within: the most that a step has waited lately for copies to the host."
+        )
         self._handed = gauge(
             "handover_prompts",
             "Prompts whose pages a prefill instance handed over (whole), or not, so that they were computed by the "
@@ -148,6 +151,7 @@ class Metrics:
         self._swapped.labels("out").set(stats.num_swapped_out)
         self._swapped.labels("in").set(stats.num_swapped_in)
         self._host_pages.set(stats.num_host_pages_used)
+        self._give_back.set(stats.give_back_s)
         if stats.handover is not None:
             self._handed.labels("whole").set(stats.handover.num_handed_over)
             self._handed.labels("not").set(stats.handover.num_not_handed_over)

@@ -132,6 +132,7 @@ class StatusBoard:
                     "used": stats.num_host_pages_used if stats else 0,
                     "num_swapped_out": stats.num_swapped_out if stats else 0,
                     "num_swapped_in": stats.num_swapped_in if stats else 0,
+                    "give_back_s": stats.give_back_s if stats else 0.0,
                 },
             },
             "handover": asdict(stats.handover) if stats and stats.handover else None,

@@ -393,3 +393,5 @@ def test_under_pressure_swapping_is_never_slower(seed):
     assert swapped_rows < plain_rows
     assert swapped_s <= plain_s
     assert engine.stats().num_host_pages_used == 0
+    whole_pool_s = engine.latency.copy_s(400 * engine.device.info.page_bytes)
+    assert without.stats().give_back_s == 0 < engine.stats().give_back_s < 2 * whole_pool_s

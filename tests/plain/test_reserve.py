@@ -1,0 +1,50 @@
+"""A pack leaves requests the pages that they will want until it could have given its own back (HARLI section 4.4)."""
+
+import pytest
+
+from coserve.scheduling.counts import JobCounts
+from coserve.scheduling.memory import SPARE_PAGES, MemoryPlan
+from coserve.scheduling.plan import JobView, RequestView, View
+
+BLOCK, PACK_PAGES, NUM_REQUESTS, TPOT_S = 16, 10, 3, 0.05
+COUNTS = JobCounts(
+    flops_per_row=1.0,
+    backward_flops_per_row=1.0,
+    backward_flops_per_pair=1.0,
+    num_parts=1,
+    num_bypasses=1,
+    num_parameters=1,
+)
+
+
+def is_begun(num_free_pages: int, *, give_back_s: float, num_left: int = 10_000) -> bool:
+    requests = tuple(
+        RequestView(f"r{i}", 1, 100, 50, 0.0, 1.0, 3.0, 2.0, TPOT_S, num_left=num_left) for i in range(NUM_REQUESTS)
+    )
+    plan = MemoryPlan(
+        View(
+            now_s=3.0,
+            requests=requests,
+            jobs=(JobView("job", "pack", 100, 100, 1, 10.0, COUNTS, num_pages=PACK_PAGES),),
+            num_free_pages=num_free_pages,
+            block_tokens=BLOCK,
+            give_back_s=give_back_s,
+        )
+    )
+    plan.begin_packs()
+    return plan.begin == ["job"]
+
+
+@pytest.mark.parametrize(
+    ("give_back_s", "num_tokens"),
+    [(0.0, SPARE_PAGES * BLOCK), (1.0, SPARE_PAGES * BLOCK), (8.0, 161), (30.0, 601)],
+    ids=lambda value: str(value),
+)
+def test_the_reserve_is_what_requests_take_until_pages_are_back(give_back_s, num_tokens):
+    reserve = NUM_REQUESTS * -(-num_tokens // BLOCK)
+    assert is_begun(PACK_PAGES + reserve, give_back_s=give_back_s)
+    assert not is_begun(PACK_PAGES + reserve - 1, give_back_s=give_back_s)
+
+
+def test_no_request_has_more_reserved_than_it_has_left():
+    assert is_begun(PACK_PAGES + NUM_REQUESTS * 2, give_back_s=30.0, num_left=2 * BLOCK)
