@@ -364,10 +364,10 @@ class ServerConfig:
                 "database must be a URL of SQLAlchemy, such as postgresql://me@host/coserve or sqlite:////DIR/jobs.db, "
                 f"not {self.database!r}"
             )
-        if (self.role == "both") != (self.prefill_socket is None):
-            raise ValueError(
-                "prefill_socket is for role prefill and decode, which need it: where the two instances meet"
-            )
+        if self.role == "both" and self.prefill_socket is not None:
+            raise ValueError("prefill_socket is for role prefill or decode")
+        if self.role != "both" and self.prefill_socket is None:
+            raise ValueError(f"role {self.role} needs prefill_socket, a path at which the two instances meet")
         if self.prefill_min_tokens is not None:
             if self.role != "decode":
                 raise ValueError("prefill_min_tokens is for role decode")

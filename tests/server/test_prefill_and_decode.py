@@ -116,8 +116,8 @@ def test_answers_are_those_of_one_instance_and_survive_kill_9_of_the_other(path,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"role": "decode"}, "prefill_socket is for role prefill and decode, which need it"),
-        ({"prefill_socket": "/tmp/x"}, "prefill_socket is for role prefill and decode, which need it"),
+        ({"role": "decode"}, "role decode needs prefill_socket, a path at which the two instances meet"),
+        ({"prefill_socket": "/tmp/x"}, "prefill_socket is for role prefill or decode"),
         ({"role": "other"}, "role must be one of both, prefill, decode, not 'other'"),
         (
             {"role": "prefill", "prefill_socket": "/tmp/x", "prefill_min_tokens": 3},
