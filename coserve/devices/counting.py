@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter
-from coserve.devices.messages import DeviceInfo, TrainerOpened
+from coserve.devices.messages import DeviceInfo, OtherModel, TrainerOpened
 from coserve.graph.operators.base import Load
 from coserve.memory.activations import Shapes
 from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.weight_window import WeightWindow
 from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.profile import Profile
+from coserve.tuning.layerwise import num_loss_turns
 from coserve.tuning.optimizer import NUM_MOMENTS
 from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.training_pass import saved_shapes, workspace_shapes
@@ -65,15 +67,55 @@ def job_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
     )
 
 
-def trainer_opened(adapter: Adapter, programs: TrainingPrograms, evaluation: TrainingPrograms) -> TrainerOpened:
-    """What a job costs; evaluation: the programs that measure the loss alone."""
+def layerwise_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
+    """Count the training of an adapter whose packs run part by part, forward, through the loss and backward."""
+    backbone = adapter.backbone
+    forward = list(programs.program.values())
+    backward = [programs.program[part] for part in programs.parts]
+
+    def flops(keys: float) -> float:
+        load = Load(rows=1, mean_context_len=keys, compute_dtype=backbone.dtype)
+        costs = [program.forward_cost(load) for program in (*forward, programs.loss)]
+        costs += [program.backward_cost(load) for program in (*backward, programs.loss)]
+        return sum(cost.flops for cost in costs)
+
+    num_turns = len(forward) + num_loss_turns(adapter, programs) + len(backward)
+    return JobCounts(
+        flops_per_row=flops(0),
+        backward_flops_per_row=flops(0) / num_turns,
+        backward_flops_per_pair=(flops(1000) - flops(0)) / 1000 / num_turns,
+        num_parts=num_turns,
+        num_bypasses=len(adapter.sites),
+        num_parameters=adapter.num_parameters,
+        model=backbone.name,
+    )
+
+
+def trainer_opened(
+    adapter: Adapter, programs: TrainingPrograms, evaluation: TrainingPrograms, window: WeightWindow | None = None
+) -> TrainerOpened:
+    """What a job costs; evaluation: the programs that measure the loss alone. window: that the weights of its model
+    pass through, if it is not the one on the device.
+    """
+    architecture, other = adapter.backbone.architecture, None
+    if window is not None:
+        other = OtherModel(
+            vocab_size=architecture.vocab_size,
+            max_positions=architecture.max_positions,
+            forward_turns=len(architecture.parts) - 1,
+            loss_turns=num_loss_turns(adapter, programs),
+            evaluation_loss_turns=num_loss_turns(adapter, evaluation),
+            least_bytes=window.least_bytes,
+            all_bytes=window.all_bytes,
+        )
     return TrainerOpened(
-        counts=job_counts(adapter, programs),
+        counts=job_counts(adapter, programs) if other is None else layerwise_counts(adapter, programs),
         training=_groups(adapter.backbone, programs),
         evaluation=_groups(adapter.backbone, evaluation),
         trained_parts=len(programs.parts),
         version_bytes=adapter.num_bytes,
         optimizer_bytes=NUM_MOMENTS * adapter.num_bytes,
+        other=other,
     )
 
 

@@ -138,7 +138,11 @@ class OpenTrainer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     directory that `WriteCheckpoint` made; then the optimizer's state comes from there, too. mean_context_len: mean
     number of tokens that a row attends to, for choosing what to recompute.
 
-    AdapterError: it fits nowhere on this model, or the checkpoint is damaged. DeviceMemoryError.
+    model: that it trains, where that is not the one on the device: a directory or hub id (`find_model`), whose weights
+    pass through the pages of `ResizeWindow`; "" for the one on the device.
+
+    AdapterError: it fits nowhere on this model, or the checkpoint is damaged. ModelError: there is no such model.
+    DeviceMemoryError.
     """
 
     job: str
@@ -147,6 +151,16 @@ class OpenTrainer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     adapter: dict[str, Any] | None = None
     version: str | None = None
     checkpoint: str | None = None
+    model: str = ""
+
+
+class ResizeWindow(msgspec.Struct, tag=True, frozen=True):
+    """The run of pages that weights of models other than the device's own pass through, from now on. What lies in
+    others is let go of before anything is written to them.
+    """
+
+    first_page: int
+    num_pages: int
 
 
 class CloseTrainer(msgspec.Struct, tag=True, frozen=True):
@@ -217,7 +231,8 @@ class DropCheckpoint(msgspec.Struct, tag=True, frozen=True):
 
 
 Command = (
-    OpenRequest
+    ResizeWindow
+    | OpenRequest
     | CloseRequest
     | SwapOut
     | SwapIn
@@ -256,7 +271,7 @@ class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     each of its tensors: first the workspace, then what is saved of every part before the head, in forward order.
     (`coserve.memory.pack_pages` says when each goes back.) trained_parts: how many of these parts, from the last one
     down, run backward. version_bytes, optimizer_bytes: of the parameters, and of the optimizer's moments after its
-    first step, as they go to the host.
+    first step, as they go to the host. other: of a job on a model of its own.
     """
 
     counts: JobCounts
@@ -265,6 +280,24 @@ class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     trained_parts: int
     version_bytes: int = 0
     optimizer_bytes: int = 0
+    other: "OtherModel | None" = None
+
+
+class OtherModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that a job trains beside the one on the device; all that its packs run are tasklets, part by part.
+
+    forward_turns, loss_turns: of these, before the first part goes backward; evaluation_loss_turns: of a pack that only
+    measures the loss. least_bytes, all_bytes: of a window in which the next part can come while one
+    computes, and of one in which all of them stay.
+    """
+
+    vocab_size: int
+    max_positions: int
+    forward_turns: int
+    loss_turns: int
+    evaluation_loss_turns: int
+    least_bytes: int
+    all_bytes: int
 
 
 Reply = VersionOpened | TrainerOpened | None
@@ -379,6 +412,10 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     where the gradient was not finite and the step was skipped. Seconds that each section took; beside_s: losses and
     tasklets beside the forward pass, which are in none of the others, and num_beside: how many of a job's tasklets
     these were; copy_s: for which all waited for copies from and to the host. failure: None if the step ran as a whole.
+
+    broken: jobs whose model's weights cannot be read any more, and why. num_declined: tasklets that were not begun
+    since weights were not there. weights_wait_s: for which others waited for weights, within backward_s or beside_s;
+    weight_bytes: that were brought since the last step.
     """
 
     step: int
@@ -394,6 +431,10 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     update_s: float = 0.0
     beside_s: float = 0.0
     copy_s: float = 0.0
+    broken: dict[str, str] = {}
+    num_declined: int = 0
+    weights_wait_s: float = 0.0
+    weight_bytes: int = 0
     failure: StepFailure | None = None
 
     @property

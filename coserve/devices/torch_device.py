@@ -35,6 +35,7 @@ from coserve.devices.messages import (
     OpenVersion,
     PublishVersion,
     Reply,
+    ResizeWindow,
     SaveAdapter,
     StepBatch,
     StepResult,
@@ -43,6 +44,7 @@ from coserve.devices.messages import (
     VersionOpened,
     WriteCheckpoint,
 )
+from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
 from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.devices.torch_requests import TorchRequests
@@ -89,6 +91,7 @@ class TorchDevice:
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
             self._host = HostPages(self._pages, num_slots=num_host_pages)
         self._page_files = PageFiles(self._pages)
+        self._others = OtherModels(backbone, self._pages)
         self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype)
         self._versions: dict[str, Adapter] = {}
         self._requests = TorchRequests(self._pages, self._versions)
@@ -97,6 +100,7 @@ class TorchDevice:
         self._step: TorchStep | None = None
         self._error: Exception | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
+            ResizeWindow: lambda command: self._others.resize(command.first_page, command.num_pages),
             OpenRequest: lambda command: self._requests.open(command),
             CloseRequest: lambda command: self._requests.close(command.request),
             SwapOut: lambda command: self._host.copy_out(command.pages, command.slots),
@@ -132,7 +136,16 @@ class TorchDevice:
         self._requests.extend_tables(batch.requests)
         assert batch.partition is None or _num_used(batch.partition) <= self.info.num_units, "it has not as many units"
         copy_s = self._host.take_seconds() + self._page_files.take_seconds()
-        step = TorchStep(self.backbone, self._requests, self._trainers, self._beside, self._host, batch, copy_s=copy_s)
+        step = TorchStep(
+            self.backbone,
+            self._requests,
+            self._trainers,
+            self._beside,
+            self._host,
+            self._others,
+            batch,
+            copy_s=copy_s,
+        )
         try:
             step.launch()
         except Exception as error:  # told with the result, as from a device that is elsewhere
@@ -149,6 +162,7 @@ class TorchDevice:
     def close(self) -> None:
         """Its memory goes with the object."""
         self._beside.close()
+        self._others.close()
 
     # -- commands -------------------------------------------------------------------
 
@@ -179,7 +193,10 @@ class TorchDevice:
         self._versions.pop(command.version, None)
 
     def _open_trainer(self, command: OpenTrainer) -> TrainerOpened:
-        trainer = open_trainer(command, self.backbone, self._versions, self._adapter_memory)
+        backbone, window = self.backbone, None
+        if command.model:
+            backbone, window = self._others.backbone(command.model), self._others.window(command.model)
+        trainer = open_trainer(command, backbone, self._versions, self._adapter_memory, window)
         opened = trainer.opened()
         self._trainers[command.job] = trainer
         return opened
@@ -189,11 +206,19 @@ class TorchDevice:
 
     def _begin_pack(self, command: BeginPack) -> None:
         self._host.wait()  # the pages may just have been a request's
-        self._trainers[command.job].begin(command, self._pages)
+        trainer = self._trainers[command.job]
+        trainer.begin(command, self._pages)
+        self._give_window(trainer)
+
+    def _give_window(self, trainer: TorchTrainer) -> None:
+        if trainer.window is not None:
+            self._others.give_window(trainer.adapter.backbone.name)
 
     def _move_pack(self, command: MovePack) -> None:
         self._host.wait()  # losses and tasklets do not
-        self._trainers[command.job].move(command, self._pages)
+        trainer = self._trainers[command.job]
+        trainer.move(command, self._pages)
+        self._give_window(trainer)
 
     def _publish(self, command: PublishVersion) -> None:
         self._versions[command.version] = self._trainers[command.job].adapter.snapshot()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 
@@ -16,18 +16,20 @@ from coserve.devices.messages import (
     StepResult,
     Tasklets,
 )
+from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
 from coserve.devices.readout import Pending, Readout
 from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.devices.timing import StepTimer, step_timer
 from coserve.devices.torch_requests import RequestsResult, TorchRequests
 from coserve.devices.torch_trainer import TorchTrainer
-from coserve.errors import DeviceMemoryError
+from coserve.errors import DeviceMemoryError, WeightsError
 from coserve.memory.host_pages import HostPages
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward
 from coserve.scheduling.plan import Partition
 from coserve.tuning.blockwise import BlockwisePass
+from coserve.tuning.layerwise import LayerwisePass
 from coserve.tuning.tasklet import Tasklet
 from coserve.tuning.training_pass import TrainingPass, joined_tasklet, run_losses
 
@@ -42,13 +44,15 @@ class TorchStep:
         trainers: dict[str, TorchTrainer],
         beside: Beside,
         host: HostPages,
+        others: OtherModels,
         batch: StepBatch,
         *,
         copy_s: float,
     ) -> None:
         """copy_s: of copies since the last step."""
         self._backbone, self._requests, self._trainers, self._batch = backbone, requests, trainers, batch
-        self._beside, self._host, self._copy_s = beside, host, copy_s
+        self._beside, self._host, self._others, self._copy_s = beside, host, others, copy_s
+        self._weights_before = others.waited_s, others.num_bytes_copied
         self._rows = [rows for rows in batch.requests if rows.tokens]
         self._spans: list[Span] = []
         self._timer: StepTimer = step_timer(backbone.device)
@@ -58,6 +62,8 @@ class TorchStep:
         self._tasklet: Tasklet | None = None  # of these, if it is not done
         self._num_tasklets = dict.fromkeys([piece.job for piece in batch.tasklets], 0)
         self._num_beside: dict[str, int] = {}
+        self._num_declined = 0
+        self._broken: dict[str, str] = {}
         self._forward_s = self._beside_s = 0.0  # of the sides of a divided device
         self._norms: dict[str, Pending] = {}
         self._updating: str | None = None
@@ -104,6 +110,10 @@ class TorchStep:
             update_s=update_s,
             beside_s=self._beside_s,
             copy_s=self._copy_s + wait_s if self._copy_s else 0.0,
+            broken=self._broken,
+            num_declined=self._num_declined,
+            weights_wait_s=self._others.waited_s - self._weights_before[0],
+            weight_bytes=self._others.num_bytes_copied - self._weights_before[1],
         )
 
     def _failed(self, message: str) -> StepResult:
@@ -175,13 +185,33 @@ class TorchStep:
         """Whether tasklets are under way: those before, or the next, if there is time for them."""
         if self._turn:
             return True
-        if not self._has_time() or not (turn := next(self._turns, None)):
+        while self._has_time() and (turn := next(self._turns, None)):
+            if not (turn := [piece for piece in turn if not self._is_declined(piece.job)]):
+                continue
+            joined, apart = self._pieces(turn)
+            for training, num_rows in apart:
+                training.run_tasklet(num_rows)
+            self._turn, self._tasklet = turn, joined_tasklet(joined) if joined else None
+            return True
+        return False
+
+    def _is_declined(self, job: str) -> bool:
+        """Whether a tasklet does not begin, since the weights that it needs are not there. They are waited for where
+        no request is in the step, as long as tasklets may begin.
+        """
+        training = self._pass(job)
+        if not isinstance(training, LayerwisePass):
             return False
-        joined, apart = self._pieces(turn)
-        for training, num_rows in apart:
-            training.run_tasklet(num_rows)
-        self._turn, self._tasklet = turn, joined_tasklet(joined) if joined else None
-        return True
+        limit_s, most_s = self._batch.backward_limit_s, 0.0
+        if not self._rows:
+            most_s = inf if limit_s is None else limit_s - self._timer.elapsed_s()
+        try:
+            declined = job in self._broken or not training.is_there(most_s)
+        except WeightsError as error:
+            self._broken[job] = str(error)
+            declined = True
+        self._num_declined += declined
+        return declined
 
     def _run_turn(self, stopped: Callable[[], bool] = lambda: False) -> None:
         if self._tasklet is not None and not self._tasklet.run_until(stopped):

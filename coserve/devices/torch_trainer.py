@@ -1,6 +1,8 @@
 """A job's tensors on a torch device: its adapter, the optimizer's state, the gradients of the step, and one pack."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +19,11 @@ from coserve.errors import AdapterError
 from coserve.memory.activations import LentRuns
 from coserve.memory.host_pages import HostPages, shapes_of
 from coserve.memory.paged_kv import PagedKv
+from coserve.memory.weight_window import WeightWindow
 from coserve.models.backbone import Backbone
 from coserve.tuning.blockwise import BlockwisePass
 from coserve.tuning.config import TuningConfig
+from coserve.tuning.layerwise import LayerwisePass
 from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import evaluation_programs, training_programs
@@ -29,8 +33,11 @@ from coserve.tuning.training_pass import TrainingPass
 class TorchTrainer:
     """See `OpenTrainer` and the commands that follow it. `training_pass`: the pack in memory, None if there is none."""
 
-    def __init__(self, adapter: Adapter, config: TuningConfig, *, mean_context_len: float) -> None:
-        self.adapter = adapter
+    def __init__(
+        self, adapter: Adapter, config: TuningConfig, *, mean_context_len: float, window: WeightWindow | None = None
+    ) -> None:
+        """window: that the weights of the adapter's backbone pass through; None: they are all there."""
+        self.adapter, self.window = adapter, window
         self.training_pass: TrainingPass | None = None
         self.optimizer: AdapterOptimizer | None = AdapterOptimizer(adapter.masters, config.optimizer)
         self._programs = training_programs(
@@ -43,14 +50,18 @@ class TorchTrainer:
         self._moments_away: tuple[HostPages, tuple[int, ...]] | None = None  # where the optimizer's moments lie
 
     def opened(self) -> TrainerOpened:
-        return trainer_opened(self.adapter, self._programs, self._evaluation)
+        return trainer_opened(self.adapter, self._programs, self._evaluation, self.window)
 
     def begin(self, command: BeginPack, pages: PagedKv) -> None:
         self._join_last()
         if self.training_pass is not None:
             self.training_pass.release()
             self.training_pass = None
-        make_pass = BlockwisePass if self.adapter.backbone.block_rows else TrainingPass
+        make_pass: Callable[..., TrainingPass] = TrainingPass
+        if self.window is not None:
+            make_pass = partial(LayerwisePass, self.window)
+        elif self.adapter.backbone.block_rows:
+            make_pass = BlockwisePass
         self.training_pass = make_pass(
             self.adapter,
             self._evaluation if command.evaluate else self._programs,
@@ -154,9 +165,13 @@ class TorchCheckpoint:
 
 
 def open_trainer(
-    command: OpenTrainer, backbone: Backbone, versions: dict[str, Adapter], memory: AdapterMemory
+    command: OpenTrainer,
+    backbone: Backbone,
+    versions: dict[str, Adapter],
+    memory: AdapterMemory,
+    window: WeightWindow | None = None,
 ) -> TorchTrainer:
-    """The tensors of a job, as the command says; AdapterError as there."""
+    """The tensors of a job, as the command says; AdapterError as there. window: see `TorchTrainer`."""
     checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
     if checkpoint is not None:
         adapter = load_adapter(backbone, checkpoint, taking=memory.for_training)
@@ -166,7 +181,7 @@ def open_trainer(
         layout = AdapterLayout.of(config, backbone.architecture, every_target=version is None)
         with memory.for_training(f"job {command.job}", layout):
             adapter = Adapter(backbone, config, seed=command.config.seed) if version is None else version.snapshot()
-    trainer = TorchTrainer(adapter, command.config, mean_context_len=command.mean_context_len)
+    trainer = TorchTrainer(adapter, command.config, mean_context_len=command.mean_context_len, window=window)
     if checkpoint is not None:
         assert trainer.optimizer is not None
         try:

@@ -1,10 +1,10 @@
 """What could never be served or trained, said before anything is queued."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from coserve.devices.messages import DeviceInfo
+from coserve.devices.messages import DeviceInfo, OtherModel
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.job_set import JobSet
+from coserve.engine.job import Job
 from coserve.engine.versions import AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError
 from coserve.tuning.examples import Example
@@ -34,8 +34,8 @@ def check_request(prompt: Sequence[int], params: SamplingParams, info: DeviceInf
         raise RequestError(str(error)) from None
 
 
-def check_examples(examples: Sequence[Example], info: DeviceInfo) -> None:
-    """JobError names the example, and says what would be right."""
+def check_examples(examples: Sequence[Example], info: DeviceInfo | OtherModel) -> None:
+    """JobError names the example, and says what would be right; info: of the model that they are for."""
     for index, example in enumerate(examples):
         if len(example.tokens) > info.max_positions:
             raise JobError(
@@ -48,11 +48,11 @@ def check_examples(examples: Sequence[Example], info: DeviceInfo) -> None:
             raise JobError(f"example {index} has a token beyond the model's {info.vocab_size}")
 
 
-def check_adapter_name(name: str, jobs: JobSet, versions: AdapterVersions) -> None:
+def check_adapter_name(name: str, jobs: Iterable[Job], versions: AdapterVersions) -> None:
     """AdapterError if no adapter can have it, or one has it, or will."""
     if not name or "@" in name:
         raise AdapterError(f"{name!r} is no name for an adapter: it must not be empty, nor have an @")
-    if jobs.is_made_by_a_job(name):
+    if any(job.name == name and not job.is_terminal for job in jobs):
         raise AdapterError(f"a job is making the adapter {name!r}")
     if name in versions:
         raise AdapterError(f"there is an adapter {name!r} already")

@@ -21,7 +21,9 @@ class EngineConfig:
     page. max_requests: sequences that run at once. max_step_rows: rows of a forward pass. max_adapters: how many of
     those that lie on disk stay on the device; with host memory, how many of all, as far as there is room for the
     others. deterministic: answers and adapters are the same bit for bit, whatever runs beside them; steps take longer
-    (docs/engine.md).
+    (docs/engine.md). trainable_models: directories or hub ids of models that jobs may train beside the one that serves,
+    by the names that jobs give. weight_window_bytes: of the page pool, that their weights may take at once; None: all
+    that requests and packs leave.
     """
 
     policy: str = DEFAULT_POLICY
@@ -35,6 +37,8 @@ class EngineConfig:
     max_step_rows: int = 2048
     max_adapters: int = 64
     deterministic: bool = False
+    trainable_models: Mapping[str, str] = field(default_factory=dict)
+    weight_window_bytes: int | None = None
 
     def __post_init__(self) -> None:
         make_policy(self.policy, self.policy_settings)
@@ -48,3 +52,7 @@ class EngineConfig:
                 continue
             check_whole(name, value, 1)
         check_whole("host_memory_bytes", self.host_memory_bytes, 0)
+        if self.weight_window_bytes is not None:
+            check_whole("weight_window_bytes", self.weight_window_bytes, 1)
+        if self.trainable_models and self.deterministic:
+            raise ValueError("trainable_models must be empty where deterministic is set: their sums depend on the plan")

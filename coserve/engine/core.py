@@ -67,7 +67,12 @@ class EngineCore:
         info, policy = device.info, make_policy(config.policy, config.policy_settings)
         self.device, self.latency, self.config = device, latency, config
         self.counters = TokenCounters(policy.token_weights)
-        self.pages = PageBroker(num_pages=info.num_pages, page_bytes=info.page_bytes, block_tokens=info.block_tokens)
+        self.pages = PageBroker(
+            num_pages=info.num_pages,
+            page_bytes=info.page_bytes,
+            block_tokens=info.block_tokens,
+            max_window_bytes=config.weight_window_bytes,
+        )
         self.swap = HostSwap(self.pages.cache, info, latency)
         self._handed = HandedOver(self.pages.cache)
         self.requests = RequestQueue(self.pages.cache, self.swap, self._handed, self.counters)
@@ -273,7 +278,7 @@ class EngineCore:
 
     def load_adapter(self, name: str, directory: str) -> AdapterVersion:
         """Serve an adapter in PEFT's format as `name`; AdapterError if there is one already, or for its files."""
-        check_adapter_name(name, self.jobs, self.versions)
+        check_adapter_name(name, self.jobs.values(), self.versions)
         return self.adapters.load(name, directory)
 
     def ensure_adapter(self, name: str, directory: str) -> None:
@@ -296,7 +301,7 @@ class EngineCore:
         """
         if name in self.versions:
             return None
-        check_adapter_name(name, self.jobs, self.versions)
+        check_adapter_name(name, self.jobs.values(), self.versions)
         return self.adapters.begin_load(name, directory)
 
     def finish_load(self, load: AdapterLoad) -> None:
@@ -330,6 +335,7 @@ class EngineCore:
         checkpoint: str | Path | None = None,
         tenant: str = "",
         alone_until_step: int = 0,
+        model: str = "",
     ) -> str:
         """Start a job, or resume one; its events come out of `step`. Returns its id.
 
@@ -342,10 +348,12 @@ class EngineCore:
             tenant: whose it is, for policies that share the device among tenants.
             alone_until_step: until this optimizer step no step of the engine works for another job as well, so that
                 what it dies of is known.
+            model: that it trains, one of the config's `trainable_models`; "" for the one that serves. The adapter that
+                comes of it cannot be served here: it is saved, and served with its own model.
 
         Raises:
-            JobError, AdapterError: it could never be run, or the checkpoint is another job's; the message says what
-            would be right.
+            JobError, AdapterError, ModelError: it could never be run, or the checkpoint is another job's; the message
+                says what would be right.
         """
         job_id = job_id if job_id is not None else f"job-{next(self._numbers)}"
         name = name if name is not None else job_id
@@ -353,9 +361,19 @@ class EngineCore:
             raise JobError(f"there is a job {job_id!r} already")
         if not examples:
             raise JobError("a job needs examples")
-        check_adapter_name(name, self.jobs, self.versions)
-        check_examples([*examples, *validation], self.device.info)
-        start = make_start(job_id, config, examples, self.versions, adapter=adapter, checkpoint=checkpoint)
+        check_adapter_name(name, self.jobs.values(), self.versions)
+        if not model:
+            check_examples([*examples, *validation], self.device.info)
+        start = make_start(
+            job_id,
+            config,
+            examples,
+            self.versions,
+            adapter=adapter,
+            checkpoint=checkpoint,
+            model=model,
+            trainable_models=self.config.trainable_models,
+        )
         if start.trainer.version is not None:
             self.adapters.bring_back(start.trainer.version)
         job = self.jobs.submit(job_id, name, config, examples, validation, start=start, tenant=tenant)

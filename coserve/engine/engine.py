@@ -238,23 +238,27 @@ class Engine(EngineCore):
         adapter: AdapterConfig | str | None = None,
         name: str | None = None,
         validation: Data | None = None,
+        model: str = "",
     ) -> str:
         """Start a fine-tuning job on data; `step` brings its events. Returns its id.
 
         Args:
             adapter: a fresh one of this kind (default: LoRA at every linear layer), or the label of one to continue.
             name: of the adapter that it publishes; requests name it, or `name@step`.
+            model: that it trains, one of the config's `trainable_models`; see `submit_examples`. Its own tokenizer
+                reads the data.
 
         Raises:
             DataError: lines that cannot be used, by number. JobError, AdapterError: see `submit_examples`.
         """
         config = config or TuningConfig()
         return self.submit_examples(
-            self._examples(data, config),
+            self._examples(data, config, model),
             config,
             adapter=adapter if adapter is not None else LoraConfig(target_modules="all-linear"),
             name=name,
-            validation=self._examples(validation, config) if validation is not None else (),
+            validation=self._examples(validation, config, model) if validation is not None else (),
+            model=model,
         )
 
     def tune(
@@ -265,13 +269,14 @@ class Engine(EngineCore):
         adapter: AdapterConfig | str | None = None,
         name: str | None = None,
         validation: Data | None = None,
+        model: str = "",
     ) -> list[JobEvent]:
         """Run a job to its end; other requests are served meanwhile. Returns its events.
 
         Raises:
             JobError: it failed; and as `submit`.
         """
-        job_id = self.submit(data, config, adapter=adapter, name=name, validation=validation)
+        job_id = self.submit(data, config, adapter=adapter, name=name, validation=validation, model=model)
         events: list[Event] = []
         num_empty = 0
         while not self.jobs[job_id].is_terminal:
@@ -296,7 +301,7 @@ class Engine(EngineCore):
             raise RequestError(f"the request does not move on: policy {self.config.policy} runs no requests")
         return num_empty
 
-    def _examples(self, data: Data, config: TuningConfig) -> list[Example]:
+    def _examples(self, data: Data, config: TuningConfig, model: str) -> list[Example]:
         if isinstance(data, str | Path):
             try:
                 # Not splitlines: JSON's strings may hold what Unicode calls the end of a line.
@@ -307,10 +312,13 @@ class Engine(EngineCore):
             lines = list(data)
             if all(isinstance(line, Example) for line in lines):
                 return [_cut(example, config.max_sequence_length) for example in lines]
-        if self.tokenizer is None:
-            raise DataError(f"{self.device.info.model} has no tokenizer: examples must be token ids")
+        tokenizer = self.tokenizer
+        if path := self.config.trainable_models.get(model):
+            tokenizer = load_tokenizer(find_model(path))
+        if tokenizer is None:
+            raise DataError(f"{path or self.device.info.model} has no tokenizer: examples must be token ids")
         texts = [_json_line(number, line) for number, line in enumerate(lines, 1)]
-        return read_examples(texts, self.tokenizer, max_sequence_length=config.max_sequence_length)
+        return read_examples(texts, tokenizer, max_sequence_length=config.max_sequence_length)
 
 
 class _Collector:

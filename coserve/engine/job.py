@@ -25,7 +25,7 @@ from coserve.engine.memory_failures import MemoryFailures
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.plan import JobPhase, JobView
 from coserve.tuning.config import TuningConfig
-from coserve.tuning.cursor import Cursor
+from coserve.tuning.cursor import Cursor, LayerwiseCursor
 from coserve.tuning.examples import Example
 from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.order import PackMembers, TrainingOrder, packs_of
@@ -86,9 +86,11 @@ class Job:
         validation: Sequence[Example],
         costs: TrainerOpened,
         tenant: str = "",
+        model: str = "",
     ) -> None:
-        """costs: what the device said of its trainer."""
+        """costs: what the device said of its trainer. model: that it trains, if that is not the one that serves."""
         self.id, self.name, self.config, self.costs, self.tenant = id, name, config, costs, tenant
+        self.model = model
         self.state: JobState = "running"
         self.order = TrainingOrder(examples, config)
         self.num_steps_done = 0
@@ -196,6 +198,13 @@ class Job:
         )
 
     def _new_cursor(self, pack: PackMembers) -> Cursor:
+        if (other := self.costs.other) is not None:
+            return LayerwiseCursor(
+                num_rows=pack.num_rows,
+                forward_turns=other.forward_turns,
+                loss_turns=other.evaluation_loss_turns if self.evaluating else other.loss_turns,
+                num_parts=self.num_trained_parts,
+            )
         return Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=self.num_trained_parts)
 
     # -- what happened ------------------------------------------------------------
@@ -297,12 +306,7 @@ class Job:
         self.moved_s = now_s
         cursor = self._cursor
         assert cursor is not None and self.pack_pages is not None
-        num_reversed: float = (cursor.num_parts_done + 1) * cursor.num_rows - cursor.num_backward_rows
-        if cursor.loss_done:
-            num_reversed += cursor.num_rows
-        elif cursor.num_loss_rows:
-            num_reversed += cursor.num_rows * cursor.num_loss_rows / cursor.num_trained
-        num_rows = cursor.num_forward_rows + num_reversed / (self.costs.counts.num_parts + 1)
+        num_rows = cursor.num_rows_run(self.costs.counts.num_parts)
         num_new, self._num_rows_counted = num_rows - self._num_rows_counted, num_rows
         self.num_rows_run += num_new
         self.pack_pages.follow(cursor)

@@ -32,15 +32,16 @@ class JobPacks:
 
     def num_pages(self, job: Job) -> int:
         """Of its pack in memory, or of its next one; 0 without any."""
-        if job.pack_pages is not None:
-            return job.pack_pages.num_pages
-        if job.swapped is not None:
-            return job.swapped.num_pages
+        if (pack_pages := job.pack_pages or job.swapped) is not None:
+            return pack_pages.num_pages + self._num_window_pages(job)
         pack = job.wants_pack
-        return 0 if pack is None else sum(job.group_pages(pack.num_rows, self._pages.pool.page_bytes))
+        if pack is None:
+            return 0
+        return sum(job.group_pages(pack.num_rows, self._pages.pool.page_bytes)) + self._num_window_pages(job)
 
     def begin(self, job: Job, others: Iterable[Job]) -> bool:
         """Give a job the memory of its next pack; False, and it has none, if it cannot be had now."""
+        other_model = job.costs.other
         if (pack := job.wants_pack) is None or _waits_for_another(job, others):
             return False
         away = job.swapped
@@ -49,11 +50,14 @@ class JobPacks:
             return False
         whole = job.group_pages(pack.num_rows, self._pages.pool.page_bytes)
         try:
-            pages = self._pages.take_pack(whole if away is None else away.group_pages, job.num_trained_parts)
+            sizes = whole if away is None else away.group_pages
+            window = None if other_model is None else self._pages.window_need(other_model)
+            pages = self._pages.take_pack(sizes, job.num_trained_parts, window)
         except BudgetError:  # enough pages, but not side by side
             return False
         try:
             self._owed.settle()
+            self._pages.flush(self._device)
             if away is not None:
                 self._swap.bring_back_pack(job.id, pages.pages)
             self._swap.flush(self._device)  # what lay in its pages leaves them first
@@ -86,9 +90,15 @@ class JobPacks:
         self._owed.add(DropPack(job.id))
         self._on_drop(job)
 
+    def _num_window_pages(self, job: Job) -> int:
+        """Of weights, that its pack cannot do without."""
+        return 0 if job.costs.other is None else self._pages.window_need(job.costs.other).least_pages
+
 
 def _waits_for_another(job: Job, others: Iterable[Job]) -> bool:
-    """Of jobs that ran out of memory, one at a time has a pack: what fails then is its own."""
-    return job.memory_failures.num_in_a_row > 0 and any(
-        other.has_pack and other.memory_failures.num_in_a_row for other in others
-    )
+    """Of jobs that ran out of memory, one at a time has a pack: what fails then is its own. So it is with jobs on other
+    models, which would take the window of weights from one another.
+    """
+    fails, shares = job.memory_failures.num_in_a_row > 0, job.costs.other is not None
+    packs = [other for other in others if other.has_pack] if fails or shares else []
+    return any((fails and other.memory_failures.num_in_a_row) or (shares and other.costs.other) for other in packs)

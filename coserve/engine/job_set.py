@@ -14,6 +14,7 @@ from coserve.devices.messages import (
     TrainerOpened,
 )
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.checks import check_examples
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.job import EventKind, Job, JobEvent
 from coserve.engine.job_packs import JobPacks
@@ -21,6 +22,7 @@ from coserve.engine.job_start import JobStart, with_pack_size
 from coserve.engine.optimizer_swap import OptimizerSwap
 from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
+from coserve.engine.records import WindowUse
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.engine.step_shares import joined_jobs, largest_pieces, shares_of_time
 from coserve.errors import DeviceGoneError, DeviceMemoryError, JobError
@@ -60,6 +62,7 @@ class JobSet(Mapping[str, Job]):
         self._adapters, self._counters, self._emit, self._send = adapters, counters, emit, send
         self._jobs: dict[str, Job] = {}
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_checkpoints = self._num_turns = 0
+        self.window_use = WindowUse()
         self._owed = owed
         self._optimizers = OptimizerSwap(device, swap, owed, latency)
         self._packs = JobPacks(
@@ -120,10 +123,6 @@ class JobSet(Mapping[str, Job]):
         packs: list[HostOwner] = [("pack", job.id) for job in self._jobs.values() if job.swapped]
         return [*packs, *[("optimizer", job.id) for job in self._jobs.values() if job.optimizer_away]]
 
-    def is_made_by_a_job(self, name: str) -> bool:
-        """Whether a job that is not over will publish an adapter of this name."""
-        return any(job.name == name and not job.is_terminal for job in self._jobs.values())
-
     def views(self, now_s: float, *, without: Collection[str] = ()) -> tuple[JobView, ...]:
         """Jobs that could do something, the one that has been served least first; without those that are held back, or
         whose optimizer is not back from the host.
@@ -164,14 +163,17 @@ class JobSet(Mapping[str, Job]):
         try:
             costs = self._device.execute(start.trainer)
             assert isinstance(costs, TrainerOpened)
+            if costs.other is not None:
+                check_examples([*examples, *validation], costs.other)
             job = Job(
                 id=job_id,
                 name=name,
-                config=with_pack_size(config, costs, self._pages, [*examples, *validation]),
+                config=with_pack_size(config, costs, self._pages, [*examples, *validation], start.model),
                 examples=examples,
                 validation=validation,
                 costs=costs,
                 tenant=tenant,
+                model=start.model,
             )
             if start.position is not None:
                 job.resume(start.position)
@@ -290,7 +292,10 @@ class JobSet(Mapping[str, Job]):
             self._jobs[tasklets.job].run_tasklets(tasklets, result.num_tasklets[tasklets.job])
         for job_id, group in joined_jobs(batch, result).items():
             self._jobs[job_id].joined = group
-        for job_id in largest_pieces(batch):
+        self.window_use.add(result)
+        for job_id, message in result.broken.items():
+            self._fail(self._jobs[job_id], message)
+        for job_id in [job_id for job_id in largest_pieces(batch) if not self._jobs[job_id].is_terminal]:
             job = self._jobs[job_id]
             self._counters.charge(job.tenant, tuning=job.count_rows(now_s))
         for job_id, sums in result.packs.items():
@@ -357,7 +362,9 @@ class JobSet(Mapping[str, Job]):
     def _publish(self, job: Job, *, transient: bool = False) -> None:
         step = job.num_steps_done
         try:
-            version = self._adapters.publish(job.id, job.name, step, costs=job.costs, transient=transient)
+            version = self._adapters.publish(
+                job.id, job.name, step, costs=job.costs, transient=transient, model=job.model
+            )
         except DeviceMemoryError as error:
             self._fail(job, f"out of memory where {job.name}@{step} was to be kept: {error}")
             return
@@ -376,6 +383,8 @@ class JobSet(Mapping[str, Job]):
         job.end(state)
         self._swap.release_pack(job.id)
         self._optimizers.let_go(job)
+        if not any(other.costs.other and not other.is_terminal for other in self._jobs.values()):
+            self._pages.window.clear()
         self._owed.add(CloseTrainer(job.id))
         self._tell(job, state, message=message)
 

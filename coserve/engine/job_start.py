@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from coserve.devices.messages import OpenTrainer, TrainerOpened, group_bytes
+from coserve.devices.messages import OpenTrainer, OtherModel, TrainerOpened, group_bytes
 from coserve.engine.checkpoint import JobPosition, read_position
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.versions import AdapterVersions
@@ -24,10 +25,13 @@ class PeftFields(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class JobStart:
-    """trainer: what the device is told of a job. position: that it resumes from; None: it is a new one."""
+    """trainer: what the device is told of a job. position: that it resumes from; None: it is a new one. model: that it
+    trains, by the operator's name for it, if that is not the one that serves.
+    """
 
     trainer: OpenTrainer
     position: JobPosition | None
+    model: str = ""
 
 
 def make_start(
@@ -38,17 +42,30 @@ def make_start(
     *,
     adapter: PeftFields | Mapping[str, Any] | str | None,
     checkpoint: str | Path | None,
+    model: str = "",
+    trainable_models: Mapping[str, str] = MappingProxyType({}),
 ) -> JobStart:
     """A job begins with a checkpoint, with a version (by its label), or with a fresh adapter. JobError without any of
-    them, or if the checkpoint is none.
+    them, if the checkpoint is none, or if the version is of another model than the job's.
+
+    model: its name among the trainable_models, where each has its path; "" for the one that serves.
     """
+    if model and model not in trainable_models:
+        names = ", ".join(map(repr, trainable_models)) or "none"
+        raise JobError(f"model {model!r} is not served here, nor one of those that can be trained beside it: {names}")
     fields: dict[str, Any] | None = None
     version: str | None = None
     if checkpoint is None:
         if adapter is None:
             raise JobError("a job needs an adapter to begin with, or a checkpoint to resume from")
         if isinstance(adapter, str):
-            version = versions.resolve(adapter).key
+            found = versions.resolve(adapter)
+            if found.model != model:
+                raise JobError(
+                    f"adapter {found.label} is of {_named(found.model)}, the job of {_named(model)}: "
+                    "continue it on its own model"
+                )
+            version = found.key
         else:
             fields = dict(adapter) if isinstance(adapter, Mapping) else adapter.to_peft()
     num_tokens = sum(len(example.tokens) for example in examples)
@@ -59,15 +76,36 @@ def make_start(
         adapter=fields,
         version=version,
         checkpoint=None if checkpoint is None else str(checkpoint),
+        model=trainable_models[model] if model else "",
     )
-    return JobStart(trainer=trainer, position=None if checkpoint is None else read_position(checkpoint))
+    position = None if checkpoint is None else read_position(checkpoint)
+    return JobStart(trainer=trainer, position=position, model=model)
+
+
+def _window_pages(other: OtherModel, pages: PageBroker, model: str) -> int:
+    """The least that its weights need; JobError if the window may not have as many."""
+    least, most_bytes = pages.window_need(other).least_pages, pages.max_window_bytes
+    if least * pages.pool.page_bytes > most_bytes:
+        raise JobError(
+            f"two parts of model {model!r} side by side need {least * pages.pool.page_bytes} bytes; the window of "
+            f"weights may have {most_bytes}: give it, or the engine, more memory"
+        )
+    return least
+
+
+def _named(model: str) -> str:
+    return f"model {model!r}" if model else "the model that serves"
 
 
 def with_pack_size(
-    config: TuningConfig, costs: TrainerOpened, pages: PageBroker, examples: Sequence[Example]
+    config: TuningConfig, costs: TrainerOpened, pages: PageBroker, examples: Sequence[Example], model: str = ""
 ) -> TuningConfig:
-    """The configuration with packs that the pool can hold; JobError if it cannot hold them."""
+    """The configuration with packs that the pool can hold; JobError if it cannot hold them, or not the weights beside
+    them that a job on another model needs.
+    """
     num_all, longest = pages.pool.num_pages, max(len(example.tokens) for example in examples)
+    if costs.other is not None:
+        num_all -= _window_pages(costs.other, pages, model)
 
     def num_pages(num_rows: int) -> int:
         return sum(pages.num_pages(group_bytes(row_bytes, num_rows)) for row_bytes in costs.training)
@@ -80,7 +118,7 @@ def with_pack_size(
     largest = max(config.pack_tokens, longest)
     if (needed := num_pages(largest)) > num_all:
         raise JobError(
-            f"a pack of {largest} tokens needs {needed} pages; there are {num_all}: "
+            f"a pack of {largest} tokens needs {needed} pages; there are {max(0, num_all)}: "
             "lower max_pack_tokens or max_sequence_length, or give the engine more memory"
         )
     return config

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
+from coserve.devices.base import Device
+from coserve.devices.messages import Command, OtherModel, ResizeWindow
 from coserve.errors import BudgetError
 from coserve.memory.kv_cache import OWNER as KV_OWNER
 from coserve.memory.kv_cache import KvCache
@@ -10,12 +13,25 @@ from coserve.memory.pack_pages import OWNER as PACK_OWNER
 from coserve.memory.pack_pages import PackPages, no_such_run, take_runs
 from coserve.memory.pages import PagePool
 from coserve.memory.run_search import RunSearch
+from coserve.memory.window_pages import OWNER as WINDOW_OWNER
+from coserve.memory.window_pages import WindowPages
+
+
+class WindowNeed(NamedTuple):
+    """Pages of weights that a pack needs, and that it could use."""
+
+    least_pages: int
+    most_pages: int
 
 
 class PageBroker:
     """One pool of pages, and what it is lent for."""
 
-    def __init__(self, *, num_pages: int, page_bytes: int, block_tokens: int) -> None:
+    def __init__(
+        self, *, num_pages: int, page_bytes: int, block_tokens: int, max_window_bytes: int | None = None
+    ) -> None:
+        """max_window_bytes: of the window of weights; None: of the whole pool."""
+        self.max_window_bytes = num_pages * page_bytes if max_window_bytes is None else max_window_bytes
         self.pool = PagePool(num_pages, page_bytes)
         self.cache = KvCache(self.pool, block_tokens=block_tokens)
         # Sizes of groups that could not be had since the last change, and why.
@@ -24,31 +40,89 @@ class PageBroker:
 
     @property
     def num_available(self) -> int:
-        """Pages that could be had now: free ones, and those of prefixes that no request uses."""
+        """Pages that could be had now: free ones, those of prefixes that no request uses, and what the window of
+        weights can lend.
+        """
         return self.cache.num_available
+
+    @property
+    def window(self) -> WindowPages:
+        """Of weights of models that jobs train beside the one that serves."""
+        return self.cache.window
 
     def num_pages(self, num_bytes: int) -> int:
         """Pages of a run of this many bytes."""
         return -(-num_bytes // self.pool.page_bytes)
 
-    def take_pack(self, group_pages: Sequence[int | None], num_trained_parts: int) -> PackPages:
+    def window_need(self, other: OtherModel) -> WindowNeed:
+        """Of packs of a job on another model."""
+        least, most = self.num_pages(other.least_bytes), self.num_pages(other.all_bytes)
+        return WindowNeed(least, max(least, min(most, self.max_window_bytes // self.pool.page_bytes)))
+
+    def take_commands(self) -> list[Command]:
+        """What the device must do before all else that is done with pages."""
+        found: list[Command] = []
+        if self.window.has_changed:
+            found.append(ResizeWindow(self.window.run.start, len(self.window.run)))
+            self.window.note_told()
+        return found
+
+    def flush(self, device: Device) -> None:
+        """Have it do that now."""
+        if self.window.has_changed:
+            device.execute(ResizeWindow(self.window.run.start, len(self.window.run)))
+            self.window.note_told()
+
+    def take_pack(
+        self, group_pages: Sequence[int | None], num_trained_parts: int, window: WindowNeed | None = None
+    ) -> PackPages:
         """Runs for a pack's groups (None: for this one none); BudgetError, and nothing is taken, if one cannot be had.
 
         Prefixes are forgotten for it only where that makes a run, and as few as that takes. What cannot be had is not
         looked for again until a page has become free or evictable.
+
+        window: of weights that it needs, which is taken with it if it is not there, and grows as far as it can. At most
+        one pack has it.
         """
-        sizes, changes = tuple([size for size in group_pages if size is not None]), self._num_changes
+        if window is not None:
+            return self._take_with_window(group_pages, num_trained_parts, window)
+        runs = iter(self._take_sizes(tuple([size for size in group_pages if size is not None])))
+        return PackPages(self.pool, [None if size is None else next(runs) for size in group_pages], num_trained_parts)
+
+    def _take_with_window(
+        self, group_pages: Sequence[int | None], num_trained_parts: int, need: WindowNeed
+    ) -> PackPages:
+        sizes, window = tuple([size for size in group_pages if size is not None]), self.window
+        runs: list[range] = []
+        if len(window.run) >= need.least_pages:
+            window.require(need.least_pages)
+            with suppress(BudgetError):
+                runs = self._take_sizes(sizes)
+        if not runs:  # it is too small, or in the way
+            window.clear()
+            *runs, run = self._take_sizes((*sizes, need.least_pages))
+            self.pool.give_back_runs(PACK_OWNER, [run])
+            self.pool.take_these(WINDOW_OWNER, run)
+            window.begin(run)
+            window.require(need.least_pages)
+        window.grow(need.most_pages)
+        given = iter(runs)
+        found = [None if size is None else next(given) for size in group_pages]
+        return PackPages(self.pool, found, num_trained_parts, window)
+
+    def _take_sizes(self, sizes: tuple[int, ...]) -> list[range]:
+        """`_take_runs`, unless it is known that these cannot be had."""
+        changes = self._num_changes
         if changes != self._refused_at:
             self._refused.clear()
             self._refused_at = changes
         if (error := self._refused.get(sizes)) is not None:
             raise BudgetError(error)
         try:
-            runs = iter(self._take_runs(sizes))
+            return self._take_runs(sizes)
         except BudgetError as refused:
             self._refused[sizes] = str(refused)
             raise
-        return PackPages(self.pool, [None if size is None else next(runs) for size in group_pages], num_trained_parts)
 
     def check_integrity(self, held: set[int], packs: Sequence[PackPages]) -> None:
         """Assert that every page is free or owned, and that those owned are these requests' and packs'."""
@@ -57,6 +131,7 @@ class PageBroker:
         kept = owned.get(KV_OWNER, 0) - self.cache.prefixes.num_evictable
         assert kept == len(held), f"{kept} pages are in use, requests hold {len(held)}"
         assert owned.get(PACK_OWNER, 0) == sum(pack.num_pages for pack in packs)
+        assert owned.get(WINDOW_OWNER, 0) == len(self.window.run)
 
     @property
     def _num_changes(self) -> int:
@@ -65,6 +140,16 @@ class PageBroker:
         return prefixes.num_released + self.pool.num_returned - prefixes.num_evicted
 
     def _take_runs(self, sizes: Sequence[int]) -> list[range]:
+        self.window.lend(sum(sizes) - self.pool.num_free)
+        try:
+            return self._take_free_runs(sizes)
+        except BudgetError:
+            if not self.window.num_lendable:
+                raise
+        self.window.lend(self.window.num_lendable)
+        return self._take_free_runs(sizes)
+
+    def _take_free_runs(self, sizes: Sequence[int]) -> list[range]:
         if sum(sizes) <= self.pool.num_free:
             with suppress(BudgetError):
                 return take_runs(self.pool, sizes)

@@ -129,6 +129,7 @@ class SubmitExamples(msgspec.Struct, tag="submit_examples", frozen=True, kw_only
     checkpoint: Files | None
     tenant: str
     alone_until_step: int = 0
+    model: str = ""
 
 
 class OnJob(msgspec.Struct, tag="on_job", frozen=True):
@@ -246,6 +247,7 @@ class RecordingEngine(Engine):
         checkpoint: str | Path | None = None,
         tenant: str = "",
         alone_until_step: int = 0,
+        model: str = "",
     ) -> str:
         if adapter is not None and not isinstance(adapter, str | Mapping):
             adapter = adapter.to_peft()
@@ -259,6 +261,7 @@ class RecordingEngine(Engine):
             checkpoint=None if checkpoint is None else _read(checkpoint),
             tenant=tenant,
             alone_until_step=alone_until_step,
+            model=model,
         )
         with self._asked(line):
             return super().submit_examples(
@@ -271,6 +274,7 @@ class RecordingEngine(Engine):
                 checkpoint=checkpoint,
                 tenant=tenant,
                 alone_until_step=alone_until_step,
+                model=model,
             )
 
     def pause_job(self, job_id: str) -> None:

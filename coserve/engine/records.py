@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from coserve.devices.messages import StepResult
 from coserve.engine.request import Request
 from coserve.scheduling.slo import Slo
 
@@ -51,6 +52,23 @@ def record_of(request: Request) -> RequestRecord:
     )
 
 
+@dataclass(kw_only=True)
+class WindowUse:
+    """What came of the window of weights so far: bytes that were copied into it, seconds for which others waited for
+    them, and tasklets that did not, and were left for a later step.
+    """
+
+    num_bytes_copied: int = 0
+    waited_s: float = 0.0
+    num_declined: int = 0
+
+    def add(self, result: StepResult) -> None:
+        """A step's."""
+        self.num_bytes_copied += result.weight_bytes
+        self.waited_s += result.weights_wait_s
+        self.num_declined += result.num_declined
+
+
 @dataclass(frozen=True, kw_only=True)
 class HandoverStats:
     """Prompts that one instance computes for another. role: of this one. num_partners: instances that are connected
@@ -74,6 +92,8 @@ class EngineStats:
     num_swapped_out, num_swapped_in: pages that were copied to the host, and back, whatever they are of. num_host_pages:
     that it has room for, of which num_host_pages_used are taken. handover: None if prefill and decode are together.
     give_back_s: the most seconds that a step has waited lately for pages that were copied to the host.
+    num_weight_bytes_copied, weights_wait_s, num_tasklets_declined: see `WindowUse`; the window's pages are in
+    num_pages_by_owner, as those of "weights".
     """
 
     num_running: int
@@ -97,3 +117,6 @@ class EngineStats:
     num_host_pages_used: int = 0
     handover: HandoverStats | None = None
     give_back_s: float = 0.0
+    num_weight_bytes_copied: int = 0
+    weights_wait_s: float = 0.0
+    num_tasklets_declined: int = 0

@@ -158,6 +158,7 @@ def _ask_with_files(engine: EngineCore, line: LoadFiles | EnsureFiles | FinishLo
                 checkpoint=None if line.checkpoint is None else directory,
                 tenant=line.tenant,
                 alone_until_step=line.alone_until_step,
+                model=line.model,
             )
 
 

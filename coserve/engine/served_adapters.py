@@ -64,8 +64,12 @@ class ServedAdapters:
             load.name, 0, load.key, num_bypasses=opened.num_bypasses, num_bytes=opened.num_bytes
         )
 
-    def publish(self, job: str, name: str, step: int, *, costs: TrainerOpened, transient: bool) -> AdapterVersion:
-        """Serve a job's adapter as it is now; DeviceMemoryError if there is no room for the copy."""
+    def publish(
+        self, job: str, name: str, step: int, *, costs: TrainerOpened, transient: bool, model: str
+    ) -> AdapterVersion:
+        """Serve a job's adapter as it is now (of another `model`: keep it, so that it can be saved); DeviceMemoryError
+        if there is no room for the copy.
+        """
         key = self.versions.new_key(name, step)
         with self.versions.given_up(key):
             self._device.execute(PublishVersion(job, key))
@@ -76,6 +80,7 @@ class ServedAdapters:
             num_bypasses=costs.counts.num_bypasses,
             num_bytes=costs.version_bytes,
             transient=transient,
+            model=model,
         )
 
     def keep_from_disk(self, name: str) -> None:

@@ -64,7 +64,7 @@ class Serving:
     ) -> None:
         """Queue the sequences of a request; see `EngineCore.add_tokens`."""
         check_request(prompt, params, self._info, has_text=self._text_stream is not None)
-        version = None if adapter is None else self._versions.resolve(adapter)
+        version = None if adapter is None else self._versions.resolve_served(adapter)
         base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         asked_slo = slo or default_slo
         most = max(1, params.max_tokens)

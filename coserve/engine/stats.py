@@ -42,4 +42,7 @@ def take_stats(
         num_host_pages=swap.num_pages,
         num_host_pages_used=swap.num_pages_used,
         give_back_s=swap.give_back_s,
+        num_weight_bytes_copied=jobs.window_use.num_bytes_copied,
+        weights_wait_s=jobs.window_use.waited_s,
+        num_tasklets_declined=jobs.window_use.num_declined,
     )

@@ -1,6 +1,7 @@
 """A plan: what changes hands, what the device is told, and what the latency model learns of the result."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 from msgspec import structs
@@ -11,7 +12,7 @@ from coserve.engine.job_set import JobSet
 from coserve.engine.plan_checks import check_plan
 from coserve.engine.request_queue import RequestQueue
 from coserve.scheduling.corrections import Corrections
-from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.latency import LatencyModel, tasklet_section
 from coserve.scheduling.plan import Partition, Plan, PlannedLoss, PlannedRows, PlannedTasklets
 
 Piece = TypeVar("Piece", PlannedRows, PlannedLoss, PlannedTasklets)
@@ -123,25 +124,38 @@ def build_batch(
     )
 
 
-def observe(latency: LatencyModel, plan: Plan, result: StepResult, parameters: Sequence[int], *, step_s: float) -> None:
-    """Tell the latency model what a step took; parameters: how many each of its optimizer steps moved.
+def observe(
+    latency: LatencyModel,
+    plan: Plan,
+    result: StepResult,
+    parameters: Sequence[int],
+    models: Mapping[str, str] = MappingProxyType({}),
+    *,
+    step_s: float,
+) -> None:
+    """Tell the latency model what a step took; parameters: how many each of its optimizer steps moved. models: of the
+    jobs that have tasklets, as `JobCounts` names them.
 
     A section's time teaches once for each size in it, however many pieces of that size it has.
     """
-    joined = {num_rows.bit_length(): num_rows for num_rows in _joined_rows(plan)}.values()
+    joined = {(section, num_rows.bit_length()): num_rows for section, num_rows in _joined_rows(plan, models)}
+    rows = list(joined.values())
     run, beside = _share_run(plan, result.num_tasklets), _share_run(plan, result.num_beside)
     corrections = latency.corrections
     if plan.partition is not None:
-        _observe_sides(latency, plan.partition, plan, result, plan.loss_s + plan.backward_s * beside, joined)
+        _observe_sides(latency, plan.partition, plan, result, plan.loss_s + plan.backward_s * beside, rows)
     else:
         _observe_forward_and_loss(corrections, plan, result)
     after_s = plan.backward_s * (run - beside)
-    for num_rows in joined:
-        corrections.observe("backward", num_rows, False, predicted_s=after_s, measured_s=result.backward_s)
+    for (section, _), num_rows in joined.items():
+        # Waiting for weights is no work.
+        seconds = result.backward_s - result.weights_wait_s
+        corrections.observe(section, num_rows, False, predicted_s=after_s, measured_s=seconds)
     for number in {number.bit_length(): number for number in parameters}.values():
         corrections.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
-    # No plan counts copies: they teach nothing about what it does count.
-    latency.observe_step(predicted_s=plan.seconds_with(plan.backward_s * run), measured_s=step_s - result.copy_s)
+    # No plan counts copies, and waiting for them: they teach nothing about what it does count.
+    waited_s = result.copy_s + result.weights_wait_s
+    latency.observe_step(predicted_s=plan.seconds_with(plan.backward_s * run), measured_s=step_s - waited_s)
 
 
 def _observe_forward_and_loss(corrections: Corrections, plan: Plan, result: StepResult) -> None:
@@ -177,13 +191,15 @@ def _observe_sides(
             latency.sharing.observe(partition, "backward", rows, predicted=plan.backward_speed, measured=reached)
 
 
-def _joined_rows(plan: Plan) -> list[int]:
-    """Rows of the tasklets that run at once."""
+def _joined_rows(plan: Plan, models: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Of the tasklets that run at once, the section of corrections and the rows."""
     found: dict[int | str, int] = {}
+    sections: dict[int | str, str] = {}
     for part in plan.tasklets:
         group = part.job if part.group is None else part.group
         found[group] = found.get(group, 0) + part.rows
-    return list(found.values())
+        sections[group] = tasklet_section(models.get(part.job, ""))
+    return [(sections[group], num_rows) for group, num_rows in found.items()]
 
 
 def _share_run(plan: Plan, num_tasklets: Mapping[str, int]) -> float:

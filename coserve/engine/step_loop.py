@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from coserve.devices.base import Device
-from coserve.devices.messages import ImportPages, OpenRequest, StepBatch, StepResult
+from coserve.devices.messages import ImportPages, OpenRequest, ResizeWindow, StepBatch, StepResult
 from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
@@ -110,8 +110,8 @@ class StepLoop:
         if plan.runs_nothing:
             self.flush_commands()
             return False
-        copies = (*self._swap.take_commands(), *self._handed.take_commands())
-        commands = (*copies, *(self._commands.popleft() for _ in range(len(self._commands))))
+        own = (*self._pages.take_commands(), *self._swap.take_commands(), *self._handed.take_commands())
+        commands = (*own, *(self._commands.popleft() for _ in range(len(self._commands))))
         batch = build_batch(self.num_steps, plan, self._requests, self._jobs, commands)
         self._step = _Begun(view, plan, batch, started_s)
         try:
@@ -130,6 +130,7 @@ class StepLoop:
                 result = self._device.collect()
             except BaseException as error:
                 self._swap.lose(step.batch.commands)
+                self._pages.window.note_told(heard=False)
                 self._close_running()  # tokens that nobody has heard of may count as used there
                 self._jobs.abandon(step.batch, error)
                 raise
@@ -148,8 +149,9 @@ class StepLoop:
         """A step could not begin. Which of its commands, and of its requests' pages, the device knows of is not known:
         all requests that run are closed, and opened again when they are admitted.
         """
-        opens = OpenRequest | SwapOut | SwapIn | ImportPages
-        lost = [command for command in batch.commands if not isinstance(command, opens)]
+        own = OpenRequest | SwapOut | SwapIn | ImportPages | ResizeWindow
+        lost = [command for command in batch.commands if not isinstance(command, own)]
+        self._pages.window.note_told(heard=False)
         self._commands.extendleft(reversed(lost))
         self._swap.lose(batch.commands)
         self._close_running()
@@ -165,6 +167,7 @@ class StepLoop:
     def flush_commands(self) -> None:
         """Tell the device now what it would be told with the next step."""
         self._jobs.settle()
+        self._pages.flush(self._device)
         self._swap.flush(self._device)
         self._handed.flush(self._device)
         while self._commands:
@@ -245,7 +248,8 @@ class StepLoop:
         self._swap.note_step(result.copy_s)
         self._max_step_rows = min(self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
         parameters = [self._jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
-        observe(self._latency, plan, result, parameters, step_s=now_s - started_s)
+        models = {part.job: self._jobs[part.job].costs.counts.model for part in plan.tasklets}
+        observe(self._latency, plan, result, parameters, models, step_s=now_s - started_s)
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)

@@ -12,6 +12,7 @@ from coserve.errors import AdapterError, CoserveError
 class AdapterVersion:
     """key: never given twice, so that what was computed under it (K and V) can never be mistaken for another's.
     num_bytes: of its parameters, as they go to the host.
+    model: that it is of, if that is not the one that serves; requests cannot name it then.
     """
 
     name: str
@@ -19,6 +20,7 @@ class AdapterVersion:
     key: str
     num_bypasses: int
     num_bytes: int = 0
+    model: str = ""
 
     @property
     def label(self) -> str:
@@ -43,13 +45,23 @@ class AdapterVersions:
         return f"{name}@{step}#{next(self._serial)}"
 
     def publish(
-        self, name: str, step: int, key: str, *, num_bypasses: int, num_bytes: int = 0, transient: bool = False
+        self,
+        name: str,
+        step: int,
+        key: str,
+        *,
+        num_bypasses: int,
+        num_bytes: int = 0,
+        transient: bool = False,
+        model: str = "",
     ) -> AdapterVersion:
         """Make a version the newest of its name. transient: the next one takes its place."""
         versions = self._versions.setdefault(name, {})
         for old in [version for version in versions.values() if version.key in self._transient or version.step == step]:
             self._forget(versions.pop(old.step))
-        versions[step] = AdapterVersion(name=name, step=step, key=key, num_bypasses=num_bypasses, num_bytes=num_bytes)
+        versions[step] = AdapterVersion(
+            name=name, step=step, key=key, num_bypasses=num_bypasses, num_bytes=num_bytes, model=model
+        )
         self._readers[key] = 0
         if transient:
             self._transient.add(key)
@@ -80,6 +92,16 @@ class AdapterVersions:
     def of(self, name: str) -> list[AdapterVersion]:
         """The versions of a name; none if there is no such name."""
         return list(self._versions.get(name, {}).values())
+
+    def resolve_served(self, label: str) -> AdapterVersion:
+        """The same for a request; AdapterError if it is of another model than the one that serves."""
+        version = self.resolve(label)
+        if version.model:
+            raise AdapterError(
+                f"adapter {version.label} is of model {version.model!r}, which is trained here and not served: "
+                "save it, and serve it with that model"
+            )
+        return version
 
     def labels(self) -> list[str]:
         """Every version's label."""

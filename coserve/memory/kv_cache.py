@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from coserve.errors import BudgetError
 from coserve.memory.pages import PagePool
 from coserve.memory.prefix_index import PrefixIndex
+from coserve.memory.window_pages import WindowPages
 
 OWNER = "kv"
 
@@ -15,11 +16,14 @@ class KvCache:
     def __init__(self, pool: PagePool, *, block_tokens: int = 16) -> None:
         self.pool, self.block_tokens = pool, block_tokens
         self.prefixes = PrefixIndex(block_tokens)
+        self.window = WindowPages(pool)
 
     @property
     def num_available(self) -> int:
-        """Pages that could be had now: free ones, and those of prefixes that no sequence uses."""
-        return self.pool.num_free + self.prefixes.num_evictable
+        """Pages that could be had now: free ones, those of prefixes that no sequence uses, and what the window of
+        weights can lend.
+        """
+        return self.pool.num_free + self.prefixes.num_evictable + self.window.num_lendable
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that this many tokens fill."""
@@ -44,11 +48,12 @@ class KvCache:
         return self.num_pages(num_tokens) - len(pages) + num_unused, len(pages) * self.block_tokens
 
     def take(self, num_pages: int) -> list[int]:
-        """Pages for a sequence, from unused beginnings where the free ones do not suffice; BudgetError takes
-        nothing.
+        """Pages for a sequence, from the window of weights, then from unused beginnings, where the free ones do not
+        suffice; BudgetError takes nothing.
         """
         if num_pages > self.num_available:
             raise BudgetError(f"{num_pages} pages asked for, {self.num_available} are available")
+        self.window.lend(num_pages - self.pool.num_free)
         self.evict(num_pages - self.pool.num_free)
         pages = self.pool.take(OWNER, num_pages)
         self.prefixes.use(pages)

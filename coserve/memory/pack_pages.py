@@ -11,6 +11,7 @@ from typing import Protocol
 
 from coserve.errors import BudgetError
 from coserve.memory.pages import PagePool
+from coserve.memory.window_pages import WindowPages
 
 OWNER = "activations"
 
@@ -19,22 +20,29 @@ class PackProgress(Protocol):
     """How far a pack has come (`coserve.tuning.cursor.Cursor`)."""
 
     @property
-    def forward_done(self) -> bool: ...
+    def saved_all(self) -> bool: ...
 
     @property
     def done(self) -> bool: ...
 
-    num_parts_done: int
+    @property
+    def num_parts_reversed(self) -> int: ...
 
 
 class PackPages:
     """The runs of one pack."""
 
-    def __init__(self, pool: PagePool, runs: Sequence[range | None], num_trained_parts: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        runs: Sequence[range | None],
+        num_trained_parts: int,
+        window: WindowPages | None = None,
+    ) -> None:
         """runs: None for groups that the pack has let go already. num_trained_parts: how many of the groups' parts,
-        from the last one down, run backward.
+        from the last one down, run backward. window: of weights that it needs as long as it lasts.
         """
-        self._pool = pool
+        self._pool, self._window = pool, window
         self.runs: list[range | None] = list(runs)
         self.num_pages = sum([len(run) for run in runs if run is not None])  # that it still holds
         self._first_trained = len(runs) - num_trained_parts
@@ -53,13 +61,16 @@ class PackPages:
         """Give back what the pack does not need any more."""
         if cursor.done:
             self.release()
-        elif cursor.forward_done:
+        elif cursor.saved_all:
             self._give_back(1, self._first_trained)
-            self._give_back(len(self.runs) - cursor.num_parts_done, len(self.runs))
+            self._give_back(len(self.runs) - cursor.num_parts_reversed, len(self.runs))
 
     def release(self) -> None:
         """Give back all of it."""
         self._give_back(0, len(self.runs))
+        if self._window is not None:
+            self._window.require(0)
+            self._window = None
 
     def _give_back(self, start: int, end: int) -> None:
         """Of the runs of these groups, those that it still holds."""

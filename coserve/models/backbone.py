@@ -1,5 +1,6 @@
 """The backbone: one frozen copy of a model's weights on one device, with everything that is fixed once it is loaded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,13 +10,13 @@ from coserve.errors import ModelError
 from coserve.graph.blocks import split_rows
 from coserve.kernels import find_backend
 from coserve.kernels.base import Backend
-from coserve.models.base import Architecture
+from coserve.kernels.weights import Weight
+from coserve.models.base import Architecture, Part
 from coserve.models.families import build_architecture
 from coserve.models.rope import RotaryTable
 from coserve.models.source import ModelSource, find_model
 from coserve.models.weights import (
     Progress,
-    Weights,
     WeightStorage,
     absent_weights,
     load_weights,
@@ -39,7 +40,7 @@ class Backbone:
 
     name: str
     architecture: Architecture
-    weights: Weights = field(repr=False)
+    weights: Mapping[Part, Mapping[str, Tensor | Weight]] = field(repr=False)
     rotary: RotaryTable | None
     dtype: torch.dtype
     device: torch.device

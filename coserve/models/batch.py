@@ -97,6 +97,11 @@ def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     return x
 
 
+def forward_part(backbone: Backbone, spans: Sequence[Span], part: Part, x: Tensor | None) -> Tensor:
+    """Run the spans through one part before the head: x [n, hidden_size] (None: the embedding) -> [n, hidden_size]."""
+    return _Batch(backbone, spans).run(part, x)
+
+
 def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]] = ()) -> Tensor:
     """The head on rows of any adapters: [n, hidden_size] -> [n, vocab_size] in the compute dtype.
 

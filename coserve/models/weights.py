@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 # Buffers that older checkpoints carry and nothing reads.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,13 +65,7 @@ def load_weights(
         WeightsError: a file is missing or damaged, or a tensor is missing, unknown, misshapen or not of a float type;
             the message names it.
     """
-    found: dict[str, _Entry] = {}
-    for file in weight_files(directory):
-        for entry in _entries(file):
-            if entry.name in found:
-                raise WeightsError(f"{entry.name} is in both {found[entry.name].file} and {file}; keep one of them")
-            found[entry.name] = entry
-    _check(architecture, found, directory)
+    found = find_weights(architecture, directory)
     loaded: dict[str, Tensor | Weight] = {}
     device, dtype = storage.backend.device, storage.dtype
     for file, entries in groupby(found.values(), key=lambda entry: entry.file):
@@ -81,15 +75,15 @@ def load_weights(
                 loaded[name] = storage.made(architecture, name, tensor)
                 if progress is not None:
                     progress(len(loaded), len(architecture.weight_shapes))
-    if architecture.tied and _HEAD in found:
+    if architecture.tied and HEAD in found:
         table = loaded[f"{architecture.embedding_name}.weight"]
         assert isinstance(table, Tensor)
-        _check_tied_head(found[_HEAD].file, table)
+        check_tied_head(found[HEAD].file, table)
     return _joined(architecture, loaded, storage)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Entry:
+class Entry:
     """A tensor in a file, by the file's header."""
 
     file: Path
@@ -98,7 +92,19 @@ class _Entry:
     kind: str  # as safetensors writes it: F32, BF16, I8, …
 
 
-def _check(architecture: Architecture, found: dict[str, _Entry], directory: Path) -> None:
+def find_weights(architecture: Architecture, directory: Path) -> dict[str, Entry]:
+    """A checkpoint's tensors by name, none of which is read; WeightsError if they are not the model's."""
+    found: dict[str, Entry] = {}
+    for file in weight_files(directory):
+        for entry in _entries(file):
+            if entry.name in found:
+                raise WeightsError(f"{entry.name} is in both {found[entry.name].file} and {file}; keep one of them")
+            found[entry.name] = entry
+    _check(architecture, found, directory)
+    return found
+
+
+def _check(architecture: Architecture, found: dict[str, Entry], directory: Path) -> None:
     shapes, family = architecture.weight_shapes, architecture.config.model_type
     if missing := [name for name in shapes if name not in found]:
         bare = all(f"model.{name}" in shapes for name in found)
@@ -107,7 +113,7 @@ def _check(architecture: Architecture, found: dict[str, _Entry], directory: Path
     unknown = [
         name
         for name in found
-        if name not in shapes and not _IGNORED.match(name) and not (architecture.tied and name == _HEAD)
+        if name not in shapes and not _IGNORED.match(name) and not (architecture.tied and name == HEAD)
     ]
     if unknown:
         raise WeightsError(f"{directory} holds {some_of(unknown)}, which this {family} does not have")
@@ -119,13 +125,13 @@ def _check(architecture: Architecture, found: dict[str, _Entry], directory: Path
             raise WeightsError(f"{entry.file}: {name} is {entry.kind}; weights must be float32, float16 or bfloat16")
 
 
-def _check_tied_head(file: Path, embedding: Tensor) -> None:
+def check_tied_head(file: Path, embedding: Tensor) -> None:
     """A tied checkpoint may store its head too, but then it must be the embedding."""
     with _open(file) as reader:
-        head = reader.get_tensor(_HEAD)
+        head = reader.get_tensor(HEAD)
     if not torch.equal(head.to(embedding), embedding):
         raise WeightsError(
-            f"{file}: {_HEAD} is not the embedding, but the configuration ties them; set tie_word_embeddings to false"
+            f"{file}: {HEAD} is not the embedding, but the configuration ties them; set tie_word_embeddings to false"
         )
 
 
@@ -189,7 +195,7 @@ def by_part(architecture: Architecture, weights: dict[str, Tensor | Weight], sto
         assert isinstance(table, Tensor)
         is_dense = storage.weight_format == "dense"
         head = DenseWeight(table) if is_dense else storage.linear(table)
-        weights = {**weights, _HEAD: head}
+        weights = {**weights, HEAD: head}
     return {
         part: {
             tensor.name: weights[architecture.prefix(part) + tensor.name]
@@ -199,11 +205,11 @@ def by_part(architecture: Architecture, weights: dict[str, Tensor | Weight], sto
     }
 
 
-def _entries(file: Path) -> Iterator[_Entry]:
+def _entries(file: Path) -> Iterator[Entry]:
     with _open(file) as reader:
         for name in reader.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
             tensor = reader.get_slice(name)
-            yield _Entry(file=file, name=name, shape=tuple(tensor.get_shape()), kind=tensor.get_dtype())
+            yield Entry(file=file, name=name, shape=tuple(tensor.get_shape()), kind=tensor.get_dtype())
 
 
 @contextmanager

@@ -21,7 +21,8 @@ class JobCounts:
 
     flops_per_row: forward, beyond the bare model's (its bypasses). backward_flops_per_row and
     backward_flops_per_pair: of one part, in the mean. num_parts: parts that have a backward pass. num_bypasses: sites
-    of its adapter. num_parameters: what an optimizer step moves.
+    of its adapter. num_parameters: what an optimizer step moves. model: that it trains, if that is not the one that
+    serves; then all that its packs run are tasklets, and the means are over these.
     """
 
     flops_per_row: float
@@ -30,6 +31,7 @@ class JobCounts:
     num_parts: int
     num_bypasses: int
     num_parameters: int
+    model: str = ""
 
     def __hash__(self) -> int:
         """Of one number: a plan looks up by these counts some dozen times."""

@@ -26,14 +26,16 @@ LEAST_ROWS = 16
 
 
 def hybrid_tasks(jobs: Sequence[JobView], latency: LatencyModel, *, max_rows: int) -> dict[str, int]:
-    """The hybrid task of each job that has a pack in memory, by number.
+    """The hybrid task of each job that has a pack in memory, by number; a job on another model has one of its own.
 
     Args:
         max_rows: the most rows of a batch, unless one pack has more: what is copied side by side has room.
     """
-    packs = sorted([job for job in jobs if job.phase in ("forward", "loss", "backward")], key=_num_rows)
+    packs = [job for job in jobs if job.phase in ("forward", "loss", "backward")]
+    alone = {job.id: -1 - number for number, job in enumerate(packs) if job.counts.model}
+    packs = sorted([job for job in packs if job.id not in alone], key=_num_rows)
     if len(packs) < 2:
-        return {job.id: 0 for job in packs}
+        return {**alone, **{job.id: 0 for job in packs}}
     rows = [0, *accumulate([job.num_rows for job in packs])]
     weighed = [0.0, *accumulate([job.num_rows * latency.backward_weight(job) for job in packs])]
     # best[m]: the least time of the first m jobs, and where their last hybrid task begins.
@@ -50,7 +52,7 @@ def hybrid_tasks(jobs: Sequence[JobView], latency: LatencyModel, *, max_rows: in
             if total_s <= found[0]:
                 found = (total_s, first)
         best.append(found)
-    tasks: dict[str, int] = {}
+    tasks: dict[str, int] = alone
     last = len(packs)
     while last:
         first = best[last][1]

@@ -68,6 +68,13 @@ class ForwardLoad:
             self.bypasses += num_bypasses
 
 
+def tasklet_section(model: str) -> str:
+    """The section of corrections that tasklets are of: those of a model that does not serve ("": the one that does)
+    have their own, since its weights may be anything beside the reference job's, and take time to come.
+    """
+    return f"backward {model}" if model else "backward"
+
+
 class LatencyModel:
     """Seconds of what a plan holds. Arithmetic alone: no clock, no I/O.
 
@@ -179,7 +186,7 @@ class LatencyModel:
             weighed += rows * by_row
             pairs_s += rows * job.mean_context_len * pair_s
         raw = seconds_at(self._backward, num_rows) * weighed / num_rows + pairs_s
-        return raw * self.corrections.of("backward", num_rows, False)
+        return raw * self.corrections.of(tasklet_section(windows[0][0].counts.model), num_rows, False)
 
     def backward_weight(self, job: JobView) -> float:
         """What a row of a job's tasklet costs beside the reference job's."""
@@ -194,6 +201,8 @@ class LatencyModel:
     def pack_s(self, job: JobView) -> float:
         """Seconds of a whole pack alone, forward and backward in one piece."""
         rows = job.num_rows
+        if job.counts.model:
+            return job.num_parts_left * self.tasklet_s(job, rows)
         forward_s = self.with_window(ForwardLoad(), job)(rows)
         return forward_s + self.loss_s(rows) + job.num_parts_left * self.tasklet_s(job, rows)
 

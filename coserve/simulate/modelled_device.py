@@ -44,7 +44,7 @@ from coserve.devices.messages import (
 )
 from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.devices.tasklet_turns import tasklet_turns
-from coserve.errors import AdapterError
+from coserve.errors import AdapterError, JobError
 from coserve.models.backbone import Backbone
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
@@ -230,6 +230,8 @@ class ModelledDevice:
         self._num_bypasses.pop(command.version, None)
 
     def _open_trainer(self, command: OpenTrainer) -> TrainerOpened:
+        if command.model:
+            raise JobError("a modelled device trains the served model alone: give no other model")
         if command.checkpoint is not None:
             config = read_config(Path(command.checkpoint))
         elif command.version is not None:

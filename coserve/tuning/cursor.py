@@ -41,6 +41,27 @@ class Cursor:
     def done(self) -> bool:
         return self.loss_done and self.num_parts_done == self.num_parts
 
+    @property
+    def num_parts_reversed(self) -> int:
+        """Parts whose saved tensors are not needed any more."""
+        return self.num_parts_done
+
+    @property
+    def saved_all(self) -> bool:
+        """Whether all has been saved that the backward pass reads; below that, nothing is needed any more."""
+        return self.forward_done
+
+    def num_rows_run(self, num_trained_parts: int) -> float:
+        """Rows forward and rows reversed: one counts once forward, and once for the loss and all trained parts
+        backward.
+        """
+        num_reversed: float = (self.num_parts_done + 1) * self.num_rows - self.num_backward_rows
+        if self.loss_done:
+            num_reversed += self.num_rows
+        elif self.num_loss_rows:
+            num_reversed += self.num_rows * self.num_loss_rows / self.num_trained
+        return self.num_forward_rows + num_reversed / (num_trained_parts + 1)
+
     def next_forward(self, max_rows: int) -> tuple[int, int]:
         """First and last-plus-one row of the next forward window of at most this many rows."""
         start = self.num_forward_rows
@@ -100,6 +121,29 @@ class Cursor:
         self.num_parts_done += 1
         self.num_backward_rows = self.num_rows
         return True
+
+
+class LayerwiseCursor(Cursor):
+    """Of a pack whose way forward and through the loss are tasklets, too: turns of parts, of which the first are
+    forward, then some through the loss, and the last backward. It begins where another pack's backward pass does.
+    """
+
+    def __init__(self, *, num_rows: int, forward_turns: int, loss_turns: int, num_parts: int) -> None:
+        super().__init__(num_rows=num_rows, num_trained=0, num_parts=forward_turns + loss_turns + num_parts)
+        self.num_forward_rows = num_rows
+        self._forward_turns, self._turns_before = forward_turns, forward_turns + loss_turns
+
+    @property
+    def num_parts_reversed(self) -> int:
+        return max(0, self.num_parts_done - self._turns_before)
+
+    @property
+    def saved_all(self) -> bool:
+        return self.num_parts_done >= self._forward_turns
+
+    def num_rows_run(self, num_trained_parts: int) -> float:
+        num_turns = self.num_parts_done + 1 - self.num_backward_rows / self.num_rows
+        return 2 * self.num_rows * num_turns / self.num_parts
 
 
 def _windows(num_rows: int, max_rows: int) -> list[int]:

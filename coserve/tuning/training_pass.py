@@ -359,6 +359,16 @@ class _Window(Span, BatchRows):
         return self._pass._stores(layer)
 
 
+def window_of(training: TrainingPass, start: int, end: int) -> Span:
+    """Rows of a pack as a span of a forward batch, through any parts."""
+    return _Window(training, start, end)
+
+
+def rows_between_parts(training: TrainingPass) -> Tensor:
+    """[n, hidden_size]: what the parts so far have made of each row."""
+    return training._workspace[_ROWS]
+
+
 def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num_rows: int) -> Shapes:
     """The tensors that a pass of this many rows saves of one part."""
     program = programs.program[part]

@@ -11,7 +11,7 @@ from devices import Driver
 from engines import examples_of, expected_tokens, greedy, prompts_of
 from support import make_backbone, random_sequences, random_tokens
 
-import coserve.devices.torch_device as torch_device
+import coserve.devices.torch_step as torch_step
 from coserve import models
 from coserve.adapters import LoraConfig
 from coserve.devices.base import Device
@@ -88,7 +88,7 @@ def ends_after(monkeypatch: pytest.MonkeyPatch, condition: Callable[[], bool]) -
         assert condition(), "the other side did not get on"
         return hidden
 
-    monkeypatch.setattr(torch_device, "forward", forward)
+    monkeypatch.setattr(torch_step, "forward", forward)
 
 
 def norm_after(driver: Driver, result: StepResult, job: str) -> tuple[float, float | None]:
@@ -161,7 +161,7 @@ def test_running_out_of_memory_on_either_side_is_a_result(driver, monkeypatch, s
         raise MemoryError(f"no memory for {side}")
 
     for name in ("forward", "run_losses") if side == "both" else (side,):
-        monkeypatch.setattr(torch_device, name, fail)
+        monkeypatch.setattr(torch_step, name, fail)
     work: dict[str, Any] = {"losses": [LossRows("job", NUM_TRAINED)], "tasklets": [Tasklets("job", 10, 9)]}
     failed = driver.try_step(requests=rows(driver), partition=HALVES, **work)
     assert failed.failure is not None and f"no memory for {side}" in failed.failure.message
@@ -177,7 +177,7 @@ def test_any_other_error_of_either_side_is_raised_when_the_step_is_collected(dri
     def fail(*given: Any) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(torch_device, side, fail)
+    monkeypatch.setattr(torch_step, side, fail)
     with pytest.raises(RuntimeError, match="a defect"):
         driver.step(requests=rows(driver), losses=[LossRows("job", NUM_TRAINED)], partition=HALVES)
 

@@ -34,6 +34,13 @@ def test_library_trains_while_it_answers():
     assert answer == "Cold, of course."
 
 
+def test_other_model_trains_what_does_not_serve(tmp_path):
+    *answers, state = run("other_model.py", "tiny", str(tmp_path)).splitlines()
+    assert len(set(answers)) == 1
+    assert re.fullmatch(r"succeeded, [1-9]\d* tokens trained", state)
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
 def test_peft_adapter_answers_beside_the_base(tmp_path):
     from peft import LoraConfig, get_peft_model
     from served import model_directory

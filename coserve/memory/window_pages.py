@@ -1,0 +1,63 @@
+"""The pages that weights of other models pass through: one run, which gives way to everybody. Bookkeeping alone.
+
+A device follows it with the weights (`coserve.memory.weight_window`). Requests take pages of it as if they were free:
+it shrinks from below, where requests' pages come from, down to what the pack in memory cannot do without.
+"""
+
+from coserve.memory.pages import PagePool
+
+OWNER = "weights"
+
+
+class WindowPages:
+    """run: the pages, empty if there is no window. num_lendable: of these, that others can have now."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.run = range(0)
+        self.num_lendable = 0
+        self._pool, self._least = pool, 0
+        self._told: range | None = self.run  # that the device knows; None: not known
+        self._has_begun = False
+
+    def require(self, num_pages: int) -> None:
+        """As many pages are to stay (0: none)."""
+        self._least = num_pages
+        self.num_lendable = max(0, len(self.run) - num_pages)
+
+    def lend(self, num_pages: int) -> None:
+        """Give up to as many pages back, as far as that can be done."""
+        self._set(range(self.run.start + max(0, min(num_pages, self.num_lendable)), self.run.stop))
+
+    def clear(self) -> None:
+        """There is no window any more."""
+        self.require(0)
+        self.lend(len(self.run))
+
+    def begin(self, run: range) -> None:
+        """A run that was taken for it (`OWNER`) is the window; there was none."""
+        assert not self.run
+        self.run, self._has_begun = run, True
+        self.require(self._least)
+
+    def grow(self, most_pages: int) -> None:
+        """Take what is free below it, until it has as many pages."""
+        first_free = self._pool.free_flags().rfind(b"\x00", 0, self.run.start) + 1
+        start = min(self.run.start, max(first_free, self.run.stop - most_pages))
+        self._pool.take_these(OWNER, range(start, self.run.start))
+        self.run = range(start, self.run.stop)
+        self.require(self._least)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the device knows another run, or none knows which it knows."""
+        return self.run != self._told
+
+    def note_told(self, *, heard: bool = True) -> None:
+        """The device was told of the run; heard: whether that is known. There is nothing to tell before the first."""
+        self._told = self.run if heard or not self._has_begun else None
+
+    def _set(self, run: range) -> None:
+        if run != self.run:
+            self._pool.give_back_runs(OWNER, [range(self.run.start, run.start)])
+            self.run = run if run else range(0)
+            self.require(self._least)

@@ -1,0 +1,109 @@
+"""A checkpoint whose weights stay in its files: mapped into memory's address space, read from disk where they are
+touched, and dropped again.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coserve.errors import WeightsError
+from coserve.models.base import Architecture, Part
+from coserve.models.weights import HEAD, check_tied_head, find_weights
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class MappedFile:
+    """A safetensors file (its format: `coserve.adapters.tensor_files`). It must not be changed while it is mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.num_bytes = os.fstat(file.fileno()).st_size
+                # Private, so that PyTorch may take it for memory that can be written; nobody does.
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"{path} cannot be mapped into memory: {error}") from None
+        length = int.from_bytes(self.map[:8], "little")
+        self._first, self._fields = 8 + length, json.loads(self.map[8 : 8 + length])
+
+    def tensor(self, name: str) -> "MappedTensor":
+        """WeightsError for a type that is none of ours."""
+        fields = self._fields[name]
+        if fields["dtype"] not in _DTYPES:
+            raise WeightsError(f"{self.path}: {name} is {fields['dtype']}; it must be one of {', '.join(_DTYPES)}")
+        start, end = (self._first + offset for offset in fields["data_offsets"])
+        dtype = _DTYPES[fields["dtype"]]
+        flat = torch.frombuffer(self.map, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start)
+        return MappedTensor(file=self, start=start, end=end, tensor=flat.view(fields["shape"]))
+
+    def check_is_whole(self) -> None:
+        """WeightsError if it has become shorter: what is missing could not be read, and would end the process."""
+        try:
+            num_bytes = self.path.stat().st_size
+        except OSError as error:
+            raise WeightsError(f"{self.path} cannot be read any more: {error}") from None
+        if num_bytes < self.num_bytes:
+            raise WeightsError(f"{self.path} had {self.num_bytes:,} bytes, and has {num_bytes:,} now; fetch it again")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MappedTensor:
+    """Bytes [start, end) of a file as a tensor, in the checkpoint's dtype."""
+
+    file: MappedFile
+    start: int
+    end: int
+    tensor: Tensor
+
+    def expect(self) -> None:
+        """Have the system begin to read it."""
+        self._advise(mmap.MADV_WILLNEED)
+
+    def drop(self) -> None:
+        """It takes no memory of this process any more; it is read again where it is touched."""
+        self._advise(mmap.MADV_DONTNEED)
+
+    def _advise(self, advice: int) -> None:
+        first = self.start - self.start % mmap.PAGESIZE
+        if self.end > first:
+            self.file.map.madvise(advice, first, self.end - first)
+
+
+class MappedWeights(Mapping[Part, Mapping[str, MappedTensor]]):
+    """Of each part of a model, what its graph reads by name."""
+
+    def __init__(self, architecture: Architecture, directory: Path) -> None:
+        """WeightsError as `load_weights`."""
+        entries = find_weights(architecture, directory)
+        files = {path: MappedFile(path) for path in {entry.file for entry in entries.values()}}
+        found = {name: files[entry.file].tensor(name) for name, entry in entries.items()}
+        if architecture.tied:
+            table = found[f"{architecture.embedding_name}.weight"]
+            if HEAD in entries:
+                check_tied_head(entries[HEAD].file, table.tensor)
+                table.drop()
+            found[HEAD] = table
+        self._parts: dict[Part, dict[str, MappedTensor]] = {
+            part: {
+                weight.name: found[architecture.prefix(part) + weight.name]
+                for weight in architecture.graphs[part].with_kind("weight")
+            }
+            for part in architecture.parts
+        }
+
+    def __getitem__(self, part: Part) -> Mapping[str, MappedTensor]:
+        return self._parts[part]
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)

@@ -1,0 +1,122 @@
+"""A pack's way through a model that does not serve: forward, loss and backward part by part, all as tasklets.
+
+Rows of other work go through other weights, so nothing is gained by company. Part by part, each part is needed twice in
+a pack, however many rows the plan's pieces have; so weights that pass through a window (`coserve.memory.weight_window`)
+are brought twice at most. As in HARLI section 6, the unit that a scheduler sees is a part of the model, forward or
+backward; it is cut by rows, as tasklets are (FlexLLM section 6.1).
+"""
+
+from math import ceil
+
+from coserve.adapters.base import Adapter
+from coserve.graph.operators.base import Load
+from coserve.memory.activations import ActivationMemory
+from coserve.memory.weight_window import WeightWindow
+from coserve.models.base import Part
+from coserve.models.batch import forward_part
+from coserve.tuning.cursor import LayerwiseCursor
+from coserve.tuning.pack import Pack
+from coserve.tuning.programs import TrainingPrograms
+from coserve.tuning.training_pass import TrainingPass, rows_between_parts, window_of
+
+
+class LayerwisePass(TrainingPass):
+    """See the module. Only `run_tasklet` is to be called; `cursor` says what has run."""
+
+    joins_others = False
+
+    def __init__(
+        self,
+        window: WeightWindow,
+        adapter: Adapter,
+        programs: TrainingPrograms,
+        pack: Pack,
+        *,
+        dropout_seed: int = 0,
+        first_row: int = 0,
+        memory: ActivationMemory | None = None,
+        training: bool = True,
+    ) -> None:
+        """window: which holds the weights of the adapter's backbone. Otherwise as `TrainingPass`."""
+        super().__init__(
+            adapter, programs, pack, dropout_seed=dropout_seed, first_row=first_row, memory=memory, training=training
+        )
+        self._window = window
+        self._forward_parts = adapter.backbone.architecture.parts[:-1]
+        self._num_loss_turns = num_loss_turns(adapter, programs)
+        self._turn = LayerwiseCursor(
+            num_rows=pack.num_rows,
+            forward_turns=len(self._forward_parts),
+            loss_turns=self._num_loss_turns,
+            num_parts=len(programs.parts),
+        )
+        # The part of every turn; that of the next pack's follow on the last.
+        loss: list[Part] = ["head"] * self._num_loss_turns
+        self._parts: list[Part] = [*self._forward_parts, *loss, *programs.parts]
+
+    @property
+    def num_parts_done(self) -> int:
+        return self._turn.num_parts_done
+
+    def is_there(self, most_s: float = 0.0) -> bool:
+        """Whether the weights of the next tasklet are in the window; they are waited for as long as that. WeightsError
+        if they cannot be read.
+        """
+        order = self._order
+        self._window.fetch(order)
+        return self._window.wait(order[0], most_s)
+
+    def run_tasklet(self, max_rows: int) -> None:
+        """The next rows of the part whose turn it is; WeightsError, and nothing has run, if its weights cannot be
+        read.
+        """
+        turn = self._turn.num_parts_done
+        start, end = self._turn.next_backward(max_rows)
+        num_rows = self.pack.num_rows
+        self._window.use(self._order)
+        try:
+            if turn < len(self._forward_parts):  # which goes from the first row on
+                self._run_forward(self._parts[turn], num_rows - end, num_rows - start)
+            elif turn < len(self._forward_parts) + self._num_loss_turns:
+                self._run_loss(turn - len(self._forward_parts), num_rows - start)
+            else:
+                super().run_tasklet(end - start)
+        finally:
+            self._window.release()
+        self._turn.advance_backward(end - start)
+
+    def _run_forward(self, part: Part, start: int, end: int) -> None:
+        rows = rows_between_parts(self)
+        x = None if part == self._forward_parts[0] else rows[start:end]
+        hidden = forward_part(self.backbone, [window_of(self, start, end)], part, x)
+        if part == self._forward_parts[-1]:
+            self.finish_window(hidden)
+        else:
+            rows[start:end] = hidden
+
+    def _run_loss(self, turn: int, num_rows: int) -> None:
+        """Up to this many rows of a turn of the loss: as large a share of the trained rows."""
+        share = turn * self.pack.num_rows + num_rows
+        until = self.cursor.num_trained * share // (self._num_loss_turns * self.pack.num_rows)
+        if until > self.cursor.num_loss_rows:
+            self.run_loss(until - self.cursor.num_loss_rows)
+
+    @property
+    def _order(self) -> list[Part]:
+        """The parts of the turns to come, and of the next pack's."""
+        turn = min(self._turn.num_parts_done, len(self._parts) - 1)
+        return [*self._parts[turn:], *self._parts[:turn]]
+
+
+def num_loss_turns(adapter: Adapter, programs: TrainingPrograms) -> int:
+    """In how many turns rows go through the loss: as many as a block's forward and backward pass go into its cost, so
+    that no tasklet takes much longer than another.
+    """
+    load = Load(rows=1, mean_context_len=0, compute_dtype=adapter.backbone.dtype)
+
+    def flops(part: Part | None) -> float:
+        program = programs.loss if part is None else programs.program[part]
+        return program.forward_cost(load).flops + program.backward_cost(load).flops
+
+    block = max(flops(layer) for layer in range(adapter.backbone.architecture.num_layers))
+    return max(1, ceil(flops(None) / block))
