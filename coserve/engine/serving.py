@@ -23,6 +23,11 @@ _NUM_RECORDS = 10_000
 TextStreamMaker = Callable[[Sequence[int], SamplingParams], TextStream]
 
 
+def sample_seed(seed: int, index: int) -> int:
+    """Of a request's sample: of the first, the request's own, and of no other the next number, which is another's."""
+    return Random(f"{seed} {index}").getrandbits(63) if index else seed
+
+
 class Serving:
     """Requests from their arrival to their last chunk; `queue` has them meanwhile."""
 
@@ -78,8 +83,7 @@ class Serving:
                 index=index,
                 prompt=prompt,
                 params=params,
-                # Not the next number, which is another request's seed.
-                seed=Random(f"{base_seed} {index}").getrandbits(63) if index else base_seed,
+                seed=sample_seed(base_seed, index),
                 version=version,
                 slo=slo,
                 asked_slo=asked_slo,

@@ -5,6 +5,7 @@ from collections import Counter
 from storm.ledger import Adapter
 from storm.world import END_TOKENS, Asked, Submitted, World
 
+from coserve.engine.serving import sample_seed
 from coserve.tuning.examples import epoch_order
 
 # -- after every action -----------------------------------------------------------------------
@@ -54,7 +55,7 @@ def _check_tokens(world: World, asked: Asked, index: int, tokens: list[int]) -> 
     first = tokens[0] if tokens else 0
     assert tokens == [(first + i) % world.device.info.vocab_size for i in range(len(tokens))], "a token lost or doubled"
     if params.seed is not None and tokens:
-        assert first == (params.seed + index) % world.device.info.vocab_size
+        assert first == sample_seed(params.seed, index) % world.device.info.vocab_size
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else END_TOKENS)}
     ends = [i for i, token in enumerate(tokens, 1) if token in stops and i > params.min_tokens]
     if end == "length":
