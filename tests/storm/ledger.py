@@ -6,7 +6,7 @@ wrong (a page of another request, a pack that counts twice, a step that is lost)
 """
 
 import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from functools import singledispatchmethod
@@ -105,8 +105,10 @@ class _PackMemory(PagePool):
     def __init__(self, runs: Sequence[range]) -> None:
         self.held = {page for run in runs for page in run}
 
-    def give_back(self, owner: str, pages: Iterable[int]) -> None:
-        self.held -= set(pages)
+    def give_back_runs(self, owner: str, runs: Sequence[range]) -> None:
+        gone = {page for run in runs for page in run}
+        assert gone <= self.held, f"pages {sorted(gone - self.held)} are not the pack's any more"
+        self.held -= gone
 
 
 @dataclass(kw_only=True)
