@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from coserve.devices.grammar import Grammar
+from coserve.devices.matching import Vocabulary
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.scheduling.counts import JobCounts
@@ -68,7 +70,8 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
 class OpenRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """A request has its pages: a handle for it. pages: those that it shares with earlier requests, in order.
 
-    prompt, output: the tokens so far, for requests whose params penalize used tokens; empty for all others.
+    prompt, output: the tokens so far, for requests whose params penalize used tokens; empty for all others, but that
+    those with a grammar have their output, too.
     """
 
     request: str
@@ -105,6 +108,24 @@ class ImportPages(msgspec.Struct, tag=True, frozen=True):
     pages: tuple[int, ...]
     places: tuple[int, ...]
     data: bytes = b""
+
+
+class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
+    """What the model's tokens stand for; before the first grammar.
+
+    May come from any thread, and is done beside steps. RequestError if the device has no library for grammars.
+    """
+
+    vocabulary: Vocabulary
+
+
+class OpenGrammar(msgspec.Struct, tag=True, frozen=True):
+    """Compile a grammar, so that no step has to; some are kept. RequestError if it cannot be used.
+
+    May come from any thread, and is done beside steps.
+    """
+
+    grammar: Grammar
 
 
 class OpenVersion(msgspec.Struct, tag=True, frozen=True):
@@ -240,6 +261,8 @@ Command = (
     | ImportPages
     | SwapOutTensors
     | SwapInTensors
+    | SetVocabulary
+    | OpenGrammar
     | OpenVersion
     | SaveAdapter
     | DropVersion
@@ -406,12 +429,14 @@ class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What came of a step, by id.
 
-    tokens: of the requests that sampled. prompts: of those whose targets were scored. num_tasklets: of each job, how
-    many ran before the time limit. packs: sums of the packs that are done with this step; their gradients join those
-    of the optimizer step, unless `DropPack` follows. norms: gradient norms of the optimizer steps that were made, None
-    where the gradient was not finite and the step was skipped. Seconds that each section took; beside_s: losses and
-    tasklets beside the forward pass, which are in none of the others, and num_beside: how many of a job's tasklets
-    these were; copy_s: for which all waited for copies from and to the host. failure: None if the step ran as a whole.
+    tokens: of the requests that sampled. ended: those of them whose grammar lets nothing come after the token. refused:
+    those for which no token could be chosen, with the reason; what is in `tokens` is none. prompts: of those whose
+    targets were scored. num_tasklets: of each job, how many ran before the time limit. packs: sums of the packs that
+    are done with this step; their gradients join those of the optimizer step, unless `DropPack` follows. norms:
+    gradient norms of the optimizer steps that were made, None where the gradient was not finite and the step was
+    skipped. Seconds that each section took; beside_s: losses and tasklets beside the forward pass, which are in none of
+    the others, and num_beside: how many of a job's tasklets these were; copy_s: for which all waited for copies from
+    and to the host. failure: None if the step ran as a whole.
 
     broken: jobs whose model's weights cannot be read any more, and why. num_declined: tasklets that were not begun
     since weights were not there. weights_wait_s: for which others waited for weights, within backward_s or beside_s;
@@ -420,6 +445,8 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     step: int
     tokens: dict[str, TokenLogprob] = {}
+    ended: tuple[str, ...] = ()
+    refused: dict[str, str] = {}
     prompts: dict[str, tuple[TokenLogprob, ...]] = {}
     num_tasklets: dict[str, int] = {}
     num_beside: dict[str, int] = {}

@@ -13,7 +13,16 @@ import torch
 
 from coserve.devices.cpu_threads import worthwhile_threads
 from coserve.devices.loading import open_device
-from coserve.devices.messages import Command, OpenVersion, Reply, StepBatch, StepResult, WriteCheckpoint
+from coserve.devices.messages import (
+    Command,
+    OpenGrammar,
+    OpenVersion,
+    Reply,
+    SetVocabulary,
+    StepBatch,
+    StepResult,
+    WriteCheckpoint,
+)
 from coserve.devices.parent_death import end_with_parent
 from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
 from coserve.devices.settings import DeviceSettings
@@ -21,6 +30,8 @@ from coserve.devices.torch_device import TorchDevice
 from coserve.devices.wire import Call, Connection, Done, LoadingProgress, Started, ToDevice, raised
 
 _log = logging.getLogger(__name__)
+
+_BESIDE_STEPS = (OpenVersion, WriteCheckpoint, SetVocabulary, OpenGrammar)
 
 
 def main(descriptor: int) -> None:
@@ -33,7 +44,7 @@ def main(descriptor: int) -> None:
     device = _start(messages.get(), connection)
     while device is not None:
         call = messages.get()
-        if isinstance(call.command, OpenVersion | WriteCheckpoint):  # beside steps
+        if isinstance(call.command, _BESIDE_STEPS):
             Thread(target=_answer, args=(device, call, connection)).start()
         else:
             _answer(device, call, connection)

@@ -61,7 +61,7 @@ _COPIED_PAGES = 32
 _PACKAGE = Path(__file__).parents[1]
 # Those of the curves, and the single ones beside them.
 _NUM_MEASUREMENTS = (
-    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *2 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 11
+    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *3 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 11
 )
 # A curve ends where one measurement takes too long.
 _TOO_LONG_S = 1.0
@@ -181,7 +181,8 @@ class _Measurement:
             if min(before_s, after_s) > (1 - _HELD_UP) * max(before_s, after_s):
                 break
             _log.info("the machine was busy with something else: measuring again")
-        return replace(profile, sharing=self._sharing(), s_per_copied_byte=self._copied_byte())
+        mask = self._curve(_HEAD_ROWS, lambda n: self._head(n, is_masked=True) - profile.head.at(n))
+        return replace(profile, mask=mask, sharing=self._sharing(), s_per_copied_byte=self._copied_byte())
 
     def _sharing(self) -> Sharing | None:
         """Of a device that can be divided."""
@@ -321,12 +322,12 @@ class _Measurement:
         architecture = self.backbone.architecture
         return torch.zeros(rows, architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device)
 
-    def _head(self, rows: int, temperature: float = 0.0) -> float:
-        hidden = self._hidden(rows)
-        chosen = [SamplingRow(params=SamplingParams(temperature=temperature), seed=0) for _ in range(rows)]
-        backbone = self.backbone
+    def _head(self, rows: int, temperature: float = 0.0, *, is_masked: bool = False) -> float:
+        hidden, backbone = self._hidden(rows), self.backbone
+        mask = b"\x55" * (-(-backbone.architecture.vocab_size // 32) * 4) if is_masked else b""
+        chosen = [SamplingRow(params=SamplingParams(temperature=temperature), seed=0, mask=mask) for _ in range(rows)]
         return self._fastest_s(
-            ("head", rows, temperature), lambda: sample(logits(backbone, hidden), chosen, backbone.backend)
+            ("head", rows, temperature, is_masked), lambda: sample(logits(backbone, hidden), chosen, backbone.backend)
         )
 
     def _score(self, rows: int) -> float:

@@ -3,7 +3,8 @@
 A recording is a sequence of frames, each a length and msgpack: first the header, then lines in the order in which
 things happened. The engine adds lines of its own, for what it was asked (`coserve.engine.recording`). What leaves no
 trace in the engine or on the device is left out: files being written, and copies for checkpoints being let go, which
-happens whenever Python collects them. Pages that come from another instance are written down as they came.
+happens whenever Python collects them; and grammars that are compiled ahead. Pages that come from another instance are
+written down as they came.
 """
 
 import struct
@@ -21,8 +22,10 @@ from coserve.devices.messages import (
     DropCheckpoint,
     ExportPages,
     ImportPages,
+    OpenGrammar,
     Reply,
     SaveAdapter,
+    SetVocabulary,
     StepBatch,
     StepResult,
     WriteCheckpoint,
@@ -32,7 +35,7 @@ from coserve.devices.wire import Raised, raised
 _LENGTH = struct.Struct("<Q")
 _encode = msgspec.msgpack.Encoder().encode
 
-_TRACELESS = (DropCheckpoint, ExportPages, SaveAdapter, WriteCheckpoint)
+_TRACELESS = (DropCheckpoint, ExportPages, SaveAdapter, WriteCheckpoint, SetVocabulary, OpenGrammar)
 
 
 class ClockRead(msgspec.Struct, tag=True, frozen=True):

@@ -15,10 +15,12 @@ from coserve.devices.messages import (
     Command,
     DeviceInfo,
     ImportPages,
+    OpenGrammar,
     OpenTrainer,
     OpenVersion,
     PackSums,
     Reply,
+    SetVocabulary,
     StepBatch,
     StepResult,
 )
@@ -71,6 +73,8 @@ class ReplayDevice:
         self._runs: StepBatch | None = None
 
     def execute(self, command: Command) -> Reply:
+        if isinstance(command, SetVocabulary | OpenGrammar):
+            return self._other.execute(command)
         if not leaves_a_trace(command):
             return None
         line = self._next(Executed, command)

@@ -1,8 +1,8 @@
 """Choosing the next token of many requests in one batched pass.
 
-The order: penalties on the logits, logit bias, forbidden and allowed tokens, temperature, min-p, top-k, top-p. A
-draw uses one uniform number that is a pure function of the request's seed and the token's place in it, so a seeded
-request gives the same tokens in any company. Log-probabilities are those of the model, before all of that.
+The order: penalties on the logits, logit bias, forbidden and allowed tokens, the grammar's mask, temperature, min-p,
+top-k, top-p. A draw uses one uniform number that is a pure function of the request's seed and the token's place in it,
+so a seeded request gives the same tokens in any company. Log-probabilities are those of the model, before all of that.
 """
 
 from array import array
@@ -67,7 +67,7 @@ class SamplingRow(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: of its draws. place: how many tokens it has been given so far. counts: of its tokens, for params that penalize
     (ValueError if they are missing). forbidden: ids that must not come now (the ends of a request that is still below
-    its min_tokens).
+    its min_tokens). mask: of its grammar, a bit for each token that may come, the lowest first; empty: all may.
     """
 
     params: SamplingParams
@@ -75,6 +75,7 @@ class SamplingRow(msgspec.Struct, frozen=True, kw_only=True):
     place: int = 0
     counts: TokenCounts | None = None
     forbidden: Sequence[int] = ()
+    mask: bytes = b""
 
     def __post_init__(self) -> None:
         if self.counts is None and self.params.penalizes:
@@ -100,7 +101,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None 
     adjusted = [
         index
         for index, row in enumerate(rows)
-        if (row.counts or row.forbidden or row.params.logit_bias or row.params.allowed_token_ids)
+        if (row.counts or row.forbidden or row.params.logit_bias or row.params.allowed_token_ids or row.mask)
         and row.params.temperature < _LEAST_TEMPERATURE
     ]
     is_plain = len(drawn) + len(adjusted) < len(rows)
@@ -144,7 +145,7 @@ def _column(rows: Sequence[SamplingRow], name: str, device: torch.device) -> Ten
 
 
 def _adjust_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Penalties, logit bias and forbidden tokens, as sparse changes: most rows and most tokens have none."""
+    """Penalties, logit bias and forbidden tokens, as sparse changes, and masks: most rows and most tokens have none."""
     _penalize_(scores, rows)
     if biases := [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]:
         where = on_device([(index, token) for index, token, _ in biases], scores.device).T
@@ -159,6 +160,21 @@ def _adjust_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
             allowed = scores[index, which]
             scores[index] = float("-inf")
             scores[index, which] = allowed
+    if masked := [index for index, row in enumerate(rows) if row.mask]:
+        _mask_(scores, masked, [rows[index].mask for index in masked])
+
+
+def _mask_(scores: Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
+    """Let only the tokens of some rows' masks come. They go to the device as bits, and become bytes there."""
+    packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(rows), -1)
+    packed = on_device(packed, scores.device)
+    bits = torch.bitwise_right_shift(packed[:, :, None], torch.arange(8, dtype=torch.uint8, device=scores.device))
+    is_out = (bits.bitwise_and_(1) == 0).view(len(rows), -1)[:, : scores.shape[1]]
+    if len(rows) == len(scores):
+        scores.masked_fill_(is_out, float("-inf"))
+    else:
+        which = on_device(rows, scores.device)
+        scores[which] = scores[which].masked_fill_(is_out, float("-inf"))
 
 
 def _penalize_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from coserve.devices.grammar import Grammar
 from coserve.settings import check_whole, is_number
 
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
@@ -36,6 +37,7 @@ class SamplingParams:
     stop, stop_token_ids: end the request. min_tokens: nothing ends it before. ignore_eos: the end-of-text token does
     not end it. skip_special_tokens: they have no text. include_stop_str_in_output: the text has the stop string, too.
     cache_salt: what is known of a prompt's beginning is shared by requests with the same one alone.
+    grammar: that the output follows from its first token on; it ends the request where nothing may come after.
     """
 
     max_tokens: int = 16
@@ -61,6 +63,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():

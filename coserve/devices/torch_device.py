@@ -30,6 +30,7 @@ from coserve.devices.messages import (
     DropVersion,
     ExportPages,
     ImportPages,
+    OpenGrammar,
     OpenRequest,
     OpenTrainer,
     OpenVersion,
@@ -37,6 +38,7 @@ from coserve.devices.messages import (
     Reply,
     ResizeWindow,
     SaveAdapter,
+    SetVocabulary,
     StepBatch,
     StepResult,
     TakeCheckpoint,
@@ -109,6 +111,8 @@ class TorchDevice:
             ImportPages: self._import_pages,
             SwapOutTensors: self._swap_out_tensors,
             SwapInTensors: self._swap_in_tensors,
+            SetVocabulary: lambda command: self._requests.grammars.use(command.vocabulary),
+            OpenGrammar: lambda command: self._requests.grammars.open(command.grammar),
             OpenVersion: self._open_version,
             SaveAdapter: lambda command: save_adapter(self._versions[command.version], command.directory),
             DropVersion: self._drop_version,
@@ -163,6 +167,7 @@ class TorchDevice:
         """Its memory goes with the object."""
         self._beside.close()
         self._others.close()
+        self._requests.grammars.close()
 
     # -- commands -------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from coserve.adapters.base import Adapter
+from coserve.devices.matching import Grammars, Matcher
 from coserve.devices.messages import OpenRequest, RequestRows, TokenLogprob
 from coserve.devices.readout import Readout
 from coserve.devices.sampling import SamplingRow, TokenCounts, sample
@@ -26,7 +27,7 @@ SAMPLING = "sampling"
 class RequestHandle:
     """What a device keeps of a request; pages: its page table."""
 
-    def __init__(self, command: OpenRequest) -> None:
+    def __init__(self, command: OpenRequest, grammars: Grammars) -> None:
         self.params, self.seed, self.version = command.params, command.seed, command.version
         self.pages = list(command.pages)
         self.counts: TokenCounts | None = None
@@ -34,12 +35,26 @@ class RequestHandle:
             self.counts = TokenCounts(command.prompt)
             for token in command.output:
                 self.counts.add(token)
+        grammar = command.params.grammar
+        self.matcher: Matcher | None = None if grammar is None else grammars.matcher(grammar, command.output)
 
     def sampling_row(self, rows: RequestRows) -> SamplingRow:
         """How the token after its rows is to be chosen."""
         return SamplingRow(
-            params=self.params, seed=self.seed, place=rows.place, counts=self.counts, forbidden=rows.forbidden
+            params=self.params,
+            seed=self.seed,
+            place=rows.place,
+            counts=self.counts,
+            forbidden=rows.forbidden,
+            mask=b"" if self.matcher is None else self.matcher.mask(),
         )
+
+    def accept(self, token: int) -> None:
+        """It has been given a token."""
+        if self.counts is not None:
+            self.counts.add(token)
+        if self.matcher is not None:
+            self.matcher.accept(token)
 
 
 class TorchRequests:
@@ -48,9 +63,10 @@ class TorchRequests:
     def __init__(self, pages: PagedKv, versions: Mapping[str, Adapter]) -> None:
         self._pages, self._versions = pages, versions
         self._handles: dict[str, RequestHandle] = {}
+        self.grammars = Grammars()
 
     def open(self, command: OpenRequest) -> None:
-        self._handles[command.request] = RequestHandle(command)
+        self._handles[command.request] = RequestHandle(command, self.grammars)
 
     def close(self, request: str) -> None:
         self._handles.pop(request, None)
@@ -74,8 +90,15 @@ class TorchRequests:
         """Choose tokens and score prompts after the requests' rows, which are the first of hidden [n, hidden_size]."""
         ends = list(accumulate(len(rows.tokens) for rows in requests))
         return RequestsResult(
-            self._sample(hidden, ends, requests, readout), self._score_prompts(hidden, ends, requests, readout)
+            self._sample(hidden, ends, requests, readout),
+            self._score_prompts(hidden, ends, requests, readout),
+            self._matchers(requests),
         )
+
+    def _matchers(self, requests: Sequence[RequestRows]) -> dict[str, Matcher]:
+        """Of the requests that sample, those that have one."""
+        found = {rows.request: self._handles[rows.request].matcher for rows in requests if rows.samples}
+        return {request: matcher for request, matcher in found.items() if matcher is not None}
 
     def _bypasses(self, handle: RequestHandle) -> Bypasses | None:
         return self._versions[handle.version].bypasses() if handle.version else None
@@ -98,8 +121,7 @@ class TorchRequests:
         def result() -> dict[str, TokenLogprob]:
             found = {}
             for handle, (_, rows), line in zip(handles, sampled, read.lines(numbers), strict=True):
-                if handle.counts is not None:
-                    handle.counts.add(line.token)
+                handle.accept(line.token)
                 found[rows.request] = line
             return found
 
@@ -134,12 +156,21 @@ class RequestsResult:
         self,
         tokens: Callable[[], dict[str, TokenLogprob]],
         prompts: Mapping[str, Sequence[Callable[[], list[TokenLogprob]]]],
+        matchers: Mapping[str, Matcher],
     ) -> None:
-        self._tokens, self._prompts = tokens, prompts
+        self._tokens, self._prompts, self._matchers = tokens, prompts, matchers
 
     def tokens(self) -> dict[str, TokenLogprob]:
         """Of those that sampled; the tokens count as used from now on. To be asked once."""
         return self._tokens()
+
+    def ended(self) -> tuple[str, ...]:
+        """Of those that sampled, whose grammar lets nothing follow; after `tokens`."""
+        return tuple([request for request, matcher in self._matchers.items() if matcher.has_ended])
+
+    def refused(self) -> dict[str, str]:
+        """Those for which no token could be chosen, with the reason."""
+        return {request: matcher.error for request, matcher in self._matchers.items() if matcher.error is not None}
 
     def prompts(self) -> dict[str, tuple[TokenLogprob, ...]]:
         """Of those whose prompts were scored."""

@@ -99,6 +99,8 @@ class TorchStep:
         return StepResult(
             step=self._batch.step,
             tokens=self._served.tokens() if self._served else {},
+            ended=self._served.ended() if self._served else (),
+            refused=self._served.refused() if self._served else {},
             prompts=self._served.prompts() if self._served else {},
             num_tasklets=self._num_tasklets,
             num_beside=self._num_beside,

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from coserve.devices.base import Device
-from coserve.devices.messages import SaveAdapter, StepResult
+from coserve.devices.matching import Vocabulary
+from coserve.devices.messages import OpenGrammar, SaveAdapter, SetVocabulary, StepResult
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.checks import check_adapter_name, check_examples
@@ -111,6 +112,7 @@ class EngineCore:
             keep_profile=keep_profile,
         )
         self._numbers = count()
+        self.vocabulary: Vocabulary | None = None  # what tokens stand for, once it is known
 
     # -- questions --------------------------------------------------------------------
 
@@ -233,6 +235,10 @@ class EngineCore:
         name = request_id if request_id is not None else f"request-{next(self._numbers)}"
         if name in self.requests:
             raise RequestError(f"there is a request {name!r} already")
+        if params.grammar is not None:
+            if self.vocabulary is None:
+                self._find_vocabulary()
+            self.device.execute(OpenGrammar(params.grammar))
         self._serving.add(
             name,
             prompt,
@@ -259,6 +265,18 @@ class EngineCore:
         """
         if (first := self.requests.first(request)) is not None:
             self._handed.arrive(first.id, blocks)
+
+    def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
+        """What tokens stand for, before the first request with a grammar; see `Vocabulary`. RequestError if the device
+        has no library for grammars.
+        """
+        vocabulary = Vocabulary(tuple(pieces), tuple(special), tuple(sorted(self.end_tokens)))
+        self.device.execute(SetVocabulary(vocabulary))
+        self.vocabulary = vocabulary
+
+    def _find_vocabulary(self) -> None:
+        """For those that know it from elsewhere, to use it now."""
+        raise RequestError("a grammar needs a tokenizer, and this model has none")
 
     def cancel(self, request: str) -> bool:
         """End a request at once; its last chunks come with the next step. Returns whether it was there."""

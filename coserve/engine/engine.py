@@ -20,6 +20,7 @@ from coserve.engine.job import JobEvent
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
 from coserve.engine.request import Chunk, FinishReason
 from coserve.engine.text import TextStream
+from coserve.engine.vocabulary import TokenBytes
 from coserve.errors import DataError, JobError, RequestError
 from coserve.models.source import ModelSource, find_model
 from coserve.scheduling.latency import LatencyModel
@@ -227,6 +228,12 @@ class Engine(EngineCore):
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt."""
         return tokens_of(prompt, self.tokenizer, self.device.info.model)
+
+    def _find_vocabulary(self) -> None:
+        if self.tokenizer is None:
+            super()._find_vocabulary()
+        else:
+            self.use_vocabulary(*TokenBytes(self.tokenizer).all(self.device.info.vocab_size))
 
     # -- adapters and jobs ------------------------------------------------------------
 

@@ -62,6 +62,13 @@ class AddTokens(msgspec.Struct, tag="add_tokens", frozen=True, kw_only=True):
     tenant: str
 
 
+class UseVocabulary(msgspec.Struct, tag="use_vocabulary", frozen=True):
+    """`use_vocabulary`"""
+
+    pieces: tuple[bytes, ...]
+    special: tuple[int, ...]
+
+
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
     """`cancel`"""
 
@@ -141,7 +148,7 @@ class OnJob(msgspec.Struct, tag="on_job", frozen=True):
 
 # fmt: off
 Input = (
-    Step | AddTokens | Cancel | Stop | Hold | Arrive
+    Step | AddTokens | UseVocabulary | Cancel | Stop | Hold | Arrive
     | LoadFiles | EnsureFiles | FinishLoad | UnloadAdapter | SubmitExamples | OnJob
 )
 # fmt: on
@@ -195,6 +202,10 @@ class RecordingEngine(Engine):
         }
         with self._asked(AddTokens(prompt=prompt, params=params, **named)):
             return super().add_tokens(prompt, params, **named)
+
+    def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
+        with self._asked(UseVocabulary(tuple(pieces), tuple(special))):
+            super().use_vocabulary(pieces, special)
 
     def cancel(self, request: str) -> bool:
         with self._asked(Cancel(request)):

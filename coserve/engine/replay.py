@@ -29,6 +29,7 @@ from coserve.engine.recording import (
     Stop,
     SubmitExamples,
     UnloadAdapter,
+    UseVocabulary,
 )
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import CoserveError, DataError, ModelError
@@ -120,6 +121,8 @@ def _ask(engine: EngineCore, line: Input) -> None:
             arrival_s=line.arrival_s,
             tenant=line.tenant,
         )
+    elif isinstance(line, UseVocabulary):
+        engine.use_vocabulary(line.pieces, line.special)
     elif isinstance(line, Cancel):
         engine.cancel(line.request)
     elif isinstance(line, Stop):

@@ -85,7 +85,7 @@ class Request:
         self._num_pages_sent = 0
         self._prompt_logprobs: list[TokenLogprob] = []
         self._num_unscored = len(self.prompt) - 1 if params.prompt_logprobs is not None and not index else 0
-        self._draws = params.temperature > 0
+        self._draws, self._is_masked = params.temperature > 0, params.grammar is not None
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
         self._text = text
@@ -149,6 +149,7 @@ class Request:
             not is_held and (self.prefix_source is None or self.may_start),
             num_left if num_left > 1 else 1,
             self._taken_time.total.jobs_s - self._taken_mark.jobs_s,
+            self._is_masked,
         )
 
     # -- what a device is told ------------------------------------------------------
@@ -159,7 +160,7 @@ class Request:
         self._num_pages_sent = len(sequence.pages)
         if self.num_cached_tokens is None:
             self.num_cached_tokens = sequence.length
-        used = self.params.penalizes
+        used, continues = self.params.penalizes, self.params.penalizes or self.params.grammar is not None
         return OpenRequest(
             request=self.id,
             params=self.params,
@@ -167,7 +168,7 @@ class Request:
             version=self.version_key,
             pages=tuple(sequence.pages),
             prompt=tuple(self.prompt) if used else (),
-            output=tuple(self.tokens[len(self.prompt) :]) if used else (),
+            output=tuple(self.tokens[len(self.prompt) :]) if continues else (),
         )
 
     def close(self) -> CloseRequest:
@@ -219,8 +220,10 @@ class Request:
             self._prompt_logprobs += scored
             self._num_unscored -= len(scored)
 
-    def accept(self, chosen: TokenLogprob, now_s: float) -> Chunk:
-        """Take the next token; the chunk says whether that was the last."""
+    def accept(self, chosen: TokenLogprob, now_s: float, *, ends_here: bool = False) -> Chunk:
+        """Take the next token; the chunk says whether that was the last. ends_here: the caller ends it after that,
+        since its grammar lets nothing follow; then it is not cut for its length.
+        """
         first = self.first_token_s is None
         if first:
             self.first_token_s, self.taken_before = now_s, self.taken
@@ -242,7 +245,7 @@ class Request:
                 stop_reason = self._text.stopped
             if stop_reason is not None:
                 self.finish_reason = "stop"
-            elif self.num_output >= self.params.max_tokens:
+            elif self.num_output >= self.params.max_tokens and not ends_here:
                 self.finish_reason = "length"
         if self.finish_reason is not None and self._text is not None and self._text.stopped is None:
             text += self._text.finish()

@@ -132,9 +132,17 @@ class Serving:
             request.commit(len(rows.tokens), prompts.get(rows.request, ()) if prompts else ())
             if not rows.samples:
                 continue
-            chunk = request.accept(tokens[rows.request], now_s)
+            if result.refused and rows.request in result.refused:
+                self._emit(request.end("error", result.refused[rows.request]))
+                self._leave(request)
+                continue
+            ends_here = rows.request in result.ended
+            chunk = request.accept(tokens[rows.request], now_s, ends_here=ends_here)
             num_tokens[request.tenant] += 1
             self._emit(chunk)
+            if ends_here and chunk.finish_reason is None:
+                chunk = request.end("stop")  # by itself: the token before is part of the text
+                self._emit(chunk)
             if request.num_output <= 1 or chunk.finish_reason is not None:
                 self._note_need(request, now_s)
             if chunk.finish_reason is not None:

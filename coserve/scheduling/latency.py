@@ -21,14 +21,16 @@ from coserve.scheduling.sharing import SharingModel
 class ForwardLoad:
     """What a forward pass is made of; sums that grow as rows are added.
 
-    sampled: rows of which a token is chosen; drawn: of these, by chance. scored: rows of prompts whose next token is
-    scored. pairs: of a row and a key in windows and prefill chunks. keys: that are read. bypasses: bypasses that run.
-    windows: how many there are. window_rows: theirs, each weighed by its job's cost beside the reference job's.
+    sampled: rows of which a token is chosen; drawn: of these, by chance; masked: of these, among some tokens. scored:
+    rows of prompts whose next token is scored. pairs: of a row and a key in windows and prefill chunks. keys: that are
+    read. bypasses: bypasses that run. windows: how many there are. window_rows: theirs, each weighed by its job's cost
+    beside the reference job's.
     """
 
     rows: int = 0
     sampled: int = 0
     drawn: int = 0
+    masked: int = 0
     scored: int = 0
     spans: int = 0
     pairs: float = 0.0
@@ -45,6 +47,7 @@ class ForwardLoad:
         self.spans += num_requests
         self.sampled += num_requests
         self.drawn += sum([request.draws for request in requests])
+        self.masked += sum([request.is_masked for request in requests])
         self.keys += num_requests + sum([request.num_past for request in requests])
         for version, num_bypasses in {request.version: request.num_bypasses for request in requests}.items():
             self._add_version(version, num_bypasses)
@@ -59,6 +62,7 @@ class ForwardLoad:
         if rows == request.num_rows:
             self.sampled += 1
             self.drawn += request.draws
+            self.masked += request.is_masked
         self.scored += min(rows, request.num_scored)
         self._add_version(request.version, request.num_bypasses)
 
@@ -84,7 +88,7 @@ class LatencyModel:
     def __init__(self, profile: Profile) -> None:
         self.profile, self.sharing = profile, SharingModel(profile.sharing)
         self._forward, self._head = profile.forward.table(), profile.head.table()
-        self._sample, self._score = profile.sample.table(), profile.score.table()
+        self._sample, self._score, self._mask = (each.table() for each in (profile.sample, profile.score, profile.mask))
         self._loss, self._backward = profile.loss.table(), profile.backward.table()
         self.corrections = Corrections()
         # For one job, what rows weigh beside the reference job's: (window rows, tasklets).
@@ -127,6 +131,8 @@ class LatencyModel:
         whole_s = seconds_at(self._head, load.sampled + 1) - seconds_at(self._head, load.sampled)
         if request.draws:
             whole_s += seconds_at(self._sample, load.drawn + 1) - seconds_at(self._sample, load.drawn)
+        if request.is_masked:
+            whole_s += seconds_at(self._mask, load.masked + 1) - seconds_at(self._mask, load.masked)
         scored_s = seconds_at(self._score, load.scored)
         is_new = bool(request.version) and request.version not in load.versions
         bypass_s = request.num_bypasses * p.s_per_bypass if is_new else 0.0
@@ -240,6 +246,7 @@ class LatencyModel:
             seconds_at(self._forward, load.rows)
             + seconds_at(self._head, load.sampled)
             + (seconds_at(self._sample, load.drawn) if load.drawn else 0.0)
+            + (seconds_at(self._mask, load.masked) if load.masked else 0.0)
             + (seconds_at(self._score, load.scored) if load.scored else 0.0)
             + load.pairs * p.s_per_pair
             + load.keys * p.s_per_key

@@ -22,7 +22,8 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     and V are there (of one that waits: that it would share). num_output: tokens chosen so far. version: of its adapter
     ("" for none), with num_bypasses bypasses. num_pages: by how many the available pages fall when all of num_rows get
     theirs (with admission, if it waits). num_held: pages that it has, which come back when it is preempted. draws:
-    whether its tokens are drawn, not the likeliest. num_scored: rows whose next token is scored, as prompt
+    whether its tokens are drawn, not the likeliest. is_masked: whether only some tokens may come, by its grammar.
+    num_scored: rows whose next token is scored, as prompt
     log-probabilities are. may_start: False while it waits for a sequence with the same prompt. num_left: tokens that
     may still come at most. jobs_s: seconds that work of jobs has taken since its first token; before that, since it
     came. Times in seconds of the engine's clock.
@@ -47,6 +48,7 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     may_start: bool = True
     num_left: int = 2**31
     jobs_s: float = 0.0
+    is_masked: bool = False
 
 
 class JobView(msgspec.Struct, frozen=True):

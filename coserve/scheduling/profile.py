@@ -51,14 +51,14 @@ class Profile:
     """What a device needs for the pieces of a step of one model.
 
     forward: rows of requests through all blocks. head: rows through the head, and the likeliest token of each. sample:
-    what drawing a token of each row takes more than that, at temperature 1. score: rows through the head to the
-    log-probability of the next token of each, as for prompts. loss: trained rows through the head, forward and
-    backward. backward: a tasklet of the reference job (`job`), on rows without keys. s_per_pair, backward_s_per_pair:
-    attention of a row to a key of its window in all blocks, and in one block backward. s_per_key: a key that a span's
-    attention reads. s_per_span: a span more. s_per_bypass: a site of an adapter more. s_per_window_row: what a window's
-    row of the reference job costs more than a request's (its bypasses, and saving). s_per_parameter, update_s: an
-    optimizer step, by what it moves and at least. sharing: of a device that can be divided. s_per_copied_byte: of a
-    page that goes to the host, or comes back; None: not known.
+    what drawing a token of each row takes more than that, at temperature 1. mask: what rows take more of which only
+    some tokens may come. score: rows through the head to the log-probability of the next token of each, as for prompts.
+    loss: trained rows through the head, forward and backward. backward: a tasklet of the reference job (`job`), on rows
+    without keys. s_per_pair, backward_s_per_pair: attention of a row to a key of its window in all blocks, and in one
+    block backward. s_per_key: a key that a span's attention reads. s_per_span: a span more. s_per_bypass: a site of an
+    adapter more. s_per_window_row: what a window's row of the reference job costs more than a request's (its bypasses,
+    and saving). s_per_parameter, update_s: an optimizer step, by what it moves and at least. sharing: of a device that
+    can be divided. s_per_copied_byte: of a page that goes to the host, or comes back; None: not known.
     """
 
     model: ModelCounts
@@ -77,6 +77,7 @@ class Profile:
     update_s: float
     sample: Curve = FREE
     score: Curve = FREE
+    mask: Curve = FREE
     sharing: Sharing | None = None
     s_per_copied_byte: float | None = None
 
@@ -85,13 +86,14 @@ class Profile:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Profile":
-        """The inverse, also for profiles from before there was `sample`, `score`, `sharing` and `s_per_copied_byte`;
+        """The inverse, also for profiles from before there was `sample`, `score`, `mask`, `sharing` and
+        `s_per_copied_byte`;
         ValueError, TypeError or KeyError for anything else.
         """
         curves = {
             name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))
-            for name in ("forward", "head", "loss", "backward", "sample", "score")
-            if name in fields or name not in ("sample", "score")
+            for name in ("forward", "head", "loss", "backward", "sample", "score", "mask")
+            if name in fields or name not in ("sample", "score", "mask")
         }
         counts = {"model": ModelCounts(**fields["model"]), "job": JobCounts(**fields["job"])}
         sharing = None if fields.get("sharing") is None else Sharing.from_json(fields["sharing"])

@@ -24,6 +24,7 @@ from coserve.server.metrics import Metrics
 from coserve.server.prompts import Prompts
 from coserve.server.readiness import Readiness
 from coserve.server.status import StatusBoard
+from coserve.server.structured import StructuredOutput
 from coserve.server.tool_parsers import ToolParser, parser_class, parser_of_template
 from coserve.server.tracing import Tracing
 from coserve.server.waiting import WaitingRequests
@@ -55,6 +56,7 @@ class ServerContext:
         self.board, self.metrics = StatusBoard(self.ledger), Metrics(self.ledger)
         self.waiting = WaitingRequests(self.config.max_queued_requests)
         self.readiness = Readiness(self.link)
+        self.structured = StructuredOutput(self.prompts, self.link)
         for listener in (self.board, self.metrics, self.waiting, self.admission, self.readiness):
             self.link.listen(listener)
         if self.tracing is not None:

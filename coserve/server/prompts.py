@@ -2,15 +2,14 @@
 
 import asyncio
 import copy
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
+from coserve.engine.vocabulary import TokenBytes
 from coserve.errors import RequestError
 from coserve.models.source import ModelSource, find_model
 from coserve.server.generation_defaults import read_defaults
@@ -41,6 +40,7 @@ class Prompts:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self.text_tokenizer: PreTrainedTokenizerBase | None = None  # for the event loop alone
         self._pieces: dict[int, TokenPiece] = {}
+        self._token_bytes: TokenBytes | None = None
 
     async def load(self) -> None:
         """Find the model's tokenizer; ModelError if there is no such model."""
@@ -51,9 +51,19 @@ class Prompts:
         self._tokenizer = load_tokenizer(source)
         self.text_tokenizer = copy.deepcopy(self._tokenizer)
         if self._tokenizer is not None:
+            self._token_bytes = TokenBytes(self._tokenizer)
             self.longest_token = max(map(len, self._tokenizer.get_vocab()))
         self.defaults = read_defaults(source.directory, self._generation_config)
         self._source = source
+
+    async def vocabulary(self, vocab_size: int) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+        """What all tokens stand for, see `TokenBytes.all`; RequestError without a tokenizer."""
+        if self._token_bytes is None:
+            raise RequestError("structured output needs a tokenizer, and this model has none")
+        found: tuple[tuple[bytes, ...], tuple[int, ...]] = await self._run(
+            self._slow_threads, self._token_bytes.all, vocab_size
+        )
+        return found
 
     def close(self) -> None:
         """End the threads."""
@@ -146,9 +156,9 @@ class Prompts:
         """What one token alone stands for."""
         found = self._pieces.get(token)
         if found is None:
-            raw = str(token).encode() if self._tokenizer is None else token_bytes(self._tokenizer, token)
-            added = None if self._tokenizer is None else self._tokenizer.added_tokens_decoder.get(token)
-            special = added is not None and added.special
+            known = self._token_bytes
+            raw = str(token).encode() if known is None else known.of(token)
+            special = known is not None and token in known.special
             found = TokenPiece(text=raw.decode("utf-8", "replace"), raw=list(raw), is_special=special)
             self._pieces[token] = found
         return found
@@ -176,28 +186,3 @@ class TokenPiece:
     def name(self) -> str:
         """One that no other token has: OpenAI writes bytes that are no characters so."""
         return self.text if "\ufffd" not in self.text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw)
-
-
-def token_bytes(tokenizer: "PreTrainedTokenizerBase", token: int) -> bytes:
-    """The bytes that a token adds to a text."""
-    piece = tokenizer.convert_ids_to_tokens(token)
-    if piece is None:
-        return b""
-    added = tokenizer.added_tokens_decoder.get(token)
-    if added is not None:
-        return str(added.content).encode()
-    if (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece)) is not None:
-        return bytes([int(byte[1], 16)])
-    if "ByteLevel" in type(tokenizer.backend_tokenizer.decoder).__name__ and all(c in _byte_of() for c in piece):
-        return bytes(_byte_of()[character] for character in piece)
-    return str(piece).replace("\u2581", " ").encode()  # sentencepiece's space
-
-
-@cache
-def _byte_of() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table): printable ones for
-    themselves, the others in order from U+0100.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -89,6 +89,40 @@ class SloBody(Body):
     tpot_ms: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
 
 
+class JsonSchemaFormat(Body):
+    """OpenAI's: a schema under a name, which does not matter here."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's; of type structural_tag, vLLM's."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    structures: List[dict[str, Any]] | None = None
+    triggers: List[str] | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's: one of these says what the output must follow."""
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: List[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    # Of no effect here.
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
 class SamplingBody(Body):
     """What both kinds of completions take."""
 
@@ -124,7 +158,13 @@ class SamplingBody(Body):
     # Of no effect here, as `other_fields` says.
     user: str | None = None
     metadata: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     # Beyond OpenAI's.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: List[str] | None = None
+    guided_grammar: str | None = None
     slo: SloBody | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -187,13 +227,6 @@ class Message(Body):
     function_call: None = None
 
 
-class ResponseFormat(Body):
-    """Text is all there is."""
-
-    type: str
-    json_schema: dict[str, Any] | None = None
-
-
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
@@ -206,7 +239,6 @@ class ChatBody(SamplingBody):
     functions: List[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     modalities: List[str] | None = None
     audio: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None

@@ -147,6 +147,7 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
     finally:
         listening.close()
         context.prompts.close()
+        context.structured.close()
         context.bodies.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)

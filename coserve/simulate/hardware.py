@@ -18,8 +18,8 @@ _UPDATE_BYTES = 28
 # A backward pass moves about this many times the bytes of a forward pass over the same rows, beside the weights.
 _LOSS_BYTES_PER_LOGIT = 24
 # Drawing a token passes over the logits in float32 some times (scale, exponentials and their sum, the sum up to the
-# token); a score needs the exponentials' sum alone.
-_SAMPLE_BYTES_PER_LOGIT, _SCORE_BYTES_PER_LOGIT = 24, 12
+# token); a score needs the exponentials' sum alone. A mask is unpacked, and passes over them once.
+_SAMPLE_BYTES_PER_LOGIT, _SCORE_BYTES_PER_LOGIT, _MASK_BYTES_PER_LOGIT = 24, 12, 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,7 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         forward=forward(),
         head=curve(model.head_flops_per_row, head_bytes, architecture.vocab_size * backbone.dtype.itemsize, 8),
         sample=curve(0.0, 0.0, _SAMPLE_BYTES_PER_LOGIT * architecture.vocab_size, 8),
+        mask=curve(0.0, 0.0, _MASK_BYTES_PER_LOGIT * architecture.vocab_size, 6),
         score=curve(model.head_flops_per_row, head_bytes, _SCORE_BYTES_PER_LOGIT * architecture.vocab_size, 8),
         loss=curve(2 * model.head_flops_per_row, 2 * head_bytes, _LOSS_BYTES_PER_LOGIT * architecture.vocab_size, 20),
         backward=backward(),

@@ -13,6 +13,7 @@ from typing import Any
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import adapter_config, read_config
 from coserve.devices.counting import device_info, trainer_opened
+from coserve.devices.matching import Grammars, Matcher
 from coserve.devices.messages import (
     BeginPack,
     CloseRequest,
@@ -24,6 +25,7 @@ from coserve.devices.messages import (
     DropVersion,
     ExportPages,
     ImportPages,
+    OpenGrammar,
     OpenRequest,
     OpenTrainer,
     OpenVersion,
@@ -32,6 +34,7 @@ from coserve.devices.messages import (
     Reply,
     RequestRows,
     SaveAdapter,
+    SetVocabulary,
     StepBatch,
     StepFailure,
     StepResult,
@@ -147,6 +150,7 @@ class ModelledDevice:
         self._backbone, self._truth = backbone, LatencyModel(profile)
         self._noise, self._random = noise, Random(seed)
         self._requests: dict[str, OpenRequest] = {}
+        self._grammars, self._matchers = Grammars(), dict[str, Matcher]()
         self._versions: dict[str, AdapterConfig] = {}
         self._num_bypasses: dict[str, int] = {}
         self._trainers: dict[str, _Trainer] = {}
@@ -161,6 +165,8 @@ class ModelledDevice:
             ImportPages: self._copy,
             SwapOutTensors: self._copy_tensors,
             SwapInTensors: self._copy_tensors,
+            SetVocabulary: lambda command: self._grammars.use(command.vocabulary),
+            OpenGrammar: lambda command: self._grammars.open(command.grammar),
             OpenVersion: self._open_version,
             DropVersion: self._drop_version,
             OpenTrainer: self._open_trainer,
@@ -193,15 +199,19 @@ class ModelledDevice:
         return result
 
     def close(self) -> None:
-        """Nothing: there is nothing to let go of."""
+        """Nothing but the thread of its masks is to be let go of."""
+        self._grammars.close()
 
     # -- commands -------------------------------------------------------------------
 
     def _open_request(self, command: OpenRequest) -> None:
         self._requests[command.request] = command
+        if command.params.grammar is not None:
+            self._matchers[command.request] = self._grammars.matcher(command.params.grammar, command.output)
 
     def _close_request(self, command: CloseRequest) -> None:
         self._requests.pop(command.request, None)
+        self._matchers.pop(command.request, None)
 
     def _copy(self, command: SwapOut | SwapIn | ExportPages | ImportPages) -> None:
         self._count_copy(len(command.pages))
@@ -262,10 +272,14 @@ class ModelledDevice:
         if batch.partition is None:
             forward_s = self._taken(self._truth.forward_s(self._load(batch)))
         sampled = [rows for rows in batch.requests if rows.samples]
+        tokens = {rows.request: self._token(rows) for rows in sampled}
+        matched = {request: self._matchers[request] for request in tokens if request in self._matchers}
         copy_s, self._copy_s = self._copy_s, 0.0
         return StepResult(
             step=batch.step,
-            tokens={rows.request: self._token(rows) for rows in sampled},
+            tokens=tokens,
+            ended=tuple([request for request, matcher in matched.items() if matcher.has_ended]),
+            refused={name: matcher.error for name, matcher in matched.items() if matcher.error is not None},
             prompts={rows.request: _scored(rows) for rows in batch.requests if rows.targets},
             num_tasklets=work.num_tasklets,
             num_beside=work.num_beside,
@@ -371,11 +385,15 @@ class ModelledDevice:
             version=opened.version,
             num_bypasses=self._num_bypasses.get(opened.version, 0),
             draws=opened.params.temperature > 0,
+            is_masked=opened.params.grammar is not None,
             num_scored=len(rows.targets),
         )
 
     def _token(self, rows: RequestRows) -> TokenLogprob:
         token = (self._requests[rows.request].seed + rows.place) % self.info.vocab_size
+        if (matcher := self._matchers.get(rows.request)) is not None:
+            token = _allowed(matcher.mask(), token, self.info.vocab_size)
+            matcher.accept(token)
         return TokenLogprob(token=token, logprob=0.0)
 
     def _finish_packs(self, batch: StepBatch) -> dict[str, PackSums]:
@@ -400,6 +418,13 @@ class ModelledDevice:
 
     def _taken(self, seconds: float) -> float:
         return seconds * self._random.lognormvariate(0.0, self._noise) if self._noise else seconds
+
+
+def _allowed(mask: bytes, token: int, vocab_size: int) -> int:
+    """The first token from this one on that a mask lets come, around the vocabulary."""
+    bits = int.from_bytes(mask, "little") & ((1 << vocab_size) - 1)
+    bits = bits >> token << token or bits
+    return (bits & -bits).bit_length() - 1
 
 
 def _update_view(counts: JobCounts) -> JobView:

@@ -1,9 +1,14 @@
 """What the server commands, done by the engine: at once, or when the files that a command needs have been read."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from coserve.devices.grammar import Grammar
+from coserve.devices.matching import Vocabulary
+from coserve.devices.messages import OpenGrammar, SetVocabulary
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterError, CoserveError
 from coserve.handover.base import Alone, HandoverEnd
@@ -20,9 +25,14 @@ from coserve.worker.protocol import (
     StartJob,
     StopSequence,
     UnloadAdapter,
+    UseVocabulary,
 )
 
 _log = logging.getLogger(__name__)
+
+_VOCABULARY = "vocabulary"
+# Grammars that the device has surely kept: it keeps more.
+_NUM_OPENED = 32
 
 
 class Commands:
@@ -43,6 +53,7 @@ class Commands:
         self._handover = handover or Alone()
         self._activity = activity or Activity(None)
         self._queue = CommandQueue()
+        self._opened: deque[Grammar] = deque(maxlen=_NUM_OPENED)
 
     @property
     def is_waiting(self) -> bool:
@@ -60,10 +71,12 @@ class Commands:
     def take(self, command: Any) -> None:
         """Any command but `Shutdown`."""
         if isinstance(command, AddRequest):
-            if command.adapter is None:
-                self._add(command, _nothing)
+            if command.params.grammar is None:
+                self._take_request(command)
             else:
-                self._with_adapter(command.adapter, lambda read: self._add(command, read), label=command.id)
+                self._with_grammar(command)
+        elif isinstance(command, UseVocabulary):
+            self._use_vocabulary(command)
         elif isinstance(command, CancelRequest):
             if not self._queue.discard(command.id):
                 self._engine.cancel(command.id)
@@ -78,6 +91,46 @@ class Commands:
             )
         else:
             self._take_job(command)
+
+    def _take_request(self, command: AddRequest) -> None:
+        if command.adapter is None:
+            self._add(command, _nothing)
+        else:
+            self._with_adapter(command.adapter, lambda read: self._add(command, read), label=command.id)
+
+    def _use_vocabulary(self, command: UseVocabulary) -> None:
+        """A thread has the device take it in; between steps it only says so again."""
+        engine = self._engine
+        vocabulary = Vocabulary(tuple(command.pieces), tuple(command.special), tuple(sorted(engine.end_tokens)))
+
+        def use(read: Callable[[], Any]) -> None:
+            with suppress(CoserveError):  # requests will be told
+                read()
+                engine.use_vocabulary(command.pieces, command.special)
+
+        self._queue.put((_VOCABULARY,), use, prepare=lambda: lambda: engine.device.execute(SetVocabulary(vocabulary)))
+
+    def _with_grammar(self, command: AddRequest) -> None:
+        """A thread has the device compile it first."""
+        grammar, device = command.params.grammar, self._engine.device
+        assert grammar is not None
+
+        def add(read: Callable[[], Any]) -> None:
+            try:
+                read()
+            except CoserveError as error:
+                self._send(Refused(command.id, str(error), type(error).__name__))
+            else:
+                self._opened.append(grammar)
+                self._take_request(command)
+
+        def compiling() -> Callable[[], Any] | None:
+            is_ready = self._engine.vocabulary is None or grammar in self._opened
+            return None if is_ready else lambda: device.execute(OpenGrammar(grammar))
+
+        # Beside other grammars, but after the vocabulary.
+        key = _VOCABULARY if self._engine.vocabulary is None else f"grammar {hash(grammar)}"
+        self._queue.put((key,), add, prepare=compiling, label=command.id)
 
     def _add(self, command: AddRequest, read: Callable[[], Any]) -> None:
         try:

@@ -7,7 +7,7 @@ made here, of the tokens that the engine reports: its steps wait for no tokenize
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -37,6 +37,7 @@ from coserve.worker.protocol import (
     StartProgress,
     StepReport,
     UnloadAdapter,
+    UseVocabulary,
 )
 from coserve.worker.streams import RequestStream
 from coserve.worker.supervisor import Supervisor
@@ -86,6 +87,7 @@ class EngineLink:
         self._calls: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count()
         self._closing = False
+        self._has_vocabulary = False  # whether the engine has been told what tokens stand for
 
     # -- questions ------------------------------------------------------------------
 
@@ -186,7 +188,7 @@ class EngineLink:
             if (stream := self._streams.pop(report.id, None)) is not None:
                 stream.fail(_error(report.kind, report.error))
         elif isinstance(report, Ready):
-            self._ready = report
+            self._ready, self._has_vocabulary = report, False
             for listener in self._listeners:
                 listener.engine_ready(report)
         elif isinstance(report, StartProgress) and self._on_progress is not None:
@@ -250,6 +252,13 @@ class EngineLink:
             self._streams[request.id] = stream
             self.supervisor.send(request)
         return stream
+
+    def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
+        """Tell the engine what tokens stand for, unless it knows; before requests with grammars. EngineGoneError."""
+        self.require_ready()
+        if not self._has_vocabulary:
+            self._has_vocabulary = True
+            self.supervisor.send(UseVocabulary(list(pieces), list(special)))
 
     def close(self, stream: RequestStream) -> None:
         """Its chunks are no longer wanted: what has not ended is cancelled."""

@@ -64,6 +64,13 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tenant: str = ""
 
 
+class UseVocabulary(msgspec.Struct, tag=True, frozen=True):
+    """What tokens stand for, before the first request with a grammar; see `EngineCore.use_vocabulary`."""
+
+    pieces: list[bytes]
+    special: list[int]
+
+
 class CancelRequest(msgspec.Struct, tag=True, frozen=True):
     """End a request; its last chunks say "cancelled"."""
 
@@ -134,7 +141,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 
 # fmt: off
 Command = (
-    AddRequest | CancelRequest | StopSequence | LoadAdapter | UnloadAdapter
+    AddRequest | UseVocabulary | CancelRequest | StopSequence | LoadAdapter | UnloadAdapter
     | StartJob | PauseJob | ResumeJob | CancelJob | Ping | Shutdown
 )
 # fmt: on

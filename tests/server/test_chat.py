@@ -154,7 +154,7 @@ def test_no_share_of_the_probability_is_the_likeliest_token(client: OpenAI):
     ("more", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # its template takes none
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

@@ -504,7 +504,7 @@ def test_long_prompts_take_more_than_their_rows():
     assert second_s > 1.1 * first_s
 
 
-def test_drawing_and_scoring_take_time():
+def test_drawing_masks_and_scoring_take_time():
     latency = make_latency()
     plain = [decoding(f"r{index}") for index in range(32)]
     greedy, drawn = (
@@ -514,6 +514,9 @@ def test_drawing_and_scoring_take_time():
     load = decode_load(plain)
     load.drawn = 32
     assert drawn.forward_s == pytest.approx(latency.forward_s(load)) and drawn.forward_s > 1.02 * greedy.forward_s
+    masked = plan("slack", view(*[structs.replace(request, is_masked=True) for request in plain]), latency)
+    load.drawn, load.masked = 0, 32
+    assert masked.forward_s == pytest.approx(latency.forward_s(load)) and masked.forward_s > 1.01 * greedy.forward_s
     asked = structs.replace(prompt(rows=100), num_scored=99)
     bare, scored = (plan("slack", view(each), latency) for each in (prompt(rows=100), asked))
     assert scored.forward_s > bare.forward_s + 0.9 * make_profile().score.at(99)

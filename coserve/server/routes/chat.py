@@ -65,12 +65,6 @@ def _refuse_what_is_not_there(body: ChatBody) -> None:
         if message.content is None and message.role != "assistant":
             name = f"messages[{place}].content"
             raise ApiError(f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise ApiError(
-            "response_format must be of type text: others are not supported",
-            param="response_format",
-            code="unsupported_parameter",
-        )
     if body.modalities not in (None, ["text"]):
         raise ApiError('modalities must be ["text"]', param="modalities", code="unsupported_parameter")
     if body.top_logprobs is not None and not body.logprobs:
@@ -112,6 +106,7 @@ async def _generation(
             vocab_size=ready.vocab_size,
             logprobs=logprobs,
             bad_words=await bad_words(body, context.prompts),
+            grammar=await context.structured.grammar(body),
         ),
         slo=slo_of(body, ready.slo),
         arrival_s=arrival_s,

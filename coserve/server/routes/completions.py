@@ -106,7 +106,11 @@ async def _generation(
     tokens = [tuple(truncated(each, body, ready, max_tokens=max_tokens)) for each in whole]
     for each in tokens:
         check_prompt(each, max_tokens, ready, param="prompt")
-    more: dict[str, Any] = {"logprobs": body.logprobs, "bad_words": await bad_words(body, context.prompts)}
+    more: dict[str, Any] = {
+        "logprobs": body.logprobs,
+        "bad_words": await bad_words(body, context.prompts),
+        "grammar": await context.structured.grammar(body),
+    }
     if body.echo and (body.logprobs is not None or not max_tokens):
         more["prompt_logprobs"] = body.logprobs or 0
     return Generation(

@@ -1,0 +1,136 @@
+"""What a request's output must follow: a JSON schema, a regular expression, one of some texts, or a grammar. Plain
+data, so that processes without tensors can check and send it; `coserve.devices.matching` compiles it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
+_KINDS = ("json_schema", "regex", "lark", "gbnf")
+# Characters of one: what takes longer to read than the step loop and the server's loop can share a core with it.
+MAX_CHARACTERS = 131_072
+# Between two parts of JSON: a space, or a new line and its indentation; no more, so that a model cannot get lost in it.
+WHITE_SPACE = r"( |\n[ \t]{0,40})"
+# Deeper JSON is refused before it is compiled, which recurses.
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """A language that output is a text of, from its first token to its last; ValueError says what is wrong with it.
+
+    text: a JSON schema as JSON; a regular expression as Rust has them (no look-around), of the whole output; a grammar
+    in Lark's notation with a rule `start`, as https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+    describes it, or in llama.cpp's GBNF with a rule `root`. is_lenient: of a JSON schema, whether keywords that cannot
+    be enforced are passed over; otherwise they are refused by name.
+    """
+
+    kind: GrammarKind
+    text: str
+    is_lenient: bool = field(default=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS or not isinstance(self.text, str):
+            raise ValueError(f"grammar must be text of a kind of {', '.join(_KINDS)}, not {self.kind!r}")
+        if len(self.text) > MAX_CHARACTERS:
+            raise ValueError(f"grammar has {len(self.text)} characters; it may have {MAX_CHARACTERS}")
+
+    @classmethod
+    def json_schema(cls, schema: dict[str, Any], *, is_lenient: bool = False) -> Self:
+        """JSON that a schema describes, with common white space; properties come in the order of the schema."""
+        if not isinstance(schema, dict):
+            raise ValueError(f"grammar must be a JSON schema, an object, not {json.dumps(schema)[:100]}")
+        if _depth(schema) > _MAX_DEPTH:
+            raise ValueError(f"grammar is a JSON schema nested more than {_MAX_DEPTH} deep")
+        return cls(kind="json_schema", text=json.dumps(schema), is_lenient=is_lenient)
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """A text that the pattern matches as a whole."""
+        return cls(kind="regex", text=pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Self:
+        """One of some texts."""
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError("grammar must be a choice of texts that are not empty, at least one")
+        return cls(kind="lark", text="start: " + " | ".join(map(_quoted, dict.fromkeys(texts))))
+
+    @classmethod
+    def notation(cls, text: str) -> Self:
+        """A grammar as clients write them: GBNF where rules are defined by `::=`, otherwise Lark's notation."""
+        return cls(kind="gbnf" if "::=" in text else "lark", text=text)
+
+    @classmethod
+    def tagged(cls, tags: Sequence["Tag"], *, separator: str = "", at_least: int = 1, at_most: int | None = 1) -> Self:
+        """Pieces of JSON between fixed texts, one after the other, as calls of tools are.
+
+        tags: what each piece may be. separator: text between two of them. at_least, at_most: how many (None: any
+        number).
+        """
+        if not tags or at_least < 0 or (at_most is not None and not max(1, at_least) <= at_most):
+            raise ValueError("grammar must have tags, and at_most at least at_least and 1")
+        rules = [f"tag: {' | '.join(f'tag_{place}' for place in range(len(tags)))}"]
+        for place, tag in enumerate(tags):
+            rules.append(f"tag_{place}: {tag.in_lark()}")
+        more = f"({_quoted(separator)} tag)" if separator else "(tag)"
+        rest = "" if at_most == 1 else f" {more}{{{max(0, at_least - 1)},{'' if at_most is None else at_most - 1}}}"
+        start = f"start: tag{rest}" if at_least else f"start: (tag{rest})?"
+        return cls(kind="lark", text="\n".join([start, *rules]))
+
+    @classmethod
+    def triggered(cls, tags: Sequence["Tag"], *, triggers: Sequence[str]) -> Self:
+        """Any text, in which whatever begins with a trigger is one of the tags that begin with it."""
+        start, rules = [], []
+        for place, trigger in enumerate(triggers):
+            begun = [tag for tag in tags if trigger and tag.begin.startswith(trigger)]
+            if not begun:
+                raise ValueError(f"grammar has a trigger {trigger!r} with which no tag begins")
+            start.append(f"part_{place}")
+            ways = " | ".join(tag.in_lark(after=trigger) for tag in begun)
+            rules += [f"trigger_{place}[lazy]: TEXT {_quoted(trigger)}", f"part_{place}: trigger_{place} ({ways})"]
+        if left := [tag.begin for tag in tags if not any(tag.begin.startswith(trigger) for trigger in triggers)]:
+            raise ValueError(f"grammar has a tag that begins with {left[0]!r}, and no trigger for it")
+        whole = [f"start: ({' | '.join(start)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules]
+        return cls(kind="lark", text="\n".join(whole))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tag:
+    """A text that begins so, has JSON of a schema in it, and ends so."""
+
+    begin: str
+    schema: dict[str, Any]
+    end: str = ""
+
+    def in_lark(self, after: str = "") -> str:
+        """In Lark's notation, without what came before of its beginning."""
+        checked = json.loads(Grammar.json_schema(self.schema).text)
+        schema = json.dumps({**checked, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
+        begin, end = self.begin[len(after) :], self.end
+        return " ".join([_quoted(begin)] * bool(begin) + [f"%json {schema}"] + [_quoted(end)] * bool(end))
+
+
+def _quoted(text: str) -> str:
+    """A text in Lark's notation."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _depth(value: Any) -> int:
+    """How deep objects and lists lie within one another, counted up to where it is too deep."""
+    depth, level = 0, [value]
+    while level and depth <= _MAX_DEPTH:
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+        ]
+        depth += 1
+    return depth

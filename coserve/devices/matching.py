@@ -1,0 +1,290 @@
+"""Grammars as masks of a vocabulary: which tokens may come next, so that the output stays a text of the grammar.
+
+llguidance computes them (https://github.com/guidance-ai/llguidance): a lexer of derivatives below an Earley parser,
+walked over a trie of the vocabulary. It compiles little ahead, counts its work, and ends with an error where a grammar
+asks for too much: no schema can hold a thread for long, so that none needs to be killed. It lets go of Python's lock
+meanwhile.
+
+The device chooses tokens, so it has the matchers: a mask is needed where logits are, and is computed there
+while the forward pass runs. The engine sends a request's grammar with `OpenRequest`, and the tokens so far with it, as
+for penalties; so a request that was preempted, or is replayed, gets its state back, and no masks cross or are
+recorded. Nothing here needs torch.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from coserve.devices.grammar import WHITE_SPACE, Grammar
+from coserve.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+# Compiled grammars that are kept for the next request, and their characters together: large ones take more memory.
+_NUM_KEPT, _KEPT_CHARACTERS = 256, 1 << 20
+# Of llguidance's own units of work; about a second for the first, some hundredths for the others.
+_COMPILE_FUEL, _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 500_000, 200_000, 50_000, 20_000
+# How far a grammar is followed before it is accepted: what is too much for a step shows mostly in its first ones.
+_NUM_TRIED = 24
+_MESSAGE = 300
+_NO_TEXT = "it allows no text that the model's tokens can make up"
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What tokens stand for. pieces: bytes by id, empty for tokens that have none. special: ids whose piece is a name
+    and no text; a grammar can ask for them alone. ends: ids that end a text.
+    """
+
+    pieces: tuple[bytes, ...]
+    special: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+class GrammarCompiler:
+    """Grammars over one vocabulary. May be used by several threads at once."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """RequestError if llguidance is not installed."""
+        self._library = _library()
+        self.vocabulary = vocabulary
+        self._tokenizer: LLTokenizer = _tokenizer(self._library, vocabulary)
+        self._limits = self._library.LLParserLimits(
+            initial_lexer_fuel=_COMPILE_FUEL,
+            step_lexer_fuel=_STEP_FUEL,
+            step_max_items=_STEP_ITEMS,
+            max_lexer_states=_MAX_STATES,
+            verbose_errors=False,
+        )
+
+    def compile(self, grammar: Grammar) -> "LLMatcher":
+        """A matcher at its beginning; RequestError if the grammar is wrong, too large, or allows no text."""
+        try:
+            return self._compiled(grammar)
+        except (RequestError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # what its Rust panics of is no Exception
+            raise RequestError(f"the grammar cannot be used: {_one_line(str(error))}") from None
+
+    def _compiled(self, grammar: Grammar) -> "LLMatcher":
+        matcher: LLMatcher = self._library.LLMatcher(
+            self._tokenizer, self._source(grammar), log_level=0, limits=self._limits
+        )
+        _check(matcher)
+        self._try(matcher.deep_copy())
+        return matcher
+
+    def _source(self, grammar: Grammar) -> str:
+        """In llguidance's own form."""
+        matcher: type[LLMatcher] = self._library.LLMatcher
+        if grammar.kind == "json_schema":
+            lenient = grammar.is_lenient
+            options: JsonCompileOptions = {
+                "whitespace_pattern": WHITE_SPACE,
+                "lenient": lenient,
+                "coerce_one_of": lenient,
+            }
+            return matcher.grammar_from_json_schema(_without_options(grammar.text), overrides=options)
+        if grammar.kind == "regex":
+            return matcher.grammar_from_regex(grammar.text)
+        if grammar.kind == "lark":
+            return matcher.grammar_from_lark(grammar.text)
+        return matcher.grammar_from_lark(_lark_of(grammar.text))
+
+    def _try(self, matcher: "LLMatcher") -> None:
+        """Follow it for some tokens."""
+        ends = self.vocabulary.ends
+        for place in range(_NUM_TRIED):
+            mask = matcher.compute_bitmask()
+            _check(matcher)
+            token = _some_token(mask, place, len(self.vocabulary.pieces), ends)
+            if token is None:
+                if place == 0:
+                    raise RequestError(f"the grammar cannot be used: {_NO_TEXT}")
+                return
+            if not matcher.consume_token(token):
+                _check(matcher)
+            if matcher.is_stopped():
+                return
+
+
+class Matcher:
+    """One sequence on its way through a grammar; its next mask is computed as soon as its last token is known."""
+
+    def __init__(
+        self, matcher: "LLMatcher", num_tokens: int, thread: ThreadPoolExecutor, output: Sequence[int]
+    ) -> None:
+        """num_tokens: of the vocabulary. output: the tokens so far."""
+        self._matcher, self._num_tokens, self._thread = matcher, num_tokens, thread
+        self.has_ended = False  # nothing may follow any more
+        self.error: str | None = None  # why no token can be chosen
+        self._mask: Future[bytes] | None = None
+        if output:
+            self._matcher.consume_tokens(list(output))
+        self._advance()
+
+    def mask(self) -> bytes:
+        """A bit for each token that may come next, in whole words of 32; all of them after an error, or the end."""
+        num_bytes = -(-self._num_tokens // 32) * 4
+        if self._mask is None:
+            return b"\xff" * num_bytes
+        mask = self._mask.result()[:num_bytes]
+        if self._matcher.is_error() or not int.from_bytes(mask, "little") & ((1 << self._num_tokens) - 1):
+            self._mask, self.error = None, _told(self._matcher) or _NO_TEXT
+            return self.mask()
+        return mask
+
+    def accept(self, token: int) -> None:
+        """The next token."""
+        if self.error is None and not self.has_ended:
+            self._matcher.consume_token(token)
+            self._advance()
+
+    def _advance(self) -> None:
+        self._mask = None
+        if self._matcher.is_error():
+            self.error = _told(self._matcher)
+        elif self._matcher.is_stopped():
+            self.has_ended = True
+        else:
+            self._mask = self._thread.submit(self._matcher.compute_bitmask)
+
+
+class Grammars:
+    """Of a device: its vocabulary, and the grammars that it has compiled last."""
+
+    def __init__(self) -> None:
+        self._compiler: GrammarCompiler | None = None
+        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = Lock()
+        # Computes masks; one, since forward passes use the other cores.
+        self._thread = ThreadPoolExecutor(1, "masks")
+
+    def use(self, vocabulary: Vocabulary) -> None:
+        """See `SetVocabulary`."""
+        if self._compiler is None or self._compiler.vocabulary != vocabulary:
+            compiler = GrammarCompiler(vocabulary)
+            with self._lock:
+                self._compiler = compiler
+                self._kept.clear()
+
+    def open(self, grammar: Grammar) -> None:
+        """See `OpenGrammar`."""
+        self._compiled(grammar)
+
+    def matcher(self, grammar: Grammar, output: Sequence[int]) -> Matcher:
+        """For a sequence with these tokens."""
+        compiled = self._compiled(grammar)
+        assert self._compiler is not None
+        return Matcher(compiled.deep_copy(), len(self._compiler.vocabulary.pieces), self._thread, output)
+
+    def close(self) -> None:
+        """End its thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compiled(self, grammar: Grammar) -> "LLMatcher":
+        with self._lock:
+            compiler = self._compiler
+            assert compiler is not None, "no vocabulary was set"
+            if (found := self._kept.get(grammar)) is not None:
+                self._kept.move_to_end(grammar)
+                return found
+        compiled = compiler.compile(grammar)
+        with self._lock:
+            self._kept[grammar] = compiled
+            while len(self._kept) > _NUM_KEPT or sum(len(each.text) for each in self._kept) > _KEPT_CHARACTERS:
+                self._kept.popitem(last=False)
+        return compiled
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError(
+            "structured output needs the package llguidance: pip install 'coserve[structured]'"
+        ) from None
+    return llguidance
+
+
+def _tokenizer(library: Any, vocabulary: Vocabulary) -> "LLTokenizer":
+    """Where no token ends a text, one more that the model does not have takes that part."""
+    pieces, ends = list(vocabulary.pieces), list(vocabulary.ends)
+    if not ends:
+        ends = [len(pieces)]
+        pieces.append(b"<end>")
+    special = sorted({*vocabulary.special, *ends})
+    tokens = _Tokens(pieces, ends[0], special)
+    made: LLTokenizer = library.LLTokenizer(library.TokenizerWrapper(tokens), n_vocab=len(pieces), eos_token=ends)
+    return made
+
+
+class _Tokens:
+    """The vocabulary as llguidance asks for it."""
+
+    bos_token_id = None
+
+    def __init__(self, pieces: list[bytes], end: int, special: list[int]) -> None:
+        self.tokens = [piece or b"<end>" * (token in special) for token, piece in enumerate(pieces)]
+        self.eos_token_id, self.special_token_ids = end, special
+        without = set(special)
+        self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in without}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Tokens of a text, always the longest; what no token has is left out."""
+        data, found, place = text if isinstance(text, bytes) else text.encode(), [], 0
+        while place < len(data):
+            for length in range(min(self._longest, len(data) - place), 0, -1):
+                if (token := self._ids.get(data[place : place + length])) is not None:
+                    found.append(token)
+                    break
+            place += length
+        return found
+
+
+def _without_options(schema: str) -> str:
+    """A schema must not choose the compiler's own options."""
+    return json.dumps({name: value for name, value in json.loads(schema).items() if name != "x-guidance"})
+
+
+def _lark_of(gbnf: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(gbnf))
+    except Exception as error:  # it raises what it likes
+        raise RequestError(f"the grammar cannot be read as GBNF: {_one_line(str(error))}") from None
+
+
+def _check(matcher: "LLMatcher") -> None:
+    if told := _told(matcher):
+        raise RequestError(f"the grammar cannot be used: {told}")
+
+
+def _told(matcher: "LLMatcher") -> str | None:
+    if not matcher.is_error():
+        return None
+    told = _one_line(matcher.get_error().partition("<non-verbose")[0])
+    return _NO_TEXT if told.startswith("NoExtension") else told
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _MESSAGE else f"{text[:_MESSAGE]}…"
+
+
+def _some_token(mask: bytes, turn: int, num_tokens: int, ends: Sequence[int]) -> int | None:
+    """Of the tokens of a mask that do not end a text, one; each turn another."""
+    bits = int.from_bytes(mask, "little") & ((1 << num_tokens) - 1)
+    for end in ends:
+        bits &= ~(1 << end)
+    above = bits >> (start := (turn * 7919) % num_tokens) << start
+    bits = above or bits
+    return (bits & -bits).bit_length() - 1 if bits else None
