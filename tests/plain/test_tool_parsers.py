@@ -182,6 +182,17 @@ def test_arguments_come_as_they_are_written(name: str, text: str):
         assert "".join(part.text for part in parts[1:] if isinstance(part, Arguments)) == text[end - len(W[1]) : place]
 
 
+@pytest.mark.parametrize("name", parser_names())
+def test_a_call_that_is_asked_for_is_written_as_the_parser_reads_it(name: str):
+    parser = parser_class(name)
+    calls = [W, A] if parser.separator is not None else [W]
+    texts = [
+        f"{before}{arguments}{after}" for function, arguments in calls for before, after in [parser.around(function)]
+    ]
+    for pieces in cuts((parser.separator or "").join(texts)):
+        assert read(name, pieces) == Read(calls=calls)
+
+
 def test_text_is_not_held_back_for_longer_than_it_could_be_a_marker():
     assert parts_of("hermes", ["a <tool", "s <tool_call>"])[:2] == [[Content("a ")], [Content("<tools ")]]
     assert parts_of("openai", ["<|channel|>final<|message|>a <|en"])[0] == [Content("a ")]

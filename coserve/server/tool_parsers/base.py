@@ -54,6 +54,7 @@ class ToolParser(ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()  # special tokens that it must see
     reads_all: ClassVar[bool] = False  # also answers to requests without tools
+    separator: ClassVar[str | None] = None  # what lies between two calls; None: an answer has one at most
 
     def __init__(self, names: Collection[str] = ()) -> None:
         """names: of the functions that can be called."""
@@ -70,6 +71,11 @@ class ToolParser(ABC):
     def new_id(cls) -> str:
         """For a call: one that the template takes back with the tool's answer."""
         return f"call_{uuid4().hex[:24]}"
+
+    @classmethod
+    @abstractmethod
+    def around(cls, name: str) -> tuple[str, str]:
+        """What a model writes before the arguments of a call of this function, and after them."""
 
     def push(self, text: str) -> list[Part]:
         """What the next piece of text adds."""

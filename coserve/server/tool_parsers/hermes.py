@@ -2,6 +2,8 @@
 (https://github.com/NousResearch/Hermes-Function-Calling).
 """
 
+import json
+
 from coserve.server.tool_parsers._json_call import JsonCall
 from coserve.server.tool_parsers._marked import MarkedCalls
 
@@ -12,12 +14,17 @@ class Hermes(MarkedCalls):
     """JSON between tags."""
 
     markers = (_BEGIN, _END)
+    separator = "\n"
     _begin = _BEGIN
     _call: JsonCall | None = None  # None after its end: only the closing tag is missing
 
     @classmethod
     def fits(cls, template: str) -> bool:
         return _BEGIN in template and "<function=" not in template
+
+    @classmethod
+    def around(cls, name: str) -> tuple[str, str]:
+        return f'{_BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{_END}"
 
     def _enter(self) -> None:
         self._call = JsonCall(self._names, _BEGIN)

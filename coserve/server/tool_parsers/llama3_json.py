@@ -2,6 +2,7 @@
 `;` between them (https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/).
 """
 
+import json
 from collections.abc import Collection
 
 from coserve.server.tool_parsers._json_call import JsonCall
@@ -14,6 +15,7 @@ class Llama3Json(MarkedCalls):
     """JSON at the start, or after a tag."""
 
     markers = (_TAG,)
+    separator = "; "
     _begin = _TAG
     _call: JsonCall | None = None  # None after its end: another may follow
 
@@ -24,6 +26,10 @@ class Llama3Json(MarkedCalls):
     @classmethod
     def fits(cls, template: str) -> bool:
         return _TAG in template or '"parameters": dictionary of argument name' in template
+
+    @classmethod
+    def around(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": {json.dumps(name)}, "parameters": ', "}"
 
     def _step(self) -> bool:
         if self._at_start:

@@ -2,6 +2,7 @@
 its arguments after `[ARGS]` or at once, and the marker again for each further call (https://docs.mistral.ai).
 """
 
+import json
 import re
 import secrets
 import string
@@ -20,6 +21,7 @@ class Mistral(MarkedCalls):
     """A list of calls, or a name with its arguments."""
 
     markers = (_BEGIN, _ARGS, _ID)
+    separator = ""
     _begin = _BEGIN
     _call: JsonCall | JsonArguments | None = None
     _in_list = False
@@ -27,6 +29,10 @@ class Mistral(MarkedCalls):
     @classmethod
     def fits(cls, template: str) -> bool:
         return _BEGIN in template
+
+    @classmethod
+    def around(cls, name: str) -> tuple[str, str]:
+        return f'{_BEGIN}[{{"name": {json.dumps(name)}, "arguments": ', "}]"
 
     @classmethod
     def new_id(cls) -> str:

@@ -31,6 +31,10 @@ class OpenAI(ToolParser):
     def fits(cls, template: str) -> bool:
         return _CHANNEL in template and _MESSAGE in template
 
+    @classmethod
+    def around(cls, name: str) -> tuple[str, str]:
+        return f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}", ""
+
     def _step(self) -> bool:
         return self._step_in_head() if self._in_head else self._step_in_body()
 
