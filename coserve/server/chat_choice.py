@@ -31,7 +31,8 @@ class ChatChoice:
     def __init__(self, tools: Tools, frame: ChatFrame) -> None:
         self._tools, self._frame = tools, frame
         reads_all = tools.parser is not None and tools.parser.reads_all
-        self._think = None if reads_all else ThinkReader(inside=frame.inside_reasoning)
+        # An answer that has to call does not think first, even if the prompt has opened a reasoning.
+        self._think = None if reads_all or tools.must_call else ThinkReader(inside=frame.inside_reasoning)
         self._parser = None if tools.parser is None else tools.parser(tools.names)
         self._content: list[str] = []
         self._reasoning: list[str] = []

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -132,6 +132,11 @@ class Prompts:
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
         found = [tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
         return tuple(dict.fromkeys(tokens for tokens in found if tokens))
+
+    def has_special(self, texts: Collection[str]) -> bool:
+        """Whether one of them is a special token, which an answer's text leaves out."""
+        added = () if self._tokenizer is None else self._tokenizer.added_tokens_decoder.values()
+        return any(token.special and str(token.content) in texts for token in added)
 
     def text(self, tokens: list[int]) -> str:
         """The text of tokens, special ones too; "" without a tokenizer."""

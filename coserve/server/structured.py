@@ -172,6 +172,9 @@ def _of_format(asked: ResponseFormat) -> Grammar | None:
 
 
 def _of_structured_outputs(asked: StructuredOutputs) -> Grammar:
+    for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        if getattr(asked, name):
+            raise ValueError(f"structured_outputs.{name} is not supported; leave it out")
     found = [
         None if asked.json_ is None else _json(asked.json_),
         None if asked.regex is None else Grammar.regex(asked.regex),

@@ -4,25 +4,49 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coserve.devices.grammar import Grammar, Tag
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.schemas import ChatBody
 from coserve.server.texts import check_texts
-from coserve.server.tool_parsers import ToolParser, parser_names
+from coserve.server.tool_parsers import ToolParser, parser_class, parser_names
+
+_ANY_ARGUMENTS = {"type": "object"}
+# Of calls that must be made, where the model's own format is not known, or begins with a special token, which a grammar
+# of text has no word for: JSON alone.
+_PLAIN = parser_class("llama3_json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """For one request. shown: what the chat template is given. parser: of the answers, None where they are text."""
+    """For one request. shown: what the chat template is given. parser: of the answers, None where they are text.
+    must_call: functions of which an answer has to call one, and says nothing else; if it is one by its name, once.
+    """
 
     shown: tuple[Mapping[str, Any], ...] = ()
     parser: type[ToolParser] | None = None
     parallel: bool = True
+    must_call: tuple[str, ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
         """Of the functions that may be called."""
         return frozenset(tool["function"]["name"] for tool in self.shown)
+
+    def grammar(self, *, is_one: bool) -> Grammar:
+        """What calls that must be made follow: the text in which the parser finds them, with arguments of the schemas.
+        is_one: whether there is to be one call. ValueError says what is wrong with a schema.
+        """
+        assert self.parser is not None
+        tags = []
+        for tool in self.shown:
+            function = tool["function"]
+            if function["name"] in self.must_call:
+                begin, end = self.parser.around(function["name"])
+                tags.append(Tag(begin=begin, schema=function.get("parameters") or _ANY_ARGUMENTS, end=end))
+        separator = self.parser.separator
+        is_one = is_one or not self.parallel or separator is None
+        return Grammar.tagged(tags, separator=separator or "", at_most=1 if is_one else None)
 
 
 def tools_of(body: ChatBody, context: ServerContext) -> Tools:
@@ -31,6 +55,7 @@ def tools_of(body: ChatBody, context: ServerContext) -> Tools:
     for place, tool in enumerate(body.tools or ()):
         _check_tool(tool, f"tools[{place}]")
     parser = context.tool_parser
+    must_call = _must_call(body, choice)
     if not body.tools or choice == "none":
         return Tools(parser=parser if parser is not None and parser.reads_all else None)
     if "tools" not in context.prompts.chat_template:
@@ -39,6 +64,8 @@ def tools_of(body: ChatBody, context: ServerContext) -> Tools:
             param="tools",
             code="unsupported_parameter",
         )
+    if must_call and (parser is None or context.prompts.has_special(parser.markers)):
+        parser = _PLAIN
     if parser is None:
         raise ApiError(
             "tools are not supported: the chat template shows no known format of calls; start the server with "
@@ -46,20 +73,48 @@ def tools_of(body: ChatBody, context: ServerContext) -> Tools:
             param="tools",
             code="unsupported_parameter",
         )
-    return Tools(shown=tuple(body.tools), parser=parser, parallel=body.parallel_tool_calls is not False)
+    parallel = body.parallel_tool_calls is not False
+    return Tools(shown=tuple(body.tools), parser=parser, parallel=parallel, must_call=must_call)
+
+
+async def grammar_of_calls(body: ChatBody, tools: Tools, context: ServerContext) -> Grammar:
+    """What the calls that `tools` asks for follow; ApiError for a schema that cannot be followed."""
+    try:
+        grammar = tools.grammar(is_one=isinstance(body.tool_choice, dict))
+    except ValueError as error:
+        raise ApiError(str(error), param="tools") from None
+    await context.structured.check(grammar, param="tools")
+    return grammar
 
 
 def _choice(body: ChatBody) -> str:
+    """none, auto, required, or the name of a function."""
     choice = body.tool_choice
-    if choice is None or choice in ("none", "auto"):
+    if choice is None or choice in ("none", "auto", "required"):
         return choice or "auto"
-    if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function"):
-        raise ApiError(
-            "tool_choice must be none or auto: required, and a function by its name, are not supported",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    raise ApiError(f"tool_choice must be none or auto, not {str(choice)[:100]}", param="tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            return name
+        raise ApiError("tool_choice needs function.name", param="tool_choice")
+    raise ApiError(
+        f"tool_choice must be none, auto, required or a function by its name, not {str(choice)[:100]}",
+        param="tool_choice",
+    )
+
+
+def _must_call(body: ChatBody, choice: str) -> tuple[str, ...]:
+    is_named = isinstance(body.tool_choice, dict)
+    if not is_named and choice != "required":
+        return ()
+    names = tuple(tool["function"]["name"] for tool in body.tools or ())
+    if not names:
+        raise ApiError("tool_choice asks for a call: give tools", param="tool_choice")
+    if not is_named:
+        return names
+    if choice not in names:
+        raise ApiError(f"tool_choice names {choice[:100]!r}; tools has {', '.join(names)[:200]}", param="tool_choice")
+    return (choice,)
 
 
 def _check_tool(tool: Mapping[str, Any], where: str) -> None:

@@ -128,6 +128,7 @@ def test_tags_come_where_their_triggers_do(client: OpenAI):
         ({"response_format": STRICT, "guided_regex": "a"}, "guided_regex", "only one"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "no JSON"),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}}, "structured_outputs", "not supported"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs", "an object"),
         ({"guided_regex": "("}, "guided_regex", "unclosed group"),
         ({"guided_choice": []}, "guided_choice", "at least one"),

@@ -1,5 +1,6 @@
 """Calls of tools over HTTP with the real client, from a model that has learned to make them."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,10 @@ def caller() -> Iterator[Served]:
 @pytest.fixture
 def client(caller: Served) -> OpenAI:
     return caller.client()
+
+
+def function(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 SETTINGS: dict[str, Any] = {"model": "caller", "temperature": 0, "max_tokens": 100}
@@ -64,6 +69,41 @@ def test_parallel_calls(client: OpenAI, ask: Any):
     assert len(set(ids)) == 2
     assert all(each.startswith("call_") for each in ids)
     assert calls_of(ask(client, "both", parallel_tool_calls=False)) == [("weather", WEATHER)]
+
+
+# Short, whatever the model would rather say.
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+ZONE = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["UTC"]}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+SHORT = [function("weather", CITY | {"additionalProperties": False}), function("clock", ZONE)]
+POSSIBLE = {"weather": [{"city": "Rome"}, {"city": "Oslo"}], "clock": [{"zone": "UTC"}]}
+
+
+@pytest.mark.parametrize("ask", [chat, stream])
+@pytest.mark.parametrize("text", ["hello", "weather"])
+def test_a_call_that_is_asked_for_by_its_name(client: OpenAI, ask: Any, text: str):
+    choice = ask(client, text, tools=SHORT, tool_choice={"type": "function", "function": {"name": "clock"}})
+    assert [(name, json.loads(arguments)) for name, arguments in calls_of(choice)] == [("clock", {"zone": "UTC"})]
+    assert not choice.message.content
+    assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("ask", [chat, stream])
+@pytest.mark.parametrize("seed", range(3))
+def test_some_call_is_made_where_one_is_required(client: OpenAI, ask: Any, seed: int):
+    more: dict[str, Any] = {"tools": SHORT, "temperature": 1.5, "seed": seed}
+    choice = ask(client, "hello", tool_choice="required", parallel_tool_calls=False, **more)
+    [(name, arguments)] = calls_of(choice)
+    assert json.loads(arguments) in POSSIBLE[name]
+    several = ask(client, "hello", tool_choice="required", **more)
+    assert several.message.tool_calls and not several.message.content
+    whole = several.message.tool_calls[: -1 if several.finish_reason == "length" else None]
+    for called in whole:
+        assert json.loads(called.function.arguments) in POSSIBLE[called.function.name]
 
 
 def test_a_stream_is_as_openai_has_it(client: OpenAI):
@@ -210,9 +250,12 @@ def test_a_stream_has_an_event_for_every_token(client: OpenAI):
             "tools[0].function.parameters",
         ),
         ({"tools": [{"type": "function", "function": {"name": "f\0"}}]}, "tools[0]"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sun"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [function("f", {"type": "no such type"})]}, "tools"),
     ],
     ids=lambda value: ascii(value)[:40],
 )

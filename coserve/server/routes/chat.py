@@ -5,6 +5,7 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from coserve.devices.grammar import Grammar
 from coserve.devices.sampling_params import MAX_LOGPROBS
 from coserve.server import reasoning
 from coserve.server.bodies import JsonRoute
@@ -31,7 +32,7 @@ from coserve.server.request_log import note_completion
 from coserve.server.responses import answer
 from coserve.server.schemas import ChatBody
 from coserve.server.token_details import TokenDetails
-from coserve.server.tools import Tools, tools_of
+from coserve.server.tools import Tools, grammar_of_calls, tools_of
 from coserve.worker.protocol import Ready
 
 router = APIRouter(route_class=JsonRoute)
@@ -106,7 +107,7 @@ async def _generation(
             vocab_size=ready.vocab_size,
             logprobs=logprobs,
             bad_words=await bad_words(body, context.prompts),
-            grammar=await context.structured.grammar(body),
+            grammar=await _grammar(body, tools, context),
         ),
         slo=slo_of(body, ready.slo),
         arrival_s=arrival_s,
@@ -114,3 +115,8 @@ async def _generation(
         adapter=adapter,
         shown_tokens=(reasoning.BEGIN, reasoning.END, *(() if tools.parser is None else tools.parser.markers)),
     )
+
+
+async def _grammar(body: ChatBody, tools: Tools, context: ServerContext) -> Grammar | None:
+    """What the answer follows. One that has to call says nothing else, whatever its content was to be."""
+    return await (grammar_of_calls(body, tools, context) if tools.must_call else context.structured.grammar(body))
