@@ -13,6 +13,9 @@ _KINDS = ("json_schema", "regex", "lark", "gbnf")
 MAX_CHARACTERS = 131_072
 # Between two parts of JSON: a space, or a new line and its indentation; no more, so that a model cannot get lost in it.
 WHITE_SPACE = r"( |\n[ \t]{0,40})"
+# How an error begins that ends a request whose output cannot follow its grammar any further: what compiles can still
+# turn out to be too large, or to leave no token, in the middle of a text.
+CANNOT_FOLLOW = "the grammar cannot be followed any further: "
 # Deeper JSON is refused before it is compiled, which recurses.
 _MAX_DEPTH = 64
 

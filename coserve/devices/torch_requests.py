@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from coserve.adapters.base import Adapter
+from coserve.devices.grammar import CANNOT_FOLLOW
 from coserve.devices.matching import Grammars, Matcher
 from coserve.devices.messages import OpenRequest, RequestRows, TokenLogprob
 from coserve.devices.readout import Readout
@@ -170,7 +171,11 @@ class RequestsResult:
 
     def refused(self) -> dict[str, str]:
         """Those for which no token could be chosen, with the reason."""
-        return {request: matcher.error for request, matcher in self._matchers.items() if matcher.error is not None}
+        return {
+            request: f"{CANNOT_FOLLOW}{matcher.error}"
+            for request, matcher in self._matchers.items()
+            if matcher.error is not None
+        }
 
     def prompts(self) -> dict[str, tuple[TokenLogprob, ...]]:
         """Of those whose prompts were scored."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 from uuid import uuid4
 
+from coserve.devices.grammar import CANNOT_FOLLOW
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.prompts import Prompt
 from coserve.engine.request import Chunk
@@ -234,6 +235,8 @@ async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGene
 
 def _check(chunk: Chunk) -> None:
     if chunk.finish_reason == "error":
+        if (chunk.error or "").startswith(CANNOT_FOLLOW):
+            raise ApiError(chunk.error or "")
         raise ApiError(chunk.error or "the engine failed", status=500, kind="server_error")
     if chunk.finish_reason == "cancelled":
         raise ApiError("the request was cancelled", status=503, kind="server_error", headers={"Retry-After": "2"})
