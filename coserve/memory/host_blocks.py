@@ -6,6 +6,7 @@ device one by one, the last first, and the last are of no use without the first.
 its slot. A pack, or tensors of another kind, get slots for all of it or for nothing, too.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 
@@ -83,4 +84,4 @@ class HostBlocks:
         assert sorted([*self._free, *self._slot.values()]) == list(range(self.num_slots))
         assert self._stored <= self._slot.keys() == self._num_owners.keys()
         wanted = [key for keys in self._wanted.values() for key in keys]
-        assert {key: wanted.count(key) for key in set(wanted)} == self._num_owners
+        assert Counter(wanted) == self._num_owners
