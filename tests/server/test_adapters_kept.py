@@ -30,7 +30,8 @@ def post(served: Served, what: str, key: str = "key-1", **body: object):
 
 
 def names(client: OpenAI) -> list[str]:
-    return [each.id for each in client.models.list() if each.id != "small"]
+    """Checkpoints, too."""
+    return [each.id for each in client.models.list(extra_query={"checkpoints": True}) if each.id != "small"]
 
 
 def answer(client: OpenAI, name: str) -> list[float]:
