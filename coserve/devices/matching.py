@@ -208,7 +208,7 @@ def _library() -> Any:
         import llguidance
     except ImportError:
         raise RequestError(
-            "structured output needs the package llguidance: pip install 'coserve[structured]'"
+            "structured output needs the package llguidance: pip install llguidance"
         ) from None
     return llguidance
 
