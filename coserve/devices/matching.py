@@ -207,9 +207,7 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise RequestError(
-            "structured output needs the package llguidance: pip install llguidance"
-        ) from None
+        raise RequestError("structured output needs the package llguidance: pip install llguidance") from None
     return llguidance
 
 
