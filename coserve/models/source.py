@@ -118,9 +118,8 @@ def _fetch(name: str, with_weights: bool) -> Path:
 
     patterns = ["*.json", "tokenizer*", "*.jinja"] + ["model*.safetensors"] * with_weights
     try:
-        # Nothing else is fetched of a model that is refused for its configuration.
-        found = Path(snapshot_download(name, allow_patterns="config.json"))
-        check_config(found / "config.json")
+        # First this alone: nothing else is fetched of a model that is refused for its configuration.
+        check_config(Path(snapshot_download(name, allow_patterns="config.json")) / "config.json")
         return Path(snapshot_download(name, allow_patterns=patterns))
     except ModelError:
         raise
