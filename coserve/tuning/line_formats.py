@@ -40,8 +40,6 @@ _ALPACA = (
 _ALPACA_WITH_INPUT = ", paired with an input that provides further context"
 # Letters that two names have in common: "wieght" and "weight" have five of six.
 _ALIKE = 0.8
-# The id of a call that has none: functions were called one at a time.
-_CALL = "call_0"
 
 
 def records_of(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -140,7 +138,11 @@ def _text(record: Mapping[str, Any], name: str) -> str:
 def _chat(messages: Any, record: Mapping[str, Any]) -> Record:
     if not isinstance(messages, list):
         raise DataError("messages must be a list that is not empty")
-    chat: Record = {"messages": [_message(message, index) for index, message in enumerate(messages)]}
+    plain, num_calls = [], 0
+    for index, message in enumerate(messages):
+        num_calls += isinstance(message, dict) and bool(message.get("function_call"))
+        plain.append(_message(message, index, num_calls))
+    chat: Record = {"messages": plain}
     tools = record.get("tools")
     if isinstance(tools, str):  # as some write them
         tools = _parsed(tools) if tools.strip() else None
@@ -155,8 +157,10 @@ def _chat(messages: Any, record: Mapping[str, Any]) -> Record:
     return chat
 
 
-def _message(given: Any, index: int) -> Any:
-    """With text in one piece, and calls of functions as calls of tools."""
+def _message(given: Any, index: int, num_calls: int) -> Any:
+    """With text in one piece, and calls of functions as calls of tools. num_calls: of functions so far, this one too:
+    they were called one at a time, had no ids, and what came back belongs to the last.
+    """
     if not isinstance(given, dict):
         return given
     _check_others(given, MESSAGE_FIELDS, f"messages[{index}] has an ")
@@ -164,9 +168,9 @@ def _message(given: Any, index: int) -> Any:
     if isinstance(content := message.get("content"), list):
         message["content"] = "".join(_part(part, index) for part in content)
     if call := message.pop("function_call", None):
-        message["tool_calls"] = [{"id": _CALL, "type": "function", "function": call}]
+        message["tool_calls"] = [{"id": f"call_{num_calls - 1}", "type": "function", "function": call}]
     if message.get("role") == "function":
-        message |= {"role": "tool", "tool_call_id": _CALL}
+        message |= {"role": "tool", "tool_call_id": f"call_{max(0, num_calls - 1)}"}
     return message
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -215,7 +216,7 @@ def test_an_instruction_without_a_chat_template_is_alpacas():
 
 def test_functions_and_their_calls_are_tools():
     call = {"name": "add", "arguments": '{"a": 1}'}
-    old = {
+    old: dict[str, Any] = {
         "functions": [{"name": "add", "parameters": {}}],
         "messages": [
             {"role": "user", "content": "hello"},
@@ -237,6 +238,9 @@ def test_functions_and_their_calls_are_tools():
     assert [message["role"] for message in found["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert found["messages"][1]["tool_calls"] == called
     assert found["messages"][2]["tool_call_id"] == "call_0"
+    again = read_record(old | {"messages": [*old["messages"], *old["messages"]]})["messages"]
+    assert [message["tool_calls"][0]["id"] for message in again if "tool_calls" in message] == ["call_0", "call_1"]
+    assert [message["tool_call_id"] for message in again if message["role"] == "tool"] == ["call_0", "call_1"]
     other = read_record({"conversations": spoken, "tools": json.dumps(tools)})
     assert other["tools"] == tools
     assert other["messages"][1]["tool_calls"] == called
