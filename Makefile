@@ -3,14 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # A process for each core, each with one thread: they would wait for one another otherwise.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
-# COVERAGE=1 prints how much of the package the tests ran.
-ifdef COVERAGE
-PYTEST += --cov=coserve --cov-report=term
-endif
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-long fuzz storm check lint docs format hooks clean
+.PHONY: setup demo test test-long test-browser test-cluster test-clients fuzz storm check lint docs format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -23,11 +19,26 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup  ## Serve and fine-tune at once, in three minutes; leaves demo-report/report.html
 	$(BIN)/coserve demo
 
+# COVERAGE=1 prints how much of the package these tests ran; the long ones are not slowed down by it.
 test: setup  ## Every test that this machine can run but the long ones, warnings as errors
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not browser and not cluster and not clients" $(if $(COVERAGE),--cov=coserve --cov-report=term)
 
 test-long: setup  ## What starts server after server, or trains for long
-	$(PYTEST) -m long $(if $(COVERAGE),--cov-append)
+	$(PYTEST) -m long
+
+test-browser: setup  ## The page in a real browser; skipped where there is no chromium
+	$(PYTEST) -m browser tests/browser
+
+# Kills of engines, actors, machines and the front, one kind after the other.
+KILLS ?= 4
+test-cluster: setup  ## One server on a real Ray cluster of three nodes; installs Ray, and is skipped where it cannot
+	-$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
+	COSERVE_CLUSTER_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/cluster tests/server/test_cluster_command.py -s
+
+# ALL=1 also tries those that take minutes; see docs/clients.md, whose table this writes.
+test-clients: setup  ## Real clients, in Python and Node, each in an environment of its own
+	COSERVE_ALL_CLIENTS=$(ALL) $(BIN)/python -m pytest -m clients -rs tests/clients
+	$(BIN)/python scripts/clients_table.py
 
 # How many calls in all, give or take; .ci/run makes a few hundred of the same.
 CALLS ?= 10000
@@ -51,9 +62,8 @@ lint: setup  ## Format, lint and types of the package, tests, scripts and benchm
 docs: setup  ## The documentation as a site, in site/; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# What a larger machine checks (clients of other languages, a cluster, hours of load) joins here as a target of its own,
-# in so far as all of it stays under 45 minutes on two cores.
-check: lint docs test test-long  ## All of it; .ci/run runs this
+# What needs more than this machine (hours of load) has a target of its own; all of this should take an hour at most.
+check: lint docs test test-long test-browser test-cluster test-clients  ## All of it; .ci/run runs this
 
 format: setup  ## Bring the code into format
 	$(BIN)/ruff format .

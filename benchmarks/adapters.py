@@ -67,7 +67,7 @@ def main() -> None:
     def step_s(users: Sequence[Bypasses | None]) -> float:
         start = clock()
         spans = [
-            pages.rows(range(i * num_pages, (i + 1) * num_pages), CONTEXT, [5 + i], users[i])
+            pages.rows([(range(i * num_pages, (i + 1) * num_pages), CONTEXT, [5 + i])], users[i])
             for i in range(NUM_REQUESTS)
         ]
         logits(backbone, forward(backbone, spans), [(1, bypasses) for bypasses in users])

@@ -20,6 +20,7 @@ CoserveError
 ├── DeviceMemoryError   the device ran out of memory within a step
 ├── DeviceGoneError     the device's process is not there any more
 ├── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
+├── ClusterError        a cluster that cannot be reached, or used as it was asked
 └── ServerError         a server that cannot be reached, or that answered with an error
 
 Every message is one line that says what is wrong and what would be right. Broken invariants inside coserve are plain
@@ -115,6 +116,10 @@ class DeviceGoneError(CoserveError):
 
 class EngineGoneError(CoserveError):
     """The engine's process is not there now; what was asked of it has not been done, or not to its end."""
+
+
+class ClusterError(CoserveError):
+    """A cluster that cannot be reached, started or used as it was asked."""
 
 
 class ServerError(CoserveError):

@@ -57,7 +57,9 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: value for name, value in vars(record).items() if name not in _PLAIN and value not in ("", None)}
+        # With an underscore begin what other libraries, such as Ray, note in every record.
+        given = {name: value for name, value in vars(record).items() if name not in _PLAIN and name[0] != "_"}
+        line |= {name: value for name, value in given.items() if value not in ("", None)}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

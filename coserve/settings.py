@@ -1,11 +1,16 @@
-"""Checks that every settings class shares; the messages say what would be right."""
+"""Checks that every settings class shares, and what variants that are found by name set; the messages say what would
+be right.
+"""
 
-from math import isfinite
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from math import inf, isfinite
+from typing import Any, ClassVar, NamedTuple, Self
 
 # Of counts, such as steps: what a column of any database holds.
 MOST_WHOLE = 2**31 - 1
 _MOST_SHOWN = 200
+_TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def shown(value: Any) -> str:
@@ -53,3 +58,77 @@ def check_number(
         if most is not None:
             bounds += f" and at most {most:,g}"
         raise ValueError(f"{name} must be a number {bounds}, not {shown(value)}")
+
+
+class Setting(NamedTuple):
+    """What there is to know about a setting. least, most: its range, both included."""
+
+    name: str
+    default: float | bool
+    least: float
+    most: float
+    help: str
+
+
+def setting(default: float | bool, help: str, *, least: float = 0.0, most: float = inf) -> Any:
+    """A field of a variant: a number in a range, a whole number if the default is one, or a truth value."""
+    return field(default=default, metadata={"help": help, "least": least, "most": most})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HasSettings:
+    """A variant whose fields are `setting`s. ValueError when created names a setting and its range."""
+
+    kind: ClassVar[str]  # what the variants are, for messages
+
+    def __post_init__(self) -> None:
+        for one in self.settings():
+            _check(one, getattr(self, one.name))
+
+    @classmethod
+    def settings(cls) -> tuple[Setting, ...]:
+        """All that can be set."""
+        return tuple(_setting_of(one) for one in fields(cls))
+
+    @classmethod
+    def from_settings(cls, name: str, given: Mapping[str, Any]) -> Self:
+        """With settings by name, as values or as text (as on a command line).
+
+        Raises:
+            ValueError: there is no such setting (then it lists those that there are), or its value is out of range.
+        """
+        known = {one.name: one for one in cls.settings()}
+        if unknown := [key for key in given if key not in known]:
+            have = f"its settings are {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"{cls.kind} {name!r} has no setting {unknown[0]!r}; {have}")
+        return cls(
+            **{key: _parse(known[key], value) if isinstance(value, str) else value for key, value in given.items()}
+        )
+
+
+def _setting_of(one: "Field[Any]") -> Setting:
+    default: Any = one.default
+    return Setting(name=one.name, default=default, **one.metadata)
+
+
+def _parse(one: Setting, text: str) -> Any:
+    """A value from text; text that says none stays as it is, for `_check` to name."""
+    if isinstance(one.default, bool):
+        return _TRUTHS.get(text.strip().lower(), text)
+    try:
+        return int(text) if isinstance(one.default, int) else float(text)
+    except ValueError:
+        return text
+
+
+def _check(one: Setting, value: Any) -> None:
+    """ValueError unless it is a value that the setting can have."""
+    if isinstance(one.default, bool):
+        kind, right = "true or false", isinstance(value, bool)
+    else:
+        whole = isinstance(one.default, int)
+        bounds = f"of at least {one.least:g}" if one.most == inf else f"from {one.least:g} to {one.most:g}"
+        kind = f"a {'whole ' * whole}number {bounds}"
+        right = is_number(value) and one.least <= value <= one.most and (isinstance(value, int) or not whole)
+    if not right:
+        raise ValueError(f"setting {one.name} must be {kind}, not {value!r}")

@@ -21,10 +21,10 @@ from coserve.errors import CoserveError, EngineGoneError
 from coserve.jobs.files import Files
 from coserve.jobs.manager import JobManager
 from coserve.jobs.messages import JobStart
+from coserve.jobs.models import BaseModel, JobModels
 from coserve.jobs.records import DEFAULT_TENANT, JobRecord
 from coserve.jobs.settings import job_settings
 from coserve.jobs.store import Store
-from coserve.jobs.validation import BaseModel
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 
@@ -169,7 +169,7 @@ class World:
             files=self.files,
             directory=home / "jobs",
             engine=self.link,
-            model=base_model(),
+            models=JobModels(base_model()),
             **manager,
         )
 
@@ -197,7 +197,14 @@ class World:
         }
         start = named.pop("start", None)
         made = job_settings(**settings, architecture=base_model().architecture, is_fresh=start is None)
-        given = {"model": "small", "validation_file": None, "suffix": None, "metadata": None, "start": start} | named
+        given = {
+            "model": "small",
+            "base": "small",
+            "validation_file": None,
+            "suffix": None,
+            "metadata": None,
+            "start": start,
+        } | named
         return await self.manager.create(tenant, training_file=file, settings=made, **given)
 
     def job(self, id: str, tenant: str = TENANT) -> JobRecord:

@@ -1,4 +1,8 @@
-"""Many jobs in an engine at once, from their start until nothing of them is to be left; and what is left."""
+"""Many jobs in an engine at once, from their start until nothing of them is to be left; and what is left.
+
+Figures are of a process that does nothing else: `python many_jobs.py left` and `python many_jobs.py resident` print
+them.
+"""
 
 import gc
 import json
@@ -6,10 +10,20 @@ import sys
 from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
+from engines import make_engine, watched
 
 from coserve.adapters import LoraConfig
+from coserve.devices.messages import (
+    DropCheckpoint,
+    DropTrainer,
+    DropVersion,
+    OpenTrainer,
+    PublishVersion,
+    TakeCheckpoint,
+)
 from coserve.devices.process_memory import give_back_freed_memory, keep_freed_memory
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
@@ -23,6 +37,7 @@ from coserve.worker.protocol import CancelJob, StartJob
 
 RANK = 64
 NUM_EXAMPLES, NUM_TOKENS = 12, 24
+_PAIRS = ((OpenTrainer, DropTrainer), (PublishVersion, DropVersion), (TakeCheckpoint, DropCheckpoint))
 _numbers = count()
 
 
@@ -69,7 +84,26 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def main() -> None:
+def left_by_jobs() -> dict[str, Any]:
+    """Of a dozen jobs, on a small model: pages by owner, bytes of tensors beyond those after one job, and how many
+    things the device was told to make and to drop.
+    """
+    engine = make_engine()
+    told = watched(engine).commands
+    run_jobs(engine, 1)
+    before = tensor_bytes()
+    run_jobs(engine, 12)
+    return {
+        "pages": engine.pool.num_pages_by_owner(),
+        "tensor_bytes": tensor_bytes() - before,
+        "made_and_dropped": {
+            made.__name__: [sum(isinstance(each, kind) for each in told) for kind in (made, dropped)]
+            for made, dropped in _PAIRS
+        },
+    }
+
+
+def resident_after_jobs() -> list[int]:
     """Resident bytes after one job on the built-in model, and after a dozen more."""
     keep_freed_memory()  # as the engine's process does
     torch.set_num_threads(1)
@@ -78,8 +112,8 @@ def main() -> None:
     for number in (1, 12):
         run_jobs(engine, number)
         found.append(resident_bytes())
-    json.dump(found, sys.stdout)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    json.dump({"left": left_by_jobs, "resident": resident_after_jobs}[sys.argv[1]](), sys.stdout)

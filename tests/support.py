@@ -10,6 +10,8 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from family_configs import MORE_CONFIGS
+from family_configs import VOCAB as VOCAB
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -22,7 +24,6 @@ from coserve.models import Backbone, load_backbone
 
 transformers_logging.disable_progress_bar()
 
-VOCAB = 97
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -103,7 +104,10 @@ def random_weights_(model: nn.Module, seed: int = 0) -> nn.Module:
 
 @cache
 def _model(name: str, dtype: torch.dtype) -> nn.Module:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]), attn_implementation="eager")
+    config = (CONFIGS | MORE_CONFIGS)[name]
+    # Falcon's own adds ALiBi twice.
+    attention = "sdpa" if config.get("alibi") else "eager"
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation=attention)
     random_weights_(model)
     model.tie_weights()
     made: nn.Module = model.to(dtype).eval()

@@ -81,8 +81,10 @@ def _examples() -> list[tuple[list[int], int]]:
     plain[1] = {**plain[1], "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Löwen 😀"}}}]}
     asked = [
         *((question(text), answer, TOOLS) for text, answer in ANSWERS.items()),
-        (question("weather"), ANSWERS["weather"], None),
+        *((question(text), ANSWERS[text], None) for text in ("weather", "hello")),
         (plain, AFTER_TOOL, TOOLS),
+        # As clients send back what was said before the call.
+        ([plain[0], {**plain[1], "content": "I look.\n"}, plain[2]], AFTER_TOOL, TOOLS),
     ]
     examples = []
     for messages, answer, tools in asked:

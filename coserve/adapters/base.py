@@ -1,38 +1,36 @@
 """What a PEFT method is, and an adapter: one method's parameters on one backbone.
 
 A method is one file in `adapters/methods/` with one config class, which answers: at which modules it sits, the bypass
-there, the initial value of each parameter, and its form in PEFT's directory. How the methods of the papers answer (x:
-the site's input, y: the site's output before the sum):
-
-- LoRA: bypass(x) = B (A x) alpha / r at linear layers. See `adapters/methods/lora.py`.
-- IA3: y * l = y + y * (l - 1). Reads "output"; one `mul` with the parameter l - 1 [out], which starts at zero.
-- Bottleneck adapters: y + W_up gelu(W_down y). Reads "output" of o_proj and down_proj; `linear`, `gelu`, `linear`;
-  W_up starts at zero.
-- Prompt tuning: virtual tokens are rows with negative ids, whose embedding is zero. A bypass at the embedding node: a
-  `virtual` `embedding` from the constant "tokens" into the parameter table [virtual tokens, hidden].
-- Prefix tuning: the same rows, with a bypass at rope_k and v_proj of every block that reads "output" and gives P[j] - y
-  on virtual rows and zero elsewhere (one more operator, three lines), so that their keys and values are parameters.
-- Selective masks (diff pruning): bypass(x) = (M * D) x, a `linear` with a parameter D [out, in] of which the optimizer
-  moves only what the mask M selects.
-- Full weights need no bypass: every operator has the gradients of its weights, and `compile_program(asked=...)` takes
-  the backbone's own names.
+there, the initial value of each parameter, and its form in PEFT's directory. A bypass may read the site's input x, its
+output y before the sum and its weights, and tensors that are derived from the parameters (see `graph.bypass.Bypass`).
+`adapters/methods/lora.py` is the one with most settings; `docs/architecture.md` has a short one as a recipe.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from coserve.adapters.places import Place, Site
+from coserve.adapters.tensor_files import write_tensors
+from coserve.adapters.whole_files import replace_file
+from coserve.errors import AdapterError
 from coserve.graph.bypass import AttachedGraph, Bypass, attach
 from coserve.graph.tensors import TensorSpec
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.bypasses import BoundBypass, Bypasses
+
+# What stands before a parameter's name in PEFT's files; their names.
+PEFT_PREFIX = "base_model.model."
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 class AdapterConfig(ABC):
@@ -40,10 +38,15 @@ class AdapterConfig(ABC):
 
     peft_type: PEFT's name of it; in small letters, that of its file and the `type` in a job's settings.
     job_defaults: settings of a job's adapter that differ from the class's defaults.
+    num_virtual_tokens: rows that the engine puts before every prompt and example, with the ids -1, -2, ….
+    is_model: whether it is the backbone's own weights: a job serves each of its steps then, and its checkpoints are
+    models in Hugging Face's layout.
     """
 
     peft_type: ClassVar[str]
     job_defaults: ClassVar[Mapping[str, Any]] = {}
+    num_virtual_tokens: int = 0
+    is_model: ClassVar[bool] = False
 
     @abstractmethod
     def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
@@ -53,19 +56,62 @@ class AdapterConfig(ABC):
         """
 
     @abstractmethod
-    def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
-        """The bypass at a module whose node takes rows of `inputs` features (0: of ids) and gives rows of `outputs`.
+    def bypass(self, place: Place, *, training: bool) -> Bypass:
+        """The bypass at a place.
 
         training: with what only training does (dropout). The parameters are the same either way.
         """
 
     @abstractmethod
-    def initial(self, parameter: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
         """The float32 value that a parameter (by its name in the bypass) starts from, on the generator's device."""
+
+    def sizes(self, architecture: Architecture) -> "AdapterLayout":
+        """What a job's tensors are, before there are any; AdapterError if it fits nowhere on this model."""
+        return AdapterLayout.of(self, architecture)
+
+    def create(self, backbone: Backbone, *, seed: int) -> "Adapter":
+        """What a job begins with; AdapterError if it fits nowhere on this model."""
+        return self.as_served(Adapter(backbone, self, seed=seed), is_fresh=True)
+
+    def as_served(self, adapter: "Adapter", *, is_fresh: bool) -> "Adapter":
+        """What versions are made of, from an adapter of this config as it is created (`is_fresh`) or as PEFT's
+        directory has it; here: that itself.
+        """
+        return adapter
+
+    def reparametrization(self, adapter: "Adapter", generator: torch.Generator) -> "Reparametrization | None":
+        """How what is trained gives the parameters of an adapter that is `as_served`; None: they are what is trained.
+
+        generator: of initial values.
+        """
+        return None
+
+    def derived(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The derived tensors of the bypass at a site, by their names there, from its parameters (float32): made after
+        each change of these.
+        """
+        return {}
+
+    def merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What a site's own weights ("weight", "bias") become where the adapter goes into them, float32; AdapterError
+        where it cannot.
+        """
+        raise AdapterError(f"{self.peft_type} adapters cannot be merged: they add what the model's weights cannot have")
 
     def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
         """Settings that this model makes pointless, as (setting, what is wrong with it)."""
         yield from ()
+
+    def to_peft_tensors(self, values: Mapping[str, Tensor], layout: "AdapterLayout") -> dict[str, Tensor]:
+        """Parameters (by full name) as PEFT's files have them; here: `to_peft_value` of each, under its own name."""
+        return {PEFT_PREFIX + name: self.to_peft_value(layout.local_names[name], values[name]) for name in values}
+
+    def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: "AdapterLayout") -> dict[str, Tensor]:
+        """The inverse of `to_peft_tensors`, exactly."""
+        return {
+            name: self.from_peft_value(local, tensors[PEFT_PREFIX + name]) for name, local in layout.local_names.items()
+        }
 
     def to_peft_value(self, parameter: str, value: Tensor) -> Tensor:
         """A parameter (by its name in the bypass) as PEFT's files have it; here: as it is."""
@@ -87,36 +133,105 @@ class AdapterConfig(ABC):
         """
 
 
+class Reparametrization(ABC):
+    """Parameters that are trained in place of an adapter's own, which follow from them.
+
+    parameters: float32, by name; moved in place by the optimizer.
+    """
+
+    parameters: dict[str, Tensor]
+
+    @abstractmethod
+    def compose(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The adapter's parameters that follow from these; PyTorch differentiates it."""
+
+    def published(self) -> Mapping[str, Tensor]:
+        """The adapter's parameters for a version; here: those that are trained with."""
+        return self.compose(self.parameters)
+
+    def penalty(self, parameters: Mapping[str, Tensor]) -> Tensor | None:
+        """What the loss, the mean over trained tokens, has beside; None: nothing."""
+        return None
+
+    @torch.inference_mode()
+    def apply(self, adapter: "Adapter") -> None:
+        """Bring an adapter up to the parameters."""
+        for name, value in self.compose(self.parameters).items():
+            adapter.masters[name].copy_(value)
+        adapter.sync_compute_copy()
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the parameters for a checkpoint, whose adapter alone does not say them."""
+        return {f"{name}/value": value.clone() for name, value in self.parameters.items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Continue with the parameters of a checkpoint; the rest of it. KeyError names what it lacks."""
+        rest = dict(state)
+        for name, value in self.parameters.items():
+            value.copy_(rest.pop(f"{name}/value"))
+        return rest
+
+    def pull_back(self, gradients: Mapping[str, Tensor], *, num_trained: int) -> dict[str, Tensor]:
+        """From the gradients of the adapter's parameters, summed over `num_trained` tokens, to those of the parameters
+        that are trained: once in an optimizer step, on tensors of an adapter's size.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
+            made = {name: value for name, value in self.compose(leaves).items() if value.requires_grad}
+            given = [gradients[name].clone() for name in made]
+            outputs = list(made.values())
+            if (penalty := self.penalty(leaves)) is not None:
+                outputs, given = [*outputs, penalty], [*given, torch.full_like(penalty, num_trained)]
+            found = torch.autograd.grad(outputs, list(leaves.values()), given)
+        # The fused optimizer takes them as they lie in memory.
+        return {name: gradient.contiguous() for name, gradient in zip(leaves, found, strict=True)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdapterLayout:
     """What an adapter's tensors are, before there are any.
 
-    sites: full module name -> (part, node). shapes, local_names: full parameter name -> its shape, and its name in the
-    bypass.
+    places: by full module name. shapes, local_names, modules: full parameter name -> its shape, its name in the bypass,
+    and the module that it sits at. derived: by module, what follows from its parameters.
     """
 
-    sites: dict[str, tuple[Part, str]]
+    places: dict[str, Place]
     shapes: dict[str, tuple[int, ...]]
     local_names: dict[str, str]
+    modules: dict[str, str]
+    derived: dict[str, tuple[TensorSpec, ...]]
 
     @classmethod
     def of(cls, config: AdapterConfig, architecture: Architecture, *, every_target: bool = True) -> Self:
         """Of a method on a model; AdapterError if it fits nowhere. every_target: see `AdapterConfig.sites`."""
-        sites = config.sites(architecture, every_target=every_target)
-        found = [
-            (f"{module}.{tensor.name}", tensor)
-            for module, (part, node) in sites.items()
-            for tensor in _bypass_at(config, architecture, module, part, node).graph.with_kind("parameter")
-        ]
+        places = {
+            module: Place.of(architecture, module, part, node)
+            for module, (part, node) in config.sites(architecture, every_target=every_target).items()
+        }
+        graphs = {module: config.bypass(place, training=False).graph for module, place in places.items()}
+        found = [(module, tensor) for module, graph in graphs.items() for tensor in graph.with_kind("parameter")]
         return cls(
-            sites=sites,
-            shapes={name: tensor.shape for name, tensor in found},
-            local_names={name: tensor.name for name, tensor in found},
+            places=places,
+            shapes={f"{module}.{tensor.name}": tensor.shape for module, tensor in found},
+            local_names={f"{module}.{tensor.name}": tensor.name for module, tensor in found},
+            modules={f"{module}.{tensor.name}": module for module, tensor in found},
+            derived={module: specs for module, graph in graphs.items() if (specs := graph.with_kind("derived"))},
         )
+
+    @property
+    def sites(self) -> dict[str, tuple[Part, str]]:
+        """Full module name -> (part, node)."""
+        return {module: (place.part, place.node.name) for module, place in self.places.items()}
 
     @property
     def num_parameters(self) -> int:
         return sum(prod(shape) for shape in self.shapes.values())
+
+    @property
+    def num_derived(self) -> int:
+        """Elements of what is derived; what is equal at several places is there once."""
+        kinds = {(spec.name, spec.shape) for specs in self.derived.values() for spec in specs}
+        return sum(prod(shape) for _, shape in kinds)
 
     @property
     def largest(self) -> str:
@@ -128,32 +243,53 @@ class Adapter:
     """The parameters of one method on one backbone: float32 masters, and a compute copy in the backbone's dtype.
 
     Where the backbone is float32 the masters are the compute copy. Parameters are named as in PEFT, without its prefix:
-    `model.layers.0.self_attn.q_proj.lora_A.weight`.
+    `model.layers.0.self_attn.q_proj.lora_A.weight`. at: the places of its modules on the backbone.
     """
 
-    def __init__(self, backbone: Backbone, config: AdapterConfig, *, seed: int = 0, every_target: bool = True) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: AdapterConfig,
+        *,
+        seed: int = 0,
+        every_target: bool = True,
+        masters: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """A fresh adapter; AdapterError if it fits nowhere on this model.
 
         seed: of the initial values, which do not depend on the device. every_target: see `AdapterConfig.sites`.
+        masters: copied in place of initial values.
         """
-        self.backbone = backbone
-        self.config = config
-        layout = AdapterLayout.of(config, backbone.architecture, every_target=every_target)
-        self.sites, self.local_names = layout.sites, layout.local_names
+        self.backbone, self.config = backbone, config
+        self.layout = layout = AdapterLayout.of(config, backbone.architecture, every_target=every_target)
+        self.at = {module: Site(place=place, backbone=backbone) for module, place in layout.places.items()}
         generator = torch.Generator().manual_seed(seed)
         self.masters: dict[str, Tensor] = {}
         self._compute: dict[Part, dict[str, Tensor]] = {}
-        modules = {f"{module}.": part for module, (part, _) in self.sites.items()}
         for name, shape in layout.shapes.items():
-            local = self.local_names[name]
-            if backbone.device.type == "meta":
+            module = layout.modules[name]
+            if masters is not None:
+                value = masters[name].to(backbone.device, torch.float32, copy=True).contiguous()
+            elif backbone.device.type == "meta":
                 value = torch.empty(shape, device="meta")
             else:
-                value = config.initial(local, shape, generator).to(backbone.device)
-            self.masters[name] = value
-            part = modules[name.removesuffix(local)]
-            prefix = backbone.architecture.prefix(part)
-            self._compute.setdefault(part, {})[name.removeprefix(prefix)] = value.to(backbone.dtype)
+                value = config.initial(layout.local_names[name], shape, self.at[module], generator)
+            self.masters[name] = value = value.to(backbone.device)
+            part = layout.places[module].part
+            local = name.removeprefix(backbone.architecture.prefix(part))
+            self._compute.setdefault(part, {})[local] = value.to(backbone.dtype)
+        self._tensors = {part: dict(tensors) for part, tensors in self._compute.items()}
+        self._derive()
+
+    @property
+    def sites(self) -> dict[str, tuple[Part, str]]:
+        """Full module name -> (part, node)."""
+        return self.layout.sites
+
+    @property
+    def local_names(self) -> dict[str, str]:
+        """Full parameter name -> its name in the bypass."""
+        return self.layout.local_names
 
     @property
     def num_parameters(self) -> int:
@@ -174,6 +310,10 @@ class Adapter:
         """The compute copies of one part, by their name in its graph."""
         return self._compute.get(part, {})
 
+    def tensors(self, part: Part) -> Mapping[str, Tensor]:
+        """The same with what is derived from them: all that the part's bypasses have of their own."""
+        return self._tensors.get(part, {})
+
     def attached(self, part: Part, *, training: bool = True) -> AttachedGraph:
         """The part's graph with this adapter's bypasses, as training differentiates it or as requests run it."""
         return self._attached[training][part]
@@ -183,21 +323,48 @@ class Adapter:
         return self._bypasses[training]
 
     def sync_compute_copy(self) -> None:
-        """Bring the compute copies up to the masters, after an optimizer step or a load."""
+        """Bring the compute copies, and what is derived, up to the masters, after an optimizer step or a load."""
         for name, (part, local) in self.parameter_parts.items():
             copy, master = self._compute[part][local], self.masters[name]
             if copy.data_ptr() != master.data_ptr():
                 copy.copy_(master)
+        self._derive()
+
+    def master_name(self, part: Part, name: str) -> str:
+        """The full name of a parameter by its name in a part's graph."""
+        return self.backbone.architecture.prefix(part) + name
+
+    def checkpoint_copy(self) -> "Adapter":
+        """A copy of all that a checkpoint needs of it."""
+        return self.snapshot()
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of what a job needs to resume beside the adapter's files."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Continue with that; the rest. KeyError names what is not there."""
+        return dict(state)
+
+    def save(self, directory: Path) -> None:
+        """Write its files: in PEFT's format, float32. The config names this backbone as the base model, and the task
+        that it is for: causal language modelling.
+        """
+        fields = {**self.config.to_peft(), "base_model_name_or_path": self.backbone.name}
+        tensors = self.config.to_peft_tensors(self.masters, self.layout)
+        write_tensors(directory / WEIGHTS_FILE, {name: each.contiguous().cpu() for name, each in tensors.items()})
+        replace_file(directory / CONFIG_FILE, (json.dumps(fields, indent=2) + "\n").encode())
 
     def snapshot(self) -> "Adapter":
         """A copy of the parameters as they are now, which later training does not touch."""
         return self.with_masters({name: master.clone() for name, master in self.masters.items()})
 
     def with_masters(self, masters: dict[str, Tensor]) -> "Adapter":
-        """The same adapter with these tensors as its parameters, wherever they are."""
+        """The same adapter with these tensors as its parameters, wherever they are: equal ones, or ones that are never
+        computed with.
+        """
         copy = Adapter.__new__(Adapter)
-        copy.backbone, copy.config, copy.sites = self.backbone, self.config, self.sites
-        copy.local_names = self.local_names
+        copy.backbone, copy.config, copy.layout, copy.at = self.backbone, self.config, self.layout, self.at
         copy.masters = masters
         copy._attached = self._attached  # the graphs are the same
         prefix, dtype = self.backbone.architecture.prefix, self.backbone.dtype
@@ -205,7 +372,29 @@ class Adapter:
             part: {name: masters[prefix(part) + name].to(dtype) for name in tensors}
             for part, tensors in self._compute.items()
         }
+        copy._tensors = {part: {**tensors, **copy._compute.get(part, {})} for part, tensors in self._tensors.items()}
         return copy
+
+    def _derive(self) -> None:
+        """What follows from the masters: new tensors, since those of other copies of the adapter stay as they are."""
+        for module, specs in self.layout.derived.items():
+            site = self.at[module]
+            if self.backbone.device.type == "meta":
+                found: Mapping[str, Tensor] = {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}
+            else:
+                found = self.config.derived(site, self._masters_at[module])
+            assert found.keys() == {spec.name for spec in specs}, "what the bypass declares, and no more"
+            tensors = self._tensors.setdefault(site.place.part, {})
+            for name, tensor in found.items():
+                tensors[f"{site.place.node.name}.{name}"] = tensor.to(self.backbone.dtype)
+
+    @cached_property
+    def _masters_at(self) -> dict[str, dict[str, Tensor]]:
+        """By module, its parameters by their names in the bypass."""
+        found: dict[str, dict[str, Tensor]] = {module: {} for module in self.layout.places}
+        for name, master in self.masters.items():
+            found[self.layout.modules[name]][self.local_names[name]] = master
+        return found
 
     @cached_property
     def _attached(self) -> dict[bool, dict[Part, AttachedGraph]]:
@@ -216,9 +405,9 @@ class Adapter:
             result[training] = {}
             for part, graph in graphs.items():
                 bypasses = {
-                    node: self._bypass(module, training=training)
-                    for module, (place, node) in self.sites.items()
-                    if place == part
+                    place.node.name: self.config.bypass(place, training=training)
+                    for place in self.layout.places.values()
+                    if place.part == part
                 }
                 key = (graph, tuple(bypasses.items()))
                 if key not in shared:
@@ -232,7 +421,7 @@ class Adapter:
             training: Bypasses(
                 {
                     part: {
-                        site: BoundBypass(bypass=bypass, parameters=self.parameters(part))
+                        site: BoundBypass(bypass=bypass, parameters=self.tensors(part))
                         for site, bypass in attached.bypasses.items()
                     }
                     for part, attached in parts.items()
@@ -242,16 +431,3 @@ class Adapter:
             )
             for training, parts in self._attached.items()
         }
-
-    def _bypass(self, module: str, *, training: bool) -> Bypass:
-        return _bypass_at(self.config, self.backbone.architecture, module, *self.sites[module], training=training)
-
-
-def _bypass_at(
-    config: AdapterConfig, architecture: Architecture, module: str, part: Part, node: str, *, training: bool = False
-) -> Bypass:
-    graph = architecture.graphs[part]
-    specs: dict[str, TensorSpec] = graph.slot_specs(graph.node[node])
-    first, output = (specs[slots[0]].shape for slots in (graph.node[node].inputs[0], graph.node[node].outputs[0]))
-    inputs, outputs = first[-1] if first else 0, output[-1]
-    return config.bypass(module, inputs, outputs, training=training)

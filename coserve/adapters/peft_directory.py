@@ -12,36 +12,35 @@ from typing import Any
 
 import torch
 
-from coserve.adapters.base import Adapter, AdapterConfig, AdapterLayout
+from coserve.adapters.base import (
+    CONFIG_FILE,
+    PEFT_PREFIX,
+    WEIGHTS_FILE,
+    Adapter,
+    AdapterConfig,
+    AdapterLayout,
+)
 from coserve.adapters.methods import method, method_names
-from coserve.adapters.tensor_files import TensorFile, open_tensors, write_tensors
-from coserve.adapters.whole_files import read_small_file, replace_file
+from coserve.adapters.places import Site
+from coserve.adapters.tensor_files import TensorFile, open_tensors
+from coserve.adapters.whole_files import read_small_file
 from coserve.errors import AdapterError
-from coserve.kernels.weights import as_weight
 from coserve.models.backbone import Backbone
 from coserve.settings import shown
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 4 << 20
 # Asked, with what is to be loaded, before memory is taken: a context that lasts until it is, or an error.
 Taking = Callable[[str, AdapterLayout], AbstractContextManager[None]]
-_PREFIX = "base_model.model."
 
 
 def save_adapter(adapter: Adapter, directory: str | Path) -> None:
-    """Write the float32 masters and the config; files are replaced whole, never half-written.
-
-    The config names this backbone as the base model, and the task that it is for: causal language modelling.
-    """
+    """Write an adapter's files (see `Adapter.save`); each is replaced whole, never half-written."""
     directory = Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise AdapterError(f"cannot write an adapter to {directory}: {error.strerror}") from None
-    fields = {**adapter.config.to_peft(), "base_model_name_or_path": adapter.backbone.name}
-    tensors = {_PREFIX + name: tensor.contiguous().cpu() for name, tensor in _peft_values(adapter).items()}
-    write_tensors(directory / _WEIGHTS, tensors)
-    replace_file(directory / _CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
+    adapter.save(directory)
 
 
 def load_adapter(
@@ -59,37 +58,29 @@ def load_adapter(
     directory = Path(directory)
     config = read_config(directory)
     layout = AdapterLayout.of(config, backbone.architecture, every_target=False)
-    with open_tensors(directory / _WEIGHTS) as file:
+    with open_tensors(directory / WEIGHTS_FILE) as file:
         extra = _check_tensors(file, config, layout, backbone, directory)
         with taking(str(directory), layout):
             for name, module in extra.items():
                 _check_base_layer(file.read(name), module, layout, backbone, directory)
-            adapter = Adapter(backbone, config, every_target=False)
-            for name, master in adapter.masters.items():
-                master.copy_(config.from_peft_value(adapter.local_names[name], file.read(_PREFIX + name)))
-            adapter.sync_compute_copy()
-    return adapter
+            tensors = {name: file.read(name) for name in file.headers if name not in extra}
+            masters = config.from_peft_tensors(tensors, layout)
+            return config.as_served(Adapter(backbone, config, every_target=False, masters=masters), is_fresh=False)
 
 
 def check_directory(directory: str | Path) -> None:
     """AdapterError if there is no adapter, or it cannot be read, as far as that is seen without its tensors."""
     read_config(Path(directory))
-    with open_tensors(Path(directory) / _WEIGHTS):
+    with open_tensors(Path(directory) / WEIGHTS_FILE):
         pass
-
-
-def _peft_values(adapter: Adapter) -> dict[str, torch.Tensor]:
-    """The masters as PEFT's files have them."""
-    convert, local = adapter.config.to_peft_value, adapter.local_names
-    return {name: convert(local[name], master) for name, master in adapter.masters.items()}
 
 
 def read_config(directory: Path) -> AdapterConfig:
     """The configuration alone; AdapterError as in `load_adapter`."""
-    path = directory / _CONFIG
+    path = directory / CONFIG_FILE
     content = read_small_file(path, _MOST_CONFIG_BYTES)
     if content is None:
-        raise AdapterError(f"{path.parent} has no {_CONFIG}; give a directory written by PEFT's save_pretrained")
+        raise AdapterError(f"{path.parent} has no {CONFIG_FILE}; give a directory written by PEFT's save_pretrained")
     try:
         fields = json.loads(content)
     except ValueError as error:
@@ -120,8 +111,9 @@ def _check_tensors(
     Returns, by their names, the modules of which PEFT has written the model's own weights beside an adapter on them.
     """
     headers = file.headers
-    expected = {_PREFIX + name: _peft_shape(config, layout, name) for name in layout.shapes}
-    extra = {name: module for name in headers if (module := _base_layer(name)) in layout.sites}
+    absent = {name: torch.empty(shape, device="meta") for name, shape in layout.shapes.items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in config.to_peft_tensors(absent, layout).items()}
+    extra = {name: module for name in headers if (module := _base_layer(name)) in layout.places}
     if missing := [name for name in expected if name not in headers]:
         raise AdapterError(f"{directory} lacks {_first(missing)}; it was made for another model or with other targets")
     if unknown := [name for name in headers if name not in expected and name not in extra]:
@@ -141,20 +133,15 @@ def _check_tensors(
     return extra
 
 
-def _peft_shape(config: AdapterConfig, layout: AdapterLayout, name: str) -> tuple[int, ...]:
-    """A parameter's as PEFT's files have it."""
-    value = torch.empty(layout.shapes[name], device="meta")
-    return tuple(config.to_peft_value(layout.local_names[name], value).shape)
-
-
 def _base_layer(name: str) -> str:
     """The module whose own weights a tensor is a copy of, if it is."""
-    return name.removeprefix(_PREFIX).removesuffix(".base_layer.weight") if name.endswith(".base_layer.weight") else ""
+    return (
+        name.removeprefix(PEFT_PREFIX).removesuffix(".base_layer.weight") if name.endswith(".base_layer.weight") else ""
+    )
 
 
 def _own_weight(module: str, layout: AdapterLayout, backbone: Backbone) -> Any:
-    part, node = layout.sites[module]
-    return as_weight(backbone.weights[part][f"{node}.weight"])
+    return Site(place=layout.places[module], backbone=backbone).weight
 
 
 def _check_base_layer(

@@ -61,7 +61,7 @@ class Targets:
             AdapterError: nothing matches, or too little.
         """
         linear = architecture.linear_sites
-        found = {module: site for module, site in linear.items() if self._matches(module)}
+        found = {module: site for module, site in linear.items() if self.chooses(module)}
         listed = () if isinstance(self.modules, str) else self.modules
         known = {end for module in linear for end in _ends(module)}
         names = [name for name in listed if name not in known]
@@ -80,7 +80,8 @@ class Targets:
             rule = f"; a regular expression matches whole names, such as {next(iter(linear))}"
         return f"target_modules {wrong} matches no linear layer of this {family}; it has {known}{rule}"
 
-    def _matches(self, module: str) -> bool:
+    def chooses(self, module: str) -> bool:
+        """Whether a module of this full name is one of them."""
         if self._excluded is not None:
             if self._excluded.fullmatch(module):
                 return False

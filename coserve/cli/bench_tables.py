@@ -137,3 +137,22 @@ def serve(table: Table, result: dict[str, Any]) -> None:
             f"{row['output_tokens_per_s']:.1f}",
             *(f"{value:.1f}" for value in times),
         )
+
+
+def cluster(table: Table, result: dict[str, Any]) -> None:
+    """Each placement in the mean over the settings, and the most that it reaches over separate nodes."""
+    for name in ("placement", "tasks/s", "utilisation", "attainment", "loss", "scheduling ms/task", "over separate"):
+        table.add_column(name, justify="left" if name == "placement" else "right")
+    for row in result["rows"]:
+        over = result["over_separate"].get(row["placement"])
+        table.add_row(
+            row["placement"],
+            *(f"{row['throughput']:.2f}", f"{row['utilisation']:.0%}", f"{row['attainment']:.1%}"),
+            *(f"{row['inference_loss']:.3f}", f"{result['scheduling_ms'][row['placement']]:.3f}"),
+            f"{over['throughput']:.2f} × tasks/s, {over['attainment']:.2f} × attainment" if over else "",
+        )
+    paper = result["paper_over_separate"]
+    table.caption = (
+        f"LeMix's paper: {paper['throughput']} × tasks/s, {paper['attainment']} × attainment. At an attainment of "
+        f"{result['equal_attainment']:.0%} ours does {result['ours_over_lemix']:.2f} × the tasks/s of lemix."
+    )

@@ -21,6 +21,7 @@ class JobProgress:
     num_steps: int | None = None
     validation_loss: float | None = None
     tokens_per_s: float | None = None
+    reward_margin: float | None = None  # of a job that learns preferences
     _last_event: str | None = None
 
     @property
@@ -54,6 +55,7 @@ class JobProgress:
         self.step = data.get("step") or self.step
         self.num_steps = data.get("total_steps") or self.num_steps
         self.tokens_per_s = data.get("tokens_per_s") or self.tokens_per_s
+        self.reward_margin = data.get("train_reward_margin", self.reward_margin)
         if data.get("train_loss") is not None:
             self.losses[data["step"]] = data["train_loss"]
         if data.get("valid_loss") is not None:
@@ -69,7 +71,7 @@ class JobProgress:
             "steps": self.step,
             "train_loss": self.loss,
             "valid_loss": self.validation_loss,
-        }
+        } | ({} if self.reward_margin is None else {"reward_margin": self.reward_margin})
 
 
 def events_after(client: Client, job_id: str, last: str | None) -> list[dict[str, Any]]:

@@ -31,13 +31,14 @@ class AdapterMemory:
     @contextmanager
     def for_serving(self, what: str, layout: AdapterLayout) -> Iterator[None]:
         """While an adapter is being loaded; AdapterTooLargeError, before it is, if there is not enough memory."""
-        with self._taking(what, layout, layout.num_parameters * (4 + self._copy_bytes)):
+        with self._taking(what, layout, layout.num_parameters * (4 + self._copy_bytes) + 4 * layout.num_derived):
             yield
 
     @contextmanager
     def for_training(self, what: str, layout: AdapterLayout) -> Iterator[None]:
         """Likewise, for one that is to be trained."""
-        with self._taking(what, layout, layout.num_parameters * (4 * _TRAINING_COPIES + self._copy_bytes)):
+        num_bytes = layout.num_parameters * (4 * _TRAINING_COPIES + self._copy_bytes) + 4 * layout.num_derived
+        with self._taking(what, layout, num_bytes):
             yield
 
     @contextmanager
@@ -45,10 +46,11 @@ class AdapterMemory:
         with self._lock:
             free = max(0, available_bytes(self._device) - self._being_taken)
             if num_bytes > _SHARE * free:
-                name = layout.largest
+                name, there = layout.largest, int(_SHARE * free)
                 raise AdapterTooLargeError(
                     f"{what} needs {_size(num_bytes)} of memory (its largest tensor is {name}, "
-                    f"{list(layout.shapes[name])}); {_size(int(_SHARE * free))} are there for it: lower its rank"
+                    f"{list(layout.shapes[name])}); {_size(there)} are there for it, {num_bytes - there:,} bytes are "
+                    "missing: lower its rank, or train fewer layers"
                 )
             self._being_taken += num_bytes
         try:

@@ -62,7 +62,7 @@ def job_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
         backward_flops_per_row=sum(backward) / num_parts,
         backward_flops_per_pair=(sum(with_keys) - sum(backward)) / 1000 / num_parts,
         num_parts=len(programs.parts),
-        num_bypasses=len(adapter.sites),
+        num_bypasses=len(adapter.layout.places),
         num_parameters=adapter.num_parameters,
     )
 
@@ -85,7 +85,7 @@ def layerwise_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
         backward_flops_per_row=flops(0) / num_turns,
         backward_flops_per_pair=(flops(1000) - flops(0)) / 1000 / num_turns,
         num_parts=num_turns,
-        num_bypasses=len(adapter.sites),
+        num_bypasses=len(adapter.layout.places),
         num_parameters=adapter.num_parameters,
         model=backbone.name,
     )
@@ -113,8 +113,10 @@ def trainer_opened(
         training=_groups(adapter.backbone, programs),
         evaluation=_groups(adapter.backbone, evaluation),
         trained_parts=len(programs.parts),
-        version_bytes=adapter.num_bytes,
+        version_bytes=0 if adapter.config.is_model else adapter.num_bytes,
         optimizer_bytes=NUM_MOMENTS * adapter.num_bytes,
+        num_virtual_tokens=adapter.config.num_virtual_tokens,
+        changes_model=adapter.config.is_model,
         other=other,
     )
 

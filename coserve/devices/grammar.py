@@ -27,12 +27,14 @@ class Grammar:
     text: a JSON schema as JSON; a regular expression as Rust has them (no look-around), of the whole output; a grammar
     in Lark's notation with a rule `start`, as https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
     describes it, or in llama.cpp's GBNF with a rule `root`. is_lenient: of a JSON schema, whether keywords that cannot
-    be enforced are passed over; otherwise they are refused by name.
+    be enforced are passed over; otherwise they are refused by name. after: any text comes first, up to where this one
+    has come, as reasoning does up to its end.
     """
 
     kind: GrammarKind
     text: str
     is_lenient: bool = field(default=False)
+    after: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS or not isinstance(self.text, str):
@@ -119,6 +121,12 @@ class Tag:
         schema = json.dumps({**checked, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
         begin, end = self.begin[len(after) :], self.end
         return " ".join([_quoted(begin)] * bool(begin) + [f"%json {schema}"] + [_quoted(end)] * bool(end))
+
+
+def text_before(after: str, name: str) -> str:
+    """In Lark's notation: any text up to this one, then the grammar of a name."""
+    lines = (f"start: thought blank @{name}", f"thought[lazy]: TEXT {_quoted(after)}", r"TEXT: /(.|\n)*/")
+    return "\n".join([*lines, r"blank: /\n{0,4}/"])
 
 
 def _quoted(text: str) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from coserve.devices.grammar import WHITE_SPACE, Grammar
+from coserve.devices.grammar import WHITE_SPACE, Grammar, text_before
 from coserve.errors import RequestError
 
 if TYPE_CHECKING:
@@ -82,6 +82,16 @@ class GrammarCompiler:
 
     def _source(self, grammar: Grammar) -> str:
         """In llguidance's own form."""
+        source = self._plain_source(grammar)
+        if not grammar.after:
+            return source
+        is_lark = grammar.kind in ("lark", "gbnf")
+        inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
+        outer = {"name": "outer", "lark_grammar": text_before(grammar.after, "inner")}
+        return json.dumps({"grammars": [outer, {**inner, "name": "inner"}]})
+
+    def _plain_source(self, grammar: Grammar) -> str:
+        """Of what comes after any text, if some does."""
         matcher: type[LLMatcher] = self._library.LLMatcher
         if grammar.kind == "json_schema":
             lenient = grammar.is_lenient

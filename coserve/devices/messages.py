@@ -132,11 +132,13 @@ class OpenVersion(msgspec.Struct, tag=True, frozen=True):
     """Put an adapter in PEFT's format on the device, to be served as `version`. Reply: `VersionOpened`.
 
     May come from any thread, and is done beside steps; none of them names the version yet. AdapterError for its files;
-    DeviceMemoryError.
+    DeviceMemoryError. model: that it is of, if that is not the one on the device (see `OpenTrainer`): it can be trained
+    further, not served.
     """
 
     version: str
     directory: str
+    model: str = ""
 
 
 class SaveAdapter(msgspec.Struct, tag=True, frozen=True):
@@ -156,7 +158,8 @@ class OpenTrainer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Make the tensors of a job. Reply: `TrainerOpened`. One of three says where the adapter comes from.
 
     adapter: the fields of PEFT's adapter_config.json, for a fresh one. version: a copy of a served one. checkpoint: a
-    directory that `WriteCheckpoint` made; then the optimizer's state comes from there, too. mean_context_len: mean
+    directory that `WriteCheckpoint` made; then the optimizer's state comes from there, too, and `adapter` says what
+    the job began with, if it is known. mean_context_len: mean
     number of tokens that a row attends to, for choosing what to recompute.
 
     model: that it trains, where that is not the one on the device: a directory or hub id (`find_model`), whose weights
@@ -202,7 +205,8 @@ class BeginPack(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     sequences: token ids, and for each whether it is trained on. first_row: its first row among all that the job ever
     trains on. runs: (first page, number of pages) of each group of tensors, in the order of `TrainerOpened`. evaluate:
-    measure the loss alone.
+    measure the loss alone. is_reference: of the model without the adapter, for the pack that comes next, which is the
+    same. values, labels: what examples bring for the objective (see `Example`).
     """
 
     job: str
@@ -210,6 +214,9 @@ class BeginPack(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     first_row: int
     runs: tuple[tuple[int, int], ...]
     evaluate: bool = False
+    is_reference: bool = False
+    values: tuple[tuple[float, ...], ...] = ()
+    labels: tuple[float, ...] = ()
 
 
 class DropPack(msgspec.Struct, tag=True, frozen=True):
@@ -283,10 +290,13 @@ Command = (
 
 
 class VersionOpened(msgspec.Struct, tag=True, frozen=True):
-    """num_bypasses: sites of the adapter. num_bytes: of its parameters, as they go to the host."""
+    """num_bypasses: sites of the adapter. num_bytes: of its parameters, as they go to the host. num_virtual_tokens:
+    rows that stand before every prompt, with the ids -1, -2, ….
+    """
 
     num_bypasses: int
     num_bytes: int = 0
+    num_virtual_tokens: int = 0
 
 
 class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -294,7 +304,8 @@ class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     each of its tensors: first the workspace, then what is saved of every part before the head, in forward order.
     (`coserve.memory.pack_pages` says when each goes back.) trained_parts: how many of these parts, from the last one
     down, run backward. version_bytes, optimizer_bytes: of the parameters, and of the optimizer's moments after its
-    first step, as they go to the host. other: of a job on a model of its own.
+    first step, as they go to the host. num_virtual_tokens: rows that stand before every example (see `VersionOpened`).
+    other: of a job on a model of its own. changes_model: each of its steps changes the weights that serve.
     """
 
     counts: JobCounts
@@ -303,6 +314,8 @@ class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     trained_parts: int
     version_bytes: int = 0
     optimizer_bytes: int = 0
+    num_virtual_tokens: int = 0
+    changes_model: bool = False
     other: "OtherModel | None" = None
 
 
@@ -410,11 +423,14 @@ class StepBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class PackSums(msgspec.Struct, frozen=True, array_like=True):
-    """Sums over a pack's trained rows. num_correct: rows whose likeliest token is the target."""
+    """Sums over a pack's trained rows. num_correct: rows whose likeliest token is the target. Of an objective over
+    sequences: sums over its units, and its metrics.
+    """
 
     loss: float
     num_correct: int
     num_trained: int
+    metrics: dict[str, float] = {}
 
 
 class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -430,13 +446,13 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What came of a step, by id.
 
     tokens: of the requests that sampled. ended: those of them whose grammar lets nothing come after the token. refused:
-    those for which no token could be chosen, with the reason; what is in `tokens` is none. prompts: of those whose
-    targets were scored. num_tasklets: of each job, how many ran before the time limit. packs: sums of the packs that
-    are done with this step; their gradients join those of the optimizer step, unless `DropPack` follows. norms:
-    gradient norms of the optimizer steps that were made, None where the gradient was not finite and the step was
-    skipped. Seconds that each section took; beside_s: losses and tasklets beside the forward pass, which are in none of
-    the others, and num_beside: how many of a job's tasklets these were; copy_s: for which all waited for copies from
-    and to the host. failure: None if the step ran as a whole.
+    those for which no token could be chosen, with the reason; what is in `tokens` is none. embeddings: of those that
+    sampled and ask for them. prompts: of those whose targets were scored. num_tasklets: of each job, how many ran
+    before the time limit. packs: sums of the packs that are done with this step; their gradients join those of the
+    optimizer step, unless `DropPack` follows. norms: gradient norms of the optimizer steps that were made, None where
+    the gradient was not finite and the step was skipped. Seconds that each section took; beside_s: losses and tasklets
+    beside the forward pass, which are in none of the others, and num_beside: how many of a job's tasklets these were;
+    copy_s: for which all waited for copies from and to the host. failure: None if the step ran as a whole.
 
     broken: jobs whose model's weights cannot be read any more, and why. num_declined: tasklets that were not begun
     since weights were not there. weights_wait_s: for which others waited for weights, within backward_s or beside_s;
@@ -447,6 +463,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tokens: dict[str, TokenLogprob] = {}
     ended: tuple[str, ...] = ()
     refused: dict[str, str] = {}
+    embeddings: dict[str, tuple[float, ...]] = {}
     prompts: dict[str, tuple[TokenLogprob, ...]] = {}
     num_tasklets: dict[str, int] = {}
     num_beside: dict[str, int] = {}

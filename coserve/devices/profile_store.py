@@ -25,6 +25,15 @@ def read_profile(path: Path) -> Profile | None:
         return None
 
 
+def read_identity(path: Path) -> dict[str, Any] | None:
+    """What the profile in a file was measured for; None if that cannot be read."""
+    try:
+        of = json.loads(path.read_text())["of"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return of if isinstance(of, dict) else None
+
+
 def write_profile(path: Path, of: dict[str, Any], profile: Profile) -> None:
     """Put a profile in a file, whole or not at all; of: what it was measured for."""
     try:
@@ -39,9 +48,7 @@ def write_profile(path: Path, of: dict[str, Any], profile: Profile) -> None:
 
 def correct_profile(path: Path, profile: Profile) -> None:
     """Put what steps really took in place of what was measured."""
-    try:
-        of = json.loads(path.read_text())["of"]
-    except (OSError, ValueError, TypeError, KeyError):
+    if (of := read_identity(path)) is None:
         return
     _log.info("steps have long taken something else than the profile says: %s is corrected", path)
     write_profile(path, of, profile)

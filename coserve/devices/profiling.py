@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.beside import num_units_of
 from coserve.devices.counting import job_counts, model_counts
 from coserve.devices.measuring import Stopwatch, rising
-from coserve.devices.profile_store import read_profile, write_profile
+from coserve.devices.profile_store import read_identity, read_profile, write_profile
 from coserve.devices.profiling_sides import measure_sharing
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
@@ -43,6 +43,9 @@ from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import TrainingPrograms, training_programs
 from coserve.tuning.training_pass import TrainingPass
 from coserve.version import VERSION
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +87,13 @@ def load_profile(
         return stored
     _log.info("measuring how fast %s runs on %s, once", backbone.name, device_name(backbone.device))
     profile = measure_profile(backbone, progress)
-    write_profile(path, _identity(backbone), profile)
+    keep_profile(backbone, profile, directory)
     return profile
+
+
+def keep_profile(backbone: Backbone, profile: Profile, directory: Path | None = None) -> None:
+    """Write it where `load_profile` finds it."""
+    write_profile(profile_path(backbone, directory), _identity(backbone), profile)
 
 
 def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
@@ -95,17 +103,35 @@ def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
     return directory / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".json")
 
 
-def _identity(backbone: Backbone) -> dict[str, Any]:
-    """What a profile depends on."""
-    config = backbone.architecture.config
+def stored_profile(config: "PretrainedConfig", directory: Path | None = None) -> tuple[str, Profile] | None:
+    """The newest profile of a model of this shape that is kept, and what it was measured with; None if there is none.
+    The model itself is not needed.
+    """
+    directory, shape = directory or home_directory() / "profiles", _of_shape(config)
+    for path in sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        of = read_identity(path) or {}
+        if shape.items() <= of.items() and (profile := read_profile(path)) is not None:
+            return f"{of['device']}, {str(of['dtype']).removeprefix('torch.')}", profile
+    return None
+
+
+def _of_shape(config: "PretrainedConfig") -> dict[str, Any]:
+    """Of what a profile depends on, what is not of the device."""
     shape = {name: value for name, value in sorted(config.to_dict().items()) if not name.startswith("_")}
     return {
-        "device": device_name(backbone.device),
         "model": hashlib.sha256(json.dumps(shape, default=str, sort_keys=True).encode()).hexdigest(),
-        "dtype": str(backbone.dtype),
         "torch": torch.__version__,
         "coserve": VERSION,
         "code": _code(),
+    }
+
+
+def _identity(backbone: Backbone) -> dict[str, Any]:
+    """What a profile depends on."""
+    return {
+        **_of_shape(backbone.architecture.config),
+        "device": device_name(backbone.device),
+        "dtype": str(backbone.dtype),
         "kernels": backbone.backend.identity,
         "weights": backbone.weight_format,
         "block_rows": backbone.block_rows,
@@ -280,7 +306,8 @@ class _Measurement:
         tokens = [0] * rows
 
         def run() -> None:
-            forward(self.backbone, [self.pages.rows(table, past, tokens, bypasses) for table in tables])
+            sequences = [(table, past, tokens) for table in tables]
+            forward(self.backbone, [self.pages.rows(sequences, bypasses)])
 
         return run
 

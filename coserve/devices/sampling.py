@@ -20,8 +20,6 @@ from coserve.kernels.base import Backend
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.transfer import on_device
 
-# Below this, scores divided by the temperature overflow, and the likeliest token is all but certain.
-_LEAST_TEMPERATURE = 1e-5
 # Candidates among which top-k and top-p are looked for first.
 _NUM_CANDIDATES = 1024
 # Where top-p needs more tokens than that, probability is counted in bins, which reach this far below the likeliest
@@ -97,12 +95,11 @@ class Sampled:
 def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None = None) -> Sampled:
     """Choose a token for each row of logits [n, vocabulary], which stay as they are. backend: by default the plain."""
     backend = backend or PlainBackend(logits.device)
-    drawn = [index for index, row in enumerate(rows) if row.params.temperature >= _LEAST_TEMPERATURE]
+    drawn = [index for index, row in enumerate(rows) if row.params.draws]
     adjusted = [
         index
         for index, row in enumerate(rows)
-        if (row.counts or row.forbidden or row.params.logit_bias or row.params.allowed_token_ids or row.mask)
-        and row.params.temperature < _LEAST_TEMPERATURE
+        if (row.counts or row.forbidden or row.mask or row.params.biases) and not row.params.draws
     ]
     is_plain = len(drawn) + len(adjusted) < len(rows)
     tokens = backend.argmax(logits) if is_plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)

@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from coserve.devices.grammar import Grammar
 from coserve.settings import check_whole, is_number
 
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_LOGPROB_TOKEN_IDS = 128
+# Below this, scores divided by the temperature overflow, and the likeliest token is all but certain.
+_LEAST_TEMPERATURE = 1e-5
 _TOKEN_IDS = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")
 _KINDS: dict[str, type] = {
     "logit_bias": Mapping,
     **dict.fromkeys(("stop", "bad_words", *_TOKEN_IDS), tuple),
-    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), bool),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "embeds"), bool),
     "cache_salt": str,
 }
 
@@ -38,6 +41,8 @@ class SamplingParams:
     not end it. skip_special_tokens: they have no text. include_stop_str_in_output: the text has the stop string, too.
     cache_salt: what is known of a prompt's beginning is shared by requests with the same one alone.
     grammar: that the output follows from its first token on; it ends the request where nothing may come after.
+    embeds: the first token comes with the state that it was chosen from: after the final norm, as the last linear layer
+    of the head reads it.
     """
 
     max_tokens: int = 16
@@ -64,6 +69,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     cache_salt: str = ""
     grammar: Grammar | None = None
+    embeds: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -111,12 +117,22 @@ class SamplingParams:
             if wrong := [token for token in ids if not 0 <= token < vocab_size]:
                 raise ValueError(f"{name} names token {wrong[0]}; the model has {vocab_size}")
 
-    @property
+    @cached_property
+    def draws(self) -> bool:
+        """Whether tokens are drawn; else the likeliest is taken."""
+        return self.temperature >= _LEAST_TEMPERATURE
+
+    @cached_property
+    def biases(self) -> bool:
+        """Whether some tokens weigh more or less in every draw, or cannot come."""
+        return bool(self.logit_bias or self.allowed_token_ids)
+
+    @cached_property
     def num_top(self) -> int:
         """How many tokens are reported beside the chosen one."""
         return len(self.logprob_token_ids) or self.logprobs or 0
 
-    @property
+    @cached_property
     def penalizes(self) -> bool:
         """Whether tokens that were used before weigh less (or more)."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

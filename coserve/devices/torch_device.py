@@ -52,10 +52,12 @@ from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapO
 from coserve.devices.torch_requests import TorchRequests
 from coserve.devices.torch_step import TorchStep
 from coserve.devices.torch_trainer import TorchCheckpoint, TorchTrainer, open_trainer
+from coserve.errors import AdapterError
 from coserve.memory.host_pages import HostPages, is_away, shapes_of
 from coserve.memory.page_files import PageFiles
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
+from coserve.models.files import some_of
 from coserve.scheduling.plan import Partition
 from coserve.scheduling.profile import Profile
 
@@ -98,6 +100,7 @@ class TorchDevice:
         self._versions: dict[str, Adapter] = {}
         self._requests = TorchRequests(self._pages, self._versions)
         self._trainers: dict[str, TorchTrainer] = {}
+        self._changed_by = ""  # the job that trains the backbone's own weights, or did
         self._checkpoints: dict[str, TorchCheckpoint] = {}
         self._step: TorchStep | None = None
         self._error: Exception | None = None
@@ -189,10 +192,21 @@ class TorchDevice:
             masters = self._host.load(list(adapter.masters.values()), command.slots)
             self._versions[command.version] = adapter.with_masters(dict(zip(adapter.masters, masters, strict=True)))
 
+    def _require_own_weights(self, what: str) -> None:
+        """AdapterError for what belongs to the weights that were loaded, once a job has changed them."""
+        if self._changed_by:
+            raise AdapterError(
+                f"{what}: job {self._changed_by} has changed the weights of {self.backbone.name}; start a server with "
+                "the model that the adapter is of, or with the job's checkpoint"
+            )
+
     def _open_version(self, command: OpenVersion) -> VersionOpened:
-        adapter = load_adapter(self.backbone, command.directory, taking=self._adapter_memory.for_serving)
+        if not command.model:
+            self._require_own_weights(command.directory)
+        backbone = self._others.backbone(command.model) if command.model else self.backbone
+        adapter = load_adapter(backbone, command.directory, taking=self._adapter_memory.for_serving)
         self._versions[command.version] = adapter
-        return VersionOpened(len(adapter.sites), adapter.num_bytes)
+        return VersionOpened(len(adapter.sites), adapter.num_bytes, adapter.config.num_virtual_tokens)
 
     def _drop_version(self, command: DropVersion) -> None:
         self._versions.pop(command.version, None)
@@ -201,8 +215,21 @@ class TorchDevice:
         backbone, window = self.backbone, None
         if command.model:
             backbone, window = self._others.backbone(command.model), self._others.window(command.model)
+        resumes = self._changed_by == command.job
+        if not command.model and not resumes:
+            self._require_own_weights(f"job {command.job}")
         trainer = open_trainer(command, backbone, self._versions, self._adapter_memory, window)
         opened = trainer.opened()
+        if opened.changes_model:
+            others = [*self._versions, *(job for job in self._trainers if job != command.job)]
+            if others and not resumes:
+                raise AdapterError(
+                    f"job {command.job} would change the weights that others were trained on: {some_of(others)}; "
+                    "unload adapters and end jobs first"
+                )
+            if command.model:
+                raise AdapterError("full fine-tuning trains the model that serves, not one beside it")
+            self._changed_by = command.job
         self._trainers[command.job] = trainer
         return opened
 
@@ -226,7 +253,7 @@ class TorchDevice:
         self._give_window(trainer)
 
     def _publish(self, command: PublishVersion) -> None:
-        self._versions[command.version] = self._trainers[command.job].adapter.snapshot()
+        self._versions[command.version] = self._trainers[command.job].version()
 
     def _take_checkpoint(self, command: TakeCheckpoint) -> None:
         self._checkpoints[command.checkpoint] = self._trainers[command.job].checkpoint()

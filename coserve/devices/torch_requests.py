@@ -1,8 +1,10 @@
 """Requests on a torch device: their pages, the rows that they run, the tokens that are chosen for them."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import nan
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -12,12 +14,12 @@ from coserve.adapters.base import Adapter
 from coserve.devices.grammar import CANNOT_FOLLOW
 from coserve.devices.matching import Grammars, Matcher
 from coserve.devices.messages import OpenRequest, RequestRows, TokenLogprob
-from coserve.devices.readout import Readout
+from coserve.devices.readout import Pending, Readout
 from coserve.devices.sampling import SamplingRow, TokenCounts, sample
 from coserve.kernels.transfer import on_device
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
-from coserve.models.batch import Span, logits
+from coserve.models.batch import Span, final_states, logits
 from coserve.models.bypasses import Bypasses
 from coserve.tuning.objective import chunk_rows
 
@@ -30,7 +32,7 @@ class RequestHandle:
 
     def __init__(self, command: OpenRequest, grammars: Grammars) -> None:
         self.params, self.seed, self.version = command.params, command.seed, command.version
-        self.pages = list(command.pages)
+        self.pages = array("q", command.pages)
         self.counts: TokenCounts | None = None
         if command.params.penalizes:
             self.counts = TokenCounts(command.prompt)
@@ -39,8 +41,19 @@ class RequestHandle:
         grammar = command.params.grammar
         self.matcher: Matcher | None = None if grammar is None else grammars.matcher(grammar, command.output)
 
+        # What no later token changes need not be made again for each.
+        is_constant = not self.follows and not command.params.draws
+        self._row = SamplingRow(params=self.params, seed=self.seed) if is_constant else None
+
+    @property
+    def follows(self) -> bool:
+        """Whether its tokens matter to those that come."""
+        return self.counts is not None or self.matcher is not None
+
     def sampling_row(self, rows: RequestRows) -> SamplingRow:
         """How the token after its rows is to be chosen."""
+        if self._row is not None and not rows.forbidden:
+            return self._row
         return SamplingRow(
             params=self.params,
             seed=self.seed,
@@ -76,15 +89,19 @@ class TorchRequests:
         """New pages join their requests'."""
         for rows in requests:
             if rows.new_pages:
-                self._handles[rows.request].pages += rows.new_pages
+                self._handles[rows.request].pages.extend(rows.new_pages)
 
     def spans(self, requests: Sequence[RequestRows]) -> list[Span]:
-        """The rows as spans of a forward batch."""
-        handles, span = self._handles, self._pages.rows
-        return [
-            span(handle.pages, rows.start, rows.tokens, self._bypasses(handle))
+        """The rows as spans of a forward batch, one for each adapter."""
+        handles = self._handles
+        sequences = [
+            (handle.version, (handle.pages, rows.start, rows.tokens))
             for rows in requests
             for handle in (handles[rows.request],)
+        ]
+        return [
+            self._pages.rows([rows for _, rows in group], self._bypasses(version))
+            for version, group in groupby(sequences, itemgetter(0))
         ]
 
     def finish(self, hidden: Tensor, requests: Sequence[RequestRows], readout: Readout) -> "RequestsResult":
@@ -94,15 +111,20 @@ class TorchRequests:
             self._sample(hidden, ends, requests, readout),
             self._score_prompts(hidden, ends, requests, readout),
             self._matchers(requests),
+            self._embed(hidden, ends, requests, readout),
         )
 
     def _matchers(self, requests: Sequence[RequestRows]) -> dict[str, Matcher]:
         """Of the requests that sample, those that have one."""
-        found = {rows.request: self._handles[rows.request].matcher for rows in requests if rows.samples}
-        return {request: matcher for request, matcher in found.items() if matcher is not None}
+        handles = self._handles
+        return {
+            rows.request: matcher
+            for rows in requests
+            if rows.samples and (matcher := handles[rows.request].matcher) is not None
+        }
 
-    def _bypasses(self, handle: RequestHandle) -> Bypasses | None:
-        return self._versions[handle.version].bypasses() if handle.version else None
+    def _bypasses(self, version: str) -> Bypasses | None:
+        return self._versions[version].bypasses() if version else None
 
     def _sample(
         self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout
@@ -111,22 +133,33 @@ class TorchRequests:
         if not sampled:
             return dict
         handles = [self._handles[rows.request] for _, rows in sampled]
-        users = [(1, self._bypasses(handle)) for handle in handles]
+        by_version = [(version, len(list(group))) for version, group in groupby([each.version for each in handles])]
+        users = [(num_rows, self._bypasses(version)) for version, num_rows in by_version]
         scores = logits(self._backbone, hidden[on_device([row for row, _ in sampled], hidden.device)], users)
         points = [handle.sampling_row(rows) for handle, (_, rows) in zip(handles, sampled, strict=True)]
         with record_function(SAMPLING):
             chosen = sample(scores, points, self._backbone.backend)
         read = _Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
         numbers = [handle.params.num_top for handle in handles]
+        followed = [(place, handle) for place, handle in enumerate(handles) if handle.follows]
 
         def result() -> dict[str, TokenLogprob]:
-            found = {}
-            for handle, (_, rows), line in zip(handles, sampled, read.lines(numbers), strict=True):
-                handle.accept(line.token)
-                found[rows.request] = line
-            return found
+            lines = read.lines(numbers)
+            for place, handle in followed:
+                handle.accept(lines[place].token)
+            return dict(zip([rows.request for _, rows in sampled], lines, strict=True))
 
         return result
+
+    def _embed(
+        self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout
+    ) -> dict[str, Pending]:
+        """The last states of the prompts whose requests ask for them."""
+        return {
+            rows.request: readout.add(final_states(self._backbone, hidden[end - 1 : end]))
+            for end, rows in zip(ends, requests, strict=True)
+            if rows.samples and self._handles[rows.request].params.embeds
+        }
 
     def _score_prompts(
         self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout
@@ -140,7 +173,7 @@ class TorchRequests:
             for start in range(0, len(rows.targets), most):
                 targets = rows.targets[start : start + most]
                 some = slice(first + start, first + start + len(targets))
-                scores = logits(self._backbone, hidden[some], [(len(targets), self._bypasses(handle))])
+                scores = logits(self._backbone, hidden[some], [(len(targets), self._bypasses(handle.version))])
                 k = handle.params.prompt_logprobs or 0
                 found.setdefault(rows.request, []).append(_score(scores, targets, k, readout))
         return found
@@ -158,8 +191,10 @@ class RequestsResult:
         tokens: Callable[[], dict[str, TokenLogprob]],
         prompts: Mapping[str, Sequence[Callable[[], list[TokenLogprob]]]],
         matchers: Mapping[str, Matcher],
+        embeddings: Mapping[str, Pending],
     ) -> None:
         self._tokens, self._prompts, self._matchers = tokens, prompts, matchers
+        self._embeddings = embeddings
 
     def tokens(self) -> dict[str, TokenLogprob]:
         """Of those that sampled; the tokens count as used from now on. To be asked once."""
@@ -176,6 +211,10 @@ class RequestsResult:
             for request, matcher in self._matchers.items()
             if matcher.error is not None
         }
+
+    def embeddings(self) -> dict[str, tuple[float, ...]]:
+        """Of those that ask for them."""
+        return {request: tuple(pending.floats()) for request, pending in self._embeddings.items()}
 
     def prompts(self) -> dict[str, tuple[TokenLogprob, ...]]:
         """Of those whose prompts were scored."""

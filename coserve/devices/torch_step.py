@@ -101,6 +101,7 @@ class TorchStep:
             tokens=self._served.tokens() if self._served else {},
             ended=self._served.ended() if self._served else (),
             refused=self._served.refused() if self._served else {},
+            embeddings=self._served.embeddings() if self._served else {},
             prompts=self._served.prompts() if self._served else {},
             num_tasklets=self._num_tasklets,
             num_beside=self._num_beside,
@@ -250,7 +251,7 @@ class TorchStep:
         hidden = forward(self._backbone, spans)
         self._served = self._requests.finish(hidden, requests, self._readout)
         start = sum([span.num_rows for span in self._spans])
-        for training, span in zip(passes, spans[len(requests) :], strict=True):
+        for training, span in zip(passes, spans[len(self._spans) :], strict=True):
             training.finish_window(hidden[start : start + span.num_rows])
             start += span.num_rows
 
@@ -280,9 +281,11 @@ class TorchStep:
 
     def _finish_pack(self, job: str, totals: Pending) -> PackSums:
         loss, num_correct = totals.floats()
-        num_trained = self._pass(job).cursor.num_trained
+        training = self._pass(job)
         self._trainers[job].finish_pack()
-        return PackSums(loss=loss, num_correct=int(num_correct), num_trained=num_trained)
+        return PackSums(
+            loss=loss, num_correct=int(num_correct), num_trained=training.num_units, metrics=training.metrics
+        )
 
     def _read_norms(self) -> dict[str, float | None]:
         norms = {job: norm.floats()[0] for job, norm in self._norms.items()}

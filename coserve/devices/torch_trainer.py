@@ -1,14 +1,16 @@
 """A job's tensors on a torch device: its adapter, the optimizer's state, the gradients of the step, and one pack."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import Adapter, AdapterLayout
+from coserve.adapters.base import Adapter, Reparametrization
 from coserve.adapters.peft_directory import adapter_config, load_adapter, save_adapter
 from coserve.adapters.tensor_files import open_tensors, write_tensors
 from coserve.devices.adapter_memory import AdapterMemory
@@ -24,9 +26,10 @@ from coserve.models.backbone import Backbone
 from coserve.tuning.blockwise import BlockwisePass
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.layerwise import LayerwisePass
-from coserve.tuning.optimizer import AdapterOptimizer
+from coserve.tuning.optimizer import NUM_MOMENTS, AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import evaluation_programs, training_programs
+from coserve.tuning.scores import Extras, PackScores
 from coserve.tuning.training_pass import TrainingPass
 
 
@@ -34,23 +37,40 @@ class TorchTrainer:
     """See `OpenTrainer` and the commands that follow it. `training_pass`: the pack in memory, None if there is none."""
 
     def __init__(
-        self, adapter: Adapter, config: TuningConfig, *, mean_context_len: float, window: WeightWindow | None = None
+        self,
+        adapter: Adapter,
+        config: TuningConfig,
+        *,
+        mean_context_len: float,
+        window: WeightWindow | None = None,
+        reparametrization: Reparametrization | None = None,
     ) -> None:
-        """window: that the weights of the adapter's backbone pass through; None: they are all there."""
-        self.adapter, self.window = adapter, window
+        """window: that the weights of the adapter's backbone pass through; None: they are all there. reparametrization:
+        what is trained in place of the adapter's parameters.
+        """
+        self.adapter, self.window, self._reparametrization = adapter, window, reparametrization
         self.training_pass: TrainingPass | None = None
-        self.optimizer: AdapterOptimizer | None = AdapterOptimizer(adapter.masters, config.optimizer)
+        trained = adapter.masters if reparametrization is None else reparametrization.parameters
+        self.optimizer: AdapterOptimizer | None = AdapterOptimizer(trained, config.optimizer)
         self._programs = training_programs(
             adapter, max_recompute=config.max_recompute, mean_context_len=mean_context_len
         )
         self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)
+        self._objective = config.make_objective()
+        if self._objective is not None:
+            _check_objective(config.objective, adapter, window)
+        self._reference: Tensor | None = None  # log-probabilities of the next pack's rows without the adapter
         self._seed = config.seed
         self._gradients: dict[str, Tensor] | None = None  # of the optimizer step
         self._last: dict[str, Tensor] | None = None  # of the last pack that is done, which may still be dropped
         self._moments_away: tuple[HostPages, tuple[int, ...]] | None = None  # where the optimizer's moments lie
 
     def opened(self) -> TrainerOpened:
-        return trainer_opened(self.adapter, self._programs, self._evaluation, self.window)
+        opened = trainer_opened(self.adapter, self._programs, self._evaluation, self.window)
+        if self._reparametrization is None:
+            return opened
+        trained_bytes = sum(tensor.nbytes for tensor in self._reparametrization.parameters.values())
+        return msgspec.structs.replace(opened, optimizer_bytes=NUM_MOMENTS * trained_bytes)
 
     def begin(self, command: BeginPack, pages: PagedKv) -> None:
         self._join_last()
@@ -70,7 +90,21 @@ class TorchTrainer:
             first_row=command.first_row,
             memory=LentRuns(pages, command.runs),
             training=not command.evaluate,
+            **self._scoring(command),
         )
+
+    def _scoring(self, command: BeginPack) -> dict[str, Any]:
+        """What a pass is told of an objective over sequences."""
+        if self._objective is None:
+            return {}
+        scores = PackScores(
+            None if command.is_reference else self._objective,
+            make_pack(command.sequences),
+            self.adapter.backbone.device,
+            reference=self._reference,
+            extras=Extras(values=command.values, labels=command.labels),
+        )
+        return {"bare": command.is_reference, "scores": scores}
 
     def move(self, command: MovePack, pages: PagedKv) -> None:
         assert self.training_pass is not None, f"job {command.job} has no pack"
@@ -88,6 +122,8 @@ class TorchTrainer:
         assert done is not None and done.done
         if done.programs is self._programs:
             self._last = done.gradients
+        if done.is_bare and done.scores is not None:
+            self._reference = done.scores.logprobs
 
     @torch.inference_mode()
     def _join_last(self) -> None:
@@ -104,8 +140,13 @@ class TorchTrainer:
         self._join_last()
         gradients, self._gradients = self._gradients, None
         assert gradients is not None and self.optimizer is not None and self._moments_away is None
+        if self._reparametrization is not None:
+            gradients = self._reparametrization.pull_back(gradients, num_trained=num_trained)
         norm = self.optimizer.step(gradients, num_trained=num_trained, num_steps=num_steps)
-        self.adapter.sync_compute_copy()
+        if self._reparametrization is None:
+            self.adapter.sync_compute_copy()
+        else:
+            self._reparametrization.apply(self.adapter)
         return norm
 
     def put_away_moments(self, host: HostPages, slots: tuple[int, ...]) -> None:
@@ -132,13 +173,47 @@ class TorchTrainer:
 
     def checkpoint(self) -> "TorchCheckpoint":
         if self.optimizer is None:
-            return TorchCheckpoint(self.adapter.snapshot(), None)
-        state = self.optimizer.state() | self._away_moments(on_device=False)
-        return TorchCheckpoint(self.adapter.snapshot(), state)
+            return TorchCheckpoint(self.version(for_checkpoint=True), None)
+        state = self.optimizer.state() | self._away_moments(on_device=False) | self.adapter.state()
+        if self._reparametrization is not None:
+            state |= self._reparametrization.state()
+        return TorchCheckpoint(self.version(for_checkpoint=True), state)
+
+    @torch.inference_mode()
+    def version(self, *, for_checkpoint: bool = False) -> Adapter:
+        """A copy of the adapter as it is now, to be served, or saved with all that a job needs to resume."""
+        if self._reparametrization is None:
+            return self.adapter.checkpoint_copy() if for_checkpoint else self.adapter.snapshot()
+        published = self._reparametrization.published()
+        return self.adapter.with_masters({name: published[name].clone() for name in self.adapter.masters})
+
+    def load_state(self, path: Path) -> None:
+        """Continue where a checkpoint was taken; AdapterError if the file is not this job's."""
+        assert self.optimizer is not None
+        replaced = self._reparametrization
+        masters = self.adapter.masters if replaced is None else replaced.parameters
+        try:
+            state = _read_state(path, masters)
+            if replaced is not None:
+                state = replaced.load_state(state)
+            state = self.adapter.load_state(state)
+            self.optimizer.load_state(state)
+        except (KeyError, ValueError, OverflowError) as error:
+            raise AdapterError(f"{path} is not this adapter's: {error}") from None
 
     def close(self) -> None:
         self.drop_pack()
         self._gradients = self.optimizer = self._moments_away = None
+
+
+def _check_objective(name: str, adapter: Adapter, window: WeightWindow | None) -> None:
+    """AdapterError for what an objective over sequences cannot train."""
+    if window is not None:
+        raise AdapterError(f"{name} trains on the model that serves; jobs on other models have the method supervised")
+    if adapter.config.num_virtual_tokens:
+        raise AdapterError(f"{name} trains no virtual tokens, which the model without the adapter does not have")
+    if any(part == "head" for part, _ in adapter.sites.values()):
+        raise AdapterError(f"{name} does not train an adapter at the output layer; leave lm_head out of target_modules")
 
 
 class TorchCheckpoint:
@@ -173,29 +248,43 @@ def open_trainer(
 ) -> TorchTrainer:
     """The tensors of a job, as the command says; AdapterError as there. window: see `TorchTrainer`."""
     checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
-    if checkpoint is not None:
+    config = None if command.adapter is None else adapter_config(command.adapter)
+    if checkpoint is not None and config is not None and config.is_model:
+        with memory.for_training(f"job {command.job}", config.sizes(backbone.architecture)):
+            adapter = config.create(backbone, seed=command.config.seed)
+    elif checkpoint is not None:
         adapter = load_adapter(backbone, checkpoint, taking=memory.for_training)
+    elif config is None:
+        adapter = versions[command.version or ""]
+        with memory.for_training(f"job {command.job}", adapter.config.sizes(backbone.architecture)):
+            is_model = adapter.config.is_model
+            adapter = adapter.config.create(backbone, seed=command.config.seed) if is_model else adapter.snapshot()
     else:
-        version = None if command.version is None else versions[command.version]
-        config = adapter_config(command.adapter) if version is None else version.config
-        layout = AdapterLayout.of(config, backbone.architecture, every_target=version is None)
-        with memory.for_training(f"job {command.job}", layout):
-            adapter = Adapter(backbone, config, seed=command.config.seed) if version is None else version.snapshot()
-    trainer = TorchTrainer(adapter, command.config, mean_context_len=command.mean_context_len, window=window)
+        with memory.for_training(f"job {command.job}", config.sizes(backbone.architecture)):
+            adapter = config.create(backbone, seed=command.config.seed)
+    if adapter.config.is_model and not command.config.live:
+        raise AdapterError("full fine-tuning changes the weights that serve: set live to true")
+    generator = torch.Generator().manual_seed(command.config.seed)
+    replaced = None if config is None else config.reparametrization(adapter, generator)
+    trainer = TorchTrainer(
+        adapter,
+        command.config,
+        mean_context_len=command.mean_context_len,
+        window=window,
+        reparametrization=replaced,
+    )
     if checkpoint is not None:
-        assert trainer.optimizer is not None
-        try:
-            trainer.optimizer.load_state(_read_state(checkpoint / OPTIMIZER_FILE, adapter))
-        except (KeyError, ValueError, OverflowError) as error:
-            raise AdapterError(f"{checkpoint / OPTIMIZER_FILE} is not this adapter's: {error}") from None
+        trainer.load_state(checkpoint / OPTIMIZER_FILE)
+    if replaced is not None:
+        replaced.apply(adapter)
     return trainer
 
 
-def _read_state(path: Path, adapter: Adapter) -> dict[str, Tensor]:
-    """The optimizer's, read only if its shapes are the adapter's (or those of single numbers)."""
+def _read_state(path: Path, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What was written of an optimizer, read only if its shapes are those of the parameters (or of single numbers)."""
     with open_tensors(path) as file:
         for key, header in file.headers.items():
-            master = adapter.masters.get(key.rpartition("/")[0])
+            master = masters.get(key.rpartition("/")[0])
             if header.shape and (master is None or header.shape != tuple(master.shape)):
                 needed = "is of no parameter" if master is None else f"must have the shape {list(master.shape)}"
                 raise AdapterError(f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, {needed}")

@@ -1,27 +1,34 @@
 """What could never be served or trained, said before anything is queued."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from coserve.devices.messages import DeviceInfo, OtherModel
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.job import Job
+from coserve.engine.request import virtual_tokens
 from coserve.engine.versions import AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError
 from coserve.tuning.examples import Example
 
 
-def check_request(prompt: Sequence[int], params: SamplingParams, info: DeviceInfo, *, has_text: bool) -> None:
-    """RequestError says what is wrong, and what would be right. has_text: whether there is a tokenizer."""
+def check_request(
+    prompt: Sequence[int], params: SamplingParams, info: DeviceInfo, *, has_text: bool, num_virtual: int = 0
+) -> None:
+    """RequestError says what is wrong, and what would be right. has_text: whether there is a tokenizer. num_virtual:
+    virtual tokens of its adapter.
+    """
     if not prompt:
         raise RequestError("the prompt has no tokens")
     if params.stop and not has_text:
         raise RequestError("stop strings need a tokenizer, and this model has none")
     if wrong := [token for token in prompt if not 0 <= token < info.vocab_size]:
         raise RequestError(f"the prompt has token {wrong[0]}; the model has {info.vocab_size} tokens")
-    length = len(prompt) + params.max_tokens
+    length = num_virtual + len(prompt) + params.max_tokens
     if length > info.max_positions:
+        virtual = f"{num_virtual} virtual tokens of the adapter, " if num_virtual else ""
         raise RequestError(
-            f"{len(prompt)} tokens of prompt and {params.max_tokens} to come are {length}; "
+            f"{virtual}{len(prompt)} tokens of prompt and {params.max_tokens} to come are {length}; "
             f"the model has {info.max_positions} positions"
         )
     if (pages := -(-length // info.block_tokens)) > info.num_pages:
@@ -37,15 +44,32 @@ def check_request(prompt: Sequence[int], params: SamplingParams, info: DeviceInf
 def check_examples(examples: Sequence[Example], info: DeviceInfo | OtherModel) -> None:
     """JobError names the example, and says what would be right; info: of the model that they are for."""
     for index, example in enumerate(examples):
-        if len(example.tokens) > info.max_positions:
+        longest = max(len(tokens) for tokens, _ in example.sequences)
+        if longest > info.max_positions:
             raise JobError(
-                f"example {index} has {len(example.tokens)} tokens; the model has {info.max_positions} "
+                f"example {index} has {longest} tokens; the model has {info.max_positions} "
                 "positions: lower max_sequence_length"
             )
         if not example.num_trained:
             raise JobError(f"example {index} has no token to train on")
         if not all(0 <= token < info.vocab_size for token in (min(example.tokens), max(example.tokens))):
             raise JobError(f"example {index} has a token beyond the model's {info.vocab_size}")
+
+
+def with_virtual_tokens(examples: Sequence[Example], number: int, max_positions: int) -> Sequence[Example]:
+    """Examples after the virtual tokens of an adapter, none of which has a target; JobError for one too long."""
+    if not number:
+        return examples
+    longest = max((len(example.tokens) for example in examples), default=0)
+    if longest + number > max_positions:
+        raise JobError(
+            f"{number} virtual tokens and an example of {longest} tokens are more than the model's {max_positions} "
+            "positions: lower max_sequence_length or num_virtual_tokens"
+        )
+    virtual, nothing = tuple(virtual_tokens(number)), (False,) * (number + 1)
+    return [
+        replace(example, tokens=virtual + example.tokens, trained=nothing + example.trained[1:]) for example in examples
+    ]
 
 
 def check_adapter_name(name: str, jobs: Iterable[Job], versions: AdapterVersions) -> None:

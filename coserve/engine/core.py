@@ -22,7 +22,7 @@ from coserve.engine.handed_over import HandedBlocks, HandedOver
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_set import JobSet
-from coserve.engine.job_start import PeftFields, make_start
+from coserve.engine.job_start import PeftFields, make_start, path_of
 from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import EngineStats, RequestRecord
@@ -194,7 +194,7 @@ class EngineCore:
             requests=self.requests,
             serving=self._serving,
             jobs=self.jobs,
-            pool=self.pool,
+            pages=self.pages,
             swap=self.swap,
             latency=self.latency,
         )
@@ -221,6 +221,8 @@ class EngineCore:
         request_id: str | None = None,
         arrival_s: float | None = None,
         tenant: str = "",
+        priority: int = 0,
+        batch_due_s: float | None = None,
     ) -> str:
         """Queue a request; its chunks come out of `step`. Returns its name.
 
@@ -228,6 +230,8 @@ class EngineCore:
             adapter: a name (its newest version as of now) or `name@step`; None for the bare model.
             arrival_s: when it came, if that was before now.
             tenant: whose it is, for policies that share the device among tenants.
+            priority: the lowest goes first.
+            batch_due_s: of batch work, which runs in what requests leave over: when it should be done. It has no SLO.
 
         Raises:
             RequestError: it could never be served. AdapterError: there is no such adapter.
@@ -249,6 +253,8 @@ class EngineCore:
             latency=self.latency,
             arrival_s=self.device.clock.now() if arrival_s is None else arrival_s,
             tenant=tenant,
+            priority=priority,
+            batch_due_s=batch_due_s,
         )
         return name
 
@@ -294,19 +300,22 @@ class EngineCore:
 
     # -- adapters -------------------------------------------------------------------
 
-    def load_adapter(self, name: str, directory: str) -> AdapterVersion:
-        """Serve an adapter in PEFT's format as `name`; AdapterError if there is one already, or for its files."""
+    def load_adapter(self, name: str, directory: str, model: str = "") -> AdapterVersion:
+        """Serve an adapter in PEFT's format as `name`; AdapterError if there is one already, or for its files. model:
+        that it is of, one of the config's `trainable_models`: then it can be trained further, not served.
+        """
         check_adapter_name(name, self.jobs.values(), self.versions)
-        return self.adapters.load(name, directory)
+        path = path_of(model, self.config.trainable_models)
+        return self.adapters.load(name, directory, model=model, path=path)
 
-    def ensure_adapter(self, name: str, directory: str) -> None:
+    def ensure_adapter(self, name: str, directory: str, model: str = "") -> None:
         """Have an adapter that lies on disk on the device, too; it may be evicted when others are used instead.
 
         Raises:
-            AdapterError: it cannot be loaded.
+            AdapterError: it cannot be loaded. JobError: there is no such model.
         """
         if name not in self.versions:
-            self.load_adapter(name, directory)
+            self.load_adapter(name, directory, model)
         self.adapters.keep_from_disk(name)
         self._loop.drop_unread_versions()
 

@@ -1,12 +1,12 @@
 """The engine as a library: text in, text out, jobs from files; on torch, in this process."""
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.methods.lora import LoraConfig
@@ -20,21 +20,19 @@ from coserve.engine.job import JobEvent
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
 from coserve.engine.request import Chunk, FinishReason
 from coserve.engine.text import TextStream
+from coserve.engine.training_data import Data, read_data
 from coserve.engine.vocabulary import TokenBytes
-from coserve.errors import DataError, JobError, RequestError
+from coserve.errors import JobError, RequestError
 from coserve.models.source import ModelSource, find_model
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
-from coserve.tuning.examples import Example, read_examples
+from coserve.tuning.examples import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from coserve.models.backbone import Backbone
-
-# A JSONL file, its lines (as text or as objects), or examples that are tokens already.
-Data = str | Path | Iterable[str] | Iterable[Mapping[str, Any]] | Iterable[Example]
 
 # Told what a start is at, how much of it is done, and of how much.
 LoadProgress = Callable[[str, int, int], None]
@@ -309,23 +307,10 @@ class Engine(EngineCore):
         return num_empty
 
     def _examples(self, data: Data, config: TuningConfig, model: str) -> list[Example]:
-        if isinstance(data, str | Path):
-            try:
-                # Not splitlines: JSON's strings may hold what Unicode calls the end of a line.
-                lines: list[Any] = Path(data).read_text("utf-8").split("\n")
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"{data} cannot be read as text: {error}") from None
-        else:
-            lines = list(data)
-            if all(isinstance(line, Example) for line in lines):
-                return [_cut(example, config.max_sequence_length) for example in lines]
         tokenizer = self.tokenizer
         if path := self.config.trainable_models.get(model):
             tokenizer = load_tokenizer(find_model(path))
-        if tokenizer is None:
-            raise DataError(f"{path or self.device.info.model} has no tokenizer: examples must be token ids")
-        texts = [_json_line(number, line) for number, line in enumerate(lines, 1)]
-        return read_examples(texts, tokenizer, max_sequence_length=config.max_sequence_length)
+        return read_data(data, config, tokenizer, path or self.device.info.model)
 
 
 class _Collector:
@@ -378,21 +363,6 @@ def _text_stream(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], pa
 
 def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:
     return None if progress is None else lambda done, total: progress(stage, done, total)
-
-
-def _json_line(number: int, line: Any) -> str:
-    if isinstance(line, str):
-        return line
-    try:
-        return json.dumps(line)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"line {number}: is no JSON: {error}") from None
-
-
-def _cut(example: Example, length: int) -> Example:
-    if len(example.tokens) <= length:
-        return example
-    return Example(tokens=example.tokens[:length], trained=example.trained[:length], truncated=True)
 
 
 def _end_tokens(source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None") -> set[int]:

@@ -8,7 +8,7 @@ device's.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import inf
@@ -53,7 +53,8 @@ class StepSeconds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class JobEvent:
     """Something happened to a job after `step` optimizer steps.
 
-    loss, token_accuracy: means over trained tokens, of the step or of the validation set. num_tokens (trained or not),
+    loss, token_accuracy: means over trained tokens (or the units of the objective, which are as they should be), of the
+    step or of the validation set; metrics: of the objective, likewise. num_tokens (trained or not),
     learning_rate, norm (of the gradient before clipping; None: it was not finite, and the step was skipped): of a step.
     seconds: of a step. version: its label.
     """
@@ -71,6 +72,7 @@ class JobEvent:
     seconds: StepSeconds = field(default=StepSeconds(), compare=False)
     version: str | None = None
     message: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Job:
@@ -156,12 +158,18 @@ class Job:
 
     def group_pages(self, num_rows: int, page_bytes: int) -> Sequence[int]:
         """Pages of each group of tensors of the next pack, if it has this many rows."""
-        return self._group_pages(self.evaluating, num_rows, page_bytes)
+        return self._group_pages(self._measures, num_rows, page_bytes)
 
     @property
     def num_trained_parts(self) -> int:
         """Parts of the model that the next pack runs backward."""
-        return 0 if self.evaluating else self.costs.trained_parts
+        return 0 if self._measures else self.costs.trained_parts
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the pack that is begun, or else the next one, runs nothing backward."""
+        pack = self._pack or (self._waiting[0] if self._waiting else None)
+        return self.evaluating or (pack is not None and pack.is_reference)
 
     @property
     def phase(self) -> JobPhase | None:
@@ -202,7 +210,7 @@ class Job:
             return LayerwiseCursor(
                 num_rows=pack.num_rows,
                 forward_turns=other.forward_turns,
-                loss_turns=other.evaluation_loss_turns if self.evaluating else other.loss_turns,
+                loss_turns=other.evaluation_loss_turns if self._measures else other.loss_turns,
                 num_parts=self.num_trained_parts,
             )
         return Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=self.num_trained_parts)
@@ -216,10 +224,13 @@ class Job:
             return MovePack(self.id, runs)
         return BeginPack(
             job=self.id,
-            sequences=tuple((example.tokens, example.trained) for example in pack.examples),
+            sequences=tuple(sequence for example in pack.examples for sequence in example.sequences),
             first_row=pack.first_row,
             runs=runs,
-            evaluate=self.evaluating,
+            evaluate=self._measures,
+            is_reference=pack.is_reference,
+            values=tuple(numbers for example in pack.examples for numbers in example.values),
+            labels=tuple(label for example in pack.examples for label in example.labels),
         )
 
     def begin_pack(self, pages: PackPages) -> None:
@@ -316,9 +327,11 @@ class Job:
         """Collect the sums of a pack that is done. Returns whether an evaluation is complete with it."""
         assert self._pack is not None
         self.memory_failures.note_pack()
-        self.sums.add(LossSums(loss=sums.loss, num_correct=sums.num_correct, num_trained=sums.num_trained))
-        if not self.evaluating:
-            self.num_tokens_trained += self._pack.num_rows
+        if not self._pack.is_reference:
+            found = LossSums(loss=sums.loss, num_correct=sums.num_correct, num_trained=sums.num_trained)
+            found.metrics.update(sums.metrics)
+            self.sums.add(found)
+            self.num_tokens_trained += 0 if self.evaluating else self._pack.num_rows
         self._release_pack()
         return self.evaluating and not self._waiting
 
@@ -348,6 +361,7 @@ class Job:
             loss=sums.mean_loss,
             token_accuracy=sums.token_accuracy,
             num_trained=sums.num_trained,
+            metrics=sums.mean_metrics,
             num_tokens=num_tokens,
             norm=norm,
             learning_rate=rate,
@@ -359,7 +373,7 @@ class Job:
         if not self._validation:
             return False
         self.evaluating = True
-        self._waiting.extend(packs_of(self._validation, max_rows=self.config.pack_tokens))
+        self._waiting.extend(packs_of(self._validation, self.config))
         return True
 
     def finish_evaluation(self, now_s: float) -> JobEvent:
@@ -372,6 +386,7 @@ class Job:
             loss=sums.mean_loss,
             token_accuracy=sums.token_accuracy,
             num_trained=sums.num_trained,
+            metrics=sums.mean_metrics,
         )
 
     def start_step(self) -> bool:

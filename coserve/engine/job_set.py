@@ -14,7 +14,7 @@ from coserve.devices.messages import (
     TrainerOpened,
 )
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
-from coserve.engine.checks import check_examples
+from coserve.engine.checks import check_examples, with_virtual_tokens
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.job import EventKind, Job, JobEvent
 from coserve.engine.job_packs import JobPacks
@@ -165,6 +165,9 @@ class JobSet(Mapping[str, Job]):
             assert isinstance(costs, TrainerOpened)
             if costs.other is not None:
                 check_examples([*examples, *validation], costs.other)
+            positions = (costs.other or self._device.info).max_positions
+            examples = with_virtual_tokens(examples, costs.num_virtual_tokens, positions)
+            validation = with_virtual_tokens(validation, costs.num_virtual_tokens, positions)
             job = Job(
                 id=job_id,
                 name=name,
@@ -341,6 +344,7 @@ class JobSet(Mapping[str, Job]):
 
     def _follow_update(self, job: Job) -> None:
         """What an optimizer step brings with it: a version, an evaluation (unless that was done), the next step."""
+        self._adapters.versions.num_model_changes += job.costs.changes_model
         step, config = job.num_steps_done, job.config
         last = step == job.order.num_steps
         if config.live:

@@ -50,9 +50,7 @@ def make_start(
 
     model: its name among the trainable_models, where each has its path; "" for the one that serves.
     """
-    if model and model not in trainable_models:
-        names = ", ".join(map(repr, trainable_models)) or "none"
-        raise JobError(f"model {model!r} is not served here, nor one of those that can be trained beside it: {names}")
+    path = path_of(model, trainable_models)
     fields: dict[str, Any] | None = None
     version: str | None = None
     if checkpoint is None:
@@ -66,8 +64,8 @@ def make_start(
                     "continue it on its own model"
                 )
             version = found.key
-        else:
-            fields = dict(adapter) if isinstance(adapter, Mapping) else adapter.to_peft()
+    if adapter is not None and not isinstance(adapter, str):
+        fields = dict(adapter) if isinstance(adapter, Mapping) else adapter.to_peft()
     num_tokens = sum(len(example.tokens) for example in examples)
     trainer = OpenTrainer(
         job=job_id,
@@ -76,10 +74,18 @@ def make_start(
         adapter=fields,
         version=version,
         checkpoint=None if checkpoint is None else str(checkpoint),
-        model=trainable_models[model] if model else "",
+        model=path,
     )
     position = None if checkpoint is None else read_position(checkpoint)
     return JobStart(trainer=trainer, position=position, model=model)
+
+
+def path_of(model: str, trainable_models: Mapping[str, str]) -> str:
+    """Of a model that jobs may train, by its name; "" for "", the one that serves. JobError if there is none."""
+    if model and model not in trainable_models:
+        names = ", ".join(map(repr, trainable_models)) or "none"
+        raise JobError(f"model {model!r} is not served here, nor one of those that can be trained beside it: {names}")
+    return trainable_models[model] if model else ""
 
 
 def _window_pages(other: OtherModel, pages: PageBroker, model: str) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from coserve.errors import CoserveError, ModelError, RequestError
 from coserve.models.source import ModelSource
 from coserve.settings import is_whole
-from coserve.tuning.examples import template_message
+from coserve.tuning.chats import template_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -60,6 +60,8 @@ class AddTokens(msgspec.Struct, tag="add_tokens", frozen=True, kw_only=True):
     request_id: str | None
     arrival_s: float | None
     tenant: str
+    priority: int = 0
+    batch_due_s: float | None = None
 
 
 class UseVocabulary(msgspec.Struct, tag="use_vocabulary", frozen=True):
@@ -109,6 +111,7 @@ class LoadFiles(msgspec.Struct, tag="load_adapter", frozen=True):
 
     name: str
     files: Files
+    model: str = ""
 
 
 class EnsureFiles(msgspec.Struct, tag="ensure_adapter", frozen=True):
@@ -116,6 +119,7 @@ class EnsureFiles(msgspec.Struct, tag="ensure_adapter", frozen=True):
 
     name: str
     files: Files
+    model: str = ""
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
@@ -191,6 +195,8 @@ class RecordingEngine(Engine):
         request_id: str | None = None,
         arrival_s: float | None = None,
         tenant: str = "",
+        priority: int = 0,
+        batch_due_s: float | None = None,
     ) -> str:
         prompt = list(prompt)
         named: dict[str, Any] = {
@@ -199,6 +205,8 @@ class RecordingEngine(Engine):
             "request_id": request_id,
             "arrival_s": arrival_s,
             "tenant": tenant,
+            "priority": priority,
+            "batch_due_s": batch_due_s,
         }
         with self._asked(AddTokens(prompt=prompt, params=params, **named)):
             return super().add_tokens(prompt, params, **named)
@@ -234,13 +242,13 @@ class RecordingEngine(Engine):
             self._writer.write(Executed(OpenVersion(load.key, load.directory), load.opened))
             super().finish_load(load)
 
-    def load_adapter(self, name: str, directory: str) -> AdapterVersion:
-        with self._asked(LoadFiles(name, _read(directory))):
-            return super().load_adapter(name, directory)
+    def load_adapter(self, name: str, directory: str, model: str = "") -> AdapterVersion:
+        with self._asked(LoadFiles(name, _read(directory), model)):
+            return super().load_adapter(name, directory, model)
 
-    def ensure_adapter(self, name: str, directory: str) -> None:
-        with self._asked(EnsureFiles(name, {} if name in self.versions else _read(directory))):
-            super().ensure_adapter(name, directory)
+    def ensure_adapter(self, name: str, directory: str, model: str = "") -> None:
+        with self._asked(EnsureFiles(name, {} if name in self.versions else _read(directory), model)):
+            super().ensure_adapter(name, directory, model)
 
     def unload_adapter(self, name: str) -> None:
         with self._asked(UnloadAdapter(name)):

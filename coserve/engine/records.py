@@ -43,7 +43,7 @@ def record_of(request: Request) -> RequestRecord:
         arrival_s=request.arrival_s,
         ttft_s=request.first_token_s - request.arrival_s,
         tpot_s=(request.last_token_s - request.first_token_s) / later if later else None,
-        num_prompt_tokens=len(request.prompt),
+        num_prompt_tokens=len(request.prompt) - request.num_virtual,
         num_output_tokens=request.num_output,
         slo=request.slo,
         asked_slo=request.asked_slo if request.asked_slo != request.slo else None,
@@ -85,15 +85,18 @@ class HandoverStats:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """The engine at this moment. num_jobs: that are not over; num_jobs_running: of these, that are not paused.
-    num_tokens_trained: rows of packs whose gradients are in, of all jobs here.
+    """The engine at this moment. num_running, num_waiting: sequences that somebody waits for; num_batch_running,
+    num_batch_waiting: those of batch work. num_jobs: that are not over; num_jobs_running: of these, that are not
+    paused. num_tokens_trained: rows of packs whose gradients are in, of all jobs here.
     num_slos_clamped: requests so far whose SLO was beyond the device. slo: of requests that bring none, by what is
     known of the device now. joined_jobs: jobs that run whose last tasklets were one batch of rows, group by group.
     num_swapped_out, num_swapped_in: pages that were copied to the host, and back, whatever they are of. num_host_pages:
     that it has room for, of which num_host_pages_used are taken. handover: None if prefill and decode are together.
     give_back_s: the most seconds that a step has waited lately for pages that were copied to the host.
     num_weight_bytes_copied, weights_wait_s, num_tasklets_declined: see `WindowUse`; the window's pages are in
-    num_pages_by_owner, as those of "weights".
+    num_pages_by_owner, as those of "weights". num_pages_for_requests: that requests could have now: free ones, those of
+    prefixes that no request uses, and of packs, which make room. slack: share of the time that SLOs of requests leave
+    over: 1 less the most that they needed of some seconds lately (`NeedView.time`), 0 at least; as of the last step.
     """
 
     num_running: int
@@ -120,3 +123,7 @@ class EngineStats:
     num_weight_bytes_copied: int = 0
     weights_wait_s: float = 0.0
     num_tasklets_declined: int = 0
+    num_batch_running: int = 0
+    num_batch_waiting: int = 0
+    num_pages_for_requests: int = 0
+    slack: float = 1.0

@@ -120,6 +120,8 @@ def _ask(engine: EngineCore, line: Input) -> None:
             request_id=line.request_id,
             arrival_s=line.arrival_s,
             tenant=line.tenant,
+            priority=line.priority,
+            batch_due_s=line.batch_due_s,
         )
     elif isinstance(line, UseVocabulary):
         engine.use_vocabulary(line.pieces, line.special)
@@ -142,10 +144,10 @@ def _ask(engine: EngineCore, line: Input) -> None:
 def _ask_with_files(engine: EngineCore, line: LoadFiles | EnsureFiles | FinishLoad | SubmitExamples) -> None:
     if isinstance(line, LoadFiles):
         with _directory(line.files) as directory:
-            engine.load_adapter(line.name, str(directory))
+            engine.load_adapter(line.name, str(directory), line.model)
     elif isinstance(line, EnsureFiles):
         with _directory(line.files) as directory:
-            engine.ensure_adapter(line.name, str(directory))
+            engine.ensure_adapter(line.name, str(directory), line.model)
     elif isinstance(line, FinishLoad):
         with _directory(line.files) as directory:
             engine.finish_load(AdapterLoad(engine.device, engine.versions, line.name, line.key, str(directory)).read())

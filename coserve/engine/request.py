@@ -21,8 +21,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a step brought a request: tokens, the text that can be shown now, and on the last one why it is over.
 
     index: which of the request's `n` sequences. prompt_logprobs: of the prompt's tokens but the first, if they were
-    asked for, with the first chunk of sequence 0. stop_reason: the stop string or token id that ended it. error: in
-    one line, if finish_reason is "error".
+    asked for, with the first chunk of sequence 0. embedding: see `SamplingParams.embeds`. stop_reason: the stop string
+    or token id that ended it. error: in one line, if finish_reason is "error".
     """
 
     request: str
@@ -31,6 +31,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -38,8 +39,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     slo: Slo | None = None
 
 
+def virtual_tokens(number: int) -> range:
+    """The ids of an adapter's virtual tokens, in their order: -1, -2, …."""
+    return range(-1, -1 - number, -1)
+
+
 class Request:
-    """One sequence of a request. `sequence` is None while it waits for pages."""
+    """One sequence of a request. `sequence` is None while it waits for pages. `prompt`: its tokens, after the
+    `num_virtual` virtual ones of its adapter.
+    """
 
     def __init__(
         self,
@@ -57,20 +65,26 @@ class Request:
         end_tokens: frozenset[int],
         text: TextStream | None,
         tenant: str = "",
+        priority: int = 0,
+        batch_due_s: float | None = None,
         prefix_source: "Request | None" = None,
         taken_time: TakenTime | None = None,
+        num_model_changes: int = 0,
     ) -> None:
-        """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. taken_time: what
-        is taken of the engine's time. prefix_source: the sequence with the same prompt that runs first, so that this
-        one finds its pages.
+        """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. taken_time: what is
+        taken of the engine's time. priority, batch_due_s: see `RequestView`. prefix_source: the sequence with the same
+        prompt that runs first, so that this one finds its pages.
         """
         self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source
-        self.prompt, self.params, self.seed, self.tenant = list(prompt), params, seed, tenant
+        self.num_virtual = 0 if version is None else version.num_virtual_tokens
+        self.prompt = [*virtual_tokens(self.num_virtual), *prompt]
+        self.params, self.seed, self.tenant = params, seed, tenant
         self.version, self.slo, self.asked_slo, self.arrival_s = version, slo, asked_slo, arrival_s
+        self.priority, self.batch_due_s = priority, batch_due_s
         self.version_key = version.key if version is not None else ""
-        # By what its prefix is known to others.
-        self.prefix_key = f"{self.version_key}\0{params.cache_salt}" if params.cache_salt else self.version_key
-        self.tokens = list(prompt)  # and the output after it
+        self.prefix_key = ""
+        self.note_model_changes(num_model_changes)
+        self.tokens = list(self.prompt)  # and the output after it
         self.num_output = 0
         self.sequence: PagedSequence | None = None
         self.started_s: float | None = None  # when a step began that had its first rows
@@ -84,11 +98,18 @@ class Request:
         self._taken_mark = self._taken_time.at(arrival_s)
         self._num_pages_sent = 0
         self._prompt_logprobs: list[TokenLogprob] = []
-        self._num_unscored = len(self.prompt) - 1 if params.prompt_logprobs is not None and not index else 0
+        self._num_unscored = len(prompt) - 1 if params.prompt_logprobs is not None and not index else 0
         self._draws, self._is_masked = params.temperature > 0, params.grammar is not None
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
         self._text = text
+
+    def note_model_changes(self, number: int) -> None:
+        """How often the weights have been changed that it is to be computed with; before its first row."""
+        self.num_model_changes = number
+        parts = [self.version_key, *([self.params.cache_salt] if self.params.cache_salt else [])]
+        # By what its prefix is known to others.
+        self.prefix_key = "\0".join(parts) + (f"\1{number}" if number else "")
 
     # -- questions ----------------------------------------------------------------
 
@@ -97,6 +118,11 @@ class Request:
         """Whether its turn has come to be admitted."""
         source = self.prefix_source
         return source is None or source.first_token_s is not None or source.finish_reason is not None
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether nobody waits for it."""
+        return self.batch_due_s is not None
 
     @property
     def taken(self) -> Taken:
@@ -150,6 +176,8 @@ class Request:
             num_left if num_left > 1 else 1,
             self._taken_time.total.jobs_s - self._taken_mark.jobs_s,
             self._is_masked,
+            self.priority,
+            self.batch_due_s,
         )
 
     # -- what a device is told ------------------------------------------------------
@@ -159,7 +187,7 @@ class Request:
         self.sequence = sequence
         self._num_pages_sent = len(sequence.pages)
         if self.num_cached_tokens is None:
-            self.num_cached_tokens = sequence.length
+            self.num_cached_tokens = max(0, sequence.length - self.num_virtual)
         used, continues = self.params.penalizes, self.params.penalizes or self.params.grammar is not None
         return OpenRequest(
             request=self.id,
@@ -167,7 +195,7 @@ class Request:
             seed=self.seed,
             version=self.version_key,
             pages=tuple(sequence.pages),
-            prompt=tuple(self.prompt) if used else (),
+            prompt=tuple(self.prompt[self.num_virtual :]) if used else (),
             output=tuple(self.tokens[len(self.prompt) :]) if continues else (),
         )
 
@@ -207,7 +235,7 @@ class Request:
 
     def _scored_rows(self, start: int, end: int) -> range:
         """Of these rows, those after which the prompt's next token is to be scored; none that has been before."""
-        first = max(start, len(self._prompt_logprobs))
+        first = max(start, self.num_virtual + len(self._prompt_logprobs))
         return range(first, max(first, min(end, len(self.prompt) - 1)))
 
     # -- what happened ----------------------------------------------------------------

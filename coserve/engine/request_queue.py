@@ -44,14 +44,21 @@ class RequestQueue:
         """The sequences of a request that are not over."""
         return list(self._members.get(name, ()))
 
-    def running_views(self) -> tuple[RequestView, ...]:
-        return tuple([request.running_view() for request in self.running.values()])
+    def running_views(self, *, is_batch: bool = False) -> tuple[RequestView, ...]:
+        """Of requests that somebody waits for, or of batch work."""
+        return tuple([each.running_view() for each in self.running.values() if each.is_batch == is_batch])
 
-    def waiting_views(self) -> tuple[RequestView, ...]:
+    def waiting_views(self, *, is_batch: bool = False) -> tuple[RequestView, ...]:
         """Of those far back in the queue, what they share may be out of date."""
-        for request, _ in zip(self.waiting.values(), range(_NUM_LOOKED_UP), strict=False):
+        waiting = [request for request in self.waiting.values() if request.is_batch == is_batch]
+        for request in waiting[:_NUM_LOOKED_UP]:
             self._views[request.id] = self._look_up(request)
-        return tuple([self._views[id] for id in self.waiting])
+        return tuple([self._views[request.id] for request in waiting])
+
+    def num_batch(self) -> tuple[int, int]:
+        """Sequences of batch work that run, and that wait."""
+        running = sum([request.is_batch for request in self.running.values()])
+        return running, sum([request.is_batch for request in self.waiting.values()])
 
     def may_start(self, request: Request) -> bool:
         """Whether its turn has come to be admitted."""
@@ -65,10 +72,13 @@ class RequestQueue:
     def unknown_blocks(self, name: str) -> range:
         """Of the prompt of a request that waits: its full blocks of which nothing is known here, but for the last of
         its tokens, which is always run; none of one whose tokens are scored, which needs all rows, nor of one with a
-        salt, since another engine would share them.
+        salt, since another engine would share them, nor of one with virtual tokens, which that one would add
+        again.
         """
         first = self.first(name)
-        if first is None or first.scores_prompt or first.params.cache_salt:
+        if first is None or first.scores_prompt or first.params.cache_salt or first.num_virtual:
+            return range(0)
+        if first.num_model_changes:  # the weights of the other engine are not these
             return range(0)
         block = self._cache.block_tokens
         return range(self._look_up(first).num_past // block, (len(first.prompt) - 1) // block)
@@ -81,6 +91,14 @@ class RequestQueue:
         self.num_arrived += len(members)
         for request in members:
             self._wait(request)
+
+    def note_model_changes(self, number: int) -> None:
+        """The weights are others now: those that wait find no prefix that was computed with the old ones."""
+        for request in self.waiting.values():
+            request.note_model_changes(number)
+            if not request.scores_prompt:
+                self._keys[request.id] = self._cache.prefixes.keys(request.prefix_key, request.tokens)
+            self._views[request.id] = self._look_up(request)
 
     def admit(self, request: Request) -> OpenRequest | None:
         """Give it the pages of all its tokens, with what lies on the host or has been handed over; None, and nothing

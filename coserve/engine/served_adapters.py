@@ -19,14 +19,18 @@ from coserve.engine.versions import AdapterVersion, AdapterVersions
 class AdapterLoad:
     """An adapter on its way from disk to the device. opened: once it has been read."""
 
-    def __init__(self, device: Device, versions: AdapterVersions, name: str, key: str, directory: str) -> None:
+    def __init__(
+        self, device: Device, versions: AdapterVersions, name: str, key: str, directory: str, model: str = ""
+    ) -> None:
+        """model: as `OpenVersion` names it."""
         self.device, self.versions, self.name, self.key, self.directory = device, versions, name, key, directory
+        self.model = model
         self.opened = VersionOpened(num_bypasses=0)
 
     def read(self) -> Self:
         """Read it onto the device, beside steps; AdapterError for its files."""
         with self.versions.given_up(self.key):
-            loaded = self.device.execute(OpenVersion(self.key, self.directory))
+            loaded = self.device.execute(OpenVersion(self.key, self.directory, self.model))
         assert isinstance(loaded, VersionOpened)
         self.opened = loaded
         return self
@@ -47,21 +51,29 @@ class ServedAdapters:
         self._num_loads, self._num_reads = count(), count()
         self._on_disk: OrderedDict[str, None] = OrderedDict()  # can be had again; unused longest first
 
-    def load(self, name: str, directory: str) -> AdapterVersion:
-        """Serve an adapter in PEFT's format as `name`; AdapterError for its files."""
+    def load(self, name: str, directory: str, *, model: str = "", path: str = "") -> AdapterVersion:
+        """Serve an adapter in PEFT's format as `name`; AdapterError for its files. model, path: name and place of
+        the one that it is of, if that is not the one that serves; then it can be trained further alone.
+        """
         key = f"{name}@0#load-{next(self._num_loads)}"
-        return self.finish_load(AdapterLoad(self._device, self.versions, name, key, directory).read())
+        return self.finish_load(AdapterLoad(self._device, self.versions, name, key, directory, path).read(), model)
 
     def begin_load(self, name: str, directory: str) -> "AdapterLoad":
         """The same in three steps, of which the middle one (`AdapterLoad.read`) may be done by any thread."""
         # Not by `new_key`: when a load begins leaves no trace in the keys of what comes after it.
         return AdapterLoad(self._device, self.versions, name, f"{name}@0#read-{next(self._num_reads)}", directory)
 
-    def finish_load(self, load: "AdapterLoad") -> AdapterVersion:
+    def finish_load(self, load: "AdapterLoad", model: str = "") -> AdapterVersion:
         """Serve what was read."""
         opened = load.opened
         return self.versions.publish(
-            load.name, 0, load.key, num_bypasses=opened.num_bypasses, num_bytes=opened.num_bytes
+            load.name,
+            0,
+            load.key,
+            num_bypasses=opened.num_bypasses,
+            num_bytes=opened.num_bytes,
+            num_virtual_tokens=opened.num_virtual_tokens,
+            model=model,
         )
 
     def publish(
@@ -79,6 +91,7 @@ class ServedAdapters:
             key,
             num_bypasses=costs.counts.num_bypasses,
             num_bytes=costs.version_bytes,
+            num_virtual_tokens=costs.num_virtual_tokens,
             transient=transient,
             model=model,
         )

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from random import Random
 
+from msgspec import structs
+
 from coserve.devices.messages import Command, DeviceInfo, StepBatch, StepResult
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checks import check_request
@@ -66,13 +68,19 @@ class Serving:
         latency: LatencyModel,
         arrival_s: float,
         tenant: str,
+        priority: int = 0,
+        batch_due_s: float | None = None,
     ) -> None:
         """Queue the sequences of a request; see `EngineCore.add_tokens`."""
-        check_request(prompt, params, self._info, has_text=self._text_stream is not None)
         version = None if adapter is None else self._versions.resolve_served(adapter)
+        num_virtual = 0 if version is None else version.num_virtual_tokens
+        check_request(prompt, params, self._info, has_text=self._text_stream is not None, num_virtual=num_virtual)
         base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         asked_slo = slo or default_slo
         most = max(1, params.max_tokens)
+        if batch_due_s is not None:
+            left_s = max(default_slo.ttft_s, batch_due_s - arrival_s)
+            asked_slo = Slo(ttft_s=left_s, tpot_s=max(default_slo.tpot_s, left_s / most))
         slo = feasible_slo(asked_slo, default_slo, latency, num_prompt_tokens=len(prompt), max_tokens=most)
         self.num_slos_clamped += slo != asked_slo
         members: list[Request] = []
@@ -91,8 +99,11 @@ class Serving:
                 end_tokens=frozenset() if params.ignore_eos else self.end_tokens,
                 text=None if self._text_stream is None else self._text_stream(prompt, params),
                 tenant=tenant,
+                priority=priority,
+                batch_due_s=batch_due_s,
                 prefix_source=members[0] if members else None,
                 taken_time=self.taken_time,
+                num_model_changes=self._versions.num_model_changes,
             )
             if version is not None:
                 self._versions.hold(version)
@@ -112,7 +123,8 @@ class Serving:
         for member in self._queue.members(name):
             if member.index == index:
                 self._emit(member.end("stop"))
-                self.records.append(replace(record_of(member), num_output_tokens=num_tokens))
+                if not member.is_batch:
+                    self.records.append(replace(record_of(member), num_output_tokens=num_tokens))
                 self._leave(member)
                 return True
         return False
@@ -138,15 +150,18 @@ class Serving:
                 continue
             ends_here = rows.request in result.ended
             chunk = request.accept(tokens[rows.request], now_s, ends_here=ends_here)
+            if rows.request in result.embeddings:
+                chunk = structs.replace(chunk, embedding=result.embeddings[rows.request])
             num_tokens[request.tenant] += 1
             self._emit(chunk)
             if ends_here and chunk.finish_reason is None:
                 chunk = request.end("stop")  # by itself: the token before is part of the text
                 self._emit(chunk)
-            if request.num_output <= 1 or chunk.finish_reason is not None:
+            if (request.num_output <= 1 or chunk.finish_reason is not None) and not request.is_batch:
                 self._note_need(request, now_s)
             if chunk.finish_reason is not None:
-                self.records.append(record_of(request))
+                if not request.is_batch:
+                    self.records.append(record_of(request))
                 self._leave(request)
         for tenant, number in num_tokens.items():
             self._counters.charge(tenant, output=number)

@@ -2,11 +2,12 @@
 
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job_set import JobSet
+from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import EngineStats
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.serving import Serving
 from coserve.engine.step_loop import StepLoop
-from coserve.memory.pages import PagePool
+from coserve.memory.pack_pages import OWNER as PACK_OWNER
 from coserve.scheduling.latency import LatencyModel
 
 
@@ -16,23 +17,29 @@ def take_stats(
     requests: RequestQueue,
     serving: Serving,
     jobs: JobSet,
-    pool: PagePool,
+    pages: PageBroker,
     swap: HostSwap,
     latency: LatencyModel,
 ) -> EngineStats:
     """See `EngineStats`."""
+    owned = pages.pool.num_pages_by_owner()
+    num_batch_running, num_batch_waiting = requests.num_batch()
     return EngineStats(
-        num_running=len(requests.running),
-        num_waiting=len(requests.waiting),
+        num_running=len(requests.running) - num_batch_running,
+        num_waiting=len(requests.waiting) - num_batch_waiting,
+        num_batch_running=num_batch_running,
+        num_batch_waiting=num_batch_waiting,
         num_jobs=sum(not job.is_terminal for job in jobs.values()),
         num_jobs_running=jobs.num_running,
         num_steps=loop.num_steps,
         num_tokens_trained=jobs.num_tokens_trained,
         num_preemptions=requests.num_preemptions,
         num_packs_dropped=jobs.num_packs_dropped,
-        num_pages=pool.num_pages,
-        num_pages_free=pool.num_free,
-        num_pages_by_owner=pool.num_pages_by_owner(),
+        num_pages=pages.pool.num_pages,
+        num_pages_free=pages.pool.num_free,
+        num_pages_by_owner=owned,
+        num_pages_for_requests=pages.num_available + owned.get(PACK_OWNER, 0),
+        slack=max(0.0, 1 - loop.last_need.time),
         margin=latency.corrections.margin,
         num_slos_clamped=serving.num_slos_clamped,
         slo=loop.slo,

@@ -27,7 +27,7 @@ from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.history import StepView
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import Plan, View
+from coserve.scheduling.plan import NeedView, Plan, View
 from coserve.scheduling.policies import Policy
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import Slo, default_tpot_s
@@ -49,7 +49,7 @@ class StepLoop:
     """One step after the other, of all requests and jobs of an engine.
 
     slo: of requests that bring none. num_steps: that the device has done. last_result: of the last plan; None if that
-    ran nothing, or the device failed.
+    ran nothing, or the device failed. last_need: what requests needed of their SLOs when the last step was planned.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class StepLoop:
         self.num_steps = 0
         self.last_plan = Plan()
         self.last_result: StepResult | None = None
+        self.last_need = NeedView()
         self._step: _Begun | None = None  # under way
         self._max_step_rows = config.max_step_rows
 
@@ -221,10 +222,20 @@ class StepLoop:
             failed |= new
 
     def _view(self, now_s: float, *, without: frozenset[str]) -> View:
+        requests, waiting = self._requests.running_views(), self._requests.waiting_views()
+        batch, batch_waiting = (
+            self._requests.running_views(is_batch=True),
+            self._requests.waiting_views(is_batch=True),
+        )
+        if not self._policy.serves_batch:
+            requests, batch, waiting, batch_waiting = requests + batch, (), waiting + batch_waiting, ()
+        self.last_need = self._serving.need.view(now_s)
         return View(
             now_s=now_s,
-            requests=self._requests.running_views(),
-            waiting=self._requests.waiting_views(),
+            requests=requests,
+            waiting=waiting,
+            batch=batch,
+            batch_waiting=batch_waiting,
             jobs=self._jobs.views(now_s, without=without),
             tenants=self._counters.views(),
             num_free_pages=self._pages.num_available,
@@ -234,7 +245,7 @@ class StepLoop:
             tpot_s=self.slo.tpot_s,
             max_rows=self._max_step_rows,
             max_requests=self._config.max_requests,
-            need=self._serving.need.view(now_s),
+            need=self.last_need,
             num_units=self._device.info.num_units,
             history=self._history,
             give_back_s=self._swap.give_back_s,
@@ -254,7 +265,10 @@ class StepLoop:
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
         self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
+        num_changes = self._adapters.versions.num_model_changes
         self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)
+        if num_changes != self._adapters.versions.num_model_changes:
+            self._requests.note_model_changes(self._adapters.versions.num_model_changes)
         self._follow_device()
 
     def _remember(self, step: _Begun, result: StepResult) -> None:

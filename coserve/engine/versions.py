@@ -11,7 +11,7 @@ from coserve.errors import AdapterError, CoserveError
 @dataclass(frozen=True, kw_only=True)
 class AdapterVersion:
     """key: never given twice, so that what was computed under it (K and V) can never be mistaken for another's.
-    num_bytes: of its parameters, as they go to the host.
+    num_bytes: of its parameters, as they go to the host. num_virtual_tokens: rows that stand before every prompt.
     model: that it is of, if that is not the one that serves; requests cannot name it then.
     """
 
@@ -20,6 +20,7 @@ class AdapterVersion:
     key: str
     num_bypasses: int
     num_bytes: int = 0
+    num_virtual_tokens: int = 0
     model: str = ""
 
     @property
@@ -36,6 +37,7 @@ class AdapterVersions:
         self._readers: dict[str, int] = {}  # by key; unused longest first
         self.being_read: set[str] = set()  # keys
         self.num_released = 0  # readers that are gone, so far
+        self.num_model_changes = 0  # of the weights underneath: what was computed before is no prefix for what comes
         self._transient: set[str] = set()
         self._gone: list[str] = []
         self._serial = itertools.count()
@@ -52,6 +54,7 @@ class AdapterVersions:
         *,
         num_bypasses: int,
         num_bytes: int = 0,
+        num_virtual_tokens: int = 0,
         transient: bool = False,
         model: str = "",
     ) -> AdapterVersion:
@@ -60,7 +63,13 @@ class AdapterVersions:
         for old in [version for version in versions.values() if version.key in self._transient or version.step == step]:
             self._forget(versions.pop(old.step))
         versions[step] = AdapterVersion(
-            name=name, step=step, key=key, num_bypasses=num_bypasses, num_bytes=num_bytes, model=model
+            name=name,
+            step=step,
+            key=key,
+            num_bypasses=num_bypasses,
+            num_bytes=num_bytes,
+            num_virtual_tokens=num_virtual_tokens,
+            model=model,
         )
         self._readers[key] = 0
         if transient:

@@ -1,37 +1,43 @@
 """Bypasses: how an adapter sits on a graph without changing it (FlexLLM section 4.1, MuxTune section 3.2).
 
-A bypass takes one tensor of the backbone and gives one tensor that is added to the output of one of its nodes, the
-site: ``y = backbone(x) + bypass(x)``. Rows without an adapter run the backbone's graph as it is.
+A bypass reads tensors at one node of the backbone, the site, and gives one tensor that is added to the site's output:
+``y = backbone(x) + bypass(x, y, weights)``. Rows without an adapter run the backbone's graph as it is.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from coserve.errors import GraphError
 from coserve.graph.ir import Graph, Node, renamed
+from coserve.graph.tensors import TensorSpec
+
+# What a bypass may read of its site, by the names that its graph has for it.
+_SITE_INPUT, _SITE_OUTPUT, _SITE_EXPERTS = "x", "y", "experts"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bypass:
-    """A small graph with one row input, parameters of its own, any constants, and one output as wide as the site's.
+    """A small graph with parameters (and tensors that are derived from them) of its own, any constants, and one output
+    as wide as the site's.
 
-    reads: whether the row input stands for the site's input (LoRA) or for its output before the sum (IA3, bottleneck
-    adapters).
+    Of the site it reads what it declares: rows "x", the site's input (LoRA); rows "y", its output before the sum (IA3,
+    bottleneck adapters); rows "experts", which experts each row goes to (LoRA at those of a mixture); weights, by the
+    site's own names for them, such as "weight" and "bias" (DoRA).
     """
 
     graph: Graph
-    reads: Literal["input", "output"] = "input"
 
     def __post_init__(self) -> None:
-        inputs = [tensor for tensor in self.graph.with_kind("row") if tensor.name not in self.graph.producer]
-        if len(inputs) != 1 or len(self.graph.outputs) != 1 or self.graph.with_kind("weight"):
-            raise GraphError("a bypass has one row input, one output and no weights of the backbone")
+        if len(self.graph.outputs) != 1:
+            raise GraphError("a bypass has one output")
+        if others := [name for name in self.rows if name not in (_SITE_INPUT, _SITE_OUTPUT, _SITE_EXPERTS)]:
+            raise GraphError(f"a bypass reads the rows x, y and experts of its site, not {', '.join(others)}")
 
     @property
-    def source(self) -> str:
-        """Name of the row input."""
-        return next(tensor.name for tensor in self.graph.with_kind("row") if tensor.name not in self.graph.producer)
+    def rows(self) -> tuple[str, ...]:
+        """The row inputs: of x and y, those that it reads."""
+        rows = (tensor.name for tensor in self.graph.with_kind("row"))
+        return tuple(name for name in rows if name not in self.graph.producer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +45,10 @@ class AttachedBypass:
     """A bypass at its site, with the tensor names of the host graph."""
 
     nodes: tuple[Node, ...]
-    source: str  # the tensor it reads
+    source: str  # the site's input
     base: str  # the site's own output, before the sum
     result: str  # what it adds
+    weights: tuple[str, ...] = ()  # of the site, those that it reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +76,16 @@ def attach(graph: Graph, bypasses: Mapping[str, Bypass]) -> AttachedGraph:
             continue
         bypass, site = bypasses[node.name], node.name
         slot, output = node.outputs[0]
-        base = f"{site}.base"
-        source = base if bypass.reads == "output" else node.inputs[0][1]
-        names = {bypass.source: source}
+        base, source = f"{site}.base", node.inputs[0][1]
+        tensors[base] = replace(graph.spec[output], name=base)
+        read = {_SITE_INPUT: source, _SITE_OUTPUT: base, _SITE_EXPERTS: node.input.get(_SITE_EXPERTS, "")}
+        names = {}
         for tensor in bypass.graph.tensors:
-            if tensor.name == bypass.source:
-                if tensor.shape != (expected := graph.spec[output if bypass.reads == "output" else source].shape):
-                    raise GraphError(f"the bypass at {site} takes rows of {tensor.shape}, the site has {expected}")
+            is_site_weight = tensor.kind == "weight"
+            if tensor.name in bypass.rows or is_site_weight:
+                host = node.input.get(tensor.name, "") if is_site_weight else read[tensor.name]
+                _check_is_read(tensor, tensors.get(host), site)
+                names[tensor.name] = host
                 continue
             name = tensor.name if tensor.kind == "constant" else f"{site}.{tensor.name}"
             names[tensor.name] = name
@@ -85,11 +95,18 @@ def attach(graph: Graph, bypasses: Mapping[str, Bypass]) -> AttachedGraph:
             raise GraphError(
                 f"the bypass at {site} gives rows of {tensors[result].shape}, not {graph.spec[output].shape}"
             )
-        tensors[base] = replace(graph.spec[output], name=base)
         inner = tuple(renamed(member, names, prefix=f"{site}.") for member in bypass.graph.nodes)
         nodes.append(replace(node, outputs=((slot, base), *node.outputs[1:])))
         nodes.extend(inner)
         nodes.append(Node(name=f"{site}.sum", op="add", inputs=(("a", base), ("b", result)), outputs=(("y", output),)))
-        attached_bypasses[site] = AttachedBypass(nodes=inner, source=source, base=base, result=result)
+        weights = tuple(names[tensor.name] for tensor in bypass.graph.with_kind("weight"))
+        attached_bypasses[site] = AttachedBypass(nodes=inner, source=source, base=base, result=result, weights=weights)
     attached = Graph(tensors=tuple(tensors.values()), nodes=tuple(nodes), outputs=graph.outputs)
     return AttachedGraph(graph=attached, bypasses=attached_bypasses)
+
+
+def _check_is_read(tensor: TensorSpec, host: TensorSpec | None, site: str) -> None:
+    if host is None:
+        raise GraphError(f"the bypass at {site} reads {tensor.name}, which the site does not have")
+    if tensor.shape != host.shape:
+        raise GraphError(f"the bypass at {site} takes {tensor.name} of {tensor.shape}, the site has {host.shape}")

@@ -48,7 +48,7 @@ class BackwardGraph:
 
     def is_leaf(self, tensor: str) -> bool:
         """Whether a gradient ends here, in a weight or a parameter: nothing else in the backward pass waits for it."""
-        return self.graph.spec[tensor].kind in ("weight", "parameter")
+        return self.graph.spec[tensor].kind in ("weight", "parameter", "derived")
 
 
 def differentiate(graph: Graph, of: Collection[str] | None = None) -> BackwardGraph:

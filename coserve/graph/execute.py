@@ -119,13 +119,13 @@ class BackwardRun:
             self._step()
         return self.done
 
-    def advance_to_product(self) -> str | None:
-        """Run all instructions before the next product with a weight of the backbone; returns the node whose input
-        gradient that is, or None if the run is done.
+    def advance_to_product(self, nodes: Collection[str]) -> str | None:
+        """Run all instructions before the next product of one of these nodes with a weight of the backbone; returns the
+        node whose input gradient that is, or None if the run is done.
         """
         while not self.done:
             step = self._program.backward[self._next]
-            if _is_product(step, self._program.graph):
+            if step.node.name in nodes and _is_product(step, self._program.graph):
                 return step.node.name
             self._step()
         return None
@@ -288,13 +288,13 @@ def run_together(runs: Sequence[BackwardRun], graph: Graph) -> None:
     but a product with a weight of the backbone takes the rows of all that have it.
     """
     place = {node.name: index for index, node in enumerate(graph.nodes)}
-    waiting: dict[BackwardRun, str | None] = {run: run.advance_to_product() for run in runs}
+    waiting: dict[BackwardRun, str | None] = {run: run.advance_to_product(place) for run in runs}
     while left := {run: name for run, name in waiting.items() if name is not None}:
         # Backward, the last node comes first; a run that does not need its gradient never waits for it.
         node = max(left.values(), key=lambda name: place[name])
         together = [run for run, name in left.items() if name == node]
         _multiply(together)
-        waiting |= {run: run.advance_to_product() for run in together}
+        waiting |= {run: run.advance_to_product(place) for run in together}
 
 
 def _multiply(runs: Sequence[BackwardRun]) -> None:

@@ -140,9 +140,9 @@ class GraphBuilder:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._nodes = list(nodes)
 
-    def rows(self, name: str, *shape: int) -> str:
-        """Declare an input with gradients, of this shape per row."""
-        return self._declare(TensorSpec(name=name, shape=shape, kind="row"))
+    def rows(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str:
+        """Declare an input with gradients (if it is of a float type), of this shape per row."""
+        return self._declare(TensorSpec(name=name, shape=shape, kind="row", dtype=dtype))
 
     def constant(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str:
         """Declare an input without gradients, of this shape per row."""
@@ -155,6 +155,10 @@ class GraphBuilder:
     def parameter(self, name: str, *shape: int) -> str:
         """Declare an adapter parameter of this whole shape."""
         return self._declare(TensorSpec(name=name, shape=shape, kind="parameter"))
+
+    def derived(self, name: str, *shape: int) -> str:
+        """Declare a tensor of this whole shape that follows from an adapter's parameters and the backbone's weights."""
+        return self._declare(TensorSpec(name=name, shape=shape, kind="derived"))
 
     def _declare(self, tensor: TensorSpec) -> str:
         if tensor.name in self._tensors:
@@ -193,6 +197,22 @@ class GraphBuilder:
         weight = self.weight(f"{name}.weight", out_features, self._tensors[x].shape[-1])
         offset = self.weight(f"{name}.bias", out_features) if bias else None
         return self.apply("linear", name, {"x": x, "weight": weight, "bias": offset})
+
+    def split(self, x: str, widths: Mapping[str, int], *, groups: int = 1) -> list[str]:
+        """The parts of a fused projection, by the names of their nodes: x is `groups` runs of columns, and each run has
+        all parts, one after another, of these widths.
+        """
+        of, start, parts = sum(widths.values()), 0, []
+        if self.width(x) != groups * of:
+            raise GraphError(f"{x} has {self.width(x)} columns, not {groups} x {of}")
+        for name, width in widths.items():
+            parts.append(self.apply("columns", name, {"x": x}, groups=groups, of=of, start=start, width=width))
+            start += width
+        return parts
+
+    def width(self, x: str) -> int:
+        """Features of a row."""
+        return self._tensors[x].shape[-1]
 
     def build(self, *outputs: str) -> Graph:
         """The finished graph."""

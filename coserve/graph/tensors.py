@@ -1,8 +1,9 @@
 """What is known of a graph's tensors before there are any: name, shape, kind and type.
 
-A tensor is one of four kinds. "row": an activation, `shape` per row, differentiable. "constant": given from outside
-for any row (tokens, positions, rotary tables), `shape` per row, no gradient. "weight": of the frozen backbone, whole
-shape. "parameter": of an adapter, whole shape.
+A tensor is one of five kinds. "row": an activation, `shape` per row, differentiable. "constant": given from outside
+for any row (tokens, positions, rotary tables), `shape` per row, no gradient. "weight": of the backbone, whole shape.
+"parameter": of an adapter, whole shape. "derived": of an adapter, whole shape, no gradient: it follows from the
+parameters and the backbone's weights.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["row", "constant", "weight", "parameter"]
+Kind = Literal["row", "constant", "weight", "parameter", "derived"]
 
 
 @dataclass(frozen=True, kw_only=True)

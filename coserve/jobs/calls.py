@@ -4,17 +4,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from coserve.errors import EngineGoneError
-from coserve.jobs.machine import Answer, JobMachine, Told
+from coserve.jobs.machine import Answer, JobMachine, Lives, Told
 from coserve.jobs.messages import JobEngine, JobStart
 from coserve.jobs.states import Action
 
 
 class EngineCalls:
-    """Belongs to one event loop. num_lives: engines that have died so far."""
+    """Belongs to one event loop. lives: of engines, with those whose death has not been settled yet."""
 
     def __init__(self, engine: JobEngine, answered: Callable[[Answer], None]) -> None:
         self._engine, self._put = engine, answered
-        self.num_lives = 0
+        self.lives = Lives()
         self._calls: set[asyncio.Task[None]] = set()
 
     @property
@@ -50,7 +50,7 @@ class EngineCalls:
     async def _await_answer(self, told: Told, do: Callable[[], Awaitable[None]]) -> None:
         error: Exception | None = None
         try:
-            if told.life != self.num_lives:
+            if told.life != self.lives.of(told.job):
                 raise EngineGoneError("the engine has died")
             await do()
         except Exception as raised:

@@ -1,5 +1,7 @@
 """The adapters that jobs have made, by tenant and name: those in the store, and those of live jobs."""
 
+from collections.abc import Callable
+
 from coserve.jobs.recording import adapter_of
 from coserve.jobs.records import AdapterRecord, JobRecord
 from coserve.jobs.store import Store
@@ -22,12 +24,17 @@ class JobAdapters:
 
     def find(self, tenant: str, name: str) -> AdapterRecord | None:
         """The one of a name; the store is asked once."""
+        found = self.find_on_any(tenant, name)
+        return None if found is None or found.base != self._base else found
+
+    def find_on_any(self, tenant: str, name: str) -> AdapterRecord | None:
+        """The same on whatever model, served or not."""
         kept = self._kept  # another, if something changes while the store is asked
         if (found := kept.get((tenant, name)) or self._live.get((tenant, name))) is not None:
             return found
         with self._store.read() as transaction:
             found = transaction.adapter(tenant, name)
-        if found is None or found.base != self._base:
+        if found is None:
             return None
         kept[tenant, name] = found
         return found
@@ -48,6 +55,6 @@ class JobAdapters:
         """The job has ended."""
         self._live.pop((job.tenant, job.name), None)
 
-    def remove_all_live(self) -> None:
-        """The engine has died, and what was on its device alone is gone."""
-        self._live.clear()
+    def lose_live(self, is_lost: Callable[[str], bool]) -> None:
+        """An engine has died, and what was on its device alone is gone. is_lost: whether it had a job."""
+        self._live = {name: each for name, each in self._live.items() if not is_lost(each.job)}

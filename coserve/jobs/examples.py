@@ -4,32 +4,35 @@ import os
 from array import array
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from coserve.errors import DataError, JobError
-from coserve.jobs.files import lines_of
-from coserve.tuning.examples import Example, read_examples
-from coserve.tuning.line_formats import records_of
+from coserve.tuning.examples import Example, collected
+from coserve.tuning.objective_examples import each_training_example
+from coserve.tuning.objectives import SUPERVISED
+from coserve.tuning.training_files import TrainingFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
-_MAX_FAULTS = 10
+_Extras = tuple[tuple[int, ...], tuple[float, ...], tuple[tuple[float, ...], ...]]
 
 
 class _Packed(msgspec.Struct, frozen=True, kw_only=True):
     """All examples end to end: lengths int32 [examples], tokens int32 and trained uint8 [tokens], truncated uint8
-    [examples], as this machine lays them out: the file is for the process next door.
+    [examples], as this machine lays them out: the file is for the process next door. extras: of each example, its
+    parts, labels and values, where any has some.
     """
 
     lengths: bytes
     tokens: bytes
     trained: bytes
     truncated: bytes
+    extras: list[_Extras] = []
 
 
 def read_training_file(
@@ -38,42 +41,42 @@ def read_training_file(
     *,
     max_sequence_length: int,
     vocab_size: int,
+    name: str = "",
+    objective: str = SUPERVISED,
+    left_out: list[str] | None = None,
     is_wanted: "Callable[[int], bool]" = lambda num_bytes: True,
 ) -> list[Example]:
-    """Every line as an example. Takes as long as tokenizing does, unless it is not wanted any more.
+    """Every record as an example. Takes as long as tokenizing does, unless it is not wanted any more.
 
-    is_wanted: asked before each line, with the bytes of the file that were read.
+    name: as of `TrainingFile`. left_out: as of `read_examples`. is_wanted: asked before each record, with the bytes of
+    the file that were read.
 
     Raises:
         DataError: names the line and the reason of the first ten faults. JobError: it is not wanted any more.
     """
     if tokenizer is None:
         raise DataError("the model has no tokenizer, so that files cannot be trained on")
+    file = TrainingFile(path, name)
     try:
-        examples = read_examples(_while(is_wanted, lines_of(path)), tokenizer, max_sequence_length=max_sequence_length)
+        found = each_training_example(
+            _while(is_wanted, file),
+            tokenizer,
+            max_sequence_length=max_sequence_length,
+            objective=objective,
+            vocab_size=vocab_size,
+        )
+        return collected(found, left_out)
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror}") from None
-    if any(max(example.tokens) >= vocab_size for example in examples):
-        raise DataError("; ".join(_foreign_tokens(path, examples, vocab_size)[:_MAX_FAULTS]))
-    return examples
 
 
-def _while(is_wanted: "Callable[[int], bool]", lines: "Iterable[str]") -> "Iterator[str]":
-    num_bytes = 0
-    for line in lines:
-        if not is_wanted(num_bytes):
+def _while(is_wanted: "Callable[[int], bool]", file: TrainingFile) -> "Iterator[tuple[str, Any]]":
+    num_before = 0
+    for record in file.records():
+        if not is_wanted(num_before):
             raise JobError("the job was ended before its files had been read")
-        yield line
-        num_bytes += len(line.encode())
-
-
-def _foreign_tokens(path: Path, examples: "Sequence[Example]", vocab_size: int) -> list[str]:
-    places = [place for place, _ in records_of(lines_of(path))]
-    return [
-        f"{place}: has token {max(example.tokens)}; the model has {vocab_size}: is this its tokenizer?"
-        for place, example in zip(places, examples, strict=True)
-        if max(example.tokens) >= vocab_size
-    ]
+        yield record
+        num_before = file.num_bytes_read
 
 
 def write_examples_file(path: Path, examples: "Sequence[Example]") -> None:
@@ -83,6 +86,9 @@ def write_examples_file(path: Path, examples: "Sequence[Example]") -> None:
         tokens=array("i", [token for example in examples for token in example.tokens]).tobytes(),
         trained=bytes(mark for example in examples for mark in example.trained),
         truncated=bytes(example.truncated for example in examples),
+        extras=[(example.parts, example.labels, example.values) for example in examples]
+        if any(example.parts or example.labels or example.values for example in examples)
+        else [],
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(path.suffix + ".part")
@@ -111,6 +117,14 @@ def read_examples_file(path: str | Path) -> list[Example]:
             tokens=tuple(tokens[start:end]),
             trained=tuple(mark != 0 for mark in packed.trained[start:end]),
             truncated=cut != 0,
+            parts=parts,
+            labels=labels,
+            values=values,
         )
-        for (start, end), cut in zip(pairwise(accumulate(lengths, initial=0)), packed.truncated, strict=True)
+        for (start, end), cut, (parts, labels, values) in zip(
+            pairwise(accumulate(lengths, initial=0)),
+            packed.truncated,
+            packed.extras or [((), (), ())] * len(lengths),
+            strict=True,
+        )
     ]

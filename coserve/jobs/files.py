@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,8 +21,6 @@ RESULTS = "fine-tune-results"
 # What a tenant has too much of goes when its owner, or a job's end, takes it away: nobody knows when.
 QUOTA_RETRY_S = 60.0
 _CHUNK_BYTES = 1 << 20
-# A line is read and tokenized in one piece, at a hundred times its memory: a quarter of a million tokens of English.
-_MOST_LINE_BYTES = 1 << 20
 _PART = ".part"
 
 
@@ -43,24 +41,50 @@ class Files:
         source: BinaryIO,
         expires_after_s: int | None = None,
         max_total_bytes: int | None = None,
+        id: str | None = None,
     ) -> FileRecord:
-        """Keep what `source` holds. It is durable when this returns; on any error, nothing is left.
+        """Keep what `source` holds; see `create_of`."""
+        return self.create_of(
+            iter(lambda: source.read(_CHUNK_BYTES), b""),
+            tenant,
+            purpose=purpose,
+            filename=filename,
+            expires_after_s=expires_after_s,
+            max_total_bytes=max_total_bytes,
+            id=id,
+        )
+
+    def create_of(
+        self,
+        chunks: Iterable[bytes],
+        tenant: str,
+        *,
+        purpose: str,
+        filename: str,
+        expires_after_s: int | None = None,
+        max_total_bytes: int | None = None,
+        id: str | None = None,
+        also: Callable[[Transaction, FileRecord], None] = lambda transaction, record: None,
+    ) -> FileRecord:
+        """Keep a file. It is durable when this returns; on any error, nothing is left.
 
         Args:
             max_total_bytes: of all files of the tenant.
+            id: of the file (default: a new one).
+            also: what else is written down with it, or not at all.
 
         Raises:
             DataError: it is longer than max_bytes. LimitError: the tenant's files would be more than it may have.
             DiskFullError: there is no room.
         """
         now = int(time.time())
-        id = new_id("file-")
+        id = id or new_id("file-")
         record = FileRecord(
             id=id,
             tenant=tenant,
             purpose=purpose,
             filename=filename,
-            num_bytes=self.write_blob(id, iter(lambda: source.read(_CHUNK_BYTES), b"")),
+            num_bytes=self.write_blob(id, chunks),
             created_at=now,
             expires_at=None if expires_after_s is None else now + expires_after_s,
         )
@@ -69,6 +93,7 @@ class Files:
                 expired = transaction.remove_expired_files()
                 _check_room(transaction, record, max_total_bytes)
                 transaction.add_file(record)
+                also(transaction, record)
         except BaseException:
             self.remove_blob(id)
             raise
@@ -142,18 +167,6 @@ def _check_room(transaction: Transaction, record: FileRecord, max_total_bytes: i
             what="files",
             retry_after_s=QUOTA_RETRY_S,
         )
-
-
-def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a text file; DataError, naming the line, if it is not UTF-8, or too long to be an example."""
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), 1):
-            if len(line) > _MOST_LINE_BYTES:
-                raise DataError(f"line {number}: is longer than {_MOST_LINE_BYTES} bytes")
-            try:
-                yield line.decode()
-            except UnicodeDecodeError as error:
-                raise DataError(f"line {number}: is not UTF-8 at byte {error.start}") from None
 
 
 def discard(path: Path) -> bool:

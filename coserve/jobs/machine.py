@@ -1,6 +1,7 @@
 """What this process alone knows of a job that has not ended, beside what the store says of it."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from coserve.jobs.states import Action, Holding, Wish
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Told:
-    """A command to the engine that it has not answered yet. life: which engine, of those that there were."""
+    """A command to the engine that it has not answered yet. life: which engine, by `Lives`."""
 
     job: str
     action: Action
@@ -31,9 +32,34 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Gone:
-    """The engine has died. under_way: the jobs that it may have died of; None: any of those that it had."""
+    """An engine has died. under_way: the jobs that it may have died of; None: any of those that it had. jobs: those
+    that it had; None: all, since there is no other engine.
+    """
 
     under_way: Collection[str] | None = None
+    jobs: Collection[str] | None = None
+
+    def had(self, job: str) -> bool:
+        """Whether it had a job."""
+        return self.jobs is None or job in self.jobs
+
+
+class Lives:
+    """How many engines have died that had a job: what was told to an earlier one counts no more."""
+
+    def __init__(self) -> None:
+        self._of_all, self._of = 0, Counter[str]()
+
+    def end(self, gone: Gone) -> None:
+        """One has died."""
+        if gone.jobs is None:
+            self._of_all += 1
+        else:
+            self._of.update(gone.jobs)
+
+    def of(self, job: str) -> int:
+        """Which one has it, or would have it: 0 for the first."""
+        return self._of_all + self._of[job]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,6 +18,7 @@ from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
 from coserve.jobs.machine import Gone
 from coserve.jobs.messages import Checkpointed, JobEngine
+from coserve.jobs.models import JobModels
 from coserve.jobs.names import model_name
 from coserve.jobs.places import Places, TenantLimit
 from coserve.jobs.reconciler import Reconciler
@@ -28,7 +29,7 @@ from coserve.jobs.states import Wish
 from coserve.jobs.store import Store
 from coserve.jobs.transitions import Transitions
 from coserve.jobs.turns import Turns
-from coserve.jobs.validation import BaseModel, FileReader, Validated
+from coserve.jobs.validation import FileReader, Validated
 
 
 class JobManager:
@@ -41,7 +42,7 @@ class JobManager:
         files: Files,
         directory: Path,
         engine: JobEngine,
-        model: BaseModel,
+        models: JobModels,
         clock: Callable[[], float] = time.monotonic,
         max_running: int | None = None,
         max_running_of: TenantLimit = lambda tenant: None,
@@ -50,18 +51,18 @@ class JobManager:
         """directory: where jobs keep checkpoints. max_running, max_running_of: jobs that train at once, of all and of a
         tenant. timeout_s: how long a job may run before it fails.
         """
-        self.store, self.files, self.model = store, files, model
+        self.store, self.files, self.models = store, files, models
         folders = Folders(directory)
         self._transitions = Transitions(store, files, folders)
-        self.adapters = JobAdapters(store, model.name)
-        self._reader = FileReader(files, folders, model, self._files_read)
+        self.adapters = JobAdapters(store, models.served.name)
+        self._reader = FileReader(files, folders, models, self._files_read)
         self._reconciler = Reconciler(
             self._transitions,
             JobReportWriter(store, folders),
             self.adapters,
             self._reader,
             engine,
-            model.name,
+            models,
             clock,
             wake=lambda: self.turns.wake(),
             places=Places(max_running, max_running_of),
@@ -104,9 +105,9 @@ class JobManager:
         """A fresh engine takes commands."""
         self._reconciler.put("ready")
 
-    def engine_gone(self, under_way: Collection[str] | None = None) -> None:
-        """It has died. under_way: the jobs that it may have died of; None: any of those that it had."""
-        self._reconciler.put(Gone(under_way=under_way))
+    def engine_gone(self, under_way: Collection[str] | None = None, jobs: Collection[str] | None = None) -> None:
+        """One has died; see `Gone`."""
+        self._reconciler.put(Gone(under_way=under_way, jobs=jobs))
 
     def engine_reported(self, events: Sequence[JobEvent], checkpoints: Sequence[Checkpointed]) -> None:
         """What it reports, in the order in which it was reported."""
@@ -120,6 +121,7 @@ class JobManager:
         tenant: str,
         *,
         model: str,
+        base: str,
         training_file: str,
         validation_file: str | None,
         suffix: str | None,
@@ -128,12 +130,14 @@ class JobManager:
         start: AdapterRef | None,
         max_jobs: int | None = None,
     ) -> JobRecord:
-        """A new job. model: as it was asked for. start: the adapter that it trains further. max_jobs: of the tenant,
-        that have not ended.
+        """A new job. model: as it was asked for. base: the model underneath. start: the adapter that it trains further.
+        max_jobs: of the tenant, that have not ended.
 
         Raises:
             JobError: names the field. LimitError: the tenant has as many jobs as it may.
         """
+        if settings.live and base != self.models.served.name:
+            raise JobError(f"{base} is trained here and not served: live must be false", param="coserve.live")
         if start is not None and start.directory is None:
             raise JobError(f"{model} is still being trained: wait for it, or name a checkpoint", param="model")
         record = JobRecord(
@@ -141,8 +145,8 @@ class JobManager:
             tenant=tenant,
             created_at=int(time.time()),
             model=model,
-            base=self.model.name,
-            name=model_name(self.model.name, tenant, suffix),
+            base=base,
+            name=model_name(base, tenant, suffix),
             status="validating_files",
             training_file=training_file,
             validation_file=validation_file,
@@ -226,8 +230,8 @@ class JobManager:
             raise JobError(f"Job {id} is paused already")
         if wish == "run" and job.status != "paused":
             raise JobError(f"Job {id} is not paused: it is {job.status}")
-        if wish == "run" and not job.validated and job.base != self.model.name:
-            raise JobError(f"Job {id} is of the model {job.base}, which is not served now", param="model")
+        if wish == "run" and not job.validated and job.base not in self.models:
+            raise JobError(f"Job {id} is of the model {job.base}, which is not here now", param="model")
         return await self._reconciler.ask(id, wish)
 
     async def _delete_adapter(self, tenant: str, name: str) -> tuple[str, ...]:

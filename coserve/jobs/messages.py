@@ -16,7 +16,8 @@ class JobStart:
     or start: one to train further. checkpoint: a directory that a `Checkpointed` named; then neither is used.
     checkpoints: the directory in which the engine writes `step-<n>`: every `checkpoint_every_steps` optimizer steps (0:
     not while it runs), at a pause, at a cancellation, and at the end. paused: it waits to be resumed. tenant: whose it
-    is. alone_until_step: until then, no step of the engine works for another job as well.
+    is. alone_until_step: until then, no step of the engine works for another job as well. model: that it trains, by the
+    engine's name for it, if that is not the one that serves.
     """
 
     id: str
@@ -32,6 +33,7 @@ class JobStart:
     paused: bool = False
     tenant: str = ""
     alone_until_step: int = 0
+    model: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

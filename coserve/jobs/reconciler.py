@@ -23,8 +23,9 @@ from coserve.jobs.calls import EngineCalls
 from coserve.jobs.catalogue import JobAdapters
 from coserve.jobs.estimate import ProgressMeter
 from coserve.jobs.inbox import Inbox, Item
-from coserve.jobs.machine import Answer, Asked, Gone, JobMachine, Told
+from coserve.jobs.machine import Answer, Asked, Gone, JobMachine, Lives, Told
 from coserve.jobs.messages import JobEngine
+from coserve.jobs.models import JobModels
 from coserve.jobs.places import Places
 from coserve.jobs.recording import JobReportWriter, Report
 from coserve.jobs.records import JobRecord, JobStatus
@@ -49,19 +50,19 @@ class Reconciler:
         adapters: JobAdapters,
         reader: FileReader,
         engine: JobEngine,
-        base: str,
+        models: JobModels,
         clock: Callable[[], float],
         wake: Callable[[], None],
         *,
         places: Places,
         timeout_s: float = inf,
     ) -> None:
-        """base: the model that is served; jobs of others wait. wake: told that there is something to settle. timeout_s:
+        """models: jobs of others wait. wake: told that there is something to settle. timeout_s:
         that a job may run.
         """
         self._transitions, self._report_writer = transitions, report_writer
         self._adapters, self._reader = adapters, reader
-        self._base, self._clock, self._wake = base, clock, wake
+        self._models, self._clock, self._wake = models, clock, wake
         self.places, self._timeout_s = places, timeout_s
         self.is_closing = False
         self._machines: dict[str, JobMachine] = {}
@@ -70,7 +71,7 @@ class Reconciler:
         self._put_off: set[str] = set()  # jobs that could not be settled
         self._engine_is_up = False
         self._calls = EngineCalls(engine, self.put)
-        self._num_lives_settled = 0  # engines that have died, as far as it has been taken in
+        self._lives = Lives()  # of engines, as far as their deaths have been taken in
 
     # -- questions ------------------------------------------------------------------
 
@@ -98,8 +99,9 @@ class Reconciler:
     def put(self, item: Item) -> None:
         """Something to settle; returns at once."""
         if item == "ready" or isinstance(item, Gone):
-            self._engine_is_up = item == "ready"
-            self._calls.num_lives += isinstance(item, Gone)
+            self._engine_is_up = item == "ready" or (self._engine_is_up and item.jobs is not None)
+        if isinstance(item, Gone):
+            self._calls.lives.end(item)
         self._inbox.put(item)
         self._wake()
 
@@ -165,7 +167,7 @@ class Reconciler:
         elif isinstance(first, Answer):
             await self._answered(first.told, first.error)
         elif isinstance(first, Gone):
-            await self._lose_all(first)
+            await self._lose(first)
         else:
             await self.reconcile_all()
 
@@ -193,15 +195,16 @@ class Reconciler:
         """Whether a job is the living engine's to report on."""
         return id in self._machines and self.machine(id).holding != "nothing"
 
-    async def _lose_all(self, gone: Gone) -> None:
-        """The engine has died, and every job with it."""
-        self._adapters.remove_all_live()  # first: who reads in the store that they wait must not find them served
-        lost = [id for id in self._machines if self._is_here(id)]
+    async def _lose(self, gone: Gone) -> None:
+        """An engine has died, and every job that it had with it."""
+        self._adapters.lose_live(gone.had)  # first: who reads in the store that they wait must not find them served
+        lost = [id for id in self._machines if gone.had(id) and self._is_here(id)]
         fatal = await asyncio.to_thread(self._transitions.engine_died, lost, gone.under_way)
-        self._num_lives_settled += 1
-        for machine in self._machines.values():
-            machine.holding, machine.has_succeeded, machine.meter = "nothing", False, None
-            machine.rest(self._clock())
+        self._lives.end(gone)
+        for id, machine in self._machines.items():
+            if gone.had(id):
+                machine.holding, machine.has_succeeded, machine.meter = "nothing", False, None
+                machine.rest(self._clock())
         for id in fatal:
             self.machine(id).set_aside()
         await self._settle_jobs(fatal)
@@ -290,21 +293,20 @@ class Reconciler:
         return True
 
     def _read(self, job: JobRecord) -> None:
-        if job.base == self._base:
+        if job.base in self._models:
             self._reader.begin(job)
 
     def _has_place(self, job: JobRecord) -> bool:
-        return job.base == self._base and self.places.ask(job.id, job.tenant)
+        return job.base in self._models and self.places.ask(job.id, job.tenant)
 
-    @property
-    def _may_start(self) -> bool:
-        """Whether there is an engine, and all of its fate so far has been taken in."""
-        is_settled = self._calls.num_lives == self._num_lives_settled
+    def _may_start(self, id: str) -> bool:
+        """Whether there is an engine, and all that engines have done to a job so far has been taken in."""
+        is_settled = self._calls.lives.of(id) == self._lives.of(id)
         return self._engine_is_up and is_settled and "ready" not in self._inbox
 
     async def _start(self, job: JobRecord) -> bool:
         """Have the engine run a queued job from its newest checkpoint."""
-        if not self._may_start:
+        if not self._may_start(job.id):
             return False
         deaths = await asyncio.to_thread(self._transitions.deaths, job.id)
         if deaths is not None and deaths.are_too_many:  # the server ended before it could write that down
@@ -315,17 +317,19 @@ class Reconciler:
         if is_done:
             await self.end(job.id, "succeeded")
             return True
-        if not self._may_start:
+        if not self._may_start(job.id):
             return False
         machine = self.machine(job.id)
         directory = None if checkpoint is None else checkpoint.directory
         alone = 0 if deaths is None else deaths.alone_until_step
-        start = self._transitions.start_of(job, directory, alone_until_step=alone)
+        start = self._transitions.start_of(
+            job, directory, alone_until_step=alone, model=self._models.engine_name(job.base)
+        )
         machine.holding = "running"
         machine.resumed_step, machine.was_resumed = 0 if checkpoint is None else checkpoint.step, False
         self._measure_anew(job.id)
         self._watch_time(job.id)
-        self._calls.start(machine, start, life=self._num_lives_settled)
+        self._calls.start(machine, start, life=self._lives.of(job.id))
         return True
 
     def _tell(self, action: Action, id: str) -> None:
@@ -334,7 +338,7 @@ class Reconciler:
             self._watch_time(id)
         elif action in ("tell_pause", "tell_cancel"):
             self.machine(id).rest(self._clock())
-        self._calls.tell(self.machine(id), action, id, life=self._num_lives_settled)
+        self._calls.tell(self.machine(id), action, id, life=self._lives.of(id))
 
     def _watch_time(self, id: str) -> None:
         """It runs from now on, and may do so for what is left of its time."""
@@ -360,9 +364,10 @@ class Reconciler:
         if machine is None or machine.told is not told:  # it has ended meanwhile, or has been seen to run
             return
         machine.told = None
-        if told.life != self._num_lives_settled or isinstance(error, EngineGoneError):
+        if told.life != self._lives.of(told.job) or isinstance(error, EngineGoneError):
             machine.holding = "nothing"
-            if isinstance(error, EngineGoneError) and told.life == self._calls.num_lives:  # of no death known here
+            is_last = told.life == self._calls.lives.of(told.job)  # of no death known here
+            if isinstance(error, EngineGoneError) and is_last:
                 machine.refuse(error)
                 return
         elif told.action == "start":

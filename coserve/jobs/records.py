@@ -146,6 +146,85 @@ class AdapterRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResponseRecord:
+    """An answer of /v1/responses that is kept. previous: the one that it follows. num_bytes: of input and response, as
+    JSON. input: what was new to it, as items. response: as clients see it.
+    """
+
+    id: str
+    tenant: str
+    created_at: int
+    expires_at: int
+    status: str
+    previous: str | None = None
+    num_bytes: int
+    input: list[Any]
+    response: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationRecord:
+    """Items that responses are added to. used_at: when some were last added. num_bytes: of its items, as JSON."""
+
+    id: str
+    tenant: str
+    created_at: int
+    used_at: int
+    num_bytes: int = 0
+    metadata: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadRecord:
+    """A file that comes in parts, each a `FileRecord` of its own until they are joined. num_bytes: that it will have.
+    expires_at: when the parts are forgotten. expires_after_s: of the file. file: that was made of it.
+    """
+
+    id: str
+    tenant: str
+    created_at: int
+    expires_at: int
+    status: str = "pending"
+    purpose: str
+    filename: str
+    mime_type: str
+    num_bytes: int
+    expires_after_s: int | None = None
+    file: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRecord:
+    """Requests of a file that nobody waits for.
+
+    endpoint: of all of them. window: in which they are to be done, as it was asked for. times: when it came to each of
+    its states, by OpenAI's names (`in_progress_at`, …). num_total: 0 before the file is read. errors: of the file.
+    """
+
+    id: str
+    tenant: str
+    created_at: int
+    expires_at: int
+    status: str
+    endpoint: str
+    input_file: str
+    window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after_s: int | None = None
+    num_total: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    output_file: str | None = None
+    error_file: str | None = None
+    errors: list[Any] | None = None
+    times: dict[str, Any] = field(default_factory=dict)
+
+
+# In these nothing changes any more.
+BATCH_OVER: frozenset[str] = frozenset(("completed", "failed", "expired", "cancelled"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Page:
     """Part of a list. has_more: whether more comes after it."""
 

@@ -10,6 +10,7 @@ from coserve.engine.job import JobEvent
 from coserve.jobs.records import EventRecord
 
 FILENAME = "step_metrics.csv"
+_MARGIN = "reward_margin"
 _COLUMNS = {
     "step": "step",
     "train_loss": "train_loss",
@@ -37,6 +38,8 @@ def metrics_of(event: JobEvent, *, num_steps: int, tokens_per_s: float | None) -
                 f"{kind}_loss": _number(event.loss),
                 f"{kind}_mean_token_accuracy": _number(event.token_accuracy),
             }
+    of = "train" if event.kind == "step" else "valid"
+    data |= {f"{of}_{name}": _number(value) for name, value in event.metrics.items()}
     return data
 
 
@@ -45,7 +48,8 @@ def message_of(event: JobEvent, num_steps: int) -> str:
     what = "training" if event.kind == "step" else "validation"
     loss = "no number" if _number(event.loss) is None else f"{event.loss:.4g}"
     skipped = " (the gradient was not finite: skipped)" if event.kind == "step" and event.norm is None else ""
-    return f"Step {event.step}/{num_steps}: {what} loss={loss}{skipped}"
+    margin = f", reward margin={event.metrics[_MARGIN]:.4g}" if _MARGIN in event.metrics else ""
+    return f"Step {event.step}/{num_steps}: {what} loss={loss}{margin}{skipped}"
 
 
 def by_step(events: Sequence[EventRecord]) -> dict[int, dict[str, Any]]:

@@ -17,8 +17,11 @@ from coserve.errors import AdapterError, JobError
 from coserve.models.base import Architecture
 from coserve.settings import MOST_WHOLE, check_number, check_whole, shown
 from coserve.tuning.config import OptimizerConfig, TuningConfig
+from coserve.tuning.objectives import SUPERVISED, make_objective
 
 _Settings = TypeVar("_Settings")
+# Hyperparameters of every method.
+_OPENAIS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _LONGEST_SEQUENCE = 1024
 _MOST_MULTIPLIER = 1e6
 # Far beyond what trains anything: what is more is a slip that would fail a job much later.
@@ -33,7 +36,8 @@ class Extension:
 
     adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings.
     checkpoint_every_steps: optimizer steps from one listed checkpoint to the next (0: after the last alone).
-    evaluate_every_steps: None: with every checkpoint. max_recompute: see `TuningConfig`.
+    evaluate_every_steps: None: with every checkpoint. strict: a file with an example whose prompt alone is too long is
+    refused; else such ones are left out. max_recompute: see `TuningConfig`.
     """
 
     adapter: Mapping[str, Any] | None = None
@@ -43,13 +47,14 @@ class Extension:
     checkpoint_every_steps: int = 50
     evaluate_every_steps: int | None = None
     live: bool = False
+    strict: bool = False
     max_recompute: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
     """What is kept of a job's settings. adapter: PEFT's configuration of a fresh one; None: it trains another further.
-    None of n_epochs, batch_size, learning_rate_multiplier: auto.
+    None of n_epochs, batch_size, learning_rate_multiplier: auto. integrations: as OpenAI has them.
     """
 
     adapter: dict[str, Any] | None = None
@@ -63,7 +68,11 @@ class JobSettings:
     checkpoint_every_steps: int = 50
     evaluate_every_steps: int = 50
     live: bool = False
+    strict: bool = False
     max_recompute: float = 0.0
+    objective: str = SUPERVISED
+    objective_settings: dict[str, float] = field(default_factory=dict)
+    integrations: tuple[dict[str, Any], ...] = ()
 
     def tuning_config(self, num_examples: int) -> TuningConfig:
         """With every "auto" settled."""
@@ -78,6 +87,8 @@ class JobSettings:
             evaluate_every_steps=self.evaluate_every_steps,
             live=self.live,
             max_recompute=self.max_recompute,
+            objective=self.objective,
+            objective_settings=self.objective_settings,
             optimizer=replace(self.optimizer, learning_rate=rate),
         )
 
@@ -85,13 +96,14 @@ class JobSettings:
         """As a job shows them: "auto" until the examples have been counted."""
         if not num_examples:
             names = ("n_epochs", "batch_size", "learning_rate_multiplier")
-            return {name: "auto" if (value := getattr(self, name)) is None else value for name in names}
+            known = {name: "auto" if (value := getattr(self, name)) is None else value for name in names}
+            return known | self.objective_settings
         config = self.tuning_config(num_examples)
         return {
             "n_epochs": config.num_epochs,
             "batch_size": config.batch_size,
             "learning_rate_multiplier": self.learning_rate_multiplier or 1.0,
-        }
+        } | self.objective_settings
 
     def to_data(self) -> dict[str, Any]:
         """As plain data; `from_data` is the inverse."""
@@ -110,11 +122,12 @@ def job_settings(
     seed: int,
     architecture: Architecture,
     is_fresh: bool,
+    objective: str = SUPERVISED,
 ) -> JobSettings:
     """The settings of a job.
 
     Args:
-        hyperparameters: OpenAI's; "auto", None or nothing for auto.
+        hyperparameters: OpenAI's, with those of the objective; "auto", None or nothing for auto.
         extension: the `coserve` field.
         architecture: of the model, which the adapter must fit.
         is_fresh: whether it makes an adapter, or trains one further.
@@ -130,12 +143,14 @@ def job_settings(
     ):
         if value is not None or name == "checkpoint_every_steps":
             _check_whole(f"coserve.{name}", value, least, MOST_WHOLE)
-    for name in ("shuffle", "live"):
+    for name in ("shuffle", "live", "strict"):
         if not isinstance(getattr(asked, name), bool):
             _refuse(f"coserve.{name}", f"must be true or false, not {shown(getattr(asked, name))}")
     with _of("coserve.max_recompute"):
         check_number("coserve.max_recompute", asked.max_recompute, least=0, most=1)
     positions = architecture.max_positions
+    if is_fresh and _trains_model(asked.adapter) and not asked.live:
+        _refuse("coserve.live", "must be true for full fine-tuning: there is one copy of the weights, which serves")
     length = asked.max_sequence_length or min(_LONGEST_SEQUENCE, positions)
     if length > positions:
         _refuse("coserve.max_sequence_length", f"is {length}; the model has {positions} positions")
@@ -143,6 +158,11 @@ def job_settings(
         _refuse("coserve.adapter", "must not be given where the model is an adapter: that one is trained further")
     every = asked.checkpoint_every_steps
     known = _hyperparameters(hyperparameters)
+    own = {
+        name: value for name, value in hyperparameters.items() if name not in _OPENAIS and value not in (None, "auto")
+    }
+    with _of("method"):
+        make_objective(objective, own)
     settings = JobSettings(
         adapter=_adapter({} if asked.adapter is None else asked.adapter, architecture) if is_fresh else None,
         optimizer=_build(
@@ -154,7 +174,10 @@ def job_settings(
         checkpoint_every_steps=every,
         evaluate_every_steps=every if asked.evaluate_every_steps is None else asked.evaluate_every_steps,
         live=asked.live,
+        strict=asked.strict,
         max_recompute=float(asked.max_recompute),
+        objective=objective,
+        objective_settings=own,
         **known,
     )
     with _of("hyperparameters"):
@@ -196,6 +219,13 @@ def _adapter(given: Mapping[str, Any], architecture: Architecture) -> dict[str, 
     except AdapterError as error:
         raise JobError(f"{where}: {error}", param=f"{where}.target_modules") from None
     return config.to_peft()
+
+
+def _trains_model(adapter: Any) -> bool:
+    try:
+        return isinstance(adapter, Mapping) and method(adapter.get("type", "lora")).is_model
+    except ValueError:  # said later
+        return False
 
 
 def _build(kind: type[_Settings], given: Any, where: str) -> _Settings:

@@ -12,7 +12,11 @@ _SERIAL = BigInteger().with_variant(Integer, "sqlite")
 class Table(DeclarativeBase):
     """Base of all tables."""
 
-    type_annotation_map = {str: Text(), dict[str, Any]: JSON(none_as_null=True)}  # noqa: RUF012
+    type_annotation_map = {  # noqa: RUF012
+        str: Text(),
+        dict[str, Any]: JSON(none_as_null=True),
+        list[Any]: JSON(none_as_null=True),
+    }
 
 
 class SchemaTable(Table):
@@ -141,3 +145,85 @@ class LoadedAdapterTable(_AdapterColumns, Table):
 
     __tablename__ = "loaded_adapters"
     __table_args__ = (UniqueConstraint("tenant", "name"),)
+
+
+class ResponseTable(Table):
+    """See `ResponseRecord`."""
+
+    __tablename__ = "responses"
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(128), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
+    status: Mapped[str] = mapped_column(String(32), index=True)
+    previous: Mapped[str | None] = mapped_column(String(64))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    input: Mapped[list[Any]]
+    response: Mapped[dict[str, Any]]
+
+
+class ConversationTable(Table):
+    """See `ConversationRecord`."""
+
+    __tablename__ = "conversations"
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(128), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    used_at: Mapped[int] = mapped_column(BigInteger)
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    labels: Mapped[dict[str, Any] | None]
+
+
+class ConversationItemTable(Table):
+    """What was said in a conversation, in order. id: the item's own, which another conversation may have, too."""
+
+    __tablename__ = "conversation_items"
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    id: Mapped[str]
+    conversation: Mapped[str] = mapped_column(String(64), index=True)
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    item: Mapped[dict[str, Any]]
+
+
+class UploadTable(Table):
+    """See `UploadRecord`."""
+
+    __tablename__ = "uploads"
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(128), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[str] = mapped_column(String(32))
+    purpose: Mapped[str]
+    filename: Mapped[str]
+    mime_type: Mapped[str]
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    expires_after_s: Mapped[int | None] = mapped_column(BigInteger)
+    file: Mapped[str | None]
+
+
+class BatchTable(Table):
+    """See `BatchRecord`."""
+
+    __tablename__ = "batches"
+    seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(128), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[str] = mapped_column(String(32), index=True)
+    endpoint: Mapped[str]
+    input_file: Mapped[str]
+    window: Mapped[str]
+    labels: Mapped[dict[str, Any] | None]
+    output_expires_after_s: Mapped[int | None] = mapped_column(BigInteger)
+    num_total: Mapped[int] = mapped_column(BigInteger)
+    num_completed: Mapped[int] = mapped_column(BigInteger)
+    num_failed: Mapped[int] = mapped_column(BigInteger)
+    output_file: Mapped[str | None]
+    error_file: Mapped[str | None]
+    errors: Mapped[list[Any] | None]
+    times: Mapped[dict[str, Any]]

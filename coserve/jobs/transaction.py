@@ -1,15 +1,13 @@
 """What is asked and changed of the store within one transaction, record by record."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from itertools import islice
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Any
 
-from sqlalchemy import Select, delete, func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import Select, delete, func, or_, select, update
 
-from coserve.errors import JobError
+from coserve.jobs.batch_rows import PART_PURPOSE, BatchRows
+from coserve.jobs.conversation_rows import ConversationRows
 from coserve.jobs.deaths import Deaths
 from coserve.jobs.records import (
     OVER,
@@ -20,6 +18,8 @@ from coserve.jobs.records import (
     JobRecord,
     Page,
 )
+from coserve.jobs.response_rows import ResponseRows
+from coserve.jobs.rows import Record, anything, record_of, row_of
 from coserve.jobs.tables import (
     AdapterTable,
     CheckpointTable,
@@ -30,24 +30,14 @@ from coserve.jobs.tables import (
     LoadedAdapterTable,
 )
 
-_Record = TypeVar("_Record")
-_RENAMED = {"metadata": "labels"}
 
-
-def _anything(row: Any) -> bool:
-    return True
-
-
-class Transaction:
+class Transaction(ResponseRows, ConversationRows, BatchRows):
     """Questions and changes, within one transaction."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
 
     # -- files ----------------------------------------------------------------------
 
     def add_file(self, record: FileRecord) -> None:
-        self._session.add(_row(FileTable, record))
+        self._session.add(row_of(FileTable, record))
 
     def file(self, tenant: str, id: str) -> FileRecord | None:
         """None if it is not there, another's, or past its time."""
@@ -81,12 +71,12 @@ class Transaction:
 
     def _files(self, tenant: str) -> Select[Any]:
         alive = FileTable.expires_at.is_(None) | (FileTable.expires_at > int(time.time()))
-        return select(FileTable).where(FileTable.tenant == tenant, alive)
+        return select(FileTable).where(FileTable.tenant == tenant, FileTable.purpose != PART_PURPOSE, alive)
 
     # -- jobs -----------------------------------------------------------------------
 
     def add_job(self, record: JobRecord) -> None:
-        self._session.add(_row(JobTable, record))
+        self._session.add(row_of(JobTable, record))
         self._session.flush()  # its events refer to it
 
     def job(self, tenant: str, id: str) -> JobRecord | None:
@@ -104,7 +94,7 @@ class Transaction:
             return (metadata or {}).items() <= (row.labels or {}).items()
 
         return self._page(
-            JobRecord, JobTable, tenant, query, after, limit, True, has_metadata if metadata else _anything
+            JobRecord, JobTable, tenant, query, after, limit, True, has_metadata if metadata else anything
         )
 
     def any_job(self, id: str) -> JobRecord | None:
@@ -136,7 +126,7 @@ class Transaction:
 
     def deaths(self) -> dict[str, Deaths]:
         """The jobs of whichever tenant that engines may have died of."""
-        return {row.job: _record(Deaths, row) for row in self._session.scalars(select(DeathsTable))}
+        return {row.job: record_of(Deaths, row) for row in self._session.scalars(select(DeathsTable))}
 
     def put_deaths(self, deaths: Mapping[str, Deaths]) -> None:
         """All that are to be remembered."""
@@ -157,7 +147,7 @@ class Transaction:
             .where(EventTable.job == record.job, EventTable.step == record.step, EventTable.kind == record.kind)
         ):
             return False
-        self._session.add(_row(EventTable, record))
+        self._session.add(row_of(EventTable, record))
         self._session.flush()
         return True
 
@@ -166,12 +156,23 @@ class Transaction:
         query = select(EventTable).where(EventTable.tenant == tenant, EventTable.job == job)
         return self._page(EventRecord, EventTable, tenant, query, after, limit, True)
 
-    def metrics(self, job: str, *, step: int | None = None) -> tuple[EventRecord, ...]:
-        """A job's metrics (of one step), by step."""
+    def metrics(self, job: str, *, step: int | None = None, every: int = 1) -> tuple[EventRecord, ...]:
+        """A job's metrics (of one step; or of each `every`-th step, and all of validations), by step."""
         query = select(EventTable).where(EventTable.job == job, EventTable.step.is_not(None))
         if step is not None:
             query = query.where(EventTable.step == step)
+        if every > 1:
+            query = query.where(or_(EventTable.step % every == 0, EventTable.kind == "evaluation"))
         return self._all(EventRecord, query.order_by(EventTable.step, EventTable.seq))
+
+    def last_losses(self, jobs: Collection[str]) -> dict[str, float | None]:
+        """Of the last optimizer step of each of these jobs that has made one."""
+        is_step = (EventTable.kind == "step", EventTable.job.in_(jobs))
+        newest = select(EventTable.job, func.max(EventTable.step).label("step")).where(*is_step)
+        last = newest.group_by(EventTable.job).subquery()
+        same = (EventTable.job == last.c.job) & (EventTable.step == last.c.step)
+        rows = self._session.scalars(select(EventTable).join(last, same).where(EventTable.kind == "step"))
+        return {row.job: row.data.get("train_loss") for row in rows}
 
     # -- checkpoints ----------------------------------------------------------------
 
@@ -180,11 +181,11 @@ class Transaction:
         where = (CheckpointTable.job == record.job, CheckpointTable.step == record.step)
         row = self._session.scalar(select(CheckpointTable).where(*where))
         if row is None:
-            self._session.add(row := _row(CheckpointTable, record))
+            self._session.add(row := row_of(CheckpointTable, record))
         else:
             row.directory, row.listed = record.directory, row.listed or record.listed
         self._session.flush()
-        return _record(CheckpointRecord, row)
+        return record_of(CheckpointRecord, row)
 
     def checkpoints(self, tenant: str, job: str, *, after: str | None, limit: int) -> Page:
         """Those that are listed, the newest first."""
@@ -222,7 +223,7 @@ class Transaction:
     def put_adapter(self, record: AdapterRecord) -> None:
         """Add it, or let it take the place of the one of this name."""
         self.remove_adapter(record.tenant, record.name)
-        self._session.add(_row(AdapterTable, record))
+        self._session.add(row_of(AdapterTable, record))
 
     def adapter(self, tenant: str, name: str) -> AdapterRecord | None:
         query = select(AdapterTable).where(AdapterTable.tenant == tenant, AdapterTable.name == name)
@@ -256,7 +257,7 @@ class Transaction:
 
     # -- everything -------------------------------------------------------------------
 
-    def all_of(self, kind: type[_Record]) -> tuple[_Record, ...]:
+    def all_of(self, kind: type[Record]) -> tuple[Record, ...]:
         """Every tenant's records of a kind, the oldest first; of adapters, those that jobs have made."""
         tables = {JobRecord: JobTable, FileRecord: FileTable, CheckpointRecord: CheckpointTable}
         table: Any = tables.get(kind, AdapterTable)
@@ -271,7 +272,7 @@ class Transaction:
     def put_loaded_adapter(self, record: AdapterRecord) -> None:
         """Add it, or let it take the place of the one of this name."""
         self.remove_loaded_adapter(record.tenant, record.name)
-        self._session.add(_row(LoadedAdapterTable, record))
+        self._session.add(row_of(LoadedAdapterTable, record))
 
     def loaded_adapters(self, base: str) -> tuple[AdapterRecord, ...]:
         """Every tenant's, on a model, the oldest first."""
@@ -282,55 +283,3 @@ class Transaction:
         """No error if it is not there."""
         where = (LoadedAdapterTable.tenant == tenant, LoadedAdapterTable.name == name)
         self._execute(delete(LoadedAdapterTable).where(*where))
-
-    # -- shared ---------------------------------------------------------------------
-
-    def _one(self, kind: type[_Record], query: Select[Any]) -> _Record | None:
-        row = self._session.scalar(query)
-        return None if row is None else _record(kind, row)
-
-    def _all(self, kind: type[_Record], query: Select[Any]) -> tuple[_Record, ...]:
-        return tuple(_record(kind, row) for row in self._session.scalars(query))
-
-    def _page(
-        self,
-        kind: type[Any],
-        table: type[Any],
-        tenant: str,
-        query: Select[Any],
-        after: str | None,
-        limit: int,
-        newest_first: bool,
-        is_asked_for: Callable[[Any], bool] = _anything,
-    ) -> Page:
-        if after is not None:
-            seq = self._session.scalar(select(table.seq).where(table.tenant == tenant, table.id == after))
-            if seq is None:
-                raise JobError(f"after names {after!r}, which is not there", param="after")
-            query = query.where(table.seq < seq if newest_first else table.seq > seq)
-        query = query.order_by(table.seq.desc() if newest_first else table.seq)
-        if is_asked_for is _anything:
-            query = query.limit(limit + 1)
-        rows = (row for row in self._session.scalars(query) if is_asked_for(row))
-        items = [_record(kind, row) for row in islice(rows, limit + 1)]
-        return Page(items=tuple(items[:limit]), has_more=len(items) > limit)
-
-    def _execute(self, statement: Any) -> int:
-        self._session.flush()
-        result: Any = self._session.execute(statement.execution_options(synchronize_session=False))
-        self._session.expire_all()
-        return int(result.rowcount)
-
-
-def _stored(kind: Any) -> dict[str, str]:
-    """Field of a record -> column."""
-    names = [each.name for each in fields(kind) if each.metadata.get("stored", True)]
-    return {name: _RENAMED.get(name, name) for name in names}
-
-
-def _record(kind: type[_Record], row: Any) -> _Record:
-    return kind(**{name: getattr(row, column) for name, column in _stored(kind).items()})
-
-
-def _row(table: type[Any], record: Any) -> Any:
-    return table(**{column: getattr(record, name) for name, column in _stored(record).items()})

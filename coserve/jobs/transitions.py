@@ -55,8 +55,8 @@ class Transitions:
         with self._store.read() as transaction:
             return any(each.listed and each.step == job.num_steps for each in transaction.all_checkpoints(id))
 
-    def start_of(self, job: JobRecord, checkpoint: str | None, *, alone_until_step: int) -> JobStart:
-        """All that an engine needs to run a job. checkpoint: the directory to resume from."""
+    def start_of(self, job: JobRecord, checkpoint: str | None, *, alone_until_step: int, model: str = "") -> JobStart:
+        """All that an engine needs to run a job. checkpoint: the directory to resume from. model: see `JobStart`."""
         settings = JobSettings.from_data(job.settings)
         return JobStart(
             id=job.id,
@@ -71,6 +71,7 @@ class Transitions:
             checkpoint_every_steps=settings.checkpoint_every_steps,
             tenant=job.tenant,
             alone_until_step=alone_until_step,
+            model=model,
         )
 
     def require_room(self, id: str) -> None:
@@ -138,6 +139,10 @@ class Transitions:
             if found.num_cut:
                 length = job.settings["max_sequence_length"]
                 message = f"{found.num_cut} of {found.num_examples} examples were cut to {length} tokens"
+                transaction.add_event(job_event(job, message, level="warn"))
+            if found.num_left_out:
+                length = job.settings["max_sequence_length"]
+                message = f"{found.num_left_out} examples were left out: nothing to train on within {length} tokens"
                 transaction.add_event(job_event(job, message, level="warn"))
             message = "Files validated, moving job to queued state" if job.status != "paused" else "Files validated"
             transaction.add_event(job_event(job, message))

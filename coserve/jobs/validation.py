@@ -5,21 +5,18 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from coserve.errors import DataError, EngineGoneError, JobError, StoreError
 from coserve.home import is_disk_full
 from coserve.jobs.examples import read_training_file, write_examples_file
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
+from coserve.jobs.models import BaseModel, JobModels
 from coserve.jobs.records import FileRecord, JobRecord
 from coserve.jobs.settings import JobSettings
-from coserve.models.base import Architecture
 from coserve.tuning.examples import Example
 from coserve.tuning.order import TrainingOrder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -29,22 +26,16 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S, _LOOK_S = 1.0, 32.0, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseModel:
-    """What jobs must know of the model that is served. name: as clients and jobs call it."""
-
-    name: str
-    architecture: Architecture
-    tokenizer: "PreTrainedTokenizerBase | None"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Validated:
-    """What was found in a job's files. num_tokens: of one epoch. num_cut: examples that were too long."""
+    """What was found in a job's files. num_tokens: of one epoch. num_cut: examples that were too long. num_left_out:
+    examples of which nothing was left to train on.
+    """
 
     num_examples: int
     num_tokens: int
     num_steps: int
     num_cut: int
+    num_left_out: int = 0
 
 
 def validate(
@@ -61,6 +52,7 @@ def validate(
     settings = JobSettings.from_data(job.settings)
     training = _record_of(job, "training_file", files)
     validation = None if job.validation_file is None else _record_of(job, "validation_file", files)
+    left_out: list[str] | None = None if settings.strict else []
     num_bytes = training.num_bytes + (validation.num_bytes if validation else 0)
 
     def read(field: str, record: FileRecord, num_before: int) -> list[Example]:
@@ -70,6 +62,9 @@ def validate(
                 model.tokenizer,
                 max_sequence_length=settings.max_sequence_length,
                 vocab_size=model.architecture.vocab_size,
+                name=record.filename,
+                objective=settings.objective,
+                left_out=left_out,
                 is_wanted=lambda num_read: is_wanted((num_before + num_read) / max(1, num_bytes)),
             )
         except DataError as error:
@@ -84,6 +79,7 @@ def validate(
         num_tokens=sum(len(example.tokens) for example in examples),
         num_steps=TrainingOrder(examples, settings.tuning_config(len(examples))).num_steps,
         num_cut=sum(example.truncated for example in examples),
+        num_left_out=len(left_out or ()),
     )
 
 
@@ -102,11 +98,11 @@ class FileReader:
         self,
         files: Files,
         folders: Folders,
-        model: BaseModel,
+        models: JobModels,
         done: Callable[[str, Validated | JobError], Awaitable[None]],
     ) -> None:
         """done: told what was found in a job's files."""
-        self._files, self._folders, self._model, self._done = files, folders, model, done
+        self._files, self._folders, self._models, self._done = files, folders, models, done
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unwanted: set[str] = set()
         self._shares: dict[str, float] = {}
@@ -172,7 +168,7 @@ class FileReader:
             return job.id not in self._unwanted
 
         try:
-            return validate(job, self._files, self._folders, self._model, is_wanted)
+            return validate(job, self._files, self._folders, self._models[job.base], is_wanted)
         except JobError as error:
             return error
         except StoreError:

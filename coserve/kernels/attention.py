@@ -35,7 +35,7 @@ class AttentionSpec:
         return self.soft_cap is None and self.alibi_slopes is None and self.sinks is None
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
+class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Consecutive query rows of one sequence, at least one, which are the last `num_rows` of its `num_keys` keys.
 
     pages: of the store, in order. Key j is entry `first_key + j` of these pages laid end to end.

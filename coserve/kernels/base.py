@@ -98,6 +98,16 @@ class Backend(ABC):
     def int8_input_gradient(self, grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None = None) -> Tensor:
         """`input_gradient` with such a weight."""
 
+    @abstractmethod
+    def grouped_product(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """`product` of rows [m, in] that stand group after group, each group with its own of the weights
+        [groups, out, in] -> [m, out]; ends int32 [groups]: where each group's rows end.
+        """
+
+    @abstractmethod
+    def grouped_weight_gradient(self, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """`weight_gradient` of each group: grad [m, out], x [m, in] -> float32 [groups, out, in]."""
+
     # -- products with the adapters of the rows ------------------------------------------
 
     @abstractmethod

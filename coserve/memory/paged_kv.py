@@ -6,6 +6,7 @@ Which pages are whose is not known here: callers bring page numbers (`coserve.me
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ def kv_page_bytes(backbone: Backbone, block_tokens: int) -> int:
     graph = backbone.architecture.graphs[0]
     per_token = sum(graph.spec[name].num_bytes(backbone.dtype) for name in graph.kv_tensors)
     return -(-backbone.architecture.num_layers * per_token * block_tokens // 64) * 64
+
+
+# Rows of one sequence that are to run: the pages of its keys and values, at least as many as they need (an array goes
+# to a kernel as it lies); the position of the first; their tokens.
+SequenceRows: TypeAlias = tuple[Sequence[int], int, Sequence[int]]
 
 
 class PagedKv:
@@ -46,9 +52,9 @@ class PagedKv:
             .permute(1, 2, 0, 3, 4)
         )
 
-    def rows(self, pages: Sequence[int], start: int, tokens: Sequence[int], bypasses: Bypasses | None = None) -> Span:
-        """A span that runs tokens from position `start` on, with K and V in these pages of its sequence."""
-        return _PagedRows(self, pages, start, tokens, bypasses)
+    def rows(self, sequences: Sequence[SequenceRows], bypasses: Bypasses | None = None) -> Span:
+        """A span of the rows of some sequences that use one adapter."""
+        return _PagedRows(self, sequences, bypasses)
 
     def run(self, first_page: int, num_pages: int) -> Tensor:
         """Neighbouring pages as bytes: uint8 [num_pages * page_bytes]."""
@@ -68,49 +74,48 @@ class _Rows:
 
 
 class _PagedRows(Span):
-    """The next rows of one sequence."""
+    """The next rows of some sequences."""
 
-    def __init__(
-        self, cache: PagedKv, pages: Sequence[int], start: int, tokens: Sequence[int], bypasses: Bypasses | None
-    ) -> None:
+    def __init__(self, cache: PagedKv, sequences: Sequence[SequenceRows], bypasses: Bypasses | None) -> None:
         self.cache = self.group = cache
-        self.tokens, self.bypasses = tokens, bypasses
-        self.num_rows, self.start, self.end = len(tokens), start, start + len(tokens)
-        self.pages = pages[: -(-self.end // cache.block_tokens)]
-        assert len(self.pages) * cache.block_tokens >= self.end, "the pages come before the rows"
+        self.sequences, self.bypasses = sequences, bypasses
+        self.num_rows = sum([len(tokens) for _, _, tokens in sequences])
 
     def gather(self, others: Sequence["_PagedRows"]) -> BatchRows:
-        return _CacheRows(self.cache, [self, *others])
+        return _CacheRows(self.cache, [each for span in (self, *others) for each in span.sequences])
 
 
 class _CacheRows(BatchRows):
-    """The rows of all requests of a step, whose keys and values lie in the pages of one cache."""
+    """The rows of all requests of a step, whose keys and values lie in the pages of one cache.
 
-    def __init__(self, cache: PagedKv, spans: Sequence[_PagedRows]) -> None:
+    Most steps have one row of each of some hundred sequences: what is done for each of those is kept to the least.
+    """
+
+    def __init__(self, cache: PagedKv, sequences: Sequence[SequenceRows]) -> None:
         device, block = cache.backbone.device, cache.block_tokens
         self._cache, self.block_tokens = cache, block
-        tokens = [token for span in spans for token in span.tokens]
-        if {span.num_rows for span in spans} == {1}:  # some hundred requests that decode: without ranges
-            positions, pages = [span.start for span in spans], [span.pages[-1] for span in spans]
+        decodes = all(len(tokens) == 1 for _, _, tokens in sequences)
+        if decodes:
+            tokens = [tokens[0] for _, _, tokens in sequences]
+            positions = [start for _, start, _ in sequences]
+            pages = [pages[start // block] for pages, start, _ in sequences]
+            new = [page for page, start in zip(pages, positions, strict=True) if not start % block]
         else:
-            positions = [position for span in spans for position in range(span.start, span.end)]
-            pages = [span.pages[position // block] for span in spans for position in range(span.start, span.end)]
+            tokens = [token for _, _, tokens in sequences for token in tokens]
+            places = [(pages, start + row) for pages, start, tokens in sequences for row in range(len(tokens))]
+            positions = [position for _, position in places]
+            pages = [pages[position // block] for pages, position in places]
+            new = [pages[position // block] for pages, position in places if not position % block]
         self.tokens, self.positions, self._pages = on_device([tokens, positions, pages], device).unbind()
         self._offsets = self.positions % block
-        if cache.backbone.block_rows is None:
-            self.segments = [Segment(num_rows=span.num_rows, num_keys=span.end, pages=span.pages) for span in spans]
-        else:
-            self.segments = [segment for span in spans for segment in self._row_by_row(span)]
+        if decodes or cache.backbone.block_rows is None:
+            self.segments = [_segment(pages, start, tokens, block) for pages, start, tokens in sequences]
+        else:  # one for each row: results must not depend on how a prompt is cut
+            self.segments = [_segment(pages, position, (0,), block) for pages, position in places]
         # Of pages that rows are the first to write to, what lies after the rows must be finite: kernels may read that,
         # and give it no weight.
-        if new := [page for span in spans for page in span.pages[-(-span.start // block) :]]:
+        if new:
             cache.pages[:, :, on_device(new, device)] = 0
-
-    def _row_by_row(self, span: _PagedRows) -> list[Segment]:
-        """One for each row: results must not depend on how a prompt is cut."""
-        block, pages = self.block_tokens, span.pages
-        ends = range(span.start + 1, span.end + 1)
-        return [Segment(num_rows=1, num_keys=end, pages=pages[: -(-end // block)]) for end in ends]
 
     def keep(self, part: Part) -> Keep:
         return _keep(self._cache, part, self._pages, self._offsets)
@@ -118,6 +123,15 @@ class _CacheRows(BatchRows):
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self._cache.pages[layer]
         return keys, values
+
+
+def _segment(pages: Sequence[int], start: int, tokens: Sequence[int], block_tokens: int) -> Segment:
+    num_keys = start + len(tokens)
+    num_pages = -(-num_keys // block_tokens)
+    if len(pages) != num_pages:
+        pages = pages[:num_pages]
+        assert len(pages) == num_pages, "the pages come before the rows"
+    return Segment(num_rows=len(tokens), num_keys=num_keys, pages=pages)
 
 
 def _keep(cache: PagedKv, part: Part, pages: Tensor, offsets: Tensor) -> Keep:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from coserve.errors import ModelError
+from coserve.errors import ModelError, UnsupportedModelError
 from coserve.graph.blocks import split_rows
 from coserve.kernels import find_backend
 from coserve.kernels.base import Backend
-from coserve.kernels.weights import Weight
+from coserve.kernels.weights import Weight, weight_formats
 from coserve.models.base import Architecture, Part
 from coserve.models.families import build_architecture
 from coserve.models.rope import RotaryTable
@@ -35,13 +35,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Backbone:
     """Read-only once it is loaded; requests and jobs share it.
 
-    block_rows: see `Context`; of forward passes of requests (None: rows run as they come).
+    rotary: see `Architecture.rotary_tables`. block_rows: see `Context`; of forward passes of requests (None: rows run
+    as they come).
     """
 
     name: str
     architecture: Architecture
     weights: Mapping[Part, Mapping[str, Tensor | Weight]] = field(repr=False)
-    rotary: RotaryTable | None
+    rotary: Mapping[str, RotaryTable]
     dtype: torch.dtype
     device: torch.device
     backend: Backend = field(repr=False)
@@ -49,14 +50,24 @@ class Backbone:
     block_rows: int | None = None
 
     def deterministic(self, *, is_so: bool = True) -> "Backbone":
-        """The same weights; forward passes of requests give a row the same results in any company, or need not."""
+        """The same weights; forward passes of requests give a row the same results in any company, or need not.
+
+        UnsupportedModelError if this family's cannot.
+        """
+        if is_so and not self.architecture.can_be_deterministic:
+            raise UnsupportedModelError(
+                f"{self.name} is a {self.architecture.config.model_type}, whose results depend on the company of a row "
+                "in its experts; leave --deterministic out"
+            )
         return replace(self, block_rows=_BLOCK_ROWS.get(self.device.type, _MANY_BLOCK_ROWS) if is_so else None)
 
     def constants(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """What the graphs may read for these rows: tokens and positions int64 [n], cos and sin [n, head_dim]."""
+        """What the graphs may read for these rows: tokens and positions int64 [n], cos and sin of each rotary
+        table [n, features that it rotates].
+        """
         constants = {"tokens": tokens, "positions": positions}
-        if self.rotary is not None:
-            constants["cos"], constants["sin"] = self._angles(self.rotary, positions)
+        for prefix, table in self.rotary.items():
+            constants[f"{prefix}cos"], constants[f"{prefix}sin"] = self._angles(table, positions)
         return constants
 
     def _angles(self, rotary: RotaryTable, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +126,13 @@ def build_backbone(
 ) -> Backbone:
     """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size."""
     architecture = build_architecture(source.config)
-    compute_dtype, rotary = resolve_dtype(source, dtype), architecture.rotary_table()
+    possible = architecture.weight_formats
+    if possible is not None and weight_format in weight_formats() and weight_format not in possible:
+        raise UnsupportedModelError(
+            f"{source.name} is a {architecture.config.model_type}, which is not held as {weight_format}; weights must "
+            f"be {' or '.join(possible)}"
+        )
+    compute_dtype, rotary = resolve_dtype(source, dtype), architecture.rotary_tables()
     storage = WeightStorage(dtype=compute_dtype, weight_format=weight_format, backend=find_backend(device, kernels))
     if device.type == "meta":
         weights = absent_weights(architecture, storage)
@@ -127,7 +144,7 @@ def build_backbone(
         name=source.name,
         architecture=architecture,
         weights=weights,
-        rotary=rotary.to(device) if rotary else None,
+        rotary={prefix: table.to(device) for prefix, table in rotary.items()},
         dtype=compute_dtype,
         device=device,
         backend=storage.backend,

@@ -1,20 +1,24 @@
-"""What a model family is: three graphs (embedding, block, head), the names of its weights, and its rotary table."""
+"""What a model family is: graphs (embedding, blocks, head), how a checkpoint holds its weights, and rotary tables."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from coserve.errors import UnsupportedModelError
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.models.rope import RotaryTable
+from coserve.models.stored import AsItIs, Stored
 from coserve.settings import is_whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# The head's weight; that of a tied model is the table of embeddings.
+HEAD = "lm_head.weight"
 # A model runs as "embed", then the blocks 0 to num_layers - 1, then "head".
 Part = int | Literal["embed", "head"]
 
@@ -41,9 +45,10 @@ class Architecture(ABC):
     """A family, built for one configuration.
 
     Subclasses give the graphs. A node is named after the module that it stands for, so that `prefix(part) + node
-    name` is the module's name in transformers, `… + ".weight"` the weight's name in a checkpoint, and PEFT's target
-    patterns match as they are. The row input of a block or the head is called "x"; constants that a graph may declare
-    are "tokens" and "positions" (int64), "cos" and "sin", "targets" and "dropout_row_ids".
+    name` is the module's name in transformers, `… + ".weight"` the weight's name there, and PEFT's target patterns
+    match as they are; where a checkpoint has it otherwise, `stored_as` says so. The row input of a block or the head is
+    called "x"; constants that a graph may declare are "tokens" and "positions" (int64), "cos" and "sin" of each rotary
+    table, "targets" and "dropout_row_ids".
     """
 
     def __init__(self, config: "PretrainedConfig") -> None:
@@ -51,7 +56,7 @@ class Architecture(ABC):
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int = config.max_position_embeddings
+        self.max_positions: int = getattr(config, self.max_positions_name)
         self.num_heads: int = config.num_attention_heads
         self.num_key_value_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
         self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // max(1, self.num_heads)
@@ -62,6 +67,14 @@ class Architecture(ABC):
 
     embedding_name: ClassVar[str] = "model.embed_tokens"
     block_prefix: ClassVar[str] = "model.layers"
+    # The configuration's field for the longest sequence.
+    max_positions_name: ClassVar[str] = "max_position_embeddings"
+    # How its linear weights may be held, of what `coserve.kernels.weights` has; None: in any of these ways.
+    weight_formats: ClassVar[tuple[str, ...] | None] = None
+    # Whether a row's results can be made the same in any company (`Backbone.deterministic`).
+    can_be_deterministic: ClassVar[bool] = True
+    # A regular expression of tensors in checkpoints that nothing reads: buffers of older versions of transformers.
+    unread: ClassVar[str] = r"(.*\.)?rotary_emb\.inv_freq"
 
     @abstractmethod
     def embed(self) -> Graph:
@@ -75,9 +88,13 @@ class Architecture(ABC):
     def head(self) -> Graph:
         """Graph from "x" [hidden_size] to logits [vocab_size]."""
 
-    def rotary_table(self) -> RotaryTable | None:
-        """The angles of the constants "cos" and "sin", if the graphs use them."""
-        return None
+    def rotary_tables(self) -> Mapping[str, RotaryTable]:
+        """The angles of the constants "cos" and "sin", by what stands before these names: "" for those of most."""
+        return {}
+
+    def stored_as(self, name: str) -> Stored:
+        """How a checkpoint holds a weight, by its full name."""
+        return AsItIs(name)
 
     # -- what follows from that -----------------------------------------------
 
@@ -102,15 +119,36 @@ class Architecture(ABC):
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight of a checkpoint, by full name; a tied head has none of its own."""
+        """Every weight, by full name; a tied head has none of its own."""
         shapes = {
             self.prefix(part) + tensor.name: tensor.shape
             for part in self.parts
             for tensor in self.graphs[part].with_kind("weight")
         }
         if self.tied:
-            shapes.pop("lm_head.weight")
+            shapes.pop(HEAD)
         return shapes
+
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        """How a checkpoint holds each of `weight_shapes`."""
+        return {name: self.stored_as(name) for name in self.weight_shapes}
+
+    @cached_property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a checkpoint, by name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, stored in self.stored.items():
+            views = stored.views(torch.empty(self.weight_shapes[name], device="meta"))
+            shapes |= {each: tuple(view.shape) for each, view in zip(stored.names, views, strict=True)}
+        return shapes
+
+    @property
+    def bare_prefix(self) -> str:
+        """What stands before the names of a whole model's tensors, but not of a model's that was saved without its
+        head.
+        """
+        return self.embedding_name.split(".")[0] + "."
 
     @cached_property
     def linear_sites(self) -> dict[str, tuple[Part, str]]:
@@ -120,6 +158,16 @@ class Architecture(ABC):
             for part in self.parts
             for node in self.graphs[part].nodes
             if node.op == "linear"
+        }
+
+    @cached_property
+    def expert_sites(self) -> dict[str, tuple[Part, str]]:
+        """The same of every product with experts' matrices, by the name that transformers has for all of them."""
+        return {
+            self.prefix(part) + node.name: (part, node.name)
+            for part in self.parts
+            for node in self.graphs[part].nodes
+            if node.op == "expert_linear"
         }
 
     @cached_property
@@ -146,16 +194,25 @@ class Architecture(ABC):
 
     # -- shared by families ---------------------------------------------------
 
-    def _attention(self, b: GraphBuilder, q: str, k: str, v: str, sliding_window: int | None = None) -> str:
-        return b.apply(
-            "attention",
-            "attention",
-            {"q": q, "k": k, "v": v},
-            num_heads=self.num_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            scale=self.head_dim**-0.5,
-            sliding_window=sliding_window,
-        )
+    def _attention(
+        self,
+        b: GraphBuilder,
+        q: str,
+        k: str,
+        v: str,
+        sliding_window: int | None = None,
+        *,
+        sinks: str | None = None,
+        **attributes: Any,
+    ) -> str:
+        """attributes: what differs from the usual, or is not always there (see `AttentionSpec`)."""
+        usual = {
+            "num_heads": self.num_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "scale": self.head_dim**-0.5,
+            "sliding_window": sliding_window,
+        }
+        return b.apply("attention", "attention", {"q": q, "k": k, "v": v, "sinks": sinks}, **usual | attributes)
 
     def _check_sizes(self) -> None:
         """Refuse sizes that make no model, before anything is built from them."""
@@ -163,7 +220,7 @@ class Architecture(ABC):
             "num_hidden_layers": self.num_layers,
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_positions,
+            self.max_positions_name: self.max_positions,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from coserve.graph.execute import run_graph, run_node
+from coserve.graph.execute import run_graph, run_node, run_nodes
 from coserve.graph.ir import Node
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.attention import AttentionBatch, Segment
@@ -114,8 +114,21 @@ def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypass
     )
     context, values = Context(backend=backbone.backend, block_rows=backbone.block_rows), {"x": hidden}
     graph, runs = backbone.architecture.graphs["head"], backbone.architecture.place_runs["head"]
-    run_graph(graph, values, backbone.weights["head"], context, _AfterNode("head", (), adapters, runs, context))
+    weights = backbone.weights["head"]
+    run_graph(graph, values, weights, context, _AfterNode("head", (), adapters, runs, weights, context))
     return values[graph.outputs[0]]
+
+
+def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
+    """Rows as the last linear layer of the head reads them, after the final norm: [n, hidden_size] -> [n, width]."""
+    graph, values = backbone.architecture.graphs["head"], {"x": hidden}
+    context = Context(backend=backbone.backend, block_rows=backbone.block_rows)
+    last = graph.node["lm_head"]
+    for run in graph.runs:
+        if last in run:
+            break
+        values.update(run_nodes(run, values, backbone.weights["head"], context))
+    return values[last.input["x"]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,12 +165,13 @@ class _Batch:
         backbone, graph = self._backbone, self._backbone.architecture.graphs[part]
         attention = self._attention(part)
         context = Context(backend=backbone.backend, block_rows=backbone.block_rows, attention=attention)
-        after = _AfterNode(part, self._keepers, self._adapters, backbone.architecture.place_runs[part], context)
+        runs, weights = backbone.architecture.place_runs[part], backbone.weights[part]
+        after = _AfterNode(part, self._keepers, self._adapters, runs, weights, context)
         values: dict[str, Tensor] = dict(self._constants)
         if x is not None:
             values["x"] = x
             after.save("x", x)
-        run_graph(graph, values, backbone.weights[part], context, after)
+        run_graph(graph, values, weights, context, after)
         return values[graph.outputs[0]]
 
     def _attention(self, part: Part) -> tuple[AttentionRows, ...]:
@@ -190,9 +204,11 @@ class _AfterNode:
         keepers: Sequence[_Keeper],
         adapters: RowAdapters,
         runs: Sequence[PlaceRun],
+        weights: Mapping[str, Any],
         context: Context,
     ) -> None:
-        self._context = context
+        """weights: of the part."""
+        self._context, self._weights = context, weights
         self._part = part
         self._low_rank = batch = adapters.low_rank
         self._runs = {run.node: run for run in runs if run.mask & batch.mask} if batch else {}
@@ -238,6 +254,8 @@ class _AfterNode:
         place.
         """
         bypass, parameters = group.site(self._part, node.name)
+        if bypass.weights:
+            parameters = {**parameters, **{name: self._weights[name] for name in bypass.weights}}
         output = values[node.outputs[0][1]]
         base = group.take(output)
         local: dict[str, Tensor] = {bypass.base: base}

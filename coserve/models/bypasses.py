@@ -22,7 +22,7 @@ from coserve.models.base import Architecture, Part
 
 @dataclass(frozen=True, kw_only=True)
 class BoundBypass:
-    """A bypass at a site, with its parameters (tensors in the compute dtype, by name)."""
+    """A bypass at a site, with its tensors (parameters and derived ones, in the compute dtype, by name)."""
 
     bypass: AttachedBypass
     parameters: Mapping[str, Tensor]
@@ -74,7 +74,7 @@ def _as_low_rank(bound: BoundBypass) -> LowRank | None:
         return None
     first, *middle, last = bypass.nodes
     sources = [bypass.source, *(node.outputs[0][1] for node in bypass.nodes)]
-    if bypass.source == bypass.base or [*(node.input["x"] for node in bypass.nodes), bypass.result] != sources:
+    if [*(node.input["x"] for node in bypass.nodes), bypass.result] != sources:
         return None
     return LowRank(
         a=bound.parameters[first.input["weight"]],

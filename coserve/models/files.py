@@ -11,8 +11,9 @@ from coserve.errors import ModelError, UnknownModelError, UnsupportedModelError,
 from coserve.models.families import require_family
 
 _INDEX = "model.safetensors.index.json"
-# What classes that generate text end with: `architectures` in config.json names the class that was saved.
-_GENERATES = "ForCausalLM"
+# What classes that generate text end with, the usual one first: `architectures` in config.json names the class that was
+# saved.
+_GENERATES = ("ForCausalLM", "LMHeadModel")
 
 
 def check_config(path: Path) -> None:
@@ -34,9 +35,11 @@ def check_config(path: Path) -> None:
         raise ModelError(f"{path} must hold a JSON object, not {type(config).__name__}")
     require_family(config.get("model_type"))
     _require_generation(path, config.get("architectures"))
-    if config.get("quantization_config"):
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        how = f"quantised weights ({method})" if isinstance(method, str) else "quantised weights"
         raise UnsupportedModelError(
-            f"{path} describes quantised weights; give the model in float32, float16 or bfloat16"
+            f"{path} describes {how}; give the model in float32, float16 or bfloat16: --weights int8 quantises it"
         )
 
 
@@ -47,7 +50,7 @@ def _require_generation(path: Path, architectures: Any) -> None:
     if not any(name.endswith(_GENERATES) for name in names):
         raise UnsupportedModelError(
             f"{path} describes {', '.join(names)}, which does not generate text; give a model whose class ends with "
-            f"{_GENERATES}"
+            f"{_GENERATES[0]}"
         )
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coserve.errors import WeightsError
-from coserve.models.base import Architecture, Part
-from coserve.models.weights import HEAD, check_tied_head, find_weights
+from coserve.errors import UnsupportedModelError, WeightsError
+from coserve.models.base import HEAD, Architecture, Part
+from coserve.models.files import some_of
+from coserve.models.stored import AsItIs
+from coserve.models.weights import check_tied_head, find_weights, stored_head
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -81,14 +83,23 @@ class MappedWeights(Mapping[Part, Mapping[str, MappedTensor]]):
     """Of each part of a model, what its graph reads by name."""
 
     def __init__(self, architecture: Architecture, directory: Path) -> None:
-        """WeightsError as `load_weights`."""
+        """WeightsError as `load_weights`; UnsupportedModelError if files have weights in another layout."""
+        if others := [name for name, stored in architecture.stored.items() if type(stored) is not AsItIs]:
+            raise UnsupportedModelError(
+                f"jobs on another model than the one that serves read its weights right from its files, where a "
+                f"{architecture.config.model_type} has {some_of(others)} in another layout; serve it to train on it"
+            )
         entries = find_weights(architecture, directory)
         files = {path: MappedFile(path) for path in {entry.file for entry in entries.values()}}
-        found = {name: files[entry.file].tensor(name) for name, entry in entries.items()}
+        found = {
+            name: files[entry.file].tensor(entry.name)
+            for name, stored in architecture.stored.items()
+            if (entry := entries[stored.names[0]])
+        }
         if architecture.tied:
             table = found[f"{architecture.embedding_name}.weight"]
-            if HEAD in entries:
-                check_tied_head(entries[HEAD].file, table.tensor)
+            if (head := entries.get(stored_head(architecture))) is not None:
+                check_tied_head(head, table.tensor)
                 table.drop()
             found[HEAD] = table
         self._parts: dict[Part, dict[str, MappedTensor]] = {

@@ -1,6 +1,6 @@
 """Rotary angles: from a configuration to cos and sin for any positions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,36 +17,48 @@ _SCALED = ("linear", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryTable:
-    """Inverse frequencies float32 [D / 2] and the factor on cos and sin that some scalings ask for."""
+    """Inverse frequencies float32 [D / 2] and the factor on cos and sin that some scalings ask for.
+
+    scale_beta, scale_after: both grow with the position p, too: by 1 + beta * log(1 + floor(p / after)), as queries do
+    in Llama 4 and Ministral 3.
+    """
 
     inverse_frequencies: Tensor
     factor: float = 1.0
+    scale_beta: float = 0.0
+    scale_after: int = 1
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Positions int64 [n] -> cos and sin [n, D], computed in float32, both halves alike."""
         angles = positions[:, None].float() * self.inverse_frequencies
         angles = torch.cat((angles, angles), -1)
-        return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
+        factor: Tensor | float = self.factor
+        if self.scale_beta:
+            factor = factor * (1 + self.scale_beta * torch.log(1 + torch.floor(positions / self.scale_after)))[:, None]
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def to(self, device: torch.device) -> "RotaryTable":
-        return RotaryTable(inverse_frequencies=self.inverse_frequencies.to(device), factor=self.factor)
+        return replace(self, inverse_frequencies=self.inverse_frequencies.to(device))
 
 
-def rotary_table(config: "PretrainedConfig", head_dim: int) -> RotaryTable:
-    """The table of a configuration; scalings are transformers' own (`modeling_rope_utils`)."""
+def rotary_table(config: "PretrainedConfig", head_dim: int, layer_type: str | None = None) -> RotaryTable:
+    """The table of a configuration; scalings are transformers' own (`modeling_rope_utils`).
+
+    layer_type: of which layers, where the configuration has parameters for each type.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = config.rope_parameters
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{config.model_type} with partial_rotary_factor is not supported")
     if kind != "default" and kind not in _SCALED:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; known: default, {', '.join(_SCALED)}")
     try:
         if kind == "default":
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            num_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, num_rotated, 2, dtype=torch.float32) / num_rotated
             return RotaryTable(inverse_frequencies=1.0 / (parameters["rope_theta"] ** exponents))
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+        of_layers = {} if layer_type is None else {"layer_type": layer_type}
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), **of_layers)
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise UnsupportedModelError(f"rope scaling {dict(parameters)} is not valid: {error!r}") from None
     return RotaryTable(inverse_frequencies=frequencies, factor=factor)

@@ -4,7 +4,7 @@ One tensor is converted at a time, so nothing large ever exists twice.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,17 +17,14 @@ from torch import Tensor
 from coserve.errors import WeightsError
 from coserve.kernels.base import Backend
 from coserve.kernels.weights import DenseWeight, Weight, join, weight_class
-from coserve.models.base import Architecture, Part
+from coserve.models.base import HEAD, Architecture, Part
 from coserve.models.files import some_of, weight_files
+from coserve.models.stored import AsItIs
 
 # What the nodes of a part read, by name: the weights of linear layers, and tensors (embeddings, norms, biases).
 Weights = dict[Part, dict[str, Tensor | Weight]]
 # Told how many tensors have been loaded, and of how many.
 Progress = Callable[[int, int], None]
-
-# Buffers that older checkpoints carry and nothing reads.
-_IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,25 +63,56 @@ def load_weights(
             the message names it.
     """
     found = find_weights(architecture, directory)
-    loaded: dict[str, Tensor | Weight] = {}
+    loading = _Loading(architecture, storage)
     device, dtype = storage.backend.device, storage.dtype
-    for file, entries in groupby(found.values(), key=lambda entry: entry.file):
+    for file, entries in groupby(found.items(), key=lambda item: item[1].file):
         with _open(file) as reader:
-            for name in (entry.name for entry in entries if entry.name in architecture.weight_shapes):
-                tensor = reader.get_tensor(name).to(device=device, dtype=dtype)
-                loaded[name] = storage.made(architecture, name, tensor)
-                if progress is not None:
-                    progress(len(loaded), len(architecture.weight_shapes))
-    if architecture.tied and HEAD in found:
-        table = loaded[f"{architecture.embedding_name}.weight"]
+            for name, entry in entries:
+                if name in architecture.stored_shapes:
+                    loading.take(name, reader.get_tensor(entry.name).to(device=device, dtype=dtype))
+                    if progress is not None:
+                        progress(len(loading.weights), len(architecture.weight_shapes))
+    if architecture.tied and (head := found.get(stored_head(architecture))) is not None:
+        table = loading.weights[f"{architecture.embedding_name}.weight"]
         assert isinstance(table, Tensor)
-        check_tied_head(found[HEAD].file, table)
-    return _joined(architecture, loaded, storage)
+        check_tied_head(head, table)
+    return _joined(architecture, loading.weights, storage)
+
+
+class _Loading:
+    """Weights by full name, from a checkpoint's tensors as they come."""
+
+    def __init__(self, architecture: Architecture, storage: WeightStorage) -> None:
+        self.weights: dict[str, Tensor | Weight] = {}
+        self._architecture, self._storage = architecture, storage
+        self._owners = {
+            tensor: (name, index)
+            for name, stored in architecture.stored.items()
+            for index, tensor in enumerate(stored.names)
+        }
+        # Of weights of which some tensors are still to come: the weight, its views, and how many those are.
+        self._partial: dict[str, tuple[Tensor, Sequence[Tensor], int]] = {}
+
+    def take(self, tensor_name: str, tensor: Tensor) -> None:
+        """The next tensor, in the dtype and on the device in which it stays."""
+        name, index = self._owners[tensor_name]
+        stored = self._architecture.stored[name]
+        if type(stored) is not AsItIs:
+            if name not in self._partial:
+                weight = tensor.new_empty(self._architecture.weight_shapes[name])
+                self._partial[name] = weight, stored.views(weight), len(stored.names)
+            weight, views, missing = self._partial.pop(name)
+            views[index].copy_(tensor)
+            if missing > 1:
+                self._partial[name] = weight, views, missing - 1
+                return
+            tensor = weight
+        self.weights[name] = self._storage.made(self._architecture, name, tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor in a file, by the file's header."""
+    """A tensor in a file, by the file's header. name: its own, there."""
 
     file: Path
     name: str
@@ -93,27 +121,44 @@ class Entry:
 
 
 def find_weights(architecture: Architecture, directory: Path) -> dict[str, Entry]:
-    """A checkpoint's tensors by name, none of which is read; WeightsError if they are not the model's."""
+    """A checkpoint's tensors by the names that the model has for them, none of which is read; WeightsError if they are
+    not the model's.
+    """
     found: dict[str, Entry] = {}
     for file in weight_files(directory):
         for entry in _entries(file):
-            if entry.name in found:
-                raise WeightsError(f"{entry.name} is in both {found[entry.name].file} and {file}; keep one of them")
-            found[entry.name] = entry
+            name = name_in_model(architecture, entry.name)
+            if name in found:
+                raise WeightsError(f"{entry.name} is in both {found[name].file} and {file}; keep one of them")
+            found[name] = entry
     _check(architecture, found, directory)
     return found
 
 
+def name_in_model(architecture: Architecture, name: str) -> str:
+    """A checkpoint of a model that was saved without its head lacks what all names begin with."""
+    whole = architecture.bare_prefix + name
+    return whole if name not in architecture.stored_shapes and whole in architecture.stored_shapes else name
+
+
+def stored_head(architecture: Architecture) -> str:
+    """The name in checkpoints of the head's weight, which a tied model may have too."""
+    return architecture.stored_as(HEAD).names[0]
+
+
 def _check(architecture: Architecture, found: dict[str, Entry], directory: Path) -> None:
-    shapes, family = architecture.weight_shapes, architecture.config.model_type
+    shapes, family = architecture.stored_shapes, architecture.config.model_type
     if missing := [name for name in shapes if name not in found]:
-        bare = all(f"model.{name}" in shapes for name in found)
+        bare = all(name != entry.name for name, entry in found.items())
         hint = "; it was saved from the bare model, without its head" if bare else ""
         raise WeightsError(f"{directory} lacks {some_of(missing)}, which the model needs{hint}")
+    unread = re.compile(architecture.unread)
     unknown = [
         name
         for name in found
-        if name not in shapes and not _IGNORED.match(name) and not (architecture.tied and name == HEAD)
+        if name not in shapes
+        and not unread.fullmatch(name)
+        and not (architecture.tied and name == stored_head(architecture))
     ]
     if unknown:
         raise WeightsError(f"{directory} holds {some_of(unknown)}, which this {family} does not have")
@@ -125,13 +170,14 @@ def _check(architecture: Architecture, found: dict[str, Entry], directory: Path)
             raise WeightsError(f"{entry.file}: {name} is {entry.kind}; weights must be float32, float16 or bfloat16")
 
 
-def check_tied_head(file: Path, embedding: Tensor) -> None:
+def check_tied_head(head: Entry, embedding: Tensor) -> None:
     """A tied checkpoint may store its head too, but then it must be the embedding."""
-    with _open(file) as reader:
-        head = reader.get_tensor(HEAD)
-    if not torch.equal(head.to(embedding), embedding):
+    with _open(head.file) as reader:
+        tensor = reader.get_tensor(head.name)
+    if not torch.equal(tensor.to(embedding), embedding):
         raise WeightsError(
-            f"{file}: {HEAD} is not the embedding, but the configuration ties them; set tie_word_embeddings to false"
+            f"{head.file}: {head.name} is not the embedding, but the configuration ties them; set tie_word_embeddings "
+            "to false"
         )
 
 

@@ -70,18 +70,18 @@ class TakenTime:
 
 
 def taken_of(plan: Plan, *, step_s: float, forward_s: float) -> Taken:
-    """What was taken of a step that took this long, and its forward pass: jobs took all but the requests' rows, in
-    seconds of the whole device.
+    """What was taken of a step that took this long, and its forward pass: jobs and batch work took all but the rows of
+    requests that somebody waits for, in seconds of the whole device.
     """
     if not plan.forward_s:
         return Taken(step_s - forward_s)
-    own_s = forward_s * plan.forward_speed * (1 - plan.window_s / plan.forward_s)
+    own_s = forward_s * plan.forward_speed * (1 - (plan.window_s + plan.batch_s) / plan.forward_s)
     return Taken(step_s - own_s, own_s - _profiled_s(plan))
 
 
 def _profiled_s(plan: Plan) -> float:
     """What the requests' rows take by the profile."""
-    return (plan.forward_s - plan.window_s) / plan.forward_correction
+    return (plan.forward_s - plan.window_s - plan.batch_s) / plan.forward_correction
 
 
 class RecentNeed:

@@ -41,7 +41,7 @@ class PlanBuilder:
         self._losses: list[PlannedLoss] = []
         self._tasklets: list[PlannedTasklets] = []
         self._updates: list[str] = []
-        self._decode_share = self._prefill_s = 0.0
+        self._decode_share = self._prefill_s = self._batch_s = 0.0
         self._forward_s = self._window_s = self._loss_s = self._backward_s = self._update_s = 0.0
         self._loss_rows = 0
         self._until_s = inf  # what jobs were given
@@ -87,6 +87,7 @@ class PlanBuilder:
             partition=self._partition,
             forward_s=self._forward_s,
             prefill_s=self._prefill_s,
+            batch_s=self._batch_s,
             window_s=self._window_s,
             loss_s=self._loss_s,
             backward_s=self._backward_s,
@@ -129,6 +130,28 @@ class PlanBuilder:
             if rows < request.num_rows:
                 return False
         return True
+
+    def batch(self, requests: Sequence[RequestView], until_s: float, *, must: bool) -> None:
+        """Rows of batch work, as far as they are done by then: tokens of those that decode, the ones that wait longest
+        first; then prompts, those first that are due first. To be asked once all other requests have their rows.
+
+        must: the smallest piece in any case.
+        """
+        before_s, prefill_s, budget_s = self._forward_s, self._prefill_s, until_s / self._late_factor
+        decoding = sorted([each for each in requests if each.num_rows == 1], key=lambda each: each.last_token_s)
+        most = min(len(decoding), self._max_rows - self._load.rows)
+        if most > 0:
+            seconds = self._latency.with_decodes(self._load, decoding)
+            fits = seconds(1) <= budget_s
+            taken = decoding[: _most(1, most, seconds, budget_s)] if fits or must else []
+            self._load.add_decodes(taken)
+            self._rows += [PlannedRows(each.id, "decode", each.num_past, 1) for each in taken]
+            self._forward_s = self._latency.forward_s(self._load)
+            must = must and not taken
+        prompts = [each for each in requests if each.num_rows > 1]
+        self.prefill(sorted(prompts, key=lambda each: each.batch_due_s or 0.0), budget_s, urgent=must)
+        self._batch_s += self._forward_s - before_s
+        self._prefill_s = prefill_s
 
     def divide(self, jobs: Sequence[JobView], until_s: float) -> None:
         """Have the tasklets of the plan run beside its forward pass where that is predicted to get more done by then;

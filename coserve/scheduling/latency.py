@@ -7,7 +7,7 @@ every measured step moves a correction for steps of its kind. The margin is what
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from coserve.scheduling.corrections import Corrections
@@ -119,6 +119,16 @@ class LatencyModel:
         return self.forward_s(
             ForwardLoad(rows=rows, sampled=1, spans=1, pairs=rows * (num_past + rows / 2), keys=num_past + rows)
         )
+
+    def with_decodes(self, load: ForwardLoad, requests: Sequence[RequestView]) -> Callable[[int], float]:
+        """The seconds of a load with the next token of the first of these requests added to it, by their number."""
+
+        def seconds(number: int) -> float:
+            more = replace(load, versions=set(load.versions))
+            more.add_decodes(requests[:number])
+            return self.forward_s(more)
+
+        return seconds
 
     def with_request(self, load: ForwardLoad, request: RequestView) -> Callable[[int], float]:
         """The seconds of a load with some rows of a request's prompt added to it, by their number.

@@ -3,8 +3,8 @@
 A request is admitted once its whole prompt fits (FlexLLM section 7). Where pages are missing, what is cheapest to do
 again goes: a job's pack, or the youngest request, whose tokens are computed again later. A pack that has run for long
 is worth more than a short prompt; it is spared where the request can wait until the pack's pages come back. A pack is
-begun only where the requests that run will leave it its pages until it is done. A policy may decide otherwise, in its
-own file.
+begun only where the requests that run will leave it its pages until it is done. Batch work makes room before all of
+these, the youngest first, and is admitted where nobody else waits. A policy may decide otherwise, in its own file.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +26,13 @@ CanWait = Callable[[RequestView, JobView], bool]
 
 
 class MemoryPlan:
-    """Pages changing hands, decided piece by piece; `requests` and `jobs` are those that can run after it."""
+    """Pages changing hands, decided piece by piece; `requests`, `batch` and `jobs` are those that can run after it."""
 
     def __init__(self, view: View) -> None:
         self._view = view
         self.free = view.num_free_pages
         self.requests: list[RequestView] = list(view.requests)
+        self.batch: list[RequestView] = list(view.batch)
         self.jobs: list[JobView] = [job for job in view.jobs if job.phase != "pack"]
         self.preempt: list[str] = []
         self.drop: list[str] = []
@@ -39,6 +40,8 @@ class MemoryPlan:
         self.begin: list[str] = []
         self.waits_for_pack = False  # whether a request is not admitted because a pack will soon be done
         self._grown: dict[str, int] = {}
+        self._is_short = False  # whether requests made room for others
+        self._batch_pages = inf  # the share of batch work
 
     def grow(self, can_wait: CanWait | None = None) -> None:
         """See to it that every request that runs has the pages of its next rows, whatever it takes."""
@@ -46,6 +49,7 @@ class MemoryPlan:
         if needed <= self.free:
             self.free -= needed
             return
+        self._preempt_batch(needed)
         for request in list(self.requests):
             while request.id not in self.preempt and request.num_pages > self.free:
                 youngest = self._youngest()
@@ -58,15 +62,17 @@ class MemoryPlan:
 
     def admit_waiting(self, waiting: Sequence[RequestView] | None = None, can_wait: CanWait | None = None) -> None:
         """Give waiting requests their pages, in this order (default: as they came), as long as whole prompts fit."""
-        if self.preempt:
+        if self._is_short:
             return
-        for request in self._view.waiting if waiting is None else waiting:
+        for request in by_priority(self._view.waiting) if waiting is None else waiting:
             if len(self.requests) >= self._view.max_requests:
                 return
             if not request.may_start:
                 continue
             # Those that run will want a page each, soon.
             needed = request.num_pages + len(self.requests)
+            if self.free + self._given(self.batch) + self._given(self._packs()) >= needed:
+                self._preempt_batch(needed, slots=1)
             if needed > self.free:
                 if can_wait is not None and self._spares(request, request.num_rows, can_wait):
                     self.waits_for_pack = True
@@ -75,6 +81,38 @@ class MemoryPlan:
                     return
             self.free -= request.num_pages
             self.requests.append(request)
+            self.admit.append(request.id)
+
+    def serve_batch(self, most_pages: float) -> None:
+        """Pages for the next rows of batch work, and for more of it, those first that are due first; as long as no
+        request waits, and a few pages are left for those that run.
+
+        most_pages: of all batch work together; for more to be admitted, and where a job needs the others.
+        """
+        self._batch_pages = most_pages
+        for request in list(self.batch):
+            if request.num_pages > self.free:
+                self._preempt_batch(request.num_pages)
+            if request.id not in self.preempt and request.num_pages <= self.free:
+                self.free -= request.num_pages
+                self._grown[request.id] = request.num_pages
+        admitted = set(self.admit)
+        if self.preempt or any(each.may_start and each.id not in admitted for each in self._view.waiting):
+            return
+        spare = SPARE_PAGES * len(self.requests) + len(self.batch)
+        held = sum([each.num_held + each.num_pages for each in self.batch])
+        for request in sorted(self._view.batch_waiting, key=lambda each: each.batch_due_s or 0.0):
+            if len(self.requests) + len(self.batch) >= self._view.max_requests:
+                return
+            if not request.may_start:
+                continue
+            fits = held + request.num_pages <= most_pages or not self.batch
+            if not fits or request.num_pages + spare > self.free:
+                return
+            self.free -= request.num_pages
+            held += request.num_pages
+            spare += 1
+            self.batch.append(request)
             self.admit.append(request.id)
 
     def begin_packs(
@@ -100,6 +138,8 @@ class MemoryPlan:
             seconds = pack_s(job) if pack_s is not None else 0.0
             until_s = seconds if job.waited_s < MOST_PACK_WAITS * seconds else 0.0
             spare = self._growth(max(until_s, self._view.give_back_s))
+            if job.num_pages + spare > self.free:
+                self._return_to_share(job.num_pages + spare)
             if job.num_pages + spare > self.free:
                 continue
             self.free -= job.num_pages
@@ -142,13 +182,47 @@ class MemoryPlan:
         return sorted([job for job in self.jobs if job.phase != "update"], key=rows_lost)
 
     def _youngest(self) -> RequestView:
-        """Of those that came at once, the one that was admitted last."""
-        return max(reversed(self.requests), key=lambda running: running.arrival_s)
+        """Of those with the least priority that came at once, the one that was admitted last."""
+        return max(reversed(self.requests), key=lambda running: (running.priority, running.arrival_s))
 
     def _preempt(self, request: RequestView) -> None:
+        self._is_short = True
+        self.requests.remove(request)
+        self._close(request)
+
+    def _return_to_share(self, num_pages: int) -> None:
+        """Have batch work that has grown beyond its share make room, if that brings as many free pages."""
+        held, given, kept = self._given(self.batch), 0, list(self.batch)
+        while kept and held - given > self._batch_pages:
+            given += kept.pop().num_held
+        if self.free + given >= num_pages:
+            while len(self.batch) > len(kept):
+                self._close(self.batch.pop())
+
+    def _given(self, items: Sequence[RequestView] | Sequence[JobView]) -> int:
+        """Pages that come back when these make room."""
+        return sum([each.num_pages if isinstance(each, JobView) else each.num_held for each in items])
+
+    def _preempt_batch(self, num_pages: int, *, slots: int = 0) -> None:
+        """Have batch work make room, what came last first, until as many pages and slots are free, or none is left."""
+        most = self._view.max_requests - len(self.requests) - slots
+        while self.batch and (self.free < num_pages or len(self.batch) > most):
+            self._close(self.batch.pop())
+
+    def _close(self, request: RequestView) -> None:
+        if request.id in self.admit:  # it has been admitted in this plan
+            self.admit.remove(request.id)
+            self.free += request.num_pages
+            return
         self.free += request.num_held + self._grown.pop(request.id, 0)
         self.preempt.append(request.id)
-        self.requests.remove(request)
+
+
+def by_priority(waiting: Sequence[RequestView]) -> Sequence[RequestView]:
+    """Requests in the order of their priorities, and as they came."""
+    if all(not request.priority for request in waiting):
+        return waiting
+    return sorted(waiting, key=lambda request: request.priority)
 
 
 def rows_lost(job: JobView) -> float:

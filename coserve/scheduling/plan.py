@@ -25,8 +25,9 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     whether its tokens are drawn, not the likeliest. is_masked: whether only some tokens may come, by its grammar.
     num_scored: rows whose next token is scored, as prompt
     log-probabilities are. may_start: False while it waits for a sequence with the same prompt. num_left: tokens that
-    may still come at most. jobs_s: seconds that work of jobs has taken since its first token; before that, since it
-    came. Times in seconds of the engine's clock.
+    may still come at most. jobs_s: seconds that work of jobs, and batch work, has taken since its first token;
+    before that, since it came. priority: the lowest goes first. batch_due_s: of batch work, when it should be done;
+    None: of a request that somebody waits for. Times in seconds of the engine's clock.
     """
 
     id: str
@@ -49,6 +50,8 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     num_left: int = 2**31
     jobs_s: float = 0.0
     is_masked: bool = False
+    priority: int = 0
+    batch_due_s: float | None = None
 
 
 class JobView(msgspec.Struct, frozen=True):
@@ -106,11 +109,12 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """The engine at the moment of planning.
 
     requests: those that run, in the order of admission. waiting: those that wait for pages, in the order in which they
-    came, preempted ones first. jobs: the one that has been served least first. num_free_pages: that could be had now:
-    free ones, and those of prefixes that nobody uses. num_pages: of the pool (0: not known). block_tokens: tokens of a
-    page. ttft_s, tpot_s: the SLO of a request that brings none, such as the next to arrive. max_rows: the most rows of
-    a forward pass. max_requests: the most that run at once. need: how near to their SLOs requests are by themselves.
-    num_units: of the device, for a `Partition`; 1: it cannot be divided.
+    came, preempted ones first. batch, batch_waiting: the same of batch work, for which nobody waits; of a policy that
+    does not tell the two apart (`Policy.serves_batch`) they are among the others. jobs: the one that has been served
+    least first. num_free_pages: that could be had now: free ones, and those of prefixes that nobody uses. num_pages: of
+    the pool (0: not known). block_tokens: tokens of a page. ttft_s, tpot_s: the SLO of a request that brings none, such
+    as the next to arrive. max_rows: the most rows of a forward pass. max_requests: the most that run at once. need: how
+    near to their SLOs requests are by themselves. num_units: of the device, for a `Partition`; 1: it cannot be divided.
     history: what the policy has the engine remember (`Policy.make_history`); None if that is nothing. give_back_s:
     within how many seconds packs and requests that make room have given their pages back.
     """
@@ -118,6 +122,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     requests: tuple[RequestView, ...] = ()
     waiting: tuple[RequestView, ...] = ()
+    batch: tuple[RequestView, ...] = ()
+    batch_waiting: tuple[RequestView, ...] = ()
     jobs: tuple[JobView, ...] = ()
     tenants: tuple[TenantView, ...] = ()
     num_free_pages: int = 0
@@ -185,11 +191,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     end of the step, where their deadlines are compared with it.
 
     backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no limit). The
-    predictions are in seconds of the whole device, without the margin for error; prefill_s, window_s: what prompts and
-    windows add to forward_s. forward_correction: forward_s over what the profile alone says. forward_speed,
-    backward_speed: of these speeds, what the forward pass and losses and tasklets beside it reach on their units;
-    predicted_s counts with them. decode_share: of a TPOT, what a step that only decodes takes, in the mean over the
-    requests that do.
+    predictions are in seconds of the whole device, without the margin for error; prefill_s, batch_s, window_s: what
+    prompts, batch work and windows add to forward_s. forward_correction: forward_s over what the profile alone says.
+    forward_speed, backward_speed: of these speeds, what the forward pass and losses and tasklets beside it reach on
+    their units; predicted_s counts with them. decode_share: of a TPOT, what a step that only decodes takes, in the mean
+    over the requests that do.
     """
 
     preempt: tuple[str, ...] = ()
@@ -204,6 +210,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     partition: Partition | None = None
     forward_s: float = 0.0
     prefill_s: float = 0.0
+    batch_s: float = 0.0
     window_s: float = 0.0
     loss_s: float = 0.0
     backward_s: float = 0.0

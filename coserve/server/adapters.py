@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +13,7 @@ from coserve.adapters.peft_directory import check_directory
 from coserve.errors import AdapterError, EngineGoneError
 from coserve.jobs.records import AdapterRecord
 from coserve.jobs.store import Store
+from coserve.server.lora_option import lora_module
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +93,30 @@ class LoadedAdapters:
         if self._store is None:
             raise EngineGoneError("the server is starting; try again in a few seconds")
         return self._store
+
+
+class GivenAdapters:
+    """Those that the server was started with: an `AdapterCatalogue` that all tenants share."""
+
+    def __init__(self, modules: Sequence[str], *, base: str, taken: Collection[str]) -> None:
+        """modules: see `lora_module`. taken: names that they cannot have. AdapterError if one cannot be read."""
+        self._known: dict[str, AdapterRecord] = {}
+        for module in modules:
+            name, path = lora_module(module)
+            if name in taken or name in self._known or "@" in name:
+                raise AdapterError(f"--lora-modules {name}: the name is taken, or has an @; choose another")
+            try:
+                check_directory(path)
+            except (AdapterError, OSError, ValueError) as error:
+                raise AdapterError(f"--lora-modules {name}: {error}") from None
+            directory = str(Path(path).resolve())
+            self._known[name] = adapter_at(directory, tenant="", name=name, base=base)
+
+    def list(self, tenant: str) -> list[AdapterRecord]:
+        return list(self._known.values())
+
+    def find(self, tenant: str, name: str) -> AdapterRecord | None:
+        return self._known.get(name)
 
 
 def adapter_at(directory: str, *, tenant: str, name: str, base: str) -> AdapterRecord:

@@ -116,7 +116,7 @@ class Admission:
 
     def engine_reported(self, report: StepReport) -> None:
         for chunk in report.chunks:
-            if chunk.tokens and (entry := self._ledger.find(chunk.request)) is not None:
+            if chunk.tokens and (entry := self._ledger.find(chunk.request)) is not None and not entry.is_batch:
                 self._pay(entry.tenant, len(chunk.tokens))
 
 

@@ -14,12 +14,13 @@ from coserve.server import routes
 from coserve.server.addresses import AddressMiddleware, HeadMiddleware, PrefixMiddleware
 from coserve.server.body_limit import BodyLimitMiddleware
 from coserve.server.context import ServerContext
+from coserve.server.cross_site import CrossSiteMiddleware
 from coserve.server.deadline import DeadlineMiddleware
 from coserve.server.errors import ApiError, as_api_error
 from coserve.server.faults import validation_error
 from coserve.server.hosts import hosts_of
 from coserve.server.request_log import HEADER, RequestLogMiddleware
-from coserve.server.responses import error_response
+from coserve.server.responses import json_response
 from coserve.server.tenants import TenantMiddleware
 from coserve.server.tracing import TracingMiddleware
 from coserve.version import VERSION
@@ -42,6 +43,7 @@ def create_app(context: ServerContext) -> FastAPI:
     )
     app.add_middleware(DeadlineMiddleware, timeout_s=config.request_timeout_s)
     app.add_middleware(TenantMiddleware, keys=context.keys, admission=context.admission)
+    app.add_middleware(CrossSiteMiddleware, keys=context.keys, cors_origins=config.cors_origins)
     app.add_middleware(AddressMiddleware, hosts=hosts_of(config.allowed_hosts, config.host))
     if config.cors_origins:  # browsers ask without a key whether they may ask with one
         app.add_middleware(
@@ -65,14 +67,20 @@ def create_app(context: ServerContext) -> FastAPI:
     return app
 
 
+def _answered(request: Request, error: ApiError) -> Response:
+    """In OpenAI's form, which with a type of its own is Anthropic's."""
+    is_anthropic = request.url.path.startswith("/v1/messages")
+    return json_response({**({"type": "error"} if is_anthropic else {}), **error.body()}, error.status, error.headers)
+
+
 async def _answer_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return _answered(request, error)
 
 
 async def _answer_coserve_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, CoserveError)
-    return error_response(as_api_error(error))
+    return _answered(request, as_api_error(error))
 
 
 async def _answer_os_error(request: Request, error: Exception) -> Response:
@@ -80,29 +88,29 @@ async def _answer_os_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, OSError)
     if not is_disk_full(error):
         raise error
-    return error_response(as_api_error(DiskFullError("the disk is full: free some space there, and try again")))
+    return _answered(request, as_api_error(DiskFullError("the disk is full: free some space there, and try again")))
 
 
 async def _answer_validation_error(request: Request, error: Exception) -> Response:
     """The first fault, by the field's name."""
     assert isinstance(error, RequestValidationError)
-    return error_response(validation_error(error.errors()))
+    return _answered(request, validation_error(error.errors()))
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, ApiError):  # FastAPI's, of what `bodies` raised
-        return error_response(error.__cause__)
+        return _answered(request, error.__cause__)
     messages = {
         404: f"Invalid URL ({request.method} {request.url.path})",
         405: f"Not allowed to {request.method} on {request.url.path}",
     }
     message = messages.get(error.status_code, str(error.detail))
-    return error_response(ApiError(message, status=error.status_code, headers=dict(error.headers or {})))
+    return _answered(request, ApiError(message, status=error.status_code, headers=dict(error.headers or {})))
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     """Starlette answers this outside of all that was added above."""
     id = request_id.get()
     message = f"The server had an error while processing your request; its log says more of {id}."
-    return error_response(ApiError(message, status=500, kind="server_error", headers={HEADER: id}))
+    return _answered(request, ApiError(message, status=500, kind="server_error", headers={HEADER: id}))

@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -22,6 +22,7 @@ from coserve.server.faults import no_json, validation_error
 # Bytes that are read sooner than a thread could begin to.
 SMALL_BODY_BYTES = 1 << 16
 _MOST_REASON = 200
+B = TypeVar("B", bound=BaseModel)
 
 
 class BodyReader:
@@ -50,18 +51,23 @@ def _read_big(kind: type[BaseModel], body: bytes) -> BaseModel:
         gc.enable()
 
 
-def read_body(kind: type[BaseModel], body: bytes) -> BaseModel:
+def read_body(kind: type[B], body: bytes) -> B:
     """The object that a body describes.
 
     Raises:
         ApiError: it is not JSON, names a field twice, is no object, or does not describe one of that kind.
     """
     try:
-        value = json.loads(body, object_pairs_hook=_named_once)
+        value = json.loads(body, object_pairs_hook=named_once)
     except RecursionError:
         raise no_json("it is nested too deeply") from None
     except ValueError as error:
         raise no_json(str(error)[:_MOST_REASON]) from None
+    return body_of(kind, value)
+
+
+def body_of(kind: type[B], value: Any) -> B:
+    """The object that what was read of JSON describes; ApiError if it does not describe one of that kind."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -72,7 +78,7 @@ def read_body(kind: type[BaseModel], body: bytes) -> BaseModel:
         ) from None
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Of two values by one name, nobody knows which was meant."""
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -1,6 +1,7 @@
 """How much of a body is read, for how long, and how much of all bodies together is in memory."""
 
 import asyncio
+import re
 import time
 from typing import NoReturn
 
@@ -10,11 +11,15 @@ from coserve.server.bodies import SMALL_BODY_BYTES
 from coserve.server.errors import ApiError
 from coserve.server.responses import error_response
 
-_UPLOADS = "/v1/files"
+_UPLOADS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 # Of a multipart upload, around the file.
 _AROUND_A_FILE = 1 << 20
 # These hold prompts.
-_LONG_BODIES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+_LONG_BODIES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"),
+    *("/v1/chat/completions/batch", "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/tokenize", "/detokenize"),
+)
 # All others hold settings.
 _SETTINGS_BYTES = 1_000_000
 # What a body may be slower than for as long as a pause may last, and no longer.
@@ -45,7 +50,7 @@ class BodyLimitMiddleware:
         if declared.isdigit() and int(declared[:19]) > limit:
             await error_response(_too_long(limit))(scope, receive, send)
             return
-        memory = None if path == _UPLOADS else self._memory
+        memory = None if _UPLOADS.fullmatch(path) else self._memory
         body = _Body(receive, send, limit, self._timeout_s, memory)
         try:
             await self._app(scope, body.receive, body.send)
@@ -58,7 +63,7 @@ class BodyLimitMiddleware:
             await error_response(body.refusal)(scope, receive, send)
 
     def _limit(self, path: str) -> int:
-        if path == _UPLOADS:
+        if _UPLOADS.fullmatch(path):
             return self._max_upload_bytes
         return self._max_body_bytes if path in _LONG_BODIES else min(_SETTINGS_BYTES, self._max_body_bytes)
 

@@ -1,26 +1,13 @@
 """One choice of a chat: from the text that the model writes to its message, whole or as deltas."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from coserve.server.reasoning import ThinkReader
+from coserve.server.answer_reader import AnswerReader, ChatFrame
 from coserve.server.tool_parsers.base import Arguments, CallBegins, CallFails, Content, Part, Reasoning
 from coserve.server.tools import Tools
 
 # As DeepSeek and LiteLLM name it, and as vLLM does.
 _REASONING = ("reasoning_content", "reasoning")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatFrame:
-    """What the text of an answer begins in. role: whose message it is. echo: the message that comes before the text.
-    inside_reasoning: whether the prompt has opened it. with_reasoning: whether it is part of the answer.
-    """
-
-    role: str = "assistant"
-    echo: str = ""
-    inside_reasoning: bool = False
-    with_reasoning: bool = True
 
 
 class ChatChoice:
@@ -29,11 +16,7 @@ class ChatChoice:
     """
 
     def __init__(self, tools: Tools, frame: ChatFrame) -> None:
-        self._tools, self._frame = tools, frame
-        reads_all = tools.parser is not None and tools.parser.reads_all
-        # An answer that has to call does not think first, even if the prompt has opened a reasoning.
-        self._think = None if reads_all or tools.must_call else ThinkReader(inside=frame.inside_reasoning)
-        self._parser = None if tools.parser is None else tools.parser(tools.names)
+        self._frame, self._reader = frame, AnswerReader(tools, frame)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -41,22 +24,10 @@ class ChatChoice:
 
     def add(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """The delta that more text makes."""
-        parts = self._read(text, is_last=is_last)
         delta: dict[str, Any] = {}
-        for part in parts:
+        for part in self._reader.push(text, is_last=is_last):
             self._take(part, delta)
         return delta
-
-    def _read(self, text: str, *, is_last: bool) -> list[Part]:
-        parts: list[Part] = [Content(text)] if text else []
-        if self._think is not None:
-            parts = self._think.push(text) + (self._think.finish() if is_last else [])
-        if self._parser is None:
-            return parts
-        found: list[Part] = []
-        for part in parts:
-            found += self._parser.push(part.text) if isinstance(part, Content) else [part]
-        return found + (self._parser.finish() if is_last else [])
 
     def reason(self, reason: str) -> str:
         """Why it is over, as OpenAI says it."""
@@ -78,12 +49,9 @@ class ChatChoice:
             self._content.append(part.text)
             delta["content"] = delta.get("content", "") + part.text
         elif isinstance(part, Reasoning):
-            if self._frame.with_reasoning:
-                self._reasoning.append(part.text)
-                for name in _REASONING:
-                    delta[name] = delta.get(name, "") + part.text
-        elif self._num_begun + isinstance(part, CallBegins) > 1 and not self._tools.parallel:
-            self._num_begun += isinstance(part, CallBegins)
+            self._reasoning.append(part.text)
+            for name in _REASONING:
+                delta[name] = delta.get(name, "") + part.text
         elif isinstance(part, CallBegins):
             self._begin(part.name, delta)
         elif isinstance(part, Arguments):
@@ -95,8 +63,7 @@ class ChatChoice:
             del self._calls[-1]
 
     def _begin(self, name: str, delta: dict[str, Any]) -> None:
-        assert self._parser is not None
-        call = {"id": self._parser.new_id(), "type": "function", "function": {"name": name, "arguments": ""}}
+        call = {"id": self._reader.new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
         self._calls.append(call)
         delta.setdefault("tool_calls", []).append(
             {"index": self._num_begun, **call, "function": {"name": name, "arguments": ""}}

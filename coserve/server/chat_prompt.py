@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coserve.server.chat_choice import ChatFrame
+from coserve.server.answer_reader import ChatFrame
 from coserve.server.errors import ApiError
 from coserve.server.prompts import Prompts
 from coserve.server.reasoning import begins_inside

@@ -1,33 +1,27 @@
 """The answer of /v1/chat/completions, whole or as events, of the chunks that come for its choices."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from coserve.devices.messages import TokenLogprob
 from coserve.engine.request import Chunk
-from coserve.server.chat_choice import ChatChoice, ChatFrame
+from coserve.server.chat_choice import ChatChoice
+from coserve.server.chat_request import ChatRequest
 from coserve.server.context import ServerContext
-from coserve.server.generation import Generation, Usage, UsageOptions, chunks_of, finite
+from coserve.server.generation import Usage, UsageOptions, chunks_of, finite
 from coserve.server.responses import server_sent_event
 from coserve.server.token_details import TokenDetails
-from coserve.server.tools import Tools
 
 
 class ChatWriter:
     """Makes the answer of one request's chunks."""
 
-    def __init__(
-        self,
-        context: ServerContext,
-        generation: Generation,
-        tools: Tools,
-        frame: ChatFrame,
-        details: TokenDetails,
-    ) -> None:
-        self._context, self._generation, self._frame, self._details = context, generation, frame, details
+    def __init__(self, context: ServerContext, chat: ChatRequest) -> None:
+        generation = chat.generation
+        self._context, self._generation, self._frame, self._details = context, generation, chat.frame, chat.details
         self._usage = Usage(num_prompt=len(generation.prompts[0]))
-        self._choices = [ChatChoice(tools, frame) for _ in range(generation.params.n)]
+        self._choices = [ChatChoice(chat.tools, chat.frame) for _ in range(generation.params.n)]
         self._with_logprobs = generation.params.logprobs is not None
 
     async def whole(self) -> dict[str, Any]:
@@ -49,7 +43,7 @@ class ChatWriter:
             {
                 "index": index,
                 "message": choice.message(),
-                "logprobs": _logprobs(self._details, found) if self._with_logprobs else None,
+                "logprobs": logprobs_of(self._details, found) if self._with_logprobs else None,
                 "finish_reason": reason,
                 **self._details.ids(ids),
             }
@@ -102,7 +96,7 @@ class ChatWriter:
         choice, found = self._choices[chunk.index], []
         delta = choice.add(chunk.text, is_last=chunk.finish_reason is not None)
         if delta or chunk.tokens:
-            logprobs = _logprobs(self._details, list(chunk.logprobs)) if self._with_logprobs else None
+            logprobs = logprobs_of(self._details, list(chunk.logprobs)) if self._with_logprobs else None
             more = _delta(chunk.index, delta or {"content": ""}, logprobs=logprobs)
             found.append({**more, **self._details.ids(chunk.tokens)})
         if chunk.finish_reason is not None:
@@ -125,7 +119,8 @@ def _delta(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(details: TokenDetails, found: list[TokenLogprob]) -> dict[str, Any]:
+def logprobs_of(details: TokenDetails, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """As OpenAI gives them in a chat."""
     content = [
         {**_one(details, each.token, each.logprob), "top_logprobs": [_one(details, *top) for top in each.top]}
         for each in found

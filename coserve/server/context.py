@@ -12,15 +12,19 @@ from fastapi import Depends, Request
 from coserve.errors import EngineGoneError
 from coserve.jobs.manager import JobManager
 from coserve.jobs.records import AdapterRecord
+from coserve.jobs.trackers import Trackers
 from coserve.scheduling.slo import Slo
 from coserve.server.adapters import AdapterCatalogue, LoadedAdapters, find_adapter
 from coserve.server.admission import Admission
+from coserve.server.background import BackgroundRuns
+from coserve.server.batch_runner import BatchRunner
 from coserve.server.bodies import BodyReader
 from coserve.server.config import ServerConfig
 from coserve.server.keys_file import Keys
 from coserve.server.ledger import Entry, Ledger
 from coserve.server.limits import Limits
 from coserve.server.metrics import Metrics
+from coserve.server.page.examples import Previews
 from coserve.server.prompts import Prompts
 from coserve.server.readiness import Readiness
 from coserve.server.status import StatusBoard
@@ -29,7 +33,7 @@ from coserve.server.tool_parsers import ToolParser, parser_class, parser_of_temp
 from coserve.server.tracing import Tracing
 from coserve.server.waiting import WaitingRequests
 from coserve.version import VERSION
-from coserve.worker.link import EngineLink
+from coserve.worker.access import EngineAccess
 from coserve.worker.protocol import AddRequest, Ready
 from coserve.worker.streams import RequestStream
 
@@ -39,24 +43,28 @@ class ServerContext:
     """A running server. catalogues: where adapters are looked up, in this order; more may be added at the start."""
 
     config: ServerConfig
-    link: EngineLink
+    link: EngineAccess
     prompts: Prompts
     loaded: LoadedAdapters = field(default_factory=LoadedAdapters)
     catalogues: list[AdapterCatalogue] = field(default_factory=list)
     job_manager: JobManager | None = None
     ledger: Ledger = field(default_factory=Ledger)
     bodies: BodyReader = field(default_factory=BodyReader)
+    runs: BackgroundRuns = field(default_factory=BackgroundRuns)
     tracing: Tracing | None = None
+    batch_runner: BatchRunner | None = None
+    trackers: Trackers | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.catalogues.insert(0, self.loaded)
         self.keys = Keys(self.config)
         self.admission = Admission(self.keys, self.ledger)
-        self.board, self.metrics = StatusBoard(self.ledger), Metrics(self.ledger)
+        self.board, self.metrics = StatusBoard(self.ledger), Metrics(self.ledger, lambda: self.model_name)
         self.waiting = WaitingRequests(self.config.max_queued_requests)
         self.readiness = Readiness(self.link)
         self.structured = StructuredOutput(self.prompts, self.link)
+        self.previews = Previews(self.prompts)
         for listener in (self.board, self.metrics, self.waiting, self.admission, self.readiness):
             self.link.listen(listener)
         if self.tracing is not None:
@@ -68,6 +76,13 @@ class ServerContext:
         if self.job_manager is None:
             raise EngineGoneError("the server is starting; try again in a few seconds")
         return self.job_manager
+
+    @property
+    def batches(self) -> BatchRunner:
+        """Those that are under way."""
+        if self.batch_runner is None:
+            raise EngineGoneError("the server is starting; try again in a few seconds")
+        return self.batch_runner
 
     @property
     def model_name(self) -> str:
@@ -118,6 +133,15 @@ class ServerContext:
         """`find_adapter` without holding up other requests."""
         return self.loaded.find(tenant, name) or await asyncio.to_thread(self.find_adapter, tenant, name)
 
+    def only_trained(self, tenant: str, name: str) -> str | None:
+        """Which of `trainable_models` a name stands for, or an adapter's does; None: none of them. Blocks."""
+        if self.job_manager is None:
+            return None
+        others = self.job_manager.models.others
+        found = self.job_manager.adapters.find_on_any(tenant, name)
+        model = name if found is None else found.base
+        return model if model in others else None
+
     async def adapters(self, tenant: str) -> list[AdapterRecord]:
         """All that it can name."""
         return await asyncio.to_thread(lambda: [known for each in self.catalogues for known in each.list(tenant)])
@@ -132,29 +156,33 @@ class ServerContext:
         shown_tokens: tuple[str, ...] = (),
     ) -> RequestStream:
         """Send requests of one tenant to the engine; to be closed in any case. adapter: as the tenant calls it.
-        shown_tokens: see `TextStream`.
+        shown_tokens: see `TextStream`. Batch work is no request under way, and waits as long as it must.
 
         Raises:
             ApiError: too many wait. LimitError: the tenant has too many under way, or has used its tokens.
             EngineGoneError: there is no engine now. RequestError: stop strings without a tokenizer.
         """
-        self.waiting.check()
-        number = _num_sequences(requests)
-        self.admission.begin(
-            tenant, num_sequences=number, num_prompt_tokens=sum(len(request.prompt) for request in requests)
-        )
+        is_batch = requests[0].batch_due_s is not None
+        number = 0 if is_batch else _num_sequences(requests)
+        if not is_batch:
+            self.waiting.check()
+            self.admission.begin(
+                tenant, num_sequences=number, num_prompt_tokens=sum(len(request.prompt) for request in requests)
+            )
         try:
             stream = self.link.open(requests, self.prompts.text_tokenizer, shown_tokens)
         except BaseException:
             self.admission.end(tenant, num_sequences=number)
             raise
         for request in requests:
-            self.waiting.begin(request.id)
+            if not is_batch:
+                self.waiting.begin(request.id)
             entry = Entry(
                 tenant=tenant,
                 adapter=adapter,
                 num_prompt_tokens=len(request.prompt),
                 slo=slo,
+                is_batch=is_batch,
             )
             self.ledger.begin(request.id, entry)
         return stream
@@ -163,7 +191,8 @@ class ServerContext:
         """Its chunks are no longer wanted."""
         self.link.close(stream)
         if (entry := self.ledger.find(stream.requests[0].id)) is not None:
-            self.admission.end(entry.tenant, num_sequences=_num_sequences(stream.requests))
+            number = 0 if entry.is_batch else _num_sequences(stream.requests)
+            self.admission.end(entry.tenant, num_sequences=number)
         for request in stream.requests:
             self.ledger.end(request.id)
             self.waiting.end(request.id)

@@ -9,7 +9,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coserve.server.errors import ApiError
 from coserve.server.responses import error_response, server_sent_event
 
-_PATHS = ("/v1/completions", "/v1/chat/completions")
+_PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/embeddings"),
+    "/v1/messages",
+)
 # For the error of a stream to a client that does not read it.
 _LAST_WORDS_S = 5.0
 

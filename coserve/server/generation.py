@@ -1,10 +1,11 @@
 """From a body to the engine's requests, and their chunks back: what both kinds of completions share."""
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from uuid import uuid4
 
 from coserve.devices.grammar import CANNOT_FOLLOW
@@ -29,6 +30,17 @@ _SAME = (
 )
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
 _LEAST_LOGPROB = -9999.0
+
+
+class HasPriority(Protocol):
+    """A body with a priority."""
+
+    @property
+    def priority(self) -> int | None:
+        """The lowest goes first."""
+        ...
+
+
 # OpenAI takes a top_p of 0, and means the likeliest token: so little probability only that one has.
 _LEAST_TOP_P = 1e-6
 
@@ -38,7 +50,7 @@ class Generation:
     """Prompts that go to the engine together, one request each; the answer's choices are their sequences.
 
     id, created, model: as the answer shows them. shown_tokens: special tokens that the answer's text has, for a parser
-    that reads it.
+    that reads it. priority, batch_due_s: see `AddRequest`.
     """
 
     id: str
@@ -51,6 +63,8 @@ class Generation:
     tenant: str
     adapter: AdapterRecord | None
     shown_tokens: tuple[str, ...] = ()
+    priority: int = 0
+    batch_due_s: float | None = None
 
     def requests(self) -> list[AddRequest]:
         """For the engine."""
@@ -65,14 +79,16 @@ class Generation:
                 slo=self.slo,
                 adapter=ref,
                 tenant=self.tenant,
+                priority=self.priority,
+                batch_due_s=self.batch_due_s,
             )
             for name, prompt in zip(names, self.prompts, strict=True)
         ]
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, separator: str = "-") -> str:
     """One that nothing else has."""
-    return f"{prefix}-{uuid4().hex}"
+    return f"{prefix}{separator}{uuid4().hex}"
 
 
 async def find_model(context: ServerContext, tenant: str, name: str) -> AdapterRecord | None:
@@ -82,11 +98,11 @@ async def find_model(context: ServerContext, tenant: str, name: str) -> AdapterR
     check_texts(name, param="model")
     adapter = await context.look_up(tenant, name)
     if adapter is None:
-        raise not_found(
-            f"The model `{name}` does not exist or you do not have access to it.",
-            param="model",
-            code="model_not_found",
-        )
+        model = await asyncio.to_thread(context.only_trained, tenant, name)
+        reason = "does not exist or you do not have access to it."
+        if model is not None:
+            reason = f"is trained here and not served: serve it with {model}."
+        raise not_found(f"The model `{name}` {reason}", param="model", code="model_not_found")
     return adapter
 
 
@@ -137,6 +153,12 @@ def slo_of(body: SamplingBody, default: Slo) -> Slo:
         ttft_s=default.ttft_s if ttft_ms is None else ttft_ms / 1e3,
         tpot_s=default.tpot_s if tpot_ms is None else tpot_ms / 1e3,
     )
+
+
+def priority_of(body: HasPriority, context: ServerContext, tenant: str) -> int:
+    """As the body says; before others go those of operators alone."""
+    asked = body.priority or 0
+    return asked if context.keys.ring.is_operator(tenant) else max(0, asked)
 
 
 async def bad_words(body: SamplingBody, prompts: Prompts) -> tuple[tuple[int, ...], ...]:

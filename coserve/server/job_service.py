@@ -1,67 +1,122 @@
 """Jobs in a server: the manager, told what the engine reports; its adapters can be named by requests."""
 
 import asyncio
+from collections.abc import Iterator, Mapping
 from math import inf
+from typing import TYPE_CHECKING
 
+from coserve.engine.prompts import load_tokenizer
+from coserve.errors import ModelError
 from coserve.jobs.databases import database_url
 from coserve.jobs.files import Files
 from coserve.jobs.manager import JobManager
+from coserve.jobs.models import BaseModel, JobModels
 from coserve.jobs.store import Store
-from coserve.jobs.validation import BaseModel
+from coserve.jobs.trackers import Trackers
 from coserve.models.families import build_architecture
+from coserve.models.source import ModelSource, check_model, find_model
+from coserve.server.batch_answers import ANSWERS
+from coserve.server.batch_runner import BatchRunner
 from coserve.server.context import ServerContext
-from coserve.worker.link import EngineLink
+from coserve.server.response_store import end_unfinished
+from coserve.worker.access import EngineAccess
 from coserve.worker.protocol import Ready, StepReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class _JobReports:
     """An `EngineListener`."""
 
-    def __init__(self, manager: JobManager, link: EngineLink) -> None:
-        self._manager, self._link = manager, link
+    def __init__(self, manager: JobManager, link: EngineAccess, trackers: Trackers) -> None:
+        self._manager, self._link, self._trackers = manager, link, trackers
 
     def engine_ready(self, ready: Ready) -> None:
         self._manager.engine_ready()
 
     def engine_gone(self) -> None:
-        self._manager.engine_gone(self._link.jobs_at_death)
+        self._manager.engine_gone(self._link.jobs_at_death, self._link.jobs_lost)
+        self._trackers.rest()
 
     def engine_reported(self, report: StepReport) -> None:
         self._manager.engine_reported(report.job_events, report.checkpoints)
+        self._trackers.take(report.job_events)
 
 
 async def start_jobs(context: ServerContext) -> None:
-    """Open the store, and have jobs resume as soon as there is an engine. StoreError if it cannot be opened.
+    """Open the store, and have jobs resume as soon as there is an engine. StoreError if it cannot be opened; ModelError
+    if a model that jobs may train is not there.
 
     `stop_jobs` is to be called when the engine has ended.
     """
     config = context.config
+    models = await asyncio.to_thread(_models, context)
     store = Store.at(config.directory, database_url(config.database))
     manager = JobManager(
         store=store,
         files=Files(store, config.directory / "files", max_bytes=config.max_upload_bytes),
         directory=config.directory / "jobs",
         engine=context.link,
-        model=BaseModel(
-            name=context.model_name,
-            architecture=build_architecture(context.prompts.source.config),
-            tokenizer=context.prompts.tokenizer,
-        ),
+        models=models,
         max_running=config.max_running_jobs,
         max_running_of=lambda tenant: context.limits_of(tenant).max_running_jobs,
         timeout_s=inf if config.job_timeout_s is None else config.job_timeout_s,
     )
     await asyncio.to_thread(context.loaded.restore, store, base=context.model_name, allowed=config.allow_adapter_paths)
+    await asyncio.to_thread(end_unfinished, store)
     await manager.start()
-    context.link.listen(_JobReports(manager, context.link))
+    context.trackers = Trackers(store, config.directory / "jobs")
+    context.link.listen(_JobReports(manager, context.link, context.trackers))
     context.catalogues.append(manager.adapters)
     context.job_manager = manager
+    context.batch_runner = BatchRunner(
+        store,
+        manager.files,
+        config.directory / "batches",
+        answer=lambda endpoint, value, tenant, due_s: ANSWERS[endpoint](value, context, tenant, due_s),
+        is_ready=lambda: context.link.ready is not None,
+        most=config.max_requests,
+    )
+    await context.batch_runner.start()
     if context.link.ready is not None:
         manager.engine_ready()
 
 
+def _models(context: ServerContext) -> JobModels:
+    paths = context.config.engine.trainable_models
+    if clashing := sorted(paths.keys() & {*context.base_names, context.model_name}):
+        raise ModelError(f"--trainable-model {clashing[0]}=… has the name of the model that serves: choose another")
+    served = context.prompts.source
+    others = [_base_model(name, source, load_tokenizer(source)) for name, source in _found(paths)]
+    return JobModels(_base_model(context.model_name, served, context.prompts.tokenizer), others)
+
+
+def _found(paths: Mapping[str, str]) -> Iterator[tuple[str, ModelSource]]:
+    for name, path in paths.items():
+        try:
+            check_model(path)
+            yield name, find_model(path, with_weights=False)
+        except ModelError as error:
+            raise ModelError(f"--trainable-model {name}={path}: {error}") from None
+
+
+def _base_model(name: str, source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None") -> BaseModel:
+    return BaseModel(name=name, architecture=build_architecture(source.config), tokenizer=tokenizer)
+
+
+async def stop_batches(context: ServerContext) -> None:
+    """Let them rest; they resume at the next start."""
+    if context.batch_runner is not None:
+        await context.batch_runner.close()
+
+
 async def stop_jobs(context: ServerContext) -> None:
     """Write down what the engine said last, and close the store."""
+    await stop_batches(context)
+    await context.runs.close()
+    if context.trackers is not None:
+        await asyncio.to_thread(context.trackers.close)
     if context.job_manager is not None:
         await context.job_manager.close()
         context.job_manager.store.close()

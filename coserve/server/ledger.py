@@ -12,12 +12,13 @@ _KEPT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """adapter: as the tenant calls it; None for the base."""
+    """adapter: as the tenant calls it; None for the base. is_batch: whether nobody waits for it."""
 
     tenant: str
     adapter: str | None
     num_prompt_tokens: int
     slo: Slo
+    is_batch: bool = False
 
 
 class Ledger:
@@ -46,5 +47,6 @@ class Ledger:
         return self._entries.get(request)
 
     def num_open(self, tenant: str | None) -> int:
-        """Requests that are not over: a tenant's, or all."""
-        return sum(tenant in (None, self._entries[request].tenant) for request in self._open)
+        """Requests that are not over and that somebody waits for: a tenant's, or all."""
+        entries = [self._entries[request] for request in self._open]
+        return sum(tenant in (None, entry.tenant) and not entry.is_batch for entry in entries)

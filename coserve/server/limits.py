@@ -10,8 +10,8 @@ class Limits:
     """Of one tenant; None: no limit. ValueError when created names the field.
 
     max_requests: sequences of requests under way at once (one with n=4 has four). tokens_per_minute: of prompts and
-    answers, in the long run. max_jobs: jobs that have not ended. max_running_jobs: those that train at once.
-    max_file_bytes: of all files together.
+    answers, in the long run. max_batches: batches that have not ended. max_jobs: jobs that have not ended.
+    max_running_jobs: those that train at once. max_file_bytes: of all files together.
     """
 
     max_requests: int | None = None
@@ -19,6 +19,7 @@ class Limits:
     max_jobs: int | None = None
     max_running_jobs: int | None = None
     max_file_bytes: int | None = None
+    max_batches: int | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):

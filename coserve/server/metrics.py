@@ -1,7 +1,7 @@
 """Prometheus's view of the server, at `/metrics`. docs/grafana-dashboard.json shows it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.registry import Collector
@@ -9,19 +9,22 @@ from prometheus_client.registry import Collector
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
 from coserve.server.ledger import Ledger
+from coserve.server.vllm_metrics import VllmMetrics
 from coserve.worker.protocol import Ready, StepReport
 
 _STEPS = (1, 2, 3, 5, 7.5)
 # From half a millisecond, which a small model's step takes, to a minute.
 _BUCKETS = (5e-4, *(step * 10**power for power in range(-3, 2) for step in _STEPS))
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
+_LENGTHS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 _WHO = ("adapter", "tenant")
 
 
 class Metrics:
     """Listens to the engine."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, model: Callable[[], str] = lambda: "") -> None:
+        """model: the name of the one that is served."""
         self._ledger = ledger
         self._last_s: dict[tuple[str, int], float] = {}  # when each sequence had its last token
         self._num_tuned = 0  # by the engine that lives now
@@ -43,6 +46,13 @@ class Metrics:
         self._gap = histogram("token_gap_seconds", "Between two tokens of a request.", _WHO)
         self._finished = counter("requests_finished", "Sequences that came to their end.", _WHO)
         self._attained = counter("requests_attained", "Those that held both their SLOs.", _WHO)
+        self._ended = counter("sequences_ended", "By reason: stop, length, cancelled, error.", ("reason",))
+        self._whole = histogram("request_seconds", "From a request's arrival to its last token.")
+        self._queue = histogram("request_queue_seconds", "From a request's arrival to the step with its first rows.")
+        self._prefill = histogram("request_prefill_seconds", "From that step to a request's first token.")
+        self._decode = histogram("request_decode_seconds", "From a request's first token to its last.")
+        self._prompt_tokens = histogram("request_prompt_tokens", "Of a request's prompt.", (), _LENGTHS)
+        self._generated_tokens = histogram("request_generated_tokens", "Of a sequence's answer.", (), _LENGTHS)
         self._tokens = counter("tokens", "By kind: prompt, cached (of the prompt's), generated.", ("kind", *_WHO))
         self._tuned = counter("tuned_tokens", "Tokens that fine-tuning got through: the harvest.")
         self._job_tokens = counter("job_trained_tokens", "Tokens with a loss that a job has trained on.", ("job",))
@@ -50,6 +60,7 @@ class Metrics:
         self._job_step = gauge("job_step", "Optimizer steps that a job has made.", ("job",))
         self._running = gauge("requests_running", "Sequences that run.")
         self._waiting = gauge("requests_waiting", "Sequences that wait for memory.")
+        self._batch = gauge("batch_requests", "Sequences of batch work, by state: running, waiting.", ("state",))
         self._jobs = gauge("jobs", "Jobs that are not over.")
         self._company = gauge("job_company", "Jobs whose last tasklets were one batch of rows with a job's.", ("job",))
         self._pages = gauge("pages", "Pages of the pool, by owner.", ("owner",))
@@ -69,6 +80,13 @@ class Metrics:
         )
         self._handed_pages = gauge("handover_pages", "Pages that were handed over, since the engine started.")
         self._partners = gauge("handover_partners", "Prefill or decode instances that are connected.")
+        self._weight_bytes = gauge(
+            "weight_window_copied_bytes",
+            "Bytes of weights of --trainable-model that came into their window, since the engine started.",
+        )
+        self._weights_wait = gauge(
+            "weight_window_wait_seconds", "For which steps waited for such weights, since the engine started."
+        )
         self._slos_clamped = gauge(
             "slos_clamped", "Requests whose SLO was beyond the device, and was relaxed, since the engine started."
         )
@@ -79,12 +97,16 @@ class Metrics:
             "step_prediction_error", "How far steps were from their predictions, relative.", (), _SHARES
         )
         self._rows = counter("step_rows", "Rows that steps ran, by kind.", ("kind",))
+        self._by_vllms_names = CollectorRegistry()
+        self._by_vllms_names.register(VllmMetrics(registry, model))
         self._ready = gauge("engine_ready", "1 if the engine takes requests.")
         self._deaths = counter("engine_deaths", "Times that the engine died and was started again.")
 
     def text(self, tenant: str | None = None) -> bytes:
         """For a scraper. tenant: whose samples alone; None: all."""
-        return generate_latest(self.registry if tenant is None else _of_tenant(self.registry, tenant))
+        if tenant is not None:
+            return generate_latest(_of_tenant(self.registry, tenant))
+        return generate_latest(self.registry) + generate_latest(self._by_vllms_names)
 
     # -- what the engine says ---------------------------------------------------------
 
@@ -98,6 +120,7 @@ class Metrics:
         self._num_tuned = 0
         for each in (self._running, self._waiting, self._jobs, self._partners):
             each.set(0)
+        self._batch.clear()
         self._company.clear()
 
     def engine_reported(self, report: StepReport) -> None:
@@ -126,11 +149,13 @@ class Metrics:
         last_s = self._last_s.pop(key, None)
         if chunk.tokens:
             self._tokens.labels("generated", *who).inc(len(chunk.tokens))
-            if last_s is not None:
+            if last_s is not None and not self._is_batch(chunk.request):
                 self._gap.labels(*who).observe(now_s - last_s)
         if chunk.finish_reason is None:
             self._last_s[key] = now_s
-        elif chunk.index == 0:
+            return
+        self._ended.labels(chunk.finish_reason).inc()
+        if chunk.index == 0:
             self._tokens.labels("cached", *who).inc(chunk.num_cached_tokens)
             if (entry := self._ledger.find(chunk.request)) is not None:
                 self._tokens.labels("prompt", *who).inc(entry.num_prompt_tokens)
@@ -140,12 +165,21 @@ class Metrics:
         self._ttft.labels(*who).observe(record.ttft_s)
         if record.tpot_s is not None:
             self._tpot.labels(*who).observe(record.tpot_s)
+        decode_s = 0.0 if record.tpot_s is None else record.tpot_s * (record.num_output_tokens - 1)
+        self._whole.observe(record.ttft_s + decode_s)
+        self._queue.observe(record.queue_s)
+        self._prefill.observe(max(0.0, record.ttft_s - record.queue_s))
+        self._decode.observe(decode_s)
+        self._prompt_tokens.observe(record.num_prompt_tokens)
+        self._generated_tokens.observe(record.num_output_tokens)
         self._finished.labels(*who).inc()
         self._attained.labels(*who).inc(record.attained)
 
     def _take_stats(self, stats: EngineStats) -> None:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
+        self._batch.labels("running").set(stats.num_batch_running)
+        self._batch.labels("waiting").set(stats.num_batch_waiting)
         self._jobs.set(stats.num_jobs)
         self._preemptions.set(stats.num_preemptions)
         self._swapped.labels("out").set(stats.num_swapped_out)
@@ -157,6 +191,8 @@ class Metrics:
             self._handed.labels("not").set(stats.handover.num_not_handed_over)
             self._handed_pages.set(stats.handover.num_pages)
             self._partners.set(stats.handover.num_partners)
+        self._weight_bytes.set(stats.num_weight_bytes_copied)
+        self._weights_wait.set(stats.weights_wait_s)
         self._slos_clamped.set(stats.num_slos_clamped)
         self._packs_dropped.set(stats.num_packs_dropped)
         self._margin.set(stats.margin)
@@ -169,6 +205,11 @@ class Metrics:
         self._pages.clear()  # of owners that have none now
         for owner, number in {**stats.num_pages_by_owner, "free": stats.num_pages_free}.items():
             self._pages.labels(owner).set(number)
+
+    def _is_batch(self, request: str) -> bool:
+        """Whether nobody waits for it."""
+        entry = self._ledger.find(request)
+        return entry is not None and entry.is_batch
 
     def _who(self, request: str) -> tuple[str, str]:
         """Adapter and tenant."""

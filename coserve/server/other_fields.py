@@ -13,7 +13,7 @@ _OPENAI = (
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
 _VLLM = (
-    *("priority", "request_id", "session_id", "length_penalty", "early_stopping", "spaces_between_special_tokens"),
+    *("request_id", "session_id", "length_penalty", "early_stopping", "spaces_between_special_tokens"),
     *("stream_interval", "return_token_offsets", "routed_experts_prompt_start", "return_mm_kwargs"),
     *("media_io_kwargs", "mm_processor_kwargs", "detokenize"),
 )

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
 from coserve.engine.vocabulary import TokenBytes
-from coserve.errors import RequestError
+from coserve.errors import CoserveError, ModelError, RequestError
 from coserve.models.source import ModelSource, find_model
 from coserve.server.generation_defaults import read_defaults
 
@@ -23,12 +24,24 @@ _LONG = 100_000
 _NUM_LONG = 2
 
 
+def template_of(given: str | None) -> str | None:
+    """A chat template: what a file holds, or the text itself where it has Jinja's braces; CoserveError if it is
+    neither.
+    """
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text()
+    except (OSError, ValueError) as error:
+        raise CoserveError(f"--chat-template {given} cannot be read: {error}") from None
+
+
 class Prompts:
     """The model's tokenizer, on threads of its own: a long prompt holds up no stream, and no short prompt."""
 
-    def __init__(self, model: str, generation_config: str = "auto") -> None:
-        """generation_config: see `read_defaults`."""
-        self._model, self._generation_config = model, generation_config
+    def __init__(self, model: str, generation_config: str = "auto", chat_template: str | None = None) -> None:
+        """generation_config: see `read_defaults`. chat_template: in place of the model's."""
+        self._model, self._generation_config, self._chat_template = model, generation_config, chat_template
         self.defaults: Mapping[str, Any] = {}  # of SamplingParams, where a request does not say
         self._thread, self._slow_threads = (
             ThreadPoolExecutor(1, "tokenizer"),
@@ -49,12 +62,23 @@ class Prompts:
     def _load(self) -> None:
         source = find_model(self._model, with_weights=False)
         self._tokenizer = load_tokenizer(source)
+        if self._chat_template is not None:
+            self._use_template(self._chat_template)
         self.text_tokenizer = copy.deepcopy(self._tokenizer)
         if self._tokenizer is not None:
             self._token_bytes = TokenBytes(self._tokenizer)
             self.longest_token = max(map(len, self._tokenizer.get_vocab()))
         self.defaults = read_defaults(source.directory, self._generation_config)
         self._source = source
+
+    def _use_template(self, template: str) -> None:
+        if self._tokenizer is None:
+            raise ModelError("--chat-template: the model has no tokenizer, so there are no chats")
+        self._tokenizer.chat_template = template
+        try:
+            tokens_of([{"role": "user", "content": "x"}], self._tokenizer, self._model)
+        except RequestError as error:
+            raise ModelError(f"--chat-template cannot be used: {error}") from None
 
     async def vocabulary(self, vocab_size: int) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
         """What all tokens stand for, see `TokenBytes.all`; RequestError without a tokenizer."""

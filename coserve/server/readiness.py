@@ -6,14 +6,14 @@ from contextlib import suppress
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.errors import CoserveError, EngineGoneError
-from coserve.worker.link import EngineLink
+from coserve.worker.access import EngineAccess
 from coserve.worker.protocol import AddRequest, Ready, StepReport
 
 
 class Readiness:
     """An `EngineListener`."""
 
-    def __init__(self, link: EngineLink, *, lately_s: float = 10.0, proof_s: float = 5.0) -> None:
+    def __init__(self, link: EngineAccess, *, lately_s: float = 10.0, proof_s: float = 5.0) -> None:
         """lately_s: how old a step may be that proves something. proof_s: in what time one must come when asked for."""
         self._link, self._lately_s, self._proof_s = link, lately_s, proof_s
         self._stepped_s = float("-inf")

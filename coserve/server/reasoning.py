@@ -25,6 +25,11 @@ class ThinkReader:
         self._outside = False  # nothing but content comes any more
         self._is_fresh = True  # nothing of the reasoning, or of the content after it, was passed on
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._inside
+
     def push(self, text: str) -> list[Part]:
         """What the next piece of text adds."""
         if self._outside and not self._is_fresh:

@@ -43,9 +43,9 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.body(), error.status, error.headers)
 
 
-def server_sent_event(value: Any) -> bytes:
+def server_sent_event(value: Any, name: str = "") -> bytes:
     """One event of a stream."""
-    return b"data: " + to_json(value) + b"\n\n"
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(value) + b"\n\n"
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -81,9 +81,10 @@ async def answer(
     whole: Coroutine[Any, Any, Any] | None = None,
     events: AsyncGenerator[bytes, None] | None = None,
     ignored: tuple[str, ...] = (),
+    end: bytes = DONE,
 ) -> Response:
     """JSON, or a stream of events. Neither is made any further once the client is gone. ignored: fields of the body
-    that were passed over; a header names them.
+    that were passed over; a header names them. end: what a stream ends with.
 
     A stream begins with its first event, so that what goes wrong before it still has a status of its own.
     """
@@ -91,7 +92,7 @@ async def answer(
     try:
         if events is not None:
             first = await until_disconnect(request.receive, _first(events))
-            return EventStream(first, events, headers)
+            return EventStream(first, events, headers, end)
         assert whole is not None
         return json_response(await until_disconnect(request.receive, whole), headers=headers)
     except ClientGoneError:
@@ -101,7 +102,7 @@ async def answer(
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
+    return await anext(events, b"")
 
 
 class EventStream(Response):
@@ -109,10 +110,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str], end: bytes) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
-        self._first, self._events = first, events
+        self._first, self._events, self._end = first, events, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them."""
@@ -123,7 +124,7 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            last = DONE
+            last = self._end
             try:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})

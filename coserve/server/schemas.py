@@ -143,7 +143,7 @@ class SamplingBody(Body):
         """Fields that were given, and cannot change the answer."""
         return self._ignored
 
-    model: Name
+    model: Name | None = None  # without, the one that the server is for
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -183,6 +183,7 @@ class SamplingBody(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
 
 
 class CompletionBody(SamplingBody):
@@ -259,6 +260,15 @@ class ChatBody(SamplingBody):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
+
+
+class ChatBatchBody(ChatBody):
+    """POST /v1/chat/completions/batch, as vLLM has it: several conversations, of which each has a choice."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        List[Annotated[List[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]],
+        Field(min_length=1, max_length=_MAX_PROMPTS),
+    ]
 
 
 class TokenizeBody(Body):

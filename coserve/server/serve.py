@@ -21,16 +21,18 @@ from fastapi import FastAPI
 from coserve.errors import CoserveError
 from coserve.home import private_files
 from coserve.models.source import find_model
+from coserve.server.adapters import GivenAdapters
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.connections import ACCEPT_AT_ONCE, Connections, most_connections, protocol_of
 from coserve.server.context import ServerContext
 from coserve.server.home_lock import lock_home
-from coserve.server.job_service import start_jobs, stop_jobs
-from coserve.server.prompts import Prompts
+from coserve.server.job_service import start_jobs, stop_batches, stop_jobs
+from coserve.server.prompts import Prompts, template_of
 from coserve.server.tracing import open_tracing
+from coserve.worker.access import EngineAccess
 from coserve.worker.fork_server import ForkServer
-from coserve.worker.link import EngineLink
+from coserve.worker.link import EngineLink, engine_here
 from coserve.worker.process import main as run_engine
 from coserve.worker.protocol import EngineSettings, Ready, StartProgress, StepReport
 from coserve.worker.run_directory import clear_socket_directories
@@ -108,7 +110,54 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
     host, port = listening.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    settings = EngineSettings(
+    fork_server = _start_fork_server(config, watcher)
+    engine = engine_here(
+        engine_settings(config),
+        launch=None if fork_server is None else fork_server.launch,
+        home=config.directory,
+        timeout_s=config.engine_timeout_s,
+    )
+    link = EngineLink(engine, on_progress=watcher.progress)
+    context = server_context(config, link)
+    first = _FirstReady()
+    context.link.listen(first)
+    server = _Server(_http_settings(config, create_app(context)))
+    try:
+        with _signals() as signalled, _reloading(context):
+            await _serve(
+                server, listening, context, signalled, watcher, lambda: _announce(context, first, watcher, url)
+            )
+    finally:
+        listening.close()
+        await close_context(context)
+        if fork_server is not None:
+            fork_server.close()
+
+
+def server_context(config: ServerConfig, link: EngineAccess) -> ServerContext:
+    """What the routes of a server share, as its options say; `close_context` is the end of it.
+
+    Raises:
+        CoserveError: a template, an adapter or the collector's address cannot be used.
+    """
+    prompts = Prompts(config.model, config.generation_config, template_of(config.chat_template))
+    context = ServerContext(config=config, link=link, prompts=prompts, tracing=open_tracing(config.otlp_endpoint))
+    context.catalogues.append(GivenAdapters(config.lora_modules, base=context.model_name, taken=context.base_names))
+    return context
+
+
+async def close_context(context: ServerContext) -> None:
+    """End its threads; what has been traced is sent."""
+    context.prompts.close()
+    context.structured.close()
+    context.bodies.close()
+    if context.tracing is not None:
+        await asyncio.to_thread(context.tracing.close)
+
+
+def engine_settings(config: ServerConfig) -> EngineSettings:
+    """What the engine of a server is to be."""
+    return EngineSettings(
         address="",
         model=config.model,
         dtype=config.dtype,
@@ -124,35 +173,6 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
         log_level=config.log_level,
         engine=config.engine,
     )
-    fork_server = _start_fork_server(config, watcher)
-    link = EngineLink(
-        settings,
-        launch=None if fork_server is None else fork_server.launch,
-        home=config.directory,
-        on_progress=watcher.progress,
-        timeout_s=config.engine_timeout_s,
-    )
-    tracing = open_tracing(config.otlp_endpoint)
-    context = ServerContext(
-        config=config, link=link, prompts=Prompts(config.model, config.generation_config), tracing=tracing
-    )
-    first = _FirstReady()
-    context.link.listen(first)
-    server = _Server(_http_settings(config, create_app(context)))
-    try:
-        with _signals() as signalled, _reloading(context):
-            await _serve(
-                server, listening, context, signalled, watcher, lambda: _announce(context, first, watcher, url)
-            )
-    finally:
-        listening.close()
-        context.prompts.close()
-        context.structured.close()
-        context.bodies.close()
-        if tracing is not None:
-            await asyncio.to_thread(tracing.close)
-        if fork_server is not None:
-            fork_server.close()
 
 
 def _start_fork_server(config: ServerConfig, watcher: Watcher) -> ForkServer | None:
@@ -217,6 +237,7 @@ async def _serve(
             starting.result()
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if signalled.first.is_set():
+            await stop_batches(context)
             watcher.stopping(context.link.num_open, context.config.drain_s)
             await _drain(context, signalled)
     finally:

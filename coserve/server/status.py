@@ -2,9 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 from coserve.engine.records import EngineStats, RequestRecord
@@ -86,8 +86,12 @@ class StatusBoard:
 
     # -- what is asked ------------------------------------------------------------------
 
-    def status(self, ready: Ready | None, model: str, tenant: str | None) -> dict[str, Any]:
-        """tenant: whose requests count; None for all."""
+    def status(
+        self, ready: Ready | None, model: str, tenant: str | None, trainable_models: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """tenant: whose requests count; None for all. trainable_models: that jobs may train beside the one that
+        serves.
+        """
         now_s = time.monotonic()
         since_s = now_s - WINDOW_S
         steps = [each.step for each in takewhile(lambda each: each.step.end_s >= since_s, reversed(self._steps))]
@@ -98,6 +102,7 @@ class StatusBoard:
         generated_per_s, tuned_per_s = self._rates(now_s)
         return {
             "model": model,
+            "trainable_models": list(trainable_models),
             "dtype": ready.dtype if ready else None,
             "device": ready.device if ready else None,
             "threads": ready.threads if ready else None,
@@ -115,6 +120,10 @@ class StatusBoard:
                 "attainment": sum(record.attained for record in records) / len(records) if records else None,
                 "ttft_ms": _percentiles_ms(record.ttft_s for record in records),
                 "tpot_ms": _percentiles_ms(record.tpot_s for record in records if record.tpot_s is not None),
+            },
+            "batch": {
+                "running": stats.num_batch_running if stats else 0,
+                "waiting": stats.num_batch_waiting if stats else 0,
             },
             "jobs": {
                 "running": stats.num_jobs_running if stats else 0,
@@ -158,6 +167,21 @@ class StatusBoard:
             "requests": [_request(each) for each in _after(self._requests, after) if tenant in (None, each.tenant)],
             "memory": [(each.time_s, each.pages) for each in _after(self._moments, after)],
         }
+
+    def rates(self, num_parts: int) -> list[tuple[float, float]]:
+        """Generated and tuned tokens per second in each of equal parts of the window, the oldest first."""
+        now_s, part_s = time.monotonic(), WINDOW_S / num_parts
+        edges_s = [now_s - (num_parts - part) * part_s for part in range(num_parts + 1)]
+        moments, counts = iter(self._moments), list[tuple[int, int]]()
+        following, count = next(moments, None), (0, 0)
+        for edge_s in edges_s:
+            while following is not None and following.time_s <= edge_s:
+                count, following = (following.num_generated, following.num_tuned), next(moments, None)
+            counts.append(count)
+        return [
+            ((generated - before) / part_s, (tuned - tuned_before) / part_s)
+            for (before, tuned_before), (generated, tuned) in pairwise(counts)
+        ]
 
     def _rates(self, now_s: float) -> tuple[float | None, float | None]:
         """Generated and tuned tokens per second over the window."""

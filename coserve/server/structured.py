@@ -18,7 +18,7 @@ from coserve.server.errors import ApiError
 from coserve.server.prompts import Prompts
 from coserve.server.schemas import ResponseFormat, SamplingBody, StructuredOutputs
 from coserve.server.texts import check_texts
-from coserve.worker.link import EngineLink
+from coserve.worker.access import EngineAccess
 
 # Grammars that are compiled at once; those that may be waiting or under way; those whose outcome is remembered.
 _NUM_THREADS, _MOST_WAITING, _NUM_REMEMBERED = 2, 64, 1024
@@ -29,7 +29,7 @@ _COMPILE_S = 10.0
 class StructuredOutput:
     """Belongs to the event loop."""
 
-    def __init__(self, prompts: Prompts, link: EngineLink) -> None:
+    def __init__(self, prompts: Prompts, link: EngineAccess) -> None:
         self._prompts, self._link = prompts, link
         self._threads, self._free = ThreadPoolExecutor(_NUM_THREADS, "grammars"), asyncio.Semaphore(_NUM_THREADS)
         self._compiler: asyncio.Task[GrammarCompiler] | None = None

@@ -7,10 +7,13 @@ from coserve.server.admission import Admission
 from coserve.server.errors import ApiError
 from coserve.server.keys import DEFAULT_TENANT
 from coserve.server.keys_file import Keys
+from coserve.server.page import assets
 from coserve.server.responses import error_response
 
-# Probes bring no keys.
-_OPEN_PATHS = ("/health", "/ready", "/ping")
+# Probes bring no keys, and browsers none before somebody has signed in: the page that asks for the key tells nothing.
+_OPEN_PATHS = ("/health", "/ready", "/ping", "/", "/ui")
+# Where Anthropic's clients put the key.
+_ANTHROPIC = b"x-api-key"
 
 
 class TenantMiddleware:
@@ -43,10 +46,13 @@ class TenantMiddleware:
 
     def _tenant(self, scope: Scope) -> str:
         ring = self._keys.ring
-        if ring.is_open or scope["path"] in _OPEN_PATHS:
+        if ring.is_open or scope["path"] in _OPEN_PATHS or scope["path"].startswith(assets.PATH):
             return DEFAULT_TENANT
-        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"").decode("latin-1")
         kind, _, key = given.partition(" ")
+        if not given and _ANTHROPIC in headers:
+            kind, key = "bearer", headers[_ANTHROPIC].decode("latin-1")
         if kind.lower() != "bearer" or not key.strip():
             raise _unauthorized("You didn't provide an API key: send the header Authorization: Bearer KEY.", None)
         tenant = ring.tenant_of(key.strip())

@@ -9,7 +9,7 @@ from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.schemas import ChatBody
 from coserve.server.texts import check_texts
-from coserve.server.tool_parsers import ToolParser, parser_class, parser_names
+from coserve.server.tool_parsers import JsonCalls, ToolParser, parser_class, parser_names
 
 _ANY_ARGUMENTS = {"type": "object"}
 # Of calls that must be made, where the model's own format is not known, or begins with a special token, which a grammar
@@ -29,15 +29,16 @@ class Tools:
     must_call: tuple[str, ...] = ()
 
     @property
-    def names(self) -> frozenset[str]:
-        """Of the functions that may be called."""
-        return frozenset(tool["function"]["name"] for tool in self.shown)
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """Of the arguments of the functions that may be called."""
+        functions = [tool["function"] for tool in self.shown]
+        return {function["name"]: function.get("parameters") or _ANY_ARGUMENTS for function in functions}
 
     def grammar(self, *, is_one: bool) -> Grammar:
         """What calls that must be made follow: the text in which the parser finds them, with arguments of the schemas.
         is_one: whether there is to be one call. ValueError says what is wrong with a schema.
         """
-        assert self.parser is not None
+        assert self.parser is not None and issubclass(self.parser, JsonCalls)
         tags = []
         for tool in self.shown:
             function = tool["function"]
@@ -64,7 +65,9 @@ def tools_of(body: ChatBody, context: ServerContext) -> Tools:
             param="tools",
             code="unsupported_parameter",
         )
-    if must_call and (parser is None or context.prompts.has_special(parser.markers)):
+    if must_call and (
+        parser is None or not issubclass(parser, JsonCalls) or context.prompts.has_special(parser.markers)
+    ):
         parser = _PLAIN
     if parser is None:
         raise ApiError(

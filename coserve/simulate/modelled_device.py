@@ -223,10 +223,11 @@ class ModelledDevice:
         self._copy_s += self._taken(self._truth.copy_s(num_pages * self.info.page_bytes))
 
     def _open_version(self, command: OpenVersion) -> VersionOpened:
+        _check_model(command.model)
         config = read_config(Path(command.directory))
         adapter = Adapter(self._backbone, config, every_target=False)
         self._serve(command.version, config, len(adapter.sites))
-        return VersionOpened(len(adapter.sites), adapter.num_bytes)
+        return VersionOpened(len(adapter.sites), adapter.num_bytes, adapter.config.num_virtual_tokens)
 
     def _publish(self, command: PublishVersion) -> None:
         trainer = self._trainers[command.job]
@@ -240,15 +241,14 @@ class ModelledDevice:
         self._num_bypasses.pop(command.version, None)
 
     def _open_trainer(self, command: OpenTrainer) -> TrainerOpened:
-        if command.model:
-            raise JobError("a modelled device trains the served model alone: give no other model")
+        _check_model(command.model)
         if command.checkpoint is not None:
             config = read_config(Path(command.checkpoint))
         elif command.version is not None:
             config = self._versions[command.version]
         else:
             config = adapter_config(command.adapter)
-        adapter, length = Adapter(self._backbone, config), command.mean_context_len
+        adapter, length = config.create(self._backbone, seed=0), command.mean_context_len
         training = training_programs(adapter, max_recompute=command.config.max_recompute, mean_context_len=length)
         opened = trainer_opened(adapter, training, evaluation_programs(adapter, mean_context_len=length))
         self._trainers[command.job] = _Trainer(config, opened)
@@ -425,6 +425,11 @@ def _allowed(mask: bytes, token: int, vocab_size: int) -> int:
     bits = int.from_bytes(mask, "little") & ((1 << vocab_size) - 1)
     bits = bits >> token << token or bits
     return (bits & -bits).bit_length() - 1
+
+
+def _check_model(model: str) -> None:
+    if model:
+        raise JobError("a modelled device trains the served model alone: give no other model")
 
 
 def _update_view(counts: JobCounts) -> JobView:

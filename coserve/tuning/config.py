@@ -1,11 +1,24 @@
 """What a fine-tuning job is told: how long it trains, on what at once, and when it measures and publishes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import cos, pi
+from math import ceil, cos, pi
+from typing import TYPE_CHECKING
 
 from coserve.settings import MOST_WHOLE, check_number, check_whole, is_number, shown
+from coserve.tuning.objectives import SUPERVISED, make_objective
+
+if TYPE_CHECKING:
+    from coserve.tuning.objectives.base import Objective
 
 _SCHEDULES = ("constant", "linear", "cosine")
+# transformers' names, by the shape after the warm-up.
+_SCHEDULER_TYPES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +28,9 @@ class OptimizerConfig:
     schedule: of the learning rate after `warmup_steps` steps in which it rises from zero: constant, or falling to
     zero at the job's last step, as a line or half a cosine. max_grad_norm: the gradient of all parameters together is
     scaled down to this norm; 0 leaves it.
+
+    lr_scheduler_type, warmup_ratio: in place of `schedule`, transformers' names and formulas: the first step of a
+    warm-up has a learning rate of zero, and `constant` has no warm-up; without warmup_steps, it is this share of all.
     """
 
     learning_rate: float = 1e-4
@@ -24,6 +40,8 @@ class OptimizerConfig:
     schedule: str = "constant"
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
+    lr_scheduler_type: str | None = None
+    warmup_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps"):
@@ -39,15 +57,27 @@ class OptimizerConfig:
         if self.schedule not in _SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}, not {shown(self.schedule)}")
         check_whole("warmup_steps", self.warmup_steps, 0, MOST_WHOLE)
+        check_number("warmup_ratio", self.warmup_ratio, least=0, most=1)
+        if self.lr_scheduler_type is not None and self.lr_scheduler_type not in _SCHEDULER_TYPES:
+            known = ", ".join(_SCHEDULER_TYPES)
+            raise ValueError(f"lr_scheduler_type must be one of {known}, not {shown(self.lr_scheduler_type)}")
+        if self.warmup_ratio and self.lr_scheduler_type is None:
+            raise ValueError("warmup_ratio goes with lr_scheduler_type; schedule has warmup_steps")
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """The learning rate of a job's step (from 0) out of `num_steps`."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
-        if self.schedule == "constant":
+        warmup, schedule = self.warmup_steps, self.schedule
+        if self.lr_scheduler_type is None:
+            rising = (step + 1) / (warmup + 1)
+        else:  # https://huggingface.co/docs/transformers/main_classes/optimizer_schedules
+            warmup = 0 if self.lr_scheduler_type == "constant" else warmup or ceil(self.warmup_ratio * num_steps)
+            rising, schedule = step / max(1, warmup), _SCHEDULER_TYPES[self.lr_scheduler_type]
+        if step < warmup:
+            return self.learning_rate * rising
+        if schedule == "constant":
             return self.learning_rate
-        done = min(1.0, (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps))
-        return self.learning_rate * ((1 - done) if self.schedule == "linear" else (1 + cos(pi * done)) / 2)
+        done = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+        return self.learning_rate * ((1 - done) if schedule == "linear" else (1 + cos(pi * done)) / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +91,8 @@ class TuningConfig:
     alone). publish_every_steps: optimizer steps from one version `name@step` to serve to the next (0: at the end
     alone). live: serve every step at once. max_recompute: the most FLOPs that may be spent on computing activations
     again, as a share of the forward and backward pass: the job keeps as little as that allows between the two (FlexLLM
-    section 5.2); 0 keeps all that the backward pass reads, `coserve inspect` shows what more would save.
+    section 5.2); 0 keeps all that the backward pass reads, `coserve inspect` shows what more would save. objective,
+    objective_settings: what is trained for (`tuning.objectives`); batch_size then counts its examples (pairs, say).
     """
 
     num_epochs: int = 1
@@ -74,6 +105,8 @@ class TuningConfig:
     publish_every_steps: int = 0
     live: bool = False
     max_recompute: float = 0.0
+    objective: str = SUPERVISED
+    objective_settings: Mapping[str, float] = field(default_factory=dict)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
@@ -94,6 +127,18 @@ class TuningConfig:
                 raise ValueError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         if not isinstance(self.optimizer, OptimizerConfig):
             raise ValueError(f"optimizer must be an OptimizerConfig, not {self.optimizer!r}")
+
+        self.make_objective()
+
+    def make_objective(self) -> "Objective | None":
+        """None for the next-token loss; ValueError names what is wrong."""
+        return make_objective(self.objective, self.objective_settings)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether each pack is also run without the adapter."""
+        objective = self.make_objective()
+        return objective is not None and objective.needs_reference
 
     @property
     def pack_tokens(self) -> int:

@@ -19,6 +19,11 @@ MESSAGE_FIELDS = (
     *("role", "content", "name", "weight", "tool_calls", "tool_call_id", "refusal", "audio", "function_call"),
 )
 _CHAT_FIELDS = ("messages", "tools", "functions", "parallel_tool_calls")
+# Fields that hold lists, objects or numbers, of records of every kind; in a CSV file, they are written as JSON.
+_NO_TEXT = (
+    *("messages", "conversations", "tools", "functions", "preferred_output", "non_preferred_output", "label"),
+    *("prompt_tokens", "completion_tokens", "logprobs", "advantages"),
+)
 # Who speaks, in ShareGPT's words and those of its users (https://llamafactory.readthedocs.io, "Data Preparation").
 _SPEAKERS = {
     "human": "user",
@@ -59,14 +64,40 @@ def records_of(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
         yield f"line {number}", line
 
 
-def read_record(given: Any) -> Record:
-    """A line's text as a record in one of three forms: messages and perhaps tools; prompt and completion; text.
-
-    given: text, or the record of an array. DataError says what is wrong with it.
-    """
+def parsed_record(given: Any) -> Record:
+    """A line's text, or the record of an array, as an object; DataError for anything else, or the one that it is."""
+    if isinstance(given, DataError):
+        raise given
     record = _parsed(given) if isinstance(given, str) else given
     if not isinstance(record, dict):
         raise DataError(f"must be a JSON object, not {type(record).__name__}")
+    return record
+
+
+def with_json_cells(record: Mapping[str, Any]) -> Record:
+    """A table's row with the values of fields that are no text read as JSON, where they came as text; without those
+    that are empty. DataError names one that is no JSON.
+    """
+    found = dict(record)
+    for name in {*_NO_TEXT, *(("input",) if "preferred_output" in record else ())} & record.keys():
+        if not isinstance(cell := record[name], str):
+            continue
+        try:
+            # Tables have True and False with capitals.
+            found[name] = _parsed(cell.lower() if name == "label" else cell)
+        except DataError as error:
+            if cell.strip():
+                raise DataError(f"{name} is {error}") from None
+            del found[name]
+    return found
+
+
+def read_record(given: Any) -> Record:
+    """A line's text as a record in one of three forms: messages and perhaps tools; prompt and completion; text.
+
+    given: text, or the record of an array or a table. DataError says what is wrong with it.
+    """
+    record = parsed_record(given)
     if "messages" in record:
         _check_others(record, _CHAT_FIELDS)
         return _chat(record["messages"], record)

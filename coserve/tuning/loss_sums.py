@@ -1,6 +1,6 @@
 """What the loss of some rows came to, as sums that can be added up."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
 
 
@@ -11,11 +11,19 @@ class LossSums:
     loss: float = 0.0
     num_correct: int = 0
     num_trained: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: "LossSums") -> None:
         self.loss += other.loss
         self.num_correct += other.num_correct
         self.num_trained += other.num_trained
+        for name, value in other.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    @property
+    def mean_metrics(self) -> dict[str, float]:
+        """Of an objective, by name."""
+        return {name: value / self.num_trained for name, value in self.metrics.items()} if self.num_trained else {}
 
     @property
     def mean_loss(self) -> float:

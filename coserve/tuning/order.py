@@ -15,6 +15,7 @@ class PackMembers(NamedTuple):
     """The examples of one pack; first_row: its first row among all that the job ever trains on.
 
     Its numbers are asked for in every step, so they are counted once. mean_context_len: of keys that a row attends to.
+    is_reference: whether it only asks what the model without the adapter makes of the pack after it, which is the same.
     """
 
     examples: tuple[Example, ...]
@@ -22,21 +23,25 @@ class PackMembers(NamedTuple):
     num_rows: int
     num_trained: int
     mean_context_len: float
+    is_reference: bool = False
 
     @classmethod
     def of(cls, examples: Sequence[Example], first_row: int) -> Self:
-        lengths = [len(example.tokens) for example in examples]
+        lengths = [length for example in examples for length in example.parts or (len(example.tokens),)]
         num_rows, num_trained = sum(lengths), sum([example.num_trained for example in examples])
         mean_context_len = sum([length * (length + 1) / 2 for length in lengths]) / num_rows
         return cls(tuple(examples), first_row, num_rows, num_trained, mean_context_len)
 
 
-def packs_of(examples: Sequence[Example], *, max_rows: int, first_row: int = 0) -> list[PackMembers]:
-    """The packs of some examples, one after the other."""
+def packs_of(examples: Sequence[Example], config: TuningConfig, *, first_row: int = 0) -> list[PackMembers]:
+    """The packs of some examples, one after the other; each after its reference, where the objective needs one."""
     packs = []
-    for members in bins_of(examples, max_rows=max_rows):
-        packs.append(PackMembers.of(members, first_row))
-        first_row += packs[-1].num_rows
+    for members in bins_of(examples, max_rows=config.pack_tokens):
+        pack = PackMembers.of(members, first_row)
+        if config.needs_reference:
+            packs.append(pack._replace(is_reference=True))
+        packs.append(pack)
+        first_row += pack.num_rows
     return packs
 
 
@@ -57,7 +62,7 @@ class TrainingOrder:
         start = batch * self.config.batch_size
         members = [self.examples[index] for index in order[start : start + self.config.batch_size]]
         first_row = epoch * rows_before[-1] + rows_before[start]
-        return packs_of(members, max_rows=self.config.pack_tokens, first_row=first_row)
+        return packs_of(members, self.config, first_row=first_row)
 
     def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
         """The order of an epoch's examples, and how many rows lie before each of them (and before the end)."""

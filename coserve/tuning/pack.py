@@ -87,4 +87,4 @@ def make_pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) 
 
 def pack_of(examples: Sequence[Example]) -> Pack:
     """Lay examples end to end."""
-    return make_pack([(example.tokens, example.trained) for example in examples])
+    return make_pack([sequence for example in examples for sequence in example.sequences])

@@ -30,6 +30,7 @@ from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pack import UNTRAINED, Pack
 from coserve.tuning.programs import TrainingPrograms
+from coserve.tuning.scores import PackScores
 from coserve.tuning.tasklet import BackwardWindow, Tasklet
 
 # Tensors of a pass's workspace. Rows: what the blocks give for each row; after the loss, the gradient of that.
@@ -56,11 +57,15 @@ class TrainingPass:
         first_row: int = 0,
         memory: ActivationMemory | None = None,
         training: bool = True,
+        bare: bool = False,
+        scores: PackScores | None = None,
     ) -> None:
         """Take the memory of the whole pass.
 
         Args:
-            training: whether rows take what only training does (dropout); an evaluation does not.
+            training: whether rows take what only training does (dropout); an evaluation does not. bare: whether rows
+            leave the adapter out.
+            scores: of an objective over whole sequences, which then weighs the gradients of the rows.
             dropout_seed, first_row: of the dropout masks; first_row is the pack's first row among all that the job
             ever trains on.
             memory: where its tensors live (default: PyTorch's allocator). BudgetError takes nothing.
@@ -71,7 +76,8 @@ class TrainingPass:
         self.totals = torch.zeros(2, dtype=torch.float64, device=backbone.device)
         self.gradients = {name: torch.zeros_like(master) for name, master in adapter.masters.items()}
         self.cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=len(programs.parts))
-        self._bypasses = adapter.bypasses(training=training)
+        self._bypasses = None if bare else adapter.bypasses(training=training)
+        self.is_bare, self.scores = bare, scores
         self._memory = memory or DeviceMemory(backbone.device)
         self._saved: dict[Part, dict[str, Tensor]] = {}
         self._workspace: dict[str, Tensor] = {}
@@ -125,7 +131,19 @@ class TrainingPass:
     def sums(self) -> LossSums:
         """What the loss came to so far; waits for the device."""
         loss, num_correct = self.totals.tolist()
-        return LossSums(loss=loss, num_correct=int(num_correct), num_trained=self.cursor.num_loss_rows)
+        return LossSums(loss=loss, num_correct=int(num_correct), num_trained=self.num_units)
+
+    @property
+    def num_units(self) -> int:
+        """What the loss so far is a sum over: trained rows, or the units of an objective."""
+        outcome = None if self.scores is None else self.scores.outcome
+        return self.cursor.num_loss_rows if outcome is None else outcome.count
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of an objective, summed up; waits for the device."""
+        outcome = None if self.scores is None else self.scores.outcome
+        return {} if outcome is None else {name: float(value) for name, value in outcome.metrics.items()}
 
     @property
     def loss_done(self) -> bool:
@@ -147,7 +165,18 @@ class TrainingPass:
         self.totals += torch.stack([each.sum(dtype=torch.float64) for each in (losses, correct)])
         self._workspace[_ROWS][rows] = gradient
         self.cursor.advance_loss(len(rows))
+        if self.scores is not None:
+            self.scores.take(losses)
+            if self.loss_done:
+                self._weigh(self.scores)
         self._release_if_done()
+
+    def _weigh(self, scores: PackScores) -> None:
+        """All rows have their log-probabilities: the objective says what each one's gradient counts."""
+        weights = scores.weigh()
+        if weights is not None and (outcome := scores.outcome) is not None:
+            self._workspace[_ROWS][self._trained] *= weights[:, None]
+            self.totals = torch.stack([outcome.loss.double(), outcome.correct.double()])
 
     # -- backward ---------------------------------------------------------------
 
@@ -186,7 +215,7 @@ class TrainingPass:
                 **{name: tensor[rows] for name, tensor in self._saved[part].items()},
                 **self._constants(part, rows),
             },
-            parameters=self.adapter.parameters(part),
+            parameters=self.adapter.tensors(part),
             accumulators=self._accumulators(part),
             gradient=self._workspace[_ROWS][rows],
             attention=attention,
@@ -253,8 +282,8 @@ class TrainingPass:
         return self.programs.program[layer].graph.kv_tensors
 
     def _accumulators(self, part: Part) -> dict[str, Tensor]:
-        prefix = self.backbone.architecture.prefix(part)
-        return {name: self.gradients[prefix + name] for name in self.adapter.parameters(part)}
+        adapter = self.adapter
+        return {name: self.gradients[adapter.master_name(part, name)] for name in adapter.parameters(part)}
 
     def _segments(self, start: int, end: int) -> list[Segment]:
         """Who attends to what among rows [start, end); the keys are those of the whole pack."""
@@ -321,7 +350,7 @@ def _run_loss(pieces: Sequence[tuple[TrainingPass, int]]) -> None:
         torch.cat(hidden),
         {name: torch.cat([each[name] for each in constants]) for name in constants[0]},
         backend=backbone.backend,
-        weights={**backbone.weights["head"], **first.adapter.parameters("head")},
+        weights={**backbone.weights["head"], **first.adapter.tensors("head")},
         accumulators=first._accumulators("head"),
         max_rows=chunk_rows(backbone.architecture.vocab_size, backbone.dtype),
     )

@@ -143,6 +143,8 @@ class Commands:
                 request_id=command.id,
                 arrival_s=command.arrival_s,
                 tenant=command.tenant,
+                priority=command.priority,
+                batch_due_s=command.batch_due_s,
             )
         except CoserveError as error:
             self._send(Refused(command.id, str(error), type(error).__name__))

@@ -147,7 +147,7 @@ class JobCommands:
 
     def _start(self, job: JobStart, files: "JobFiles") -> None:
         if job.start is not None and job.checkpoint is None and job.start.directory is not None:
-            self._engine.ensure_adapter(job.start.name, job.start.directory)
+            self._engine.ensure_adapter(job.start.name, job.start.directory, job.model)
         adapter: AdapterConfig | str | None = None
         if job.adapter is not None:
             adapter = adapter_config(job.adapter)
@@ -163,7 +163,10 @@ class JobCommands:
             checkpoint=job.checkpoint,
             tenant=job.tenant,
             alone_until_step=job.alone_until_step,
+            model=job.model,
         )
+        if job.model and job.start is not None:
+            self.unload_adapter(job.start.name)  # nobody else can use it
         self._starts[job.id] = job
         self._urgent[job.id] = Event()
         if job.paused:
@@ -185,8 +188,9 @@ class JobCommands:
         for event in events:
             job = self._starts.get(event.job)
             if event.kind == "succeeded" and job is not None:
-                self._checkpoint(event.job, listed=True, event=event).name = job.name
-                self._forget(event.job, keep_versions=True)
+                last = self._checkpoint(event.job, listed=True, event=event)
+                last.name = None if job.model else job.name
+                self._forget(event.job, keep_versions=not job.model)
                 continue
             self._tell_event(event)
             if job is None:

@@ -7,6 +7,7 @@ made here, of the tokens that the engine reports: its steps wait for no tokenize
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
@@ -40,7 +41,7 @@ from coserve.worker.protocol import (
     UseVocabulary,
 )
 from coserve.worker.streams import RequestStream
-from coserve.worker.supervisor import Supervisor
+from coserve.worker.supervisor import EngineOwner, Supervisor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,27 +66,65 @@ class EngineListener(Protocol):
         """What came of steps."""
 
 
+class EngineHost(Protocol):
+    """Where an engine lives: a process here (`Supervisor`), or on another machine."""
+
+    @property
+    def silent_s(self) -> float:
+        """Since it was last heard of."""
+        ...
+
+    @property
+    def jobs_at_death(self) -> tuple[str, ...] | None:
+        """The jobs that the last engine may have died of; None if that is not known."""
+        ...
+
+    def send(self, command: Any) -> None:
+        """To the engine, or to nobody: until its death is known here, `engine_lost` is still to come."""
+
+    async def run(self) -> None:
+        """Keep an engine running until `close`; ModelError if it cannot start as it was asked."""
+
+    def close(self) -> None:
+        """Start no other engine when this one ends."""
+
+    async def end(self, wait_s: float) -> None:
+        """Wait for it to end, and end it after that time."""
+
+
+def engine_here(
+    settings: EngineSettings, *, launch: Launch | None = None, home: Path | None = None, timeout_s: float = inf
+) -> Callable[[EngineOwner], EngineHost]:
+    """An engine in a process of this machine. settings, home, timeout_s: see `Supervisor`. launch: starts it (default:
+    as a program).
+    """
+    return lambda owner: Supervisor(settings, owner, launch or program(), home=home, timeout_s=timeout_s)
+
+
+# Told of a request whose engine is gone: its stream, and why.
+OnLost = Callable[[str, RequestStream, EngineGoneError], None]
+
+
 class EngineLink:
-    """The engine, whichever process it is in just now. Implements `coserve.jobs.messages.JobEngine`."""
+    """The engine, whichever process it is in just now. Implements `coserve.worker.access.EngineAccess`."""
 
     def __init__(
         self,
-        settings: EngineSettings,
+        host: Callable[[EngineOwner], EngineHost],
         *,
-        launch: Launch | None = None,
-        home: Path | None = None,
-        timeout_s: float = inf,
         on_progress: Callable[[StartProgress], None] | None = None,
+        on_lost: OnLost = lambda request, stream, error: stream.fail(error),
     ) -> None:
-        """settings, home, timeout_s: see `Supervisor`. launch: starts engines (default: as a program)."""
-        self._on_progress = on_progress
-        self.supervisor = Supervisor(settings, self, launch or program(), home=home, timeout_s=timeout_s)
+        """host: see `engine_here`. on_lost: by default, the stream ends with the error."""
+        self._on_progress, self._on_lost = on_progress, on_lost
+        self._host = host(self)
         self._listeners: list[EngineListener] = []
         self._ready: Ready | None = None
         self._streams: dict[str, RequestStream] = {}
         self._stopped: set[tuple[str, int]] = set()  # sequences whose end the engine has not reported yet
         self._calls: dict[int, asyncio.Future[None]] = {}
-        self._numbers = itertools.count()
+        # Another server's calls, which an engine may still answer, have other numbers.
+        self._numbers = itertools.count(secrets.randbits(62))
         self._closing = False
         self._has_vocabulary = False  # whether the engine has been told what tokens stand for
 
@@ -112,18 +151,23 @@ class EngineLink:
     @property
     def jobs_at_death(self) -> tuple[str, ...] | None:
         """The jobs that the last engine may have died of; None if that is not known."""
-        return self.supervisor.jobs_at_death
+        return self._host.jobs_at_death
+
+    @property
+    def jobs_lost(self) -> None:
+        """All: there is no other engine."""
+        return None
 
     @property
     def is_silent(self) -> bool:
         """Whether the step loop has stood still for a while."""
-        return self.supervisor.silent_s > _SILENT_S
+        return self._host.silent_s > _SILENT_S
 
     def require_alive(self) -> None:
         """EngineGoneError if there is no engine to ask now, or if its step loop stands still."""
         self.require_ready()
         if self.is_silent:
-            raise EngineGoneError(f"the engine has not answered for {self.supervisor.silent_s:.0f} s")
+            raise EngineGoneError(f"the engine has not answered for {self._host.silent_s:.0f} s")
 
     def listen(self, listener: EngineListener) -> None:
         """Tell it what happens, and that the engine is ready if it is already."""
@@ -135,22 +179,22 @@ class EngineLink:
 
     async def run(self) -> None:
         """Keep an engine running until `stop`; ModelError if it cannot start as it was asked."""
-        await self.supervisor.run()
+        await self._host.run()
 
     async def stop(self) -> None:
         """End it, with checkpoints of all jobs if it still answers; open requests end with an error."""
         self._closing = True
-        self.supervisor.close()
+        self._host.close()
         if self._ready is not None and not self.is_silent:
             with suppress(CoserveError, TimeoutError):
                 await asyncio.wait_for(self._call(Shutdown), _SHUTDOWN_S)
-                await self.supervisor.end(_EXIT_S)
-        await self.supervisor.end(0.0)
+                await self._host.end(_EXIT_S)
+        await self._host.end(0.0)
 
     def close_to_requests(self) -> None:
         """Refuse what comes from now on; an engine that dies is not started again."""
         self._closing = True
-        self.supervisor.close()
+        self._host.close()
 
     def fail_open_requests(self, reason: str) -> None:
         """End every open request with an error."""
@@ -169,8 +213,8 @@ class EngineLink:
         streams, self._streams = self._streams, {}
         self._stopped.clear()
         calls, self._calls = self._calls, {}
-        for stream in streams.values():
-            stream.fail(error)
+        for request, stream in streams.items():
+            self._on_lost(request, stream, error)
         for call in calls.values():
             if not call.done():
                 call.set_exception(error)
@@ -220,7 +264,7 @@ class EngineLink:
         found, stop = stream.read(chunk)
         if stop is not None:
             self._stopped.add(sequence)
-            self.supervisor.send(stop)
+            self._host.send(stop)
         return found
 
     def _reply(self, reply: Reply) -> None:
@@ -249,22 +293,30 @@ class EngineLink:
         self.require_ready()
         stream = RequestStream(requests, tokenizer, shown_tokens)
         for request in stream.for_engine():
-            self._streams[request.id] = stream
-            self.supervisor.send(request)
+            self.send(request, stream)
         return stream
+
+    def send(self, request: AddRequest, stream: RequestStream) -> None:
+        """One request of a stream, as the engine needs to know it; its chunks go there."""
+        self._streams[request.id] = stream
+        self._host.send(request)
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
         """Tell the engine what tokens stand for, unless it knows; before requests with grammars. EngineGoneError."""
         self.require_ready()
         if not self._has_vocabulary:
             self._has_vocabulary = True
-            self.supervisor.send(UseVocabulary(list(pieces), list(special)))
+            self._host.send(UseVocabulary(list(pieces), list(special)))
 
     def close(self, stream: RequestStream) -> None:
         """Its chunks are no longer wanted: what has not ended is cancelled."""
         for request in stream.requests:
-            if self._streams.pop(request.id, None) is not None:
-                self.supervisor.send(CancelRequest(request.id))
+            self.cancel(request.id)
+
+    def cancel(self, request: str) -> None:
+        """The chunks of one request are no longer wanted; no error if it has ended."""
+        if self._streams.pop(request, None) is not None:
+            self._host.send(CancelRequest(request))
 
     # -- adapters and jobs ------------------------------------------------------------
 
@@ -301,7 +353,7 @@ class EngineLink:
         number = next(self._numbers)
         call = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self.supervisor.send(kind(number, *fields))
+            self._host.send(kind(number, *fields))
             await call
         finally:
             self._calls.pop(number, None)

@@ -22,6 +22,7 @@ from coserve.devices.cpu_threads import worthwhile_threads
 from coserve.devices.messages import StepResult
 from coserve.devices.parent_death import end_with_parent
 from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
+from coserve.devices.profiling import device_name
 from coserve.engine.core import Event
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
@@ -296,6 +297,8 @@ def _ready(engine: Engine, max_model_len: int | None) -> Ready:
         page_bytes=info.page_bytes,
         block_tokens=info.block_tokens,
         weight_bytes=info.weight_bytes,
+        hardware=device_name(torch.device(info.device), info.threads),
+        profile=engine.latency.profile,
     )
 
 

@@ -16,6 +16,7 @@ from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
 from coserve.jobs.messages import Checkpointed, JobStart
 from coserve.jobs.records import AdapterRef
+from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import Slo
 
 # -- the first line of the engine's standard input ---------------------------------------
@@ -52,7 +53,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Answered by chunks, the last of each sequence with a finish_reason; or by `Refused`, if it cannot be served.
 
-    Chunks have tokens and no text, and params no stop strings: text is made where the tokens come out.
+    Chunks have tokens and no text, and params no stop strings: text is made where the tokens come out. priority,
+    batch_due_s: see `EngineCore.add_tokens`.
     """
 
     id: str
@@ -62,6 +64,8 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     slo: Slo | None = None
     adapter: AdapterRef | None = None
     tenant: str = ""
+    priority: int = 0
+    batch_due_s: float | None = None
 
 
 class UseVocabulary(msgspec.Struct, tag=True, frozen=True):
@@ -158,7 +162,9 @@ class StartProgress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The engine takes commands. threads: of the CPU. slo: of requests that bring none; it follows what steps take."""
+    """The engine takes commands. threads: of the CPU. slo: of requests that bring none; it follows what steps take.
+    hardware: kind of device. profile: what it takes for the pieces of a step; None: not known.
+    """
 
     model: str
     dtype: str
@@ -171,6 +177,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     page_bytes: int
     block_tokens: int
     weight_bytes: int
+    hardware: str = ""
+    profile: Profile | None = None
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
+from typing import NamedTuple
 
 from coserve.errors import DataError
 from coserve.workloads.files import read_columns, read_records
@@ -29,6 +30,29 @@ class TracedRequest:
     at_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+
+
+class TracedJob(NamedTuple):
+    """A job of a trace: seconds from the trace's start, and for how long it took how many GPUs."""
+
+    at_s: float
+    num_gpus: int
+    duration_s: float
+
+
+def read_jobs(path: str | Path) -> list[TracedJob]:
+    """Jobs as of Philly's trace (`submit_s,num_gpus,duration_s`); DataError as `read_trace`."""
+    jobs = []
+    for number, row in read_columns(path, (("submit_s",), ("num_gpus",), ("duration_s",))):
+        try:
+            job = TracedJob(_seconds(row[0]), _tokens(row[1]), _seconds(row[2]))
+        except ValueError:
+            raise DataError(f"{path}, line {number}: {', '.join(row)} are no moment, GPUs and seconds") from None
+        if job.num_gpus and job.duration_s > 0:
+            jobs.append(job)
+    if not jobs:
+        raise DataError(f"{path} has no jobs")
+    return jobs
 
 
 def read_trace(path: str | Path, *, where: Mapping[str, str] | None = None) -> list[TracedRequest]:

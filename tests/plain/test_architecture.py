@@ -14,6 +14,11 @@ def test_the_table_is_what_the_script_writes():
     assert SCRIPT["page"]() == PAGE, "run scripts/architecture.py"
 
 
+def test_the_table_of_families_is_made_from_them():
+    script = runpy.run_path(str(ROOT / "scripts" / "families.py"))
+    assert script["page"]() == (ROOT / "docs" / "families.md").read_text(), "run scripts/families.py"
+
+
 def picture() -> str:
     return PAGE.split("## The picture", 1)[1].split("```")[1]
 

@@ -13,7 +13,15 @@ from coserve.jobs.deaths import Deaths
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
 from coserve.jobs.recording import JobReportWriter, Report
-from coserve.jobs.records import AdapterRecord, CheckpointRecord, EventRecord, FileRecord, JobRecord
+from coserve.jobs.records import (
+    AdapterRecord,
+    CheckpointRecord,
+    ConversationRecord,
+    EventRecord,
+    FileRecord,
+    JobRecord,
+    ResponseRecord,
+)
 from coserve.jobs.store import Store
 
 
@@ -290,3 +298,70 @@ def test_blobs_without_records_are_cleared_away(store, tmp_path):
         (tmp_path / "files" / name).write_text("x")
     files.tidy()
     assert [path.name for path in (tmp_path / "files").iterdir()] == [record.id]
+
+
+def test_conversations_that_were_used_last_are_kept(store):
+    def begin(transaction, id, tenant="a"):
+        transaction.add_conversation(ConversationRecord(id=id, tenant=tenant, created_at=1, used_at=1))
+        return transaction.conversation(tenant, id)
+
+    def items(*ids):
+        return [({"id": id, "text": "\0"}, 10) for id in ids]
+
+    with store.write() as transaction:
+        for id in ("c0", "c1", "c2"):
+            transaction.add_conversation_items(begin(transaction, id), items(f"{id}a", f"{id}b"), most_bytes=60)
+        transaction.add_conversation_items(begin(transaction, "other", "b"), items("c0a"), most_bytes=60)
+        assert transaction.remove_conversation_item("c0", "c0b")
+        assert not transaction.remove_conversation_item("c0", "c1a"), "it is in another one"
+        assert transaction.conversation("a", "c0").num_bytes == 10
+        transaction.add_conversation_items(transaction.conversation("a", "c2"), items("c2c", "c2d"), most_bytes=64)
+    with store.read() as transaction:
+        assert [id for id in ("c0", "c1", "c2") if transaction.conversation("a", id)] == ["c1", "c2"]
+        assert [item["id"] for item in transaction.conversation_items("c2")] == ["c2a", "c2b", "c2c", "c2d"]
+        assert transaction.conversation_items("c0") == []
+        assert transaction.conversation("b", "other") and transaction.conversation("b", "c2") is None
+
+
+def response(id, tenant="a", **fields):
+    given = {"created_at": 1, "expires_at": 2**40, "status": "completed", "num_bytes": 10}
+    return ResponseRecord(
+        **{"id": id, "tenant": tenant, "input": [{"x": "\0"}], "response": {"id": id}, **given, **fields}
+    )
+
+
+def test_the_newest_responses_of_a_tenant_are_kept(store):
+    for number in range(9):
+        with store.write() as transaction:
+            transaction.put_response(response(f"r{number}"), most_bytes=40)
+            transaction.put_response(response(f"other{number}", "b"), most_bytes=1000)
+    with store.write() as transaction:
+        transaction.put_response(response("r8", num_bytes=20, status="failed"), most_bytes=40)
+        transaction.put_response(response("late", expires_at=1), most_bytes=40)
+    with store.read() as transaction:
+        assert [n for n in range(9) if transaction.response("a", f"r{n}")] == [8], (
+            "the oldest make room, and a little more of it"
+        )
+        assert all(transaction.response("b", f"other{n}") for n in range(9))
+        assert transaction.response("b", "r8") is None
+        assert transaction.response("a", "late") is None
+        assert transaction.response("a", "r8").input == [{"x": "\0"}]
+    with store.write() as transaction:
+        assert transaction.remove_response("a", "r8")
+        assert not transaction.remove_response("a", "r8")
+
+
+def test_responses_that_a_process_left_have_failed(store):
+    with store.write() as transaction:
+        transaction.put_response(response("r1", status="in_progress"), most_bytes=100)
+        transaction.put_response(response("r2"), most_bytes=100)
+        transaction.put_response(response("r3", expires_at=1), most_bytes=100)
+    with store.write() as transaction:
+        transaction.end_unfinished_responses({"code": "server_error"})
+    with store.read() as transaction:
+        found = transaction.response("a", "r1")
+        assert (found.status, found.response) == (
+            "failed",
+            {"id": "r1", "status": "failed", "error": {"code": "server_error"}},
+        )
+        assert transaction.response("a", "r2") == response("r2")

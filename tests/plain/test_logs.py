@@ -85,7 +85,7 @@ def test_kinds_of_lines_are_not_kept_for_ever(log: Log):
 def test_json_lines_name_their_request_and_what_was_given_beside_them(log: Log):
     log.handler.setFormatter(JsonFormatter())
     request_id.set("abc")
-    log.logger.warning("status %d", 500, extra={"status": 500, "tenant": None})
+    log.logger.warning("status %d", 500, extra={"status": 500, "tenant": None, "_other": 1})
     try:
         raise ValueError("why")
     except ValueError:

@@ -47,7 +47,10 @@ def test_a_model_that_does_not_generate_text(tmp_path, name):
 
 def test_another_family_names_those_that_are_run(tmp_path):
     write(tmp_path, {"model_type": "mamba"}, "model.safetensors")
-    assert "model_type 'mamba' is not supported; supported: llama," in refused(tmp_path)
+    assert "model_type 'mamba' is not supported; " in refused(tmp_path)
+    assert "supported: falcon, " in refused(tmp_path)
+    write(tmp_path, {"model_type": "qwen2_5"}, "model.safetensors")
+    assert "model_type 'qwen2_5' is not supported; the nearest that is, is qwen2; supported: " in refused(tmp_path)
 
 
 def test_gguf_is_named(tmp_path):
@@ -58,8 +61,9 @@ def test_gguf_is_named(tmp_path):
 
 
 def test_quantised_weights(tmp_path):
-    write(tmp_path, LLAMA | {"quantization_config": {"quant_method": "awq"}}, "model.safetensors")
-    assert "quantised weights" in refused(tmp_path)
+    for method in ("awq", "gptq", "bitsandbytes", "fp8", "mxfp4"):
+        write(tmp_path, LLAMA | {"quantization_config": {"quant_method": method}}, "model.safetensors")
+        assert f"describes quantised weights ({method}); give the model in float32, float16" in refused(tmp_path)
 
 
 def test_weights_that_are_not_there(tmp_path):

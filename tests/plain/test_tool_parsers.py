@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import coserve.server.tool_parsers as registry
 from coserve.server.reasoning import ThinkReader, begins_inside
-from coserve.server.tool_parsers import parser_class, parser_names, parser_of_template
+from coserve.server.tool_parsers import JsonCalls, parser_class, parser_names, parser_of_template
 from coserve.server.tool_parsers.base import Arguments, CallBegins, CallFails, Content, Part, Reasoning
 
-NAMES = ("weather", "add")
+SCHEMAS = {"weather": {"properties": {"city": {"type": "string"}}}, "add": {"properties": {"yes": {"type": "boolean"}}}}
 W, A = ("weather", '{"city": "Löwen}\\""}'), ("add", '{"a": [1, {"b": 2}], "c": null}')
 N = ("weather", "{}")
 
@@ -43,7 +43,7 @@ class Read:
 
 
 def parts_of(name: str, pieces: list[str]) -> list[list[Part]]:
-    parser = parser_class(name)(NAMES)
+    parser = parser_class(name)(SCHEMAS)
     return [*(parser.push(piece) for piece in pieces), parser.finish()]
 
 
@@ -67,6 +67,17 @@ def gpt(name: str, arguments: str) -> str:
     return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
 
 
+def qwen(name: str, **values: str) -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+_CITY = ("weather", '{"city": "1\\n<b> é"}')
+_ADD = ("add", '{"a": [1, {"b": 2}], "c": null, "yes": true, "d": "x y", "e": "NaN"}')
+_QWEN_CITY, _QWEN_ADD = (
+    qwen("weather", city="1\n<b> é"),
+    qwen("add", a='[1, {"b":2}]', c="null", yes="True", d="x y", e="NaN"),
+)
 _LIST = f'[TOOL_CALLS] [{{"name": "{W[0]}", "arguments": {W[1]}}}, {{"arguments": {A[1]}, "name": "add", "id": "x"}}]'
 GOOD = [
     ("hermes", "Only text, 2 < 3 <tool.", Read("Only text, 2 < 3 <tool.")),
@@ -105,6 +116,11 @@ GOOD = [
     ),
     ("openai", "<|channel|>analysis<|message|>So", Read(reasoning="So")),
     ("openai", "<|channel|>ana", Read()),
+    ("qwen3_coder", "Only text, 2 < 3 <tool.", Read("Only text, 2 < 3 <tool.")),
+    ("qwen3_coder", _QWEN_CITY, Read(calls=[_CITY])),
+    ("qwen3_coder", f"I look.\n{_QWEN_CITY}\n{_QWEN_ADD}\n", Read("I look.\n", calls=[_CITY, _ADD])),
+    ("qwen3_coder", qwen("weather"), Read(calls=[N])),
+    ("qwen3_coder", _QWEN_ADD.removesuffix("</tool_call>"), Read(calls=[_ADD])),
 ]
 # All of it stays text.
 MALFORMED = [
@@ -132,6 +148,11 @@ MALFORMED = [
     ("openai", "<|channel|>commentary to=functions.other<|message|>{}"),
     ("openai", "<|channel|>commentary to=functions.add<|message|>no"),
     ("openai", '<|channel|>commentary to=functions.add<|message|>{"a": x}'),
+    ("qwen3_coder", qwen("other", a="1")),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n"),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n1</function>"),
+    ("qwen3_coder", "<tool_call>{}</tool_call> "),
+    ("qwen3_coder", "<tool_call>"),
 ]
 
 
@@ -151,6 +172,13 @@ def test_however_a_text_is_cut(name: str, text: str, right: Read):
 def test_what_is_malformed_stays_text(name: str, text: str):
     for pieces in cuts(text):
         assert read(name, pieces) == Read(text), pieces
+
+
+def test_a_call_after_what_is_none_is_found_however_the_text_is_cut():
+    text = "<tool_call>{}</tool_call> " + qwen("weather", city="Oslo")
+    found = [read("qwen3_coder", pieces) for pieces in cuts(text)]
+    assert len(found[0].calls) == 1 and found[0].content.startswith("<tool_call>{}</tool_call>")
+    assert all(each == found[0] for each in found)
 
 
 @given(st.data())
@@ -185,6 +213,9 @@ def test_arguments_come_as_they_are_written(name: str, text: str):
 @pytest.mark.parametrize("name", parser_names())
 def test_a_call_that_is_asked_for_is_written_as_the_parser_reads_it(name: str):
     parser = parser_class(name)
+    if not issubclass(parser, JsonCalls):
+        assert name == "qwen3_coder"  # whose arguments are XML
+        return
     calls = [W, A] if parser.separator is not None else [W]
     texts = [
         f"{before}{arguments}{after}" for function, arguments in calls for before, after in [parser.around(function)]
@@ -243,6 +274,7 @@ def test_every_file_of_the_folder_is_a_parser():
 @pytest.mark.parametrize(
     ("template", "name"),
     [
+        ("<tool_call>\\n<function=example>\\n<parameter=p>\\nvalue\\n</parameter>", "qwen3_coder"),
         ('return a json object within <tool_call></tool_call> XML tags: {"name": <function-name>', "hermes"),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name', "llama3_json"),
         ("{{- '<|python_tag|>' + tool_call.name }}", "llama3_json"),

@@ -86,6 +86,7 @@ def test_what_is_loaded_is_there_after_restarts_of_each_tenant_its_own(root: Pat
         assert post(served, "unload", "key-2", lora_name="mine").status_code == 404
 
 
+@pytest.mark.long
 def test_one_that_cannot_be_read_any_more_is_told_and_not_served(root: Path):
     home = Path(mkdtemp(prefix="coserve-home-"))
     with serving("--allow-adapter-paths", str(root), home=home) as served:

@@ -58,6 +58,7 @@ def uploading(client: OpenAI, contents: dict[str, bytes]) -> Iterator[None]:
     assert raised == []
 
 
+@pytest.mark.long
 def test_a_server_from_a_backup_resumes_where_the_other_one_was(tmp_path: Path):
     archive, contents = tmp_path / "home.tar", dict[str, bytes]()
     with serving() as served:

@@ -129,11 +129,11 @@ def test_answers_of_other_servers_can_be_said_again(client: OpenAI):
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_change_the_answer_is_passed_over_and_named(client: OpenAI, stream: bool):
     settings: dict[str, Any] = {"model": "small", "max_tokens": 1, "stream": stream}
-    extra = {"keep_alive": "5m", "num_retries": 3, "priority": 0, "tags": None, "use_beam_search": False}
+    extra = {"keep_alive": "5m", "num_retries": 3, "request_id": "a", "tags": None, "use_beam_search": False}
     raw = client.chat.completions.with_raw_response.create(
         messages=MESSAGES, user="me", reasoning_effort="low", extra_body=extra, **settings
     )
-    assert raw.headers["x-coserve-ignored"] == "keep_alive, num_retries, priority, user, reasoning_effort"
+    assert raw.headers["x-coserve-ignored"] == "keep_alive, num_retries, request_id, user, reasoning_effort"
     raw.parse()
     other = client.completions.with_raw_response.create(prompt="a", **settings, extra_body={"request_id": "a"})
     assert other.headers["x-coserve-ignored"] == "request_id"

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from served import model_directory
 
+from coserve.cli import tables
+from coserve.cli.commands.tune import watch
 from coserve.cli.connection import base_model, find_model, is_there, own_server
 from coserve.client.http import Client
 from coserve.errors import ServerError
@@ -183,6 +186,19 @@ def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(served, many_examples
     assert (run.returncode, err) == (0, "")
     assert all(f"coserve jobs {verb} {job}" in out for verb in ("follow", "pause", "cancel"))
     assert served.post(f"/v1/fine_tuning/jobs/{job}/cancel").json()["status"] == "cancelled", "it was still there"
+
+
+def test_ctrl_c_as_soon_as_the_job_is_told_leaves_it_running_too(monkeypatch, capsys):
+    class Interrupted(Console):
+        def print(self, *told: Any, **settings: Any) -> None:
+            super().print(*told, **settings)
+            if "keeps running" not in str(told):
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(tables, "console", Interrupted)
+    watch(Client("http://127.0.0.1:9"), {"id": "ftjob-1", "model": "small", "status": "running"}, as_json=True)
+    out = capsys.readouterr().out
+    assert "coserve jobs follow ftjob-1" in out and json.loads(out.splitlines()[-1])["status"] == "left running"
 
 
 @pytest.mark.long

@@ -25,32 +25,26 @@ from coserve.server.options import option_of
 from coserve.server.units import bytes_of, seconds_of, slo_seconds
 
 
-def test_options_are_the_fields_of_the_configuration():
-    parameters = inspect.signature(up).parameters
-    marks = [parameter.annotation.__metadata__[0] for parameter in parameters.values()]
-    assert [(mark.default, *(mark.param_decls or ()))[-1] for mark in marks] == [
-        ...,  # the model
-        *("--served-model-name", "--max-model-len"),
-        *("--host", "--port", "--dtype", "--weights", "--device", "--memory", "--host-memory"),
-        *("--slo-ttft", "--slo-tpot", "--policy", "--policy-setting", "--threads", "--deterministic"),
-        *("--tool-call-parser", "--generation-config", "--role", "--prefill-socket", "--prefill-min-tokens"),
-        *("--max-requests", "--max-adapters", "--max-running-jobs", "--job-timeout"),
-        *("--api-key", "--api-keys-file", "--operator"),
-        *("--tenant-max-requests", "--tenant-tokens-per-minute", "--tenant-max-jobs"),
-        *("--tenant-max-running-jobs", "--tenant-max-files", "--allow-adapter-paths", "--home", "--database"),
-        *("--max-upload", "--max-body", "--max-connections", "--timeout-headers", "--timeout-body"),
-        *("--timeout-keep-alive", "--request-timeout", "--max-queued-requests", "--ssl-certfile", "--ssl-keyfile"),
-        *(
-            "--allowed-hosts",
-            "--cors-origin",
-            "--root-path",
-            "--log-format",
-            "--log-level",
-            "--otlp-endpoint",
-            "--record",
-        ),
-        *("--engine-timeout", "--drain"),
-    ]
+def test_options_are_the_fields_of_the_configuration_in_groups():
+    model, *marks = [each.annotation.__metadata__[0] for each in inspect.signature(up).parameters.values()]
+    groups: dict[str, list[Any]] = {}
+    for mark in marks:
+        groups.setdefault(mark.rich_help_panel, []).append((mark.default, *(mark.param_decls or ()))[-1])
+    assert {title: " ".join(names) for title, names in groups.items()} == {
+        "Model": "--served-model-name --max-model-len --dtype --weights --device --threads --deterministic "
+        "--tool-call-parser --chat-template --lora-modules --generation-config",
+        "Memory and scheduling": "--memory --host-memory --slo-ttft --slo-tpot --policy --policy-setting "
+        "--max-requests --max-queued-requests --max-adapters --max-running-jobs --job-timeout --trainable-model "
+        "--weight-window --role --prefill-socket --prefill-min-tokens",
+        "Tenants": "--api-key --api-keys-file --operator --tenant-max-requests --tenant-tokens-per-minute "
+        "--tenant-max-jobs --tenant-max-running-jobs --tenant-max-files --tenant-max-batches --allow-adapter-paths",
+        "HTTP": "--host --port --ssl-certfile --ssl-keyfile --allowed-hosts --cors-origin --root-path "
+        "--max-connections --max-body --max-upload --timeout-headers --timeout-body --timeout-keep-alive "
+        "--request-timeout",
+        "Operation": "--home --database --result-encoding --response-storage --log-format --log-level "
+        "--otlp-endpoint --record --engine-timeout --drain",
+    }
+    assert model.default is ... and 1 + len(marks) == len(fields(ServerConfig))
     assert all(mark.help for mark in marks)
 
 

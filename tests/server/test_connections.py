@@ -130,6 +130,7 @@ def test_what_is_no_http_gets_an_error_in_openais_form(own: Served, sent: bytes)
         assert b" 400 " in head.split(b"\r\n")[0] and b'{"error": {"message":' in body
 
 
+@pytest.mark.long
 def test_the_server_keeps_as_many_as_it_may_have_files_open_and_does_not_fill_its_log():
     with serving("--max-connections", "100000", max_files=400) as served, held(served, 450):
         for _ in range(20):

@@ -16,7 +16,7 @@ from coserve.errors import EngineGoneError, ModelError
 from coserve.scheduling.slo import Slo
 from coserve.server.readiness import Readiness
 from coserve.worker.launch import program
-from coserve.worker.link import EngineLink
+from coserve.worker.link import EngineLink, engine_here
 from coserve.worker.protocol import AddRequest, CancelRequest, EngineSettings, Ready, StepReport
 from coserve.worker.streams import RequestStream
 from coserve.worker.supervisor import Supervisor
@@ -58,7 +58,9 @@ def test_an_error_comes_after_what_was_there():
 
 def test_a_default_slo_that_the_engine_corrects_reaches_the_server():
     first, later = Slo(ttft_s=2.0, tpot_s=1.0), Slo(ttft_s=2.0, tpot_s=0.1)
-    numbers = dict.fromkeys(("vocab_size", "max_positions", "num_pages", "page_bytes", "block_tokens"), 10)
+    numbers: dict[str, Any] = dict.fromkeys(
+        ("vocab_size", "max_positions", "num_pages", "page_bytes", "block_tokens"), 10
+    )
     ready = Ready(model="none", dtype="float32", device="cpu", threads=1, slo=first, weight_bytes=1, **numbers)
     counts: dict[str, Any] = dict.fromkeys(
         ("num_running", "num_waiting", "num_jobs", "num_steps", "num_tokens_trained"), 0
@@ -68,7 +70,7 @@ def test_a_default_slo_that_the_engine_corrects_reaches_the_server():
     )
     stats = EngineStats(num_pages_by_owner={}, margin=1.0, num_slos_clamped=0, slo=later, joined_jobs=(), **counts)
 
-    link = EngineLink(SETTINGS)
+    link = EngineLink(engine_here(SETTINGS))
     found = []
     for report in (ready, StepReport(), StepReport(stats=stats)):
         link.engine_said(report)
@@ -163,7 +165,7 @@ else:
 
 def test_a_command_to_nobody_is_no_error():
     async def send() -> list[str]:
-        supervisor, unheard = Supervisor(SETTINGS, EngineLink(SETTINGS), program()), []
+        supervisor, unheard = Supervisor(SETTINGS, EngineLink(engine_here(SETTINGS)), program()), []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context["message"]))
         supervisor.send(CancelRequest("r"))
         gc.collect()
@@ -191,7 +193,8 @@ while True:
 def test_an_engine_is_ready_if_it_makes_a_step(tmp_path: Path, steps: bool):
     async def ask() -> list[str]:
         script = f"{CONNECTED}{DIES}\nSTEPS = {steps}\n{ANSWERS_PINGS}"
-        link = EngineLink(SETTINGS, launch=program((sys.executable, "-c", script)), home=tmp_path)
+        launch, hosts = program((sys.executable, "-c", script)), []
+        link = EngineLink(lambda owner: hosts.append(Supervisor(SETTINGS, owner, launch, home=tmp_path)) or hosts[0])
         readiness = Readiness(link, proof_s=60.0 if steps else 0.5)
         link.listen(readiness)
         running = asyncio.create_task(link.run())
@@ -199,7 +202,7 @@ def test_an_engine_is_ready_if_it_makes_a_step(tmp_path: Path, steps: bool):
             await asyncio.sleep(0.02)
         said = await asyncio.gather(*[readiness.require() for _ in range(3)], return_exceptions=True)
         link.close_to_requests()
-        link.supervisor.kill()
+        hosts[0].kill()
         await running
         return [str(each) for each in said]
 

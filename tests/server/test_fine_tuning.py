@@ -7,7 +7,9 @@ from typing import Any
 
 import httpx
 import openai
+import pyarrow
 import pytest
+from pyarrow import parquet
 from served import serving
 
 LINES = [{"prompt": f"What is {n}? ", "completion": f"It is {n}."} for n in range(12)]
@@ -50,6 +52,18 @@ def finished(served, client, job):
         return found if found.status in ("succeeded", "failed", "cancelled") else None
 
     return served.wait_until(over, limit_s=120)
+
+
+def test_tables_are_trained_on_too(served, client, tmp_path):
+    """One as training file, one as validation file; a chat of CSV is JSON in its cell."""
+    messages = json.dumps([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}])
+    rows = io.StringIO(newline="")
+    csv.writer(rows).writerows([["messages"], *[[messages]] * 4])
+    parquet.write_table(pyarrow.Table.from_pylist(LINES), tmp_path / "data")
+    table = client.files.create(file=("chats.CSV", rows.getvalue().encode()), purpose="fine-tune")
+    packed = client.files.create(file=("data", (tmp_path / "data").read_bytes()), purpose="fine-tune")
+    job = create(client, n_epochs=1, training_file=table.id, validation_file=packed.id)
+    assert finished(served, client, job).status == "succeeded"
 
 
 def all_events(client, job):
@@ -235,8 +249,10 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"metadata": {"k": "v" * 513}}, "metadata"),
         ({"metadata": {"k": "\ud800"}}, "metadata"),
         ({"colour": "red"}, "colour"),
-        ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
-        ({"method": {"type": "dpo", "dpo": {}}}, "method.type"),
+        ({"integrations": [{"type": "wandb", "wandb": {"name": "p"}}]}, "integrations[0].wandb.project"),
+        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}}, "method"),
+        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"gamma": 1}}}}, "method"),
+        ({"method": {"type": "dpo", "supervised": {}}}, "method.supervised"),
         ({"method": {"type": "reinforcement"}}, "method.type"),
         ({"method": {"type": "supervised", "dpo": {}}}, "method.dpo"),
         ({"method": {"type": "supervised", "colour": 1}}, "method.colour"),
@@ -251,7 +267,7 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"coserve": {"max_sequence_length": 513}}, "coserve.max_sequence_length"),
         ({"coserve": {"max_sequence_length": 1}}, "coserve.max_sequence_length"),
         ({"coserve": {"checkpoint_every_steps": -1}}, "coserve.checkpoint_every_steps"),
-        ({"coserve": {"adapter": {"type": "ia3"}}}, "coserve.adapter.type"),
+        ({"coserve": {"adapter": {"type": "loha"}}}, "coserve.adapter.type"),
         ({"coserve": {"adapter": {"rank": 4}}}, "coserve.adapter.rank"),
         ({"coserve": {"adapter": {"r": 33}}}, "coserve.adapter.r"),
         ({"coserve": {"adapter": {"target_modules": ["nothing"]}}}, "coserve.adapter.target_modules"),
@@ -357,3 +373,25 @@ def test_the_pages_of_a_job_are_seen_while_it_runs(served, client):
     assert num_busy > 5 and num_busy > 0.8 * (len(held) - 1)
     assert held[-1] == 0, "and none when it is over"
     assert all(sum(pages.values()) == sum(found["memory"][0][1].values()) for _, pages in found["memory"])
+
+
+def test_preferences_are_learned_and_margins_shown(served, client):
+    records = [{"prompt": f"What is {n}? ", "chosen": f"It is {n}.", "rejected": "I do not know."} for n in range(6)]
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    hyperparameters = {"n_epochs": 4, "batch_size": 3, "beta": 0.5}
+    job = client.fine_tuning.jobs.create(
+        model="small",
+        training_file=upload(client, content).id,
+        method={"type": "dpo", "dpo": {"hyperparameters": hyperparameters}},
+        extra_body={"coserve": QUICK},
+    )
+    done = finished(served, client, job)
+    assert done.status == "succeeded", done.error
+    assert done.method.type == "dpo"
+    assert done.method.dpo.hyperparameters.beta == 0.5
+    margins = [
+        event.data["train_reward_margin"] for event in all_events(client, job) if "train_loss" in (event.data or {})
+    ]
+    assert len(margins) == 8
+    assert margins[0] == pytest.approx(0, abs=1e-3)
+    assert margins[-1] > 0.5, "what is preferred has become likelier"

@@ -64,6 +64,7 @@ def test_log_probabilities_of_the_prompt(client: OpenAI):
         assert {each["rank"] for each in position.values()} >= {1, 2}
     answer = chat(client, prompt_logprobs=0)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert complete(client)["prompt_logprobs"] is None
 
 
 def test_a_prompt_is_truncated(client: OpenAI):
@@ -133,3 +134,16 @@ def test_samples_are_not_those_of_the_next_seed(client: OpenAI):
 
     assert texts(5) == texts(5)
     assert not set(texts(5)) & set(texts(6))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completions", {"prompt": PROMPT, "max_tokens": 1}),
+        ("/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+        ("/responses", {"input": "Hello", "max_output_tokens": 1, "store": False}),
+    ],
+)
+def test_without_a_model_it_is_the_one_that_serves(client: OpenAI, path: str, body: dict[str, Any]):
+    answer: Any = client.post(path, body=body, cast_to=object)
+    assert answer["model"] == "small"

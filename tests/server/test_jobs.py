@@ -94,7 +94,7 @@ def test_files_that_cannot_be_used_fail_the_job(tmp_path):
             late = await w.until_over((await w.create(DATA, validation_file=validation)).id)
             for name, file in (("training_file", w.upload(DATA, "other")), ("validation_file", "file-none")):
                 files = {"training_file": w.upload(DATA), "validation_file": None} | {name: file}
-                named = {"model": "small", "suffix": None, "metadata": None, "start": None}
+                named = {"model": "small", "base": "small", "suffix": None, "metadata": None, "start": None}
                 with pytest.raises(JobError, match=f"{name} '{file}' does not exist") as caught:
                     await w.manager.create(TENANT, **files, **named, settings=_settings())
                 assert caught.value.param == name

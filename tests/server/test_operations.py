@@ -98,7 +98,35 @@ def test_the_dashboard_names_only_metrics_that_are_there(served: Served):
     there = {name for name, kind in typed if kind != "histogram"}
     there |= {f"{name}_{part}" for name, kind in typed if kind == "histogram" for part in ("bucket", "sum", "count")}
     assert named <= there, named - there
-    ours = {name for name, _ in typed if not name.endswith("_created")}
+    ours = {name for name, _ in typed if name.startswith("coserve_") and not name.endswith("_created")}
     shown = {name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") for name in named}
     assert ours <= shown, f"the dashboard does not show {ours - shown}"
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_vllms_dashboards_find_their_metrics(served: Served, client: OpenAI):
+    client.completions.create(model="small", prompt="Hello you", max_tokens=6, extra_body={"ignore_eos": True})
+    served.wait_until(lambda: samples(served)["vllm:request_generation_tokens_count"][0].value)
+
+    def total(name: str) -> float:
+        return sum(sample.value for sample in samples(served)[name])
+
+    found = samples(served)
+    names = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+    for name in (*names, "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"):
+        buckets = [sample.value for sample in found[f"vllm:{name}_bucket"]]
+        assert buckets == sorted(buckets) and buckets[-1] == found[f"vllm:{name}_count"][0].value > 0
+    assert {sample.labels["model_name"] for sample in found["vllm:num_requests_running"]} == {"small"}
+    assert total("vllm:generation_tokens_total") >= 6
+    assert total("vllm:request_success_total") >= 1
+    assert total("vllm:prefix_cache_queries_total") >= total("vllm:prefix_cache_hits_total")
+    assert 0 <= total("vllm:kv_cache_usage_perc") < 1
+
+
+def test_a_priority_is_a_whole_number(served: Served, client: OpenAI):
+    for priority in (-5, 0, 7):
+        extra: Any = {"priority": priority}
+        found = client.completions.create(model="small", prompt="Hello", max_tokens=2, temperature=0, extra_body=extra)
+        assert found.choices[0].text
+    answer = served.post("/v1/completions", json={"model": "small", "prompt": "x", "priority": "high"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import pytest
 from openai import BadRequestError, OpenAI
 from served import Served, serving
@@ -264,3 +265,89 @@ def test_what_is_wrong_is_named(client: OpenAI, more: dict[str, Any], param: str
     with pytest.raises(BadRequestError) as raised:
         client.post("/chat/completions", body=body, cast_to=object)
     assert raised.value.param == param
+
+
+RESPONSE_TOOLS: Any = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
+RESPONSE: dict[str, Any] = {"model": "caller", "temperature": 0, "max_output_tokens": 100, "tools": RESPONSE_TOOLS}
+
+
+def test_responses_have_calls_and_go_back_with_what_tools_say(client: Any):
+    made = client.responses.create(**RESPONSE, input="weather")
+    assert made.status == "completed"
+    assert made.output_text == "I look.\n"
+    [asked] = [item for item in made.output if item.type == "function_call"]
+    assert (asked.name, asked.arguments) == ("weather", WEATHER)
+    said: Any = {"type": "function_call_output", "call_id": asked.call_id, "output": "rain"}
+    # The model has learned what comes after a call without text before it.
+    items: list[Any] = [*question("weather"), asked.model_dump(), said]
+    assert client.responses.create(**RESPONSE, input=items).output_text == AFTER_TOOL
+    follows = client.responses.create(**RESPONSE, input=[said], previous_response_id=made.id)
+    assert follows.status == "completed"
+
+
+def test_responses_stream_calls_and_reasoning(client: Any):
+    for text in ("both", "hello"):
+        whole = client.responses.create(**RESPONSE, input=text)
+        with client.responses.stream(**RESPONSE, input=text) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_response()
+        plain = [
+            [item.model_dump(exclude={"id", "call_id", "parsed_arguments"}) for item in each.output]
+            for each in (whole, final)
+        ]
+        assert len(plain[0]) == len(plain[1]) == 2
+        if text == "both":
+            assert [(item.name, item.arguments) for item in final.output] == [("weather", WEATHER), ("clock", CLOCK)]
+            assert kinds.count("response.function_call_arguments.done") == 2
+        else:
+            assert final.output[0].content[0].text == "They greet."
+            assert final.output_text == "Hello!"
+            assert 0 < final.usage.output_tokens_details.reasoning_tokens < final.usage.output_tokens
+            assert "response.reasoning_text.delta" in kinds
+
+
+def test_a_broken_call_is_text_of_the_response(client: Any):
+    for stream in (False, True):
+        made = client.responses.create(**RESPONSE, input="broken", stream=stream)
+        response = list(made)[-1].response if stream else made
+        assert response.output_text == BROKEN
+        assert [item.type for item in response.output] == ["message"]
+
+
+ANTHROPIC: dict[str, Any] = {
+    "model": "caller",
+    "extra_body": {"temperature": 0},  # the client has no word for it any more
+    "max_tokens": 100,
+    "tools": [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS],
+}
+
+
+def test_anthropics_messages_have_calls_and_thinking(caller: Served):
+    with anthropic.Anthropic(base_url=caller.url, api_key="none", max_retries=0) as client:
+        both: Any = {**ANTHROPIC, "messages": question("both")}
+        whole = client.messages.create(**both)
+        assert whole.stop_reason == "tool_use"
+        calls = [(block.name, block.input) for block in whole.content if block.type == "tool_use"]
+        assert calls == [("weather", json.loads(WEATHER)), ("clock", json.loads(CLOCK))]
+        with client.messages.stream(**both) as stream:
+            final = stream.get_final_message()
+        assert [block.model_dump(exclude={"id"}) for block in final.content] == [
+            block.model_dump(exclude={"id"}) for block in whole.content
+        ]
+        _, asked = client.messages.create(**{**both, "messages": question("weather")}).content
+        result = {"type": "tool_result", "tool_use_id": asked.id, "content": "rain"}
+        messages: Any = [
+            *question("weather"),
+            {"role": "assistant", "content": [asked.model_dump()]},
+            {"role": "user", "content": [result]},
+        ]
+        assert client.messages.create(**{**both, "messages": messages}).content[0].text == AFTER_TOOL
+        thinking = client.messages.create(**{**both, "messages": question("hello")}).content
+        assert [block.type for block in thinking] == ["thinking", "text"]
+        assert (thinking[0].thinking, thinking[1].text) == ("They greet.", "Hello!")
+        broken = client.messages.create(**{**both, "messages": question("broken")})
+        assert [block.text for block in broken.content] == [BROKEN] and broken.stop_reason == "end_turn"
+        schema = {"name": "clock", "input_schema": ZONE}
+        choice = {"type": "tool", "name": "clock"}
+        forced = client.messages.create(**{**both, "tools": [schema], "tool_choice": choice})
+        assert [(block.name, block.input) for block in forced.content] == [("clock", {"zone": "UTC"})]

@@ -143,7 +143,8 @@ def decode_operations(num_requests, *, num_adapters=0):
     pages.storage.zero_()
     adapters = [make_adapter(backbone, seed=seed).bypasses() for seed in range(num_adapters)] or [None]
     spans = [
-        pages.rows(range(3 * i, 3 * i + 3), 34 + i % 11, [5], adapters[i % len(adapters)]) for i in range(num_requests)
+        pages.rows([(range(3 * i, 3 * i + 3), 34 + i % 11, [5])], adapters[i % len(adapters)])
+        for i in range(num_requests)
     ]
     with torch.inference_mode(), Operations() as operations:
         hidden = forward(backbone, spans)

@@ -593,6 +593,7 @@ def test_a_process_that_dies_is_an_error_and_never_waited_for():
     device.close()
 
 
+@pytest.mark.long
 def test_the_process_ends_with_the_one_that_started_it():
     """Even if that is killed, in the middle of a step."""
     code = (

@@ -566,10 +566,10 @@ def test_lines_that_cannot_be_used_are_named(tmp_path):
         engine.submit(path, adapter=LORA)
     with pytest.raises(DataError, match="there is no line with an example"):
         engine.submit([{"text": "fine"}], adapter=LORA, validation=path)
-    with pytest.raises(DataError, match="cannot be read as text"):
+    with pytest.raises(DataError, match=r"nothing.jsonl cannot be read: No such file"):
         engine.submit(tmp_path / "nothing.jsonl", adapter=LORA)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="cannot be read as text"):
+    with pytest.raises(DataError, match="line 1: is not UTF-8 at byte 0"):
         engine.submit(path, adapter=LORA)
     lines: Any = [{"text": "fine"}, {"text": object()}]
     with pytest.raises(DataError, match="line 2: "):

@@ -1,5 +1,6 @@
 """From lines to packs: what is trained on, in which order, and which line is at fault."""
 
+import copy
 import json
 from collections import Counter
 from typing import Any
@@ -7,12 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from coserve.errors import DataError
-from coserve.tuning.examples import Example, bins_of, epoch_order, read_examples
+from coserve.tuning.examples import Example, Reader, bins_of, epoch_order, read_examples
 from coserve.tuning.line_formats import as_completion, read_record
+from coserve.tuning.objective_examples import read_objective_examples
 from coserve.tuning.pack import pack_of
 
 WORDS = (
@@ -55,6 +57,125 @@ def test_assistant_turns_are_trained_on(tokenizer):
     whole = "<system> be kind <end> <user> hello <end> <assistant> hello world <end> <user> how are you <end>"
     assert words(tokenizer, example, trained=False) == f"{whole} <assistant> fine thanks <end>".split()
     assert words(tokenizer, example, trained=True) == ["hello", "world", "<end>", "fine", "thanks", "<end>"]
+
+
+def test_of_preferences_among_chats_the_last_answers_alone_are_trained_on(tokenizer):
+    asked = chat(("user", "hello"), ("assistant", "hello world"), ("user", "how are you"))
+    record = {
+        "input": asked,
+        "preferred_output": [{"role": "assistant", "content": "fine thanks"}],
+        "non_preferred_output": [{"role": "assistant", "content": "world"}],
+    }
+    theirs = {
+        "prompt": asked["messages"],
+        "chosen": record["preferred_output"],
+        "rejected": [*record["non_preferred_output"]],
+    }
+    for each in (record, theirs):
+        (pair,) = read_objective_examples([json.dumps(each)], tokenizer, schema="pairs", max_sequence_length=100)
+        assert words(tokenizer, pair, trained=True) == ["fine", "thanks", "<end>", "world", "<end>"]
+        assert len(pair.parts) == 2
+
+
+def test_white_space_after_the_token_that_ends_a_turn_is_not_trained_on(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    record = chat(("user", "hello"), ("assistant", "fine"), ("user", "hello"), ("assistant", "thanks"))
+    whole = Reader(tokenizer, 100).pieces(record).texts
+    assert whole[1] == ("fine <end> ", True), "nobody knows that it ends the turn"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    asked = "<user> hello <end> <assistant> "
+    assert Reader(tokenizer, 100).pieces(record).texts == (
+        *((asked, False), ("fine <end>", True), (" ", False)),
+        *((asked, False), ("thanks <end>", True), (" ", False)),
+    )
+
+
+MARKED = {
+    "plain": (
+        "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }} <end>{% endgeneration %}{% else %}{{ m.content }} <end>{% endif %}\n"
+        "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+    ),
+    # Of earlier turns a part goes: no turn by turn. A new line at its beginning, and space that a tag takes away.
+    "forgets": (
+        "\n  {% for m in messages %}\n<{{ m.role }}>{% if m.role == 'assistant' %}\n    {%- generation -%}\n"
+        "{{ m.content if loop.last else m.content[:5] }}\n{%- endgeneration %} <end>{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}\n\n"
+    ),
+}
+
+
+def byte_tokenizer(template):
+    """A token for each byte, and one of a letter and the line end after it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate([*alphabet, "tĊ", "t<"])}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "Ċ"), ("t", "<")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)
+
+
+@pytest.mark.parametrize("template", MARKED.values(), ids=MARKED)
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.tuples(st.text("at \n<é", max_size=8), st.text("at \n<", min_size=1, max_size=8)), min_size=1, max_size=4
+    )
+)
+def test_what_the_template_marks_is_trained_on_as_transformers_marks_it(template, turns):
+    # Of a character of several tokens at the end of a mark, transformers marks the first; here all are trained on.
+    messages = chat(*(turn for asked, told in turns for turn in (("user", asked), ("assistant", told))))["messages"]
+    tokenizer = byte_tokenizer(template)
+    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    expected = theirs["assistant_masks"]
+    if not any(expected):
+        with pytest.raises(DataError, match="marks nothing of it"):
+            read(tokenizer, {"messages": messages})
+        return
+    (ours,) = read(tokenizer, {"messages": messages}, max_sequence_length=10_000)
+    assert list(ours.trained) == expected[: len(ours.tokens)] and not any(expected[len(ours.tokens) :])
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text.startswith(tokenizer.decode(ours.tokens)), "what follows the last mark is nobody's context"
+
+
+@pytest.mark.parametrize("template", MARKED.values(), ids=MARKED)
+def test_marks_of_a_turn_of_weight_0_are_not_trained_on(template):
+    record = chat(("user", "a"), ("assistant", "t t t t"), ("user", "at"), ("assistant", "a a a"))
+    tokenizer = byte_tokenizer(template)
+    first, last = ("t t t t <end>", "a a a <end>") if template is MARKED["plain"] else ("t t t", "a a a")
+    for weights, expected in (((1, 1), first + last), ((0, 1), last), ((1, 0), first)):
+        for message, weight in zip(record["messages"][1::2], weights, strict=True):
+            message["weight"] = weight
+        (example,) = read(tokenizer, record, max_sequence_length=1000)
+        kept = [token for token, is_trained in zip(example.tokens, example.trained, strict=True) if is_trained]
+        assert tokenizer.decode(kept) == expected
+
+
+def test_a_request_that_is_rendered_meanwhile_adds_no_marks():
+    template = MARKED["plain"].replace("{{ m.content }}", "{{ m.content | string }}")
+    tokenizer = byte_tokenizer(template)
+    record = chat(("user", "a"), ("assistant", "t"))
+    pieces = Reader(tokenizer, 1000).pieces(record)
+
+    class Asked(str):
+        def __str__(self):
+            tokenizer.apply_chat_template(chat(("user", "a"), ("assistant", "other"))["messages"], tokenize=False)
+            return "a"
+
+    record["messages"][0]["content"] = Asked("a")
+    assert Reader(tokenizer, 1000).pieces(record) == pieces
+
+
+def test_examples_whose_prompt_is_too_long_are_left_out_and_counted(tokenizer):
+    long, short = ({"prompt": "hello " * n, "completion": "fine"} for n in (20, 2))
+    lines = [json.dumps(record) for record in (short, long, short)]
+    left_out: list[str] = []
+    assert len(read_examples(lines, tokenizer, max_sequence_length=10, left_out=left_out)) == 2
+    assert left_out == ["line 2"]
+    with pytest.raises(DataError, match="line 2: has no token to train on within 10 tokens"):
+        read_examples(lines, tokenizer, max_sequence_length=10)
+    with pytest.raises(DataError, match="line 1: has no token to train on within 10 tokens; no other example is left"):
+        read_examples(lines[1:2], tokenizer, max_sequence_length=10, left_out=[])
 
 
 def test_a_turn_of_weight_0_is_not_trained_on_and_what_follows_the_last_is_cut(tokenizer):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -63,6 +64,23 @@ def follows(grammar: Grammar, text: str) -> bool:
 def test_a_grammar_takes_its_texts_and_no_others(grammar, texts, others):
     assert all(follows(grammar, text) for text in texts)
     assert not any(follows(grammar, text) for text in others)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar.json_schema(PERSON), '{"name": "x", "age": 3}'),
+        (Grammar.regex(r"\d{3}"), "123"),
+        (Grammar.choice(["yes"]), "yes"),
+        (Grammar.notation('root ::= "a" [xy]'), "ax"),
+    ],
+)
+def test_any_text_may_come_first_where_that_is_asked_for(grammar, text):
+    after = replace(grammar, after="</think>")
+    assert follows(after, f"Hm {{ < \n</think>\n\n{text}")
+    assert follows(after, f"</think>{text}")
+    for other in (text, f"Hm</think>x{text}", "Hm</think>", "Hm"):
+        assert not follows(after, other)
 
 
 def test_tags_are_pieces_of_json_between_fixed_texts():

@@ -80,13 +80,17 @@ def test_a_forward_run_lets_go_of_what_nobody_reads_again():
 def test_a_bypass_is_checked_against_its_site():
     with pytest.raises(GraphError, match="no node gate to attach"):
         attach(mlp(), {"gate": lora(8, 16)})
-    with pytest.raises(GraphError, match="takes rows of"):
+    with pytest.raises(GraphError, match=r"takes x of \(7,\), the site has \(8,\)"):
         attach(mlp(), {"up": lora(7, 16)})
     with pytest.raises(GraphError, match="gives rows of"):
         attach(mlp(), {"up": lora(8, 15)})
     b = GraphBuilder()
-    with pytest.raises(GraphError, match="no weights of the backbone"):
-        Bypass(graph=b.build(b.linear("y", b.rows("x", 8), 8)))
+    change = Bypass(graph=b.build(b.apply("add", "sum", {"a": b.rows("y", 8), "b": b.weight("bias", 8)})))
+    with pytest.raises(GraphError, match="reads bias, which the site does not have"):
+        attach(mlp(), {"down": change})
+    b = GraphBuilder()
+    with pytest.raises(GraphError, match="reads the rows x, y and experts of its site, not z"):
+        Bypass(graph=b.build(b.apply("scale", "s", {"x": b.rows("z", 8)}, factor=2.0)))
 
 
 # -- differentiate and prune ------------------------------------------------------

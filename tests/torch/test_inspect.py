@@ -13,6 +13,7 @@ from support import CONFIGS, make_model, model_directory
 from transformers import AutoConfig
 
 from coserve.adapters import LoraConfig
+from coserve.adapters.methods import method_names
 from coserve.bench.conventional import conventional_saved_bytes
 from coserve.cli.main import main
 from coserve.models.families import build_architecture
@@ -167,6 +168,22 @@ def test_more_tokens_than_the_model_was_made_for_are_remarked(monkeypatch, capsy
     assert "made for at most 128 tokens" in out
 
 
+@pytest.mark.parametrize("name", [name for name in method_names() if name not in ("full", "bitfit", "lora")])
+def test_other_methods_than_lora_are_shown_too(monkeypatch, capsys, inspect, name):
+    report = inspect("dummy:smollm2-135m", "--adapter", name, "--seq", "64")
+    assert report["adapter"]["type"] == name and report["conventional_bytes_per_token"] is None
+    assert report["memory_bytes"]["adapter"] > 0 and report["saved_bytes_per_token"] > 0
+    status, out, err = run(monkeypatch, capsys, "inspect", "dummy:smollm2-135m", "--adapter", name, "--seq", "64")
+    assert (status, err) == (0, "") and name in out and "not counted" in out
+
+
+def test_a_setting_changes_what_is_kept(inspect):
+    plain = inspect("dummy:smollm2-135m", "--seq", "64")
+    dora = inspect("dummy:smollm2-135m", "--seq", "64", "--adapter-setting", "use_dora=true")
+    assert dora["saved_bytes_per_token"] > plain["saved_bytes_per_token"]
+    assert dora["memory_bytes"]["adapter"] > plain["memory_bytes"]["adapter"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -177,7 +194,11 @@ def test_more_tokens_than_the_model_was_made_for_are_remarked(monkeypatch, capsy
         (["dummy:smollm2-135m", "--seq", "0"], "'--seq'"),
         (["dummy:smollm2-135m", "--budget", "5"], "keeps at least 1920 bytes per token; 5 is not enough"),
         (["dummy:smollm2-135m", "--dtype", "int4"], "dtype 'int4' is not one of auto, float32"),
-        (["dummy:smollm2-135m", "--adapter", "ia3"], "adapter 'ia3' is not supported; supported: lora"),
+        (["dummy:smollm2-135m", "--adapter", "lorra"], "'lorra' is not supported; supported: bitfit, bottleneck"),
+        (["dummy:smollm2-135m", "--adapter", "ia3", "--r", "4"], "ia3 has no setting 'r'; it has target_modules"),
+        (["dummy:smollm2-135m", "--adapter", "full"], "'full' trains the model's own weights"),
+        (["dummy:smollm2-135m", "--adapter", "bitfit"], "this llama has no biases for BitFit to train"),
+        (["dummy:smollm2-135m", "--adapter-setting", "x"], "--adapter-setting 'x' must be KEY=VALUE"),
         (["dummy:smollm2-135m", "--bogus"], "No such option: --bogus; see coserve inspect --help"),
         ([], "Missing argument"),
     ],
@@ -196,7 +217,8 @@ def test_the_commands_and_their_flags_are_these(monkeypatch, capsys):
     _, out, _ = run(monkeypatch, capsys, "inspect", "--help")
     flags = {word for word in out.replace("│", " ").split() if word.startswith("--")}
     assert flags == {
-        *("--adapter", "--r", "--alpha", "--targets", "--dropout", "--seq", "--budget", "--dtype", "--json", "--help"),
+        *("--adapter", "--adapter-setting", "--r", "--alpha", "--targets", "--dropout"),
+        *("--seq", "--budget", "--dtype", "--json", "--help"),
     }
 
 

@@ -4,14 +4,18 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from methods import IA3, Bottleneck, Prompt, with_virtual
 from support import make_adapter, make_backbone, random_sequences
 
 from coserve.adapters import Adapter
+from coserve.adapters.methods.bottleneck import BottleneckConfig
+from coserve.adapters.methods.ia3 import Ia3Config
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
+from coserve.engine.request import virtual_tokens
 from coserve.models import forward
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.training_pass import joined_tasklet, run_losses
 
+IA3 = Ia3Config(target_modules=("k_proj", "down_proj"), feedforward_modules=())
 LENGTHS = ((9, 4), (3,), (7, 1, 6), (12,))
 
 
@@ -20,8 +24,8 @@ def passes_of(adapters: Sequence[Adapter], *, seed: int = 0) -> list[TrainingPas
     found = []
     for index, adapter in enumerate(adapters):
         sequences = random_sequences(LENGTHS[index % len(LENGTHS)], seed + index)
-        if isinstance(adapter.config, Prompt):
-            sequences = with_virtual(sequences, Prompt.num_virtual)
+        number = adapter.config.num_virtual_tokens
+        sequences = [([*virtual_tokens(number), *ids], [False] * number + marks) for ids, marks in sequences]
         programs = training_programs(adapter, mean_context_len=5.0 + index)
         found.append(TrainingPass(adapter, programs, make_pack(sequences), dropout_seed=index, first_row=7 * index))
     return found
@@ -39,14 +43,15 @@ def run_joined(passes: Sequence[TrainingPass], *, loss_rows: int, backward_rows:
         joined_tasklet([(each, backward_rows) for each in going if each.num_parts_done == fewest]).run()
 
 
-def assert_equal_alone(passes: Sequence[TrainingPass], lonely: Sequence[TrainingPass]) -> None:
+def assert_equal_alone(passes: Sequence[TrainingPass], lonely: Sequence[TrainingPass], *, share: float = 2e-6) -> None:
+    """share: of a gradient's largest element, by which rounding may change the others."""
     for ours, alone in zip(passes, lonely, strict=True):
         run_alone(alone, forward_rows=1000, backward_rows=1000)
         assert ours.done and ours.num_saved_bytes == 0
         assert ours.sums.loss == pytest.approx(alone.sums.loss, rel=1e-6)
         assert (ours.sums.num_correct, ours.sums.num_trained) == (alone.sums.num_correct, alone.sums.num_trained)
         for name, gradient in alone.gradients.items():
-            bound = 2e-6 * float(gradient.abs().max())
+            bound = share * float(gradient.abs().max())
             torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-5, atol=bound)
 
 
@@ -67,12 +72,12 @@ def mixed_adapters(family: str = "llama") -> list[Adapter]:
         make_adapter(backbone, seed=1),
         make_adapter(backbone, seed=2, r=2, target_modules=["q_proj", "v_proj"]),
         make_adapter(backbone, seed=3, target_modules=r".*layers\.[12]\.mlp\..*"),
-        Adapter(backbone, IA3(targets=("k_proj", "down_proj"))),
+        Adapter(backbone, IA3),
         make_adapter(backbone, seed=4),
-        Adapter(backbone, Bottleneck(targets=("o_proj",))),
-        Adapter(backbone, Prompt()),
-        Adapter(backbone, Prompt()),
-        Adapter(backbone, IA3(targets=("k_proj", "down_proj")), seed=1),
+        Adapter(backbone, BottleneckConfig(target_modules=("o_proj",))),
+        Adapter(backbone, PromptTuningConfig(num_virtual_tokens=3)),
+        Adapter(backbone, PromptTuningConfig(num_virtual_tokens=3)),
+        Adapter(backbone, IA3, seed=1),
         make_adapter(backbone, seed=5, r=3, target_modules=["lm_head", "down_proj"]),
     ]
 
@@ -83,6 +88,21 @@ def test_jobs_of_any_methods_ranks_and_targets(rows):
     joined = passes_of(adapters)
     run_joined(joined, loss_rows=rows, backward_rows=rows)
     assert_equal_alone(joined, passes_of(adapters))
+
+
+def test_bypasses_that_read_their_sites_weights_run_beside_others():
+    backbone = make_backbone("llama")
+    inner = Ia3Config(target_modules=("v_proj", "down_proj"), feedforward_modules=("down_proj",))
+    adapters = [
+        Adapter(backbone, inner),
+        make_adapter(backbone, seed=1),
+        make_adapter(backbone, seed=2, use_dora=True, dropout=0.2),
+        Adapter(backbone, inner, seed=1),
+        make_adapter(backbone, seed=3, use_dora=True),
+    ]
+    joined = passes_of(adapters)
+    run_joined(joined, loss_rows=6, backward_rows=6)
+    assert_equal_alone(joined, passes_of(adapters), share=1e-5)
 
 
 def test_products_with_the_backbone_run_once_whatever_the_adapters(monkeypatch):

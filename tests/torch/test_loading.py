@@ -81,8 +81,7 @@ def test_configurations_from_before_transformers_5_are_read(directory):
     path.write_text(json.dumps({**config, "rope_theta": 5000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}))
     backbone = load_backbone(str(directory))
     assert backbone.dtype == torch.bfloat16
-    assert backbone.rotary is not None
-    frequencies = backbone.rotary.inverse_frequencies
+    frequencies = backbone.rotary[""].inverse_frequencies
     torch.testing.assert_close(frequencies[1], torch.tensor(5000.0) ** (-2 / 8) / 2)
 
 
@@ -195,9 +194,7 @@ def test_a_directory_without_a_configuration(tmp_path):
 
 def test_an_unknown_family_names_the_known_ones(directory):
     edit_config(directory, model_type="mamba")
-    with pytest.raises(
-        UnsupportedModelError, match="'mamba' is not supported; supported: llama, mistral, opt, qwen2, qwen3"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba' is not supported; .*supported: falcon, .*, qwen2, qwen3"):
         load_backbone(str(directory))
 
 
@@ -306,6 +303,7 @@ def test_weights_of_the_bare_model_without_its_head_say_so(directory):
         load_backbone(str(directory))
 
 
+@pytest.mark.long
 def test_weights_in_pytorchs_format_name_the_command_that_converts_them(tmp_path):
     make_model("llama").config.save_pretrained(tmp_path)
     torch.save(make_model("llama").state_dict(), tmp_path / "pytorch_model.bin")

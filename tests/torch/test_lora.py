@@ -237,6 +237,10 @@ def test_in_float32_the_trained_tensors_are_the_served_tensors():
         ({"rank_pattern": {"[": 2}}, "rank_pattern '\\[' is no regular expression"),
         ({"target_modules": "q_proj", "layers_to_transform": 1}, "needs target_modules as a list"),
         ({"layers_pattern": "layers"}, "layers_pattern needs layers_to_transform"),
+        ({"use_dora": 1}, "use_dora must be true or false, not 1"),
+        ({"use_dora": True, "lora_bias": True}, "lora_bias must be false with use_dora"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights must be true or one of gaussian, pissa, .* not 'loftq'"),
+        ({"init_lora_weights": "pissa", "dropout": 0.1}, "dropout must be 0 with init_lora_weights='pissa'"),
     ],
 )
 def test_settings_that_make_no_sense(settings, message):
@@ -285,11 +289,8 @@ def refused(directory, family="llama"):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"use_dora": True}, "use_dora=True"),
         ({"bias": "all"}, "bias='all'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
-        ({"lora_bias": True}, "lora_bias=True"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights='loftq'"),
         ({"something_new": 3}, "something_new=3"),
     ],
 )
@@ -326,7 +327,7 @@ def test_files_that_are_missing_or_damaged(directory, tmp_path):
     (broken / "adapter_model.safetensors").unlink()
     assert "no adapter_model.safetensors" in refused(broken)
     (broken / "adapter_config.json").write_text("[]")
-    assert "peft_type None is not supported; supported: LORA" in refused(broken)
+    assert "peft_type None is not supported; supported: BITFIT, " in refused(broken)
     (broken / "adapter_config.json").write_text("{")
     assert "not valid JSON" in refused(broken)
     (broken / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')

@@ -45,7 +45,7 @@ class Cache(KvCache):
     def extend(self, sequence: PagedSequence, tokens: torch.Tensor, bypasses: Bypasses | None = None) -> Span:
         """A span of a sequence's next tokens, in pages that it takes for them."""
         sequence.reserve(len(tokens))
-        return self.tensors.rows(sequence.pages, sequence.length, tokens.tolist(), bypasses)
+        return self.tensors.rows([(sequence.pages, sequence.length, tokens.tolist())], bypasses)
 
     def run(
         self, sequence: PagedSequence, tokens: torch.Tensor, known: torch.Tensor | None = None, version: str = ""

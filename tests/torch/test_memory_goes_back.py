@@ -8,17 +8,6 @@ from pathlib import Path
 
 import many_jobs
 import pytest
-from engines import make_engine, watched
-from many_jobs import run_jobs, tensor_bytes
-
-from coserve.devices.messages import (
-    DropCheckpoint,
-    DropTrainer,
-    DropVersion,
-    OpenTrainer,
-    PublishVersion,
-    TakeCheckpoint,
-)
 
 # Where each thread has a heap of its own, the C library keeps the ends of those.
 IN_THREADS = """
@@ -56,20 +45,11 @@ def output_of(*command: str) -> str:
 
 @pytest.mark.long
 def test_a_dozen_jobs_leave_no_pages_tensors_or_handles():
-    engine = make_engine()
-    told = watched(engine).commands
-    run_jobs(engine, 1)
-    before = tensor_bytes()
-    run_jobs(engine, 12)
-    assert engine.pool.num_pages_by_owner() == {}
-    assert tensor_bytes() - before < 10_000
-    for opened, dropped in (
-        (OpenTrainer, DropTrainer),
-        (PublishVersion, DropVersion),
-        (TakeCheckpoint, DropCheckpoint),
-    ):
-        numbers = [sum(isinstance(each, kind) for each in told) for kind in (opened, dropped)]
-        assert numbers[0] == numbers[1] > 0, opened
+    left = json.loads(output_of(many_jobs.__file__, "left"))
+    assert left["pages"] == {}
+    assert left["tensor_bytes"] < 10_000
+    for kind, (num_made, num_dropped) in left["made_and_dropped"].items():
+        assert num_made == num_dropped > 0, kind
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
@@ -80,5 +60,5 @@ def test_what_threads_have_freed_goes_back_to_the_system():
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_a_dozen_jobs_of_rank_64_leave_what_one_leaves():
-    after_one, after_a_dozen = json.loads(output_of(many_jobs.__file__))
+    after_one, after_a_dozen = json.loads(output_of(many_jobs.__file__, "resident"))
     assert after_a_dozen - after_one < 80e6, "some 400 MB more while they run"

@@ -1,20 +1,24 @@
-"""The methods of the papers (`methods.py`), held against PEFT or autograd."""
+"""What a bypass may be beyond the methods that there are, and gradients of a block's weights, against autograd."""
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 import pytest
 import torch
-from methods import IA3, Bottleneck, Difference, Prefix, Prompt, Transform, VirtualRows, with_virtual
-from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support import make_backbone, make_model, random_sequences, random_tokens, summed_loss, worst_error
 
-from coserve.adapters import Adapter
-from coserve.graph import operators
+from coserve.adapters import Adapter, AdapterConfig
+from coserve.adapters.places import Place, Site
+from coserve.graph.bypass import Bypass
 from coserve.graph.execute import BackwardRun, run_graph
+from coserve.graph.ir import GraphBuilder
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.graph.program import compile_program
 from coserve.kernels.attention import Segment
 from coserve.models import CachedSequence, forward, logits
+from coserve.models.base import Architecture, Part
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 
 
@@ -31,27 +35,49 @@ def our_logits(adapter: Adapter, tokens: torch.Tensor) -> torch.Tensor:
     return logits(adapter.backbone, hidden, [(len(tokens), adapter.bypasses())])
 
 
-@pytest.mark.parametrize("budget", [None, 500])
-def test_ia3_equals_peft(budget):
-    config = IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
-    model = get_peft_model(make_model("llama"), config)
-    adapter = Adapter(make_backbone("llama"), IA3(targets=("k_proj", "v_proj")), seed=1)
-    vectors = {}
-    for name, parameter in model.named_parameters():
-        if "ia3_l" in name:
-            ours = name.removeprefix("base_model.model.").replace("ia3_l.default", "ia3_l_minus_1")
-            parameter.data.copy_(adapter.masters[ours][:, None] + 1)
-            vectors[ours] = parameter
-    assert vectors.keys() == adapter.masters.keys()
-    tokens, sequences = random_tokens(11, 1), random_sequences((9, 6))
-    with torch.no_grad():
-        torch.testing.assert_close(our_logits(adapter, tokens), model(tokens[None]).logits[0], atol=1e-4, rtol=0)
-    summed_loss(model, sequences).backward()
-    theirs = {name: parameter.grad.flatten() for name, parameter in vectors.items()}
-    assert worst_error(pass_of(adapter, sequences, budget).gradients, theirs) < 1e-5
+@dataclass(frozen=True, kw_only=True)
+class Method(AdapterConfig):
+    """What these have in common: sites by the end of their names."""
+
+    peft_type = "TEST"
+    targets: tuple[str, ...] = ()
+
+    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+        return {name: site for name, site in architecture.linear_sites.items() if name.endswith(self.targets)}
+
+    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    def to_peft(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def from_peft(cls, fields: Mapping[str, Any]) -> Self:
+        return cls()
 
 
-@pytest.mark.parametrize("method", [Bottleneck, Difference, Transform])
+class Difference(Method):
+    """y + D x with a whole matrix D: diff pruning before its mask, and LoRA of full rank."""
+
+    def bypass(self, place: Place, *, training: bool) -> Bypass:
+        b = GraphBuilder()
+        weight = b.parameter("difference.weight", place.outputs, place.inputs)
+        return Bypass(
+            graph=b.build(b.apply("linear", "difference", {"x": b.rows("x", place.inputs), "weight": weight}))
+        )
+
+
+class Transform(Method):
+    """y + D y: one product that reads the sum that it is added to."""
+
+    def bypass(self, place: Place, *, training: bool) -> Bypass:
+        b = GraphBuilder()
+        weight = b.parameter("transform.weight", place.outputs, place.outputs)
+        y = b.apply("linear", "transform", {"x": b.rows("y", place.outputs), "weight": weight})
+        return Bypass(graph=b.build(y))
+
+
+@pytest.mark.parametrize("method", [Difference, Transform])
 @pytest.mark.parametrize("budget", [None, 500])
 def test_methods_equal_autograd_through_hooks_on_transformers(method, budget):
     adapter = Adapter(make_backbone("qwen3"), method(targets=("o_proj", "down_proj", "q_proj")), seed=2)
@@ -62,10 +88,7 @@ def test_methods_equal_autograd_through_hooks_on_transformers(method, budget):
         def hook(layer, inputs, y, module=module):
             if method is Difference:
                 return y + inputs[0] @ leaves[f"{module}.difference.weight"].T
-            if method is Transform:
-                return y + y @ leaves[f"{module}.transform.weight"].T
-            down, up = leaves[f"{module}.down.weight"], leaves[f"{module}.up.weight"]
-            return y + torch.nn.functional.gelu(y @ down.T) @ up.T
+            return y + y @ leaves[f"{module}.transform.weight"].T
 
         model.get_submodule(module).register_forward_hook(hook)
     sequences = random_sequences((9, 6))
@@ -76,75 +99,6 @@ def test_methods_equal_autograd_through_hooks_on_transformers(method, budget):
     summed_loss(model, sequences).backward()
     theirs = {name: leaf.grad for name, leaf in leaves.items()}
     assert worst_error(pass_of(adapter, sequences, budget).gradients, theirs) < 1e-5
-
-
-def test_rows_of_different_methods_share_a_batch():
-    backbone = make_backbone("llama")
-    adapters = [
-        Adapter(backbone, IA3(targets=("k_proj",)), seed=1),
-        Adapter(backbone, Bottleneck(targets=("o_proj", "k_proj")), seed=2),
-        Adapter(backbone, Difference(targets=("up_proj",)), seed=3),
-    ]
-    prompts = [random_tokens(4 + i, i) for i in range(3)]
-    spans = [
-        CachedSequence(backbone, 8, adapter.bypasses()).extend(prompt)
-        for adapter, prompt in zip(adapters, prompts, strict=True)
-    ]
-    rows = forward(backbone, spans).split([len(prompt) for prompt in prompts])
-    for adapter, prompt, hidden in zip(adapters, prompts, rows, strict=True):
-        torch.testing.assert_close(logits(backbone, hidden), our_logits(adapter, prompt), atol=1e-5, rtol=0)
-
-
-def peft_losses(model, sequences, num_virtual: int) -> torch.Tensor:
-    """Summed loss of trained tokens, with PEFT's virtual tokens in front; logits of virtual rows, if any, are left
-    out."""
-    loss = torch.zeros(())
-    for ids, marks in sequences:
-        rows = model(torch.tensor([ids])).logits[0]
-        rows = rows[-len(ids) :][:-1]
-        each = torch.nn.functional.cross_entropy(rows, torch.tensor(ids[1:]), reduction="none")
-        loss = loss + each[torch.tensor(marks[1:])].sum()
-    return loss
-
-
-def without_first(sequences):
-    """The first token of a sequence is the target of a virtual row, or of none: leave it out."""
-    return [(ids, [False, *marks[1:]]) for ids, marks in sequences]
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
-def test_prompt_tuning_equals_peft(family):
-    config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    model = get_peft_model(make_model(family), config)
-    adapter = Adapter(make_backbone(family), Prompt(), seed=1)
-    (name,) = adapter.masters
-    prompt = model.prompt_encoder["default"].embedding.weight
-    prompt.data.copy_(adapter.masters[name])
-    tokens, sequences = random_tokens(11, 1), without_first(random_sequences((9, 6)))
-    virtual = torch.cat([torch.tensor([-1, -2, -3]), tokens])
-    with torch.no_grad():
-        torch.testing.assert_close(our_logits(adapter, virtual), model(tokens[None]).logits[0], atol=1e-4, rtol=0)
-    peft_losses(model, sequences, 3).backward()
-    ours = pass_of(adapter, with_virtual(sequences, 3)).gradients
-    assert worst_error(ours, {name: prompt.grad}) < 1e-5
-
-
-@pytest.mark.parametrize("budget", [None, 300])
-def test_prefix_tuning_equals_peft_with_one_operator_more(monkeypatch, budget):
-    monkeypatch.setitem(operators._TABLE, "virtual_rows", VirtualRows())
-    config = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    model = get_peft_model(make_model("llama"), config)
-    adapter = Adapter(make_backbone("llama"), Prefix(), seed=1)
-    weight = model.prompt_encoder["default"].embedding.weight  # [virtual tokens, layers × (K, V) × width]
-    names = [f"model.layers.{layer}.{node}.prefix" for layer in range(3) for node in ("rope_k", "self_attn.v_proj")]
-    weight.data.copy_(torch.cat([adapter.masters[name] for name in names], 1))
-    tokens, sequences = random_tokens(11, 1), without_first(random_sequences((9, 6)))
-    virtual = torch.cat([torch.tensor([-1, -2, -3]), tokens])
-    with torch.no_grad():
-        torch.testing.assert_close(our_logits(adapter, virtual)[3:], model(tokens[None]).logits[0], atol=1e-4, rtol=0)
-    peft_losses(model, sequences, 3).backward()
-    theirs = dict(zip(names, weight.grad.chunk(6, 1), strict=True))
-    assert worst_error(pass_of(adapter, with_virtual(sequences, 3), budget).gradients, theirs) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
@@ -161,8 +115,8 @@ def test_full_weights_of_a_block_equal_autograd(name):
     leaf = x.clone().requires_grad_()
     positions = torch.arange(9)
     extra = {}
-    if backbone.rotary is not None:
-        extra["position_embeddings"] = tuple(t[None] for t in backbone.rotary.angles(positions, torch.float32))
+    if backbone.rotary:
+        extra["position_embeddings"] = tuple(t[None] for t in backbone.rotary[""].angles(positions, torch.float32))
     mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
     output = block(leaf[None], attention_mask=mask, **extra)
     output = output[0] if isinstance(output, tuple) else output

@@ -79,6 +79,11 @@ def _dropped(x: Tensor, weight: Tensor, dropout_row_ids: Tensor) -> Tensor:
     return (x * dropout_mask(dropout_row_ids, x.shape[1], p=0.4, salt=7) / 0.6) @ weight.T
 
 
+def _magnitude(base: Tensor, change: Tensor, magnitude: Tensor, norm: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    gain = magnitude / norm.detach()
+    return (gain - 1) * (base - (bias.detach() if isinstance(bias, Tensor) else bias)) + gain * change
+
+
 def test_linear():
     inputs = {"x": rnd(5, 6), "weight": rnd(4, 6), "bias": rnd(4)}
     check("linear", lambda x, weight, bias: nn.functional.linear(x, weight, bias), inputs)
@@ -118,6 +123,109 @@ def test_layer_norm():
 def test_rope():
     angles = _halves(rnd(5, 3))
     check("rope", _rope, {"x": rnd(5, 12), "cos": angles.cos(), "sin": angles.sin()})
+
+
+def test_rope_of_a_part_of_each_head():
+    angles = _halves(rnd(5, 2))
+    inputs = {"x": rnd(5, 12), "cos": angles.cos(), "sin": angles.sin()}
+
+    def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = x.unflatten(1, (2, 6))
+        turned = _rope(heads[..., :4].flatten(1), cos, sin).unflatten(1, (2, 4))
+        return torch.cat((turned, heads[..., 4:]), -1).flatten(1)
+
+    check("rope", reference, inputs, head_dim=6, interleaved=False)
+
+
+def test_rope_of_neighbouring_pairs():
+    angles = rnd(5, 2)
+    inputs = {"x": rnd(5, 12), "cos": _halves(angles).cos(), "sin": _halves(angles).sin()}
+
+    def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = x.unflatten(1, (2, 6))
+        pairs = torch.view_as_complex(heads[..., :4].unflatten(2, (2, 2)).contiguous())
+        turned = torch.view_as_real(pairs * torch.complex(cos, sin)[:, None, :2]).flatten(2)
+        return torch.cat((turned, heads[..., 4:]), -1).flatten(1)
+
+    check("rope", reference, inputs, head_dim=6, interleaved=True)
+
+
+def test_layer_norm_without_bias():
+    inputs = {"x": rnd(5, 8), "weight": rnd(8)}
+    check("layer_norm", lambda x, weight: nn.functional.layer_norm(x, (8,), weight, None, 1e-5), inputs, eps=1e-5)
+
+
+def test_rms_norm_whose_weight_is_stored_less_one():
+    inputs = {"x": rnd(5, 8), "weight": rnd(8)}
+    check("rms_norm", lambda x, weight: _rms_norm(x, weight + 1), inputs, eps=1e-6, plus_one=True)
+
+
+@pytest.mark.parametrize(("groups", "start", "width"), [(1, 4, 3), (4, 0, 2), (4, 1, 1)])
+def test_columns(groups, start, width):
+    inputs, of = {"x": rnd(5, 12)}, 12 // groups
+
+    def reference(x: Tensor) -> Tensor:
+        return x.unflatten(1, (groups, of))[..., start : start + width].flatten(1)
+
+    check("columns", reference, inputs, groups=groups, of=of, start=start, width=width)
+
+
+def test_gradients_of_columns_are_written_into_one_tensor():
+    total, dy = rnd(5, 12), rnd(5, 8)
+    expected = total + nn.functional.pad(dy.unflatten(1, (4, 2)), (1, 0)).flatten(1)
+    attributes = {"groups": 4, "of": 3, "start": 1, "width": 2}
+    operator("columns").vjp_onto(total, "x", {}, {"y": dy}, attributes, CONTEXT)
+    torch.testing.assert_close(total, expected)
+
+
+def test_clamp():
+    check("clamp", lambda x: x.clamp(-0.5, 0.5), {"x": rnd(5, 8)}, most=0.5)
+
+
+def test_clamped_swiglu():
+    def reference(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=0.8), up.clamp(-0.8, 0.8)
+        return (up + 1) * gate * torch.sigmoid(1.7 * gate)
+
+    check("clamped_swiglu", reference, {"gate": rnd(5, 8), "up": rnd(5, 8)}, limit=0.8, alpha=1.7)
+
+
+@pytest.mark.parametrize("name", ["route", "route_of_all"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_route_of_all_or_of_those_chosen(name, has_bias):
+    """Shares have gradients; which experts a row goes to has none."""
+    inputs = {"x": rnd(6, 4), "weight": rnd(5, 4)} | ({"bias": rnd(5)} if has_bias else {})
+
+    def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        scores = nn.functional.linear(x, weight, bias)
+        return scores.softmax(-1).topk(2)[0] if name == "route_of_all" else scores.topk(2)[0].softmax(-1)
+
+    check(name, reference, inputs, top_k=2)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("out", "width"), [(4, 8), (3, 6)])
+def test_expert_linear(shared, has_bias, out, width):
+    experts = torch.tensor([[0, 3], [3, 1], [0, 1], [3, 0], [1, 0]])  # nobody goes to 2
+    inputs = {"x": rnd(5, width if shared else 2 * width), "experts": experts, "weight": rnd(4, out, width)}
+    inputs |= {"bias": rnd(4, out)} if has_bias else {}
+
+    def reference(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        parts = x[:, None].expand(5, 2, width) if shared else x.view(5, 2, width)
+        y = torch.einsum("nki,nkoi->nko", parts, weight[experts])
+        return (y if bias is None else y + bias[experts]).flatten(1)
+
+    check("expert_linear", reference, inputs, shared=shared)
+
+
+def test_mixture():
+    inputs = {"x": rnd(5, 12), "shares": rnd(5, 3)}
+    check("mixture", lambda x, shares: torch.einsum("nkw,nk->nw", x.view(5, 3, 4), shares), inputs)
+
+
+def test_soft_cap():
+    check("soft_cap", lambda x: 3.0 * torch.tanh(x / 3.0), {"x": 4 * rnd(5, 8)}, cap=3.0)
 
 
 def test_silu():
@@ -164,6 +272,37 @@ def test_scale():
 def test_dropout_low_rank():
     inputs = {"x": rnd(5, 8), "weight": rnd(4, 8), "dropout_row_ids": dropout_row_ids(3, torch.arange(5))}
     check("dropout_low_rank", _dropped, inputs, p=0.4, salt=7)
+
+
+def test_dropout():
+    inputs = {"x": rnd(5, 8), "dropout_row_ids": dropout_row_ids(3, torch.arange(5))}
+    check("dropout", lambda x, dropout_row_ids: _dropped(x, torch.eye(8), dropout_row_ids), inputs, p=0.4, salt=7)
+
+
+def test_add_vector():
+    check("add_vector", lambda x, vector: x + 0.5 * vector, {"x": rnd(5, 8), "vector": rnd(8)}, factor=0.5)
+
+
+def test_other_vector():
+    inputs = {"like": rnd(5, 8), "new": rnd(8), "old": rnd(8)}
+    check("other_vector", lambda like, new, old: 0 * like.detach() + new - old.detach(), inputs)
+
+
+def test_on_virtual_rows():
+    inputs = {"x": rnd(4, 8), "other": rnd(4, 8), "tokens": torch.tensor([-2, 5, -1, 0])}
+    check("on_virtual_rows", lambda x, other, tokens: (other - x) * (tokens < 0)[:, None], inputs)
+
+
+def test_gain():
+    for shape in ((8,), (8, 1), (1, 8)):
+        inputs = {"x": rnd(5, 8), "factor": rnd(*shape)}
+        check("gain", lambda x, factor: x * (factor.flatten() - 1), inputs)
+
+
+def test_magnitude():
+    inputs = {"base": rnd(5, 8), "change": rnd(5, 8), "magnitude": rnd(8), "norm": rnd(8).exp(), "bias": rnd(8)}
+    check("magnitude", _magnitude, inputs)
+    check("magnitude", _magnitude, {slot: value for slot, value in inputs.items() if slot != "bias"})
 
 
 def test_cross_entropy():

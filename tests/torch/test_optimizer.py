@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup, get_scheduler
 
 from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.optimizer import AdapterOptimizer
@@ -45,6 +45,19 @@ def test_schedules_fall_as_transformers_do(schedule, reference):
     for step in range(20):
         assert config.learning_rate_at(step, 20) == pytest.approx(theirs.param_groups[0]["lr"])
         theirs.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("name", ["constant", "constant_with_warmup", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 3}, {"warmup_ratio": 0.25}, {}])
+def test_transformers_schedulers_have_transformers_learning_rates(name, warmup):
+    config = OptimizerConfig(learning_rate=0.1, lr_scheduler_type=name, **warmup)
+    reference = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
+    steps = warmup.get("warmup_steps", 3 if warmup else 0)
+    scheduler = get_scheduler(name, reference, num_warmup_steps=steps, num_training_steps=10)
+    for step in range(10):
+        assert config.learning_rate_at(step, 10) == pytest.approx(scheduler.get_last_lr()[0])
+        reference.step()
         scheduler.step()
 
 

@@ -3,6 +3,8 @@ of them, beside requests that are answered as ever.
 """
 
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -34,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coserve.adapters import Adapter, LoraConfig, save_adapter
 from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError, JobError
+from coserve.memory import weight_window
 from coserve.memory.weight_window import WeightWindow
 from coserve.models import load_backbone
 from coserve.scheduling import Plan, PlannedTasklets, View
@@ -131,9 +134,25 @@ def assert_is_pefts(engine: Any, events: list[Any], directory: Path) -> None:
     assert max(float((ours[name] - parameters[name]).abs().max()) for name in ours) < 1e-4
 
 
+class AtOnce(Executor):
+    """Does all that it is given before anything else happens."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def submit(self, function: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*given, **named))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 @pytest.mark.long
-def test_a_model_three_times_larger_than_the_pool_is_trained_beside_requests(tmp_path):
-    """By any plan: tiny pieces, packs dropped, requests preempted."""
+def test_a_model_three_times_larger_than_the_pool_is_trained_beside_requests(monkeypatch, tmp_path):
+    """By any plan: tiny pieces, packs dropped, requests preempted. The same ones however fast the disk is."""
+    monkeypatch.setattr(weight_window, "ThreadPoolExecutor", AtOnce)
     engine, rng = other_engine(num_pages=1750), Random(0)
     assert num_weight_bytes() > 3 * engine.pool.num_pages * engine.pool.page_bytes
     engine.policy = random_policy(1)
@@ -186,8 +205,9 @@ def test_weights_that_are_not_there_are_not_waited_for_while_requests_run(monkey
     assert_is_pefts(engine, events + run_to_end(engine, job), tmp_path)
 
 
-def test_steps_stop_at_their_time_limit():
+def test_steps_stop_at_their_time_limit(monkeypatch):
     """Between two tasklets, whatever there is left to do."""
+    monkeypatch.setattr(weight_window, "ThreadPoolExecutor", AtOnce)
     engine = other_engine(num_pages=1750)
     engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine", model="big")
     engine.policy = PlannedBy(function=lambda view, latency: structs.replace(plan_all(view), backward_limit_s=0.0))

@@ -18,7 +18,7 @@ def test_chunks_in_pages_are_the_rows_of_a_contiguous_sequence():
     pages, tokens, table = make_pages(), random_tokens(18, 0), [7, 3, 50, 1, 9]
     plain = CachedSequence(pages.backbone, 18)
     for start, end in ((0, 5), (5, 6), (6, 16), (16, 17), (17, 18)):
-        ours = forward(pages.backbone, [pages.rows(table, start, tokens[start:end].tolist())])
+        ours = forward(pages.backbone, [pages.rows([(table, start, tokens[start:end].tolist())])])
         theirs = forward(pages.backbone, [plain.extend(tokens[start:end])])
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
@@ -34,8 +34,8 @@ def test_sequences_of_all_lengths_run_together_as_each_does_alone(dtype, toleran
         tokens, table = random_tokens(length + count, length), list(range(10 * index, 10 * index + 10))
         plain = CachedSequence(pages.backbone, length + count, own)
         forward(pages.backbone, [plain.extend(tokens[:length])])
-        forward(pages.backbone, [pages.rows(table, 0, tokens[:length].tolist(), own)])
+        forward(pages.backbone, [pages.rows([(table, 0, tokens[:length].tolist())], own)])
         expected.append(forward(pages.backbone, [plain.extend(tokens[length:])]))
-        together.append(pages.rows(table, length, tokens[length:].tolist(), own))
+        together.append(pages.rows([(table, length, tokens[length:].tolist())], own))
     ours = forward(pages.backbone, together)
     torch.testing.assert_close(ours, torch.cat(expected), atol=tolerance, rtol=tolerance)

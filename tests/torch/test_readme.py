@@ -15,9 +15,10 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 @pytest.mark.long
 def test_the_engine_s_example_runs(capsys):
     exec(compile(EXAMPLES[1], "README.md", "exec"), {})
-    before, after, num_trained = re.fullmatch(r"(\(.*?\)) (\(.*?\)) (\d+)\n", capsys.readouterr().out).groups()
-    assert len(eval(before)) == len(eval(after)) == 8
-    assert int(num_trained) == 2 * 8 * 5, "every token of every example, twice"
+    printed = re.fullmatch(r"(.*), then (.*): (\d+) tokens trained\n", capsys.readouterr().out)
+    before, after, num_trained = printed.groups()
+    assert eval(after) == "Cold, of course." != eval(before)
+    assert int(num_trained) > 30
 
 
 def test_the_parts_example_runs(capsys):

@@ -163,7 +163,7 @@ class Storm:
                 self.tasklets[job] = tasklet
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**20),
     name=st.sampled_from(["llama", "mistral-sliding", "qwen3", "opt"]),

@@ -1,73 +1,93 @@
-"""LoRA: bypass(x) = B (A dropout(x)) * scaling. Source: arXiv 2106.09685; rank-stabilised scaling: arXiv 2312.03732."""
+"""LoRA: bypass(x) = B (A dropout(x)) * scaling. Source: arXiv 2106.09685; rank-stabilised scaling: arXiv 2312.03732;
+magnitudes of their own for the rows of the sum with the weight: DoRA, arXiv 2402.09353; factors that start from the
+weight itself: see `adapters.principal`.
+"""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import AdapterConfig
+from coserve.adapters.base import Adapter, AdapterLayout, Reparametrization
+from coserve.adapters.experts import (
+    expert_bypass,
+    expert_name,
+    expert_sites,
+    expert_targets,
+    from_stacked,
+    to_stacked,
+)
 from coserve.adapters.patterns import ByPattern
-from coserve.adapters.targets import Targets
+from coserve.adapters.places import Place, Site
+from coserve.adapters.principal import LORA_A, LORA_B, TrainedHalf, beside_weight, is_principal, principal_factors
+from coserve.adapters.settings import TargetedConfig, check_flags
 from coserve.errors import AdapterError
 from coserve.graph.bypass import Bypass
 from coserve.graph.ir import GraphBuilder
 from coserve.models.base import Architecture, Part
 from coserve.settings import MOST_WHOLE, check_number, check_whole, is_number, shown
 
-# Fields of PEFT's config that say nothing about the numbers of a trained adapter.
-_HARMLESS = frozenset(
-    (
-        *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-        *("inference_mode", "megatron_config", "megatron_core", "eva_config", "runtime_config", "qalora_group_size"),
-        "ensure_weight_tying",
-    )
-)
-_READ = frozenset(
-    (
-        *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    )
-)
-# Initial values that leave the backbone's weights alone; the others (PiSSA, OLoRA, LoftQ, …) come with changed weights.
-_PLAIN_INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
+# Initial values that leave the backbone's weights alone and are none of `_INITIAL_VALUES`: of an adapter that is there
+# they say nothing.
+_FORGOTTEN_INITIAL_VALUES = (False, None, "eva", "orthogonal")
+_INITIAL_VALUES = ("gaussian", "pissa", "pissa_niter_N", "olora")
 _MOST_ALPHA = 1e9
+_MAGNITUDE, _BIAS = "lora_magnitude_vector", "lora_B.bias"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig(AdapterConfig):
+class LoraConfig(TargetedConfig):
     """LoRA with PEFT's settings, under PEFT's meaning.
 
     r: rank. alpha: numerator of the scaling alpha / r. use_rslora: alpha / sqrt(r) instead. dropout: probability of
-    dropping a feature of the bypass's input in training. target_modules, exclude_modules, layers_to_transform,
-    layers_pattern: see `Targets`.
+    dropping a feature of the bypass's input in training. lora_bias: B has a bias, too, which is scaled with it.
+    target_parameters: matrices of all experts of a mixture, each with a LoRA of its own: ends of their names, such as
+    `mlp.experts.down_proj`. use_dora: DoRA's magnitudes. init_lora_weights: true (A uniform, B zero), or one of
+    `_INITIAL_VALUES`.
     rank_pattern, alpha_pattern: r and alpha for modules whose name ends with a match of the pattern.
     """
 
     peft_type = "LORA"
     job_defaults: ClassVar[Mapping[str, Any]] = {"r": 16, "alpha": 32, "target_modules": "all-linear"}
+    peft_names: ClassVar[Mapping[str, str]] = {
+        **{name: name for name in ("r", "use_rslora", "use_dora", "lora_bias", "init_lora_weights")},
+        **{name: name for name in ("rank_pattern", "alpha_pattern")},
+        "alpha": "lora_alpha",
+        "dropout": "lora_dropout",
+        "target_parameters": "target_parameters",
+        **TargetedConfig.target_names,
+        **TargetedConfig.whole_names,
+    }
+    constants: ClassVar[Mapping[str, Any]] = {"bias": "none", "fan_in_fan_out": False}
+    harmless = frozenset(("megatron_config", "megatron_core", "eva_config", "qalora_group_size"))
+    required = ("r", "alpha", "target_modules")
+    supported = "LoRA on linear layers with r, alpha, rsLoRA, DoRA, biases of B, PiSSA, OLoRA, dropout and patterns"
 
+    target_modules: str | tuple[str, ...] = ("q_proj", "v_proj")
+    target_parameters: tuple[str, ...] = ()
     r: int = 8
     alpha: float = 8
     dropout: float = 0.0
     use_rslora: bool = False
-    target_modules: str | tuple[str, ...] = ("q_proj", "v_proj")
-    exclude_modules: str | tuple[str, ...] = ()
-    layers_to_transform: int | tuple[int, ...] | None = None
-    layers_pattern: str | tuple[str, ...] | None = None
+    use_dora: bool = False
+    lora_bias: bool = False
+    init_lora_weights: bool | str = True
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for setting in ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"):
-            if isinstance(value := getattr(self, setting), list | set):
-                object.__setattr__(self, setting, tuple(value))
-        if self.exclude_modules is None:
-            object.__setattr__(self, "exclude_modules", ())
+        object.__setattr__(self, "target_parameters", expert_targets(self.target_parameters))
+        super().__post_init__()
+        others = self.dropout or self.use_dora or self.lora_bias or is_principal(self.init_lora_weights)
+        if self.target_parameters and others:
+            raise ValueError(
+                "LoRA's target_parameters go without dropout, use_dora, lora_bias, and initial values of a weight"
+            )
         for name, values in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             if not isinstance(values, Mapping) or not all(isinstance(pattern, str) for pattern in values):
                 raise ValueError(f"{name} must be a mapping from patterns to numbers, not {shown(values)}")
@@ -77,9 +97,18 @@ class LoraConfig(AdapterConfig):
             check_number(f"LoRA's {_shortened(name)}", alpha, above=0, most=_MOST_ALPHA)
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"LoRA's dropout must be at least 0 and below 1, not {shown(self.dropout)}")
-        if not isinstance(self.use_rslora, bool):
-            raise ValueError(f"LoRA's use_rslora must be true or false, not {shown(self.use_rslora)}")
-        self._targets, self._ranks, self._alphas  # noqa: B018 (they check themselves)
+        check_flags(self, "use_rslora", "use_dora", "lora_bias")
+        initial = self.init_lora_weights
+        if initial is not True and initial != "gaussian" and not is_principal(initial):
+            known = ", ".join(_INITIAL_VALUES)
+            raise ValueError(f"LoRA's init_lora_weights must be true or one of {known}, not {shown(initial)}")
+        if self.lora_bias and self.use_dora:
+            raise ValueError("LoRA's lora_bias must be false with use_dora; PEFT has no DoRA whose B has a bias")
+        if is_principal(initial) and self.dropout:
+            raise ValueError(
+                f"LoRA's dropout must be 0 with init_lora_weights={initial!r}, which starts from a part of the weight"
+            )
+        self._ranks, self._alphas  # noqa: B018 (they check themselves)
 
     @cached_property
     def _ranks(self) -> ByPattern[int]:
@@ -88,18 +117,6 @@ class LoraConfig(AdapterConfig):
     @cached_property
     def _alphas(self) -> ByPattern[float]:
         return ByPattern("alpha_pattern", self.alpha_pattern, self.alpha)
-
-    @cached_property
-    def _targets(self) -> Targets:
-        return Targets(
-            modules=self.target_modules,
-            exclude=self.exclude_modules,
-            layers=self.layers_to_transform,
-            layers_pattern=self.layers_pattern,
-        )
-
-    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
-        return self._targets.sites(architecture, every_target=every_target)
 
     def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
         for name, rank in (
@@ -118,83 +135,136 @@ class LoraConfig(AdapterConfig):
         rank = self.rank(module)
         return self._alphas.at(module) / (sqrt(rank) if self.use_rslora else rank)
 
-    def bypass(self, module: str, inputs: int, outputs: int, *, training: bool) -> Bypass:
-        b, rank = GraphBuilder(), self.rank(module)
-        into = {"x": b.rows("x", inputs), "weight": b.parameter("lora_A.weight", rank, inputs)}
-        if training and self.dropout:
+    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+        experts = expert_sites(self.target_parameters, architecture)
+        return {**super().sites(architecture, every_target=every_target), **experts}
+
+    def target_bypass(self, place: Place, *, training: bool) -> Bypass:
+        if place.experts is not None:
+            return expert_bypass(place, place.experts, self.rank(place.module), self.scaling(place.module))
+        b, rank = GraphBuilder(), self.rank(place.module)
+        b.rows("x", place.inputs)
+        into = {"x": "x", "weight": b.parameter(LORA_A, rank, place.inputs)}
+        is_dropping = training and self.dropout > 0
+        drop = {"p": self.dropout, "salt": crc32(place.module.rsplit(".", 1)[-1].encode())}
+        if is_dropping:
             into["dropout_row_ids"] = b.constant("dropout_row_ids", dtype=torch.int64)
-            salt = crc32(module.rsplit(".", 1)[-1].encode())
-            x = b.apply("dropout_low_rank", "lora_A", into, p=self.dropout, salt=salt)
+            x = b.apply("dropout_low_rank", "lora_A", into, **drop)
         else:
             x = b.apply("low_rank", "lora_A", into)
-        x = b.apply("scale", "scaled", {"x": x}, factor=self.scaling(module))
-        y = b.apply("low_rank", "lora_B", {"x": x, "weight": b.parameter("lora_B.weight", outputs, rank)})
+        x = b.apply("scale", "scaled", {"x": x}, factor=self.scaling(place.module))
+        y = b.apply("low_rank", "lora_B", {"x": x, "weight": b.parameter(LORA_B, place.outputs, rank)})
+        if self.lora_bias:
+            bias = b.parameter(_BIAS, place.outputs)
+            y = b.apply("add_vector", "lora_B.sum", {"x": y, "vector": bias}, factor=self.scaling(place.module))
+        if self.use_dora:
+            read = {"base": b.rows("y", place.outputs)}
+            if is_dropping:  # PEFT: then the magnitudes act on what the weight gives for the dropped rows
+                x = b.apply("dropout", "dropped", {"x": "x", "dropout_row_ids": into["dropout_row_ids"]}, **drop)
+                weight = b.weight("weight", place.outputs, place.inputs)
+                read["base"] = b.apply("linear", "of_dropped", {"x": x, "weight": weight})
+            elif place.has_bias:
+                read["bias"] = b.weight("bias", place.outputs)
+            magnitude = b.parameter(_MAGNITUDE, place.outputs)
+            norm = b.derived("weight_norm", place.outputs)
+            y = b.apply("magnitude", "dora", {**read, "change": y, "magnitude": magnitude, "norm": norm})
         return Bypass(graph=b.build(y))
 
-    def initial(self, parameter: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def target_initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
         """A is uniform within 1 / sqrt(inputs) (PEFT's Kaiming initialisation with a = sqrt 5), B is zero: the bypass
-        starts at zero.
+        starts at zero, however it is initialised.
         """
+        initial, module = self.init_lora_weights, site.place.module
+        if parameter == _MAGNITUDE:
+            return site.row_norms_squared.sqrt()
+        if parameter == _BIAS:
+            return torch.zeros(shape)
+        is_first = parameter == LORA_A
+        if isinstance(initial, str) and is_principal(initial):
+            return principal_factors(site, initial, self.rank(module), self.scaling(module))[not is_first].clone()
         value = torch.zeros(shape)
-        if parameter == "lora_A.weight":
-            value.uniform_(-1, 1, generator=generator).div_(sqrt(shape[1]))
+        if is_first and initial == "gaussian":
+            value.normal_(0, 1 / shape[-2], generator=generator)
+        elif is_first:
+            value.uniform_(-1, 1, generator=generator).div_(sqrt(shape[-1]))
         return value
 
-    def to_peft(self) -> dict[str, Any]:
-        def plain(value: Any) -> Any:
-            return list(value) if isinstance(value, tuple) else value
-
-        return {
-            "peft_type": self.peft_type,
-            "task_type": "CAUSAL_LM",
-            "inference_mode": True,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "r": self.r,
-            "lora_alpha": self.alpha,
-            "lora_dropout": self.dropout,
-            "use_rslora": self.use_rslora,
-            "target_modules": plain(self.target_modules),
-            "exclude_modules": plain(self.exclude_modules) or None,
-            "layers_to_transform": plain(self.layers_to_transform),
-            "layers_pattern": plain(self.layers_pattern),
-            "rank_pattern": dict(self.rank_pattern),
-            "alpha_pattern": dict(self.alpha_pattern),
+    def to_peft_tensors(self, values: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+        found = {name: value for name, value in values.items() if layout.places[layout.modules[name]].experts is None}
+        experts = {
+            expert_name(name, layout): to_stacked(value, layout.local_names[name])
+            for name, value in values.items()
+            if name not in found
         }
+        return {**super().to_peft_tensors(found, layout), **experts}
+
+    def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+        found = {}
+        for name, module in layout.modules.items():
+            if layout.places[module].experts is None:
+                found[name] = tensors[self.file_name(name)]
+            else:
+                stacked = tensors[expert_name(name, layout)]
+                found[name] = from_stacked(stacked, layout.shapes[name], layout.local_names[name])
+        return found
+
+    def derived(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """DoRA: the norms of the rows of W + scaling B A, without making that sum."""
+        a, b = parameters[LORA_A], parameters[LORA_B] * self.scaling(site.place.module)
+        mixed = ((site.dense_weight @ a.T) * b).sum(1)
+        own = ((b @ (a @ a.T)) * b).sum(1)
+        return {"weight_norm": (site.row_norms_squared + 2 * mixed + own).clamp_(min=0).sqrt()}
+
+    def target_merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if site.place.experts is not None:
+            raise AdapterError("target_parameters cannot be merged; merge the model with an adapter without them")
+        scaling, found = self.scaling(site.place.module), {}
+        weight = site.dense_weight + scaling * (parameters[LORA_B] @ parameters[LORA_A])
+        if self.use_dora:
+            weight *= (parameters[_MAGNITUDE] / weight.norm(dim=1))[:, None]
+        if self.lora_bias:
+            if not site.place.has_bias:
+                raise AdapterError(f"lora_bias cannot be merged at {site.place.module}, which has no bias")
+            found["bias"] = site.bias + scaling * parameters[_BIAS]
+        return {"weight": weight, **found}
+
+    def as_served(self, adapter: Adapter, *, is_fresh: bool) -> Adapter:
+        """A LoRA of twice the rank, where the initial factors are a part of the weight (see `adapters.principal`)."""
+        initial, at, masters = self.init_lora_weights, adapter.at, adapter.masters
+        if not isinstance(initial, str) or not is_principal(initial):
+            return adapter
+        first: dict[str, Tensor] = {}
+        for name, module in adapter.layout.modules.items():
+            local = adapter.local_names[name]
+            if is_fresh:
+                first[name] = masters[name]
+            elif local in (LORA_A, LORA_B):
+                factors = principal_factors(at[module], initial, self.rank(module), self.scaling(module))
+                first[name] = factors[local == LORA_B]
+        doubled = replace(
+            self,
+            init_lora_weights=True,
+            r=2 * self.r,
+            rank_pattern={pattern: 2 * rank for pattern, rank in self.rank_pattern.items()},
+            alpha=self._with_twice_the_rank(self.alpha),
+            alpha_pattern={pattern: self._with_twice_the_rank(alpha) for pattern, alpha in self.alpha_pattern.items()},
+        )
+        return Adapter(adapter.backbone, doubled, every_target=False, masters=beside_weight(masters, first))
+
+    def _with_twice_the_rank(self, alpha: float) -> float:
+        """For the same scaling."""
+        return alpha * (sqrt(2) if self.use_rslora else 2)
+
+    def reparametrization(self, adapter: Adapter, generator: torch.Generator) -> Reparametrization | None:
+        return TrainedHalf(adapter) if is_principal(self.init_lora_weights) else None
 
     @classmethod
-    def from_peft(cls, fields: Mapping[str, Any]) -> Self:
-        unsupported = [
-            name
-            for name, value in fields.items()
-            if value not in (None, False, {}, [], "none") and name not in _HARMLESS | _READ
-        ]
-        if fields.get("init_lora_weights", True) not in _PLAIN_INITIAL_VALUES:
-            unsupported.append("init_lora_weights")
-        if unsupported:
-            used = ", ".join(f"{name}={shown(fields[name])}" for name in unsupported)
-            raise AdapterError(
-                f"the adapter uses {used}, which is not supported; "
-                "supported is LoRA on linear layers with r, alpha, rsLoRA, dropout and patterns"
-            )
-
-        try:
-            return cls(
-                r=fields["r"],
-                alpha=fields["lora_alpha"],
-                dropout=fields.get("lora_dropout") or 0.0,
-                use_rslora=fields.get("use_rslora") or False,
-                target_modules=fields["target_modules"],
-                exclude_modules=fields.get("exclude_modules") or (),
-                layers_to_transform=fields.get("layers_to_transform"),
-                layers_pattern=fields.get("layers_pattern") or None,
-                rank_pattern=fields.get("rank_pattern") or {},
-                alpha_pattern=fields.get("alpha_pattern") or {},
-            )
-        except KeyError as error:
-            raise AdapterError(f"the adapter's config lacks {error.args[0]!r}") from None
-        except (TypeError, ValueError) as error:
-            raise AdapterError(f"the adapter's config is not valid: {error}") from None
+    def not_supported(cls, settings: dict[str, Any]) -> list[str]:
+        initial = settings.get("init_lora_weights")
+        if initial in _FORGOTTEN_INITIAL_VALUES:
+            settings.pop("init_lora_weights", None)
+            return []
+        return [] if initial in (True, "gaussian") or is_principal(initial) else ["init_lora_weights"]
 
 
 def _shortened(pattern: str) -> str:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -204,6 +205,63 @@ def serve(
             )
         found = experiment.run(servers, vocab_size=vocab_size, runs=runs, watch=console(stderr=True).print)
     _tell("serve", {"model": model, "dtype": dtype, "runs": runs, "machine": describe(cpu)}, found)
+
+
+class Nodes(StrEnum):
+    """What nodes placements are compared on."""
+
+    modelled = "modelled"
+
+
+@app.command()
+def cluster(
+    device: Annotated[Nodes, typer.Option(help="modelled: nodes in virtual time.")] = Nodes.modelled,
+    models: Annotated[
+        str, typer.Option(metavar="NAMES", help="Of LeMix's table II, with commas between them.")
+    ] = "gpt-2.5b,llama-8b,llama-70b",
+    rates: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Tasks per second, with commas between them.")
+    ] = "20,50,150",
+    training_rates: Annotated[
+        str, typer.Option(metavar="SHARES", help="Of the tasks, those that train, with commas between them.")
+    ] = "0.1,0.5,0.9",
+    tasks: Annotated[int, typer.Option(min=10, help="Requests and training tasks of each run.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")] = 0,
+) -> None:
+    """Placements on four modelled nodes of two GPUs, with LeMix's models, rates and training rates: throughput,
+    utilisation, SLO attainment and the requests' loss, ratios over separate nodes beside the paper's, and what placing
+    a task takes.
+    """
+    import torch
+
+    from coserve.bench import cluster as experiment
+    from coserve.bench.machine import describe
+    from coserve.cli.tables import console
+
+    names = tuple(name.strip() for name in models.split(","))
+    if unknown := [name for name in names if name not in experiment.MODELS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(experiment.MODELS)}", param_hint="--models")
+    config = experiment.ClusterConfig(
+        models=names,
+        rates=_numbers(rates, "--rates", most=1e6),
+        training_shares=_numbers(training_rates, "--training-rates", most=1.0),
+        num_tasks=tasks,
+        seed=seed,
+    )
+    found = experiment.run(config, watch=console(stderr=True).print)
+    what = {"device": device.value, "machine": describe(torch.device("cpu")), "tasks": tasks, "seed": seed}
+    _tell("cluster", what, found)
+
+
+def _numbers(text: str, option: str, *, most: float) -> tuple[float, ...]:
+    """Numbers above 0 with commas between them."""
+    try:
+        values = tuple(float(each) for each in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < value <= most for value in values):
+        raise typer.BadParameter(f"{text!r} must be numbers above 0, up to {most:g}, with commas", param_hint=option)
+    return values
 
 
 def _measure(

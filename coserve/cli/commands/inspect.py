@@ -2,18 +2,19 @@
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coserve.cli.adapter_settings import adapter_settings
 from coserve.errors import AdapterError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from coserve.adapters.base import Adapter
-    from coserve.adapters.methods.lora import LoraConfig
+    from coserve.adapters.base import Adapter, AdapterConfig
     from coserve.graph.program import Program
     from coserve.graph.rematerialize import Retention
     from coserve.tuning.programs import TrainingPrograms
@@ -21,13 +22,25 @@ if TYPE_CHECKING:
 
 def inspect(
     model: Annotated[str, typer.Argument(help="A directory, a hub id, dummy:PRESET, or dummy:PATH of a config.json.")],
-    adapter: Annotated[str, typer.Option(help="PEFT method: lora.")] = "lora",
-    r: Annotated[int, typer.Option(help="LoRA's rank.")] = 16,
-    alpha: Annotated[float, typer.Option(help="LoRA's alpha; the bypass is scaled by alpha / r.")] = 32,
+    adapter: Annotated[
+        str, typer.Option(metavar="METHOD", help="The PEFT method: lora, ia3, vera, bottleneck, …; docs/methods.md.")
+    ] = "lora",
+    adapter_setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="A setting of the method, its value as JSON or as text; may be repeated."
+        ),
+    ] = None,
+    r: Annotated[int | None, typer.Option(help="LoRA's rank. [16]")] = None,
+    alpha: Annotated[float | None, typer.Option(help="LoRA's alpha; the bypass is scaled by alpha / r. [32]")] = None,
     targets: Annotated[
-        str, typer.Option(help="Modules it sits at: names with commas between, all-linear, or a regular expression.")
-    ] = "q_proj,v_proj",
-    dropout: Annotated[float, typer.Option(help="LoRA's dropout in training.")] = 0.0,
+        str | None,
+        typer.Option(
+            help="Modules it sits at: names with commas between, all-linear, or a regular expression. [LoRA: "
+            "q_proj,v_proj]"
+        ),
+    ] = None,
+    dropout: Annotated[float | None, typer.Option(help="LoRA's dropout in training. [0]")] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of the training sequence.")] = 1024,
     budget: Annotated[
         int | None, typer.Option(min=0, help="Most bytes that a block keeps of one token; the rest is recomputed.")
@@ -39,9 +52,12 @@ def inspect(
 
     No weights are read: the shape is enough. A tensor of the forward pass is saved, restored (handed back by the
     backward pass on its way, at no cost), rematerialized (computed again), or dropped because no gradient that is
-    asked for needs it.
+    asked for needs it. What only the training of some methods has (the encoder of p-tuning, the masks of diff
+    pruning) comes on top of the memory that is shown.
     """
-    report = _examine(model, _lora(adapter, r, alpha, targets, dropout), seq=seq, budget=budget, dtype=dtype)
+    given = {"r": r, "alpha": alpha, "target_modules": _targets(targets), "dropout": dropout}
+    settings = {name: value for name, value in given.items() if value is not None} | adapter_settings(adapter_setting)
+    report = _examine(model, _config(adapter, settings), seq=seq, budget=budget, dtype=dtype)
     if as_json:
         print(json.dumps(report.as_dict(), allow_nan=False))
     else:
@@ -61,7 +77,7 @@ class _Report:
     layer: int  # the block that is shown: the topmost that runs backward
     max_positions: int
     saved_bytes_per_token: int
-    conventional_bytes_per_token: float | None  # None: PEFT is not installed
+    conventional_bytes_per_token: float | None  # None: not LoRA, or PEFT is not installed
     extra_flops_fraction: float
     frontier: list[dict[str, Any]]
     memory_bytes: dict[str, int]
@@ -73,28 +89,39 @@ class _Report:
         return dict(vars(self))
 
 
-def _lora(adapter: str, r: int, alpha: float, targets: str, dropout: float) -> "LoraConfig":
-    from coserve.adapters.methods.lora import LoraConfig
+# As PEFT's examples have it; other methods begin as in a job.
+_LORA: Mapping[str, Any] = {"r": 16, "alpha": 32, "target_modules": ("q_proj", "v_proj")}
+
+
+def _targets(given: str | None) -> tuple[str, ...] | str | None:
     from coserve.adapters.targets import ALL_LINEAR
 
-    if adapter != "lora":
-        raise AdapterError(f"adapter {adapter!r} is not supported; supported: lora")
-    names = re.fullmatch(r"[\w., ]+", targets) and targets.strip().lower() != ALL_LINEAR
+    if given is None or given.strip().lower() == ALL_LINEAR or not re.fullmatch(r"[\w., ]+", given):
+        return given
+    return tuple(name.strip() for name in given.split(",") if name.strip())
+
+
+def _config(name: str, settings: dict[str, Any]) -> "AdapterConfig":
+    """AdapterError names what is wrong."""
+    from coserve.adapters.methods import method
+
     try:
-        return LoraConfig(
-            r=r,
-            alpha=alpha,
-            dropout=dropout,
-            target_modules=tuple(name.strip() for name in targets.split(",") if name.strip()) if names else targets,
-        )
-    except ValueError as error:
+        kind = method(name)
+        if kind.is_model:
+            raise AdapterError(f"adapter {name!r} trains the model's own weights; inspect shows what an adapter adds")
+        known = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # they are dataclasses
+        if unknown := [setting for setting in settings if setting not in known]:
+            raise AdapterError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
+        return kind(**{**(_LORA if name == "lora" else kind.job_defaults), **settings})
+    except (ValueError, TypeError) as error:
         raise AdapterError(str(error)) from None
 
 
-def _examine(model: str, lora: "LoraConfig", *, seq: int, budget: int | None, dtype: str) -> _Report:
+def _examine(model: str, config: "AdapterConfig", *, seq: int, budget: int | None, dtype: str) -> _Report:
     import torch
 
     from coserve.adapters.base import Adapter
+    from coserve.adapters.methods.lora import LoraConfig
     from coserve.bench.conventional import conventional_saved_bytes
     from coserve.models.backbone import build_backbone
     from coserve.models.source import find_model
@@ -102,20 +129,25 @@ def _examine(model: str, lora: "LoraConfig", *, seq: int, budget: int | None, dt
 
     source = find_model(model, with_weights=False)
     backbone = build_backbone(source, dtype=dtype, device=torch.device("meta"))
-    adapter, keys = Adapter(backbone, lora), (seq + 1) / 2
+    for name, wrong in config.misfits(backbone.architecture):
+        raise AdapterError(f"{name} {wrong}")
+    adapter, keys = Adapter(backbone, config), (seq + 1) / 2
     programs = training_programs(adapter, budget_bytes_per_token=budget, mean_context_len=keys)
     architecture = backbone.architecture
     trained = [part for part in programs.parts if isinstance(part, int)]
     layer = max(trained, default=0)
     program = programs.program[layer]
-    conventional = conventional_saved_bytes(architecture, lora, rows=seq, dtype=backbone.dtype)
+    conventional = None
+    if isinstance(config, LoraConfig) and not config.use_dora:
+        conventional = conventional_saved_bytes(architecture, config, rows=seq, dtype=backbone.dtype)
     memory = _memory(adapter, programs, seq)
     choices = frontier_of_part(programs, adapter, layer, mean_context_len=keys) if trained else ()
     return _Report(
         model=model,
         family=source.config.model_type,
         dtype=str(backbone.dtype).removeprefix("torch."),
-        adapter={"type": "lora", **{name: value for name, value in lora.to_peft().items() if name != "peft_type"}},
+        adapter={"type": config.peft_type.lower()}
+        | {name: value for name, value in config.to_peft().items() if name != "peft_type"},
         seq=seq,
         num_layers=architecture.num_layers,
         layer=layer,
@@ -220,11 +252,8 @@ def _show(report: _Report) -> None:
     from coserve.cli.tables import console
 
     screen = console()
-    targets = report.adapter["target_modules"]
-    sites = targets if isinstance(targets, str) else ", ".join(targets)
     shape = f"{report.family}, {report.num_layers} blocks, {report.dtype}"
-    lora = f"LoRA r={report.adapter['r']} on {sites}"
-    screen.print(Text.assemble((report.model, "bold"), f"  {shape}; {lora}; {report.seq:,} tokens\n"))
+    screen.print(Text.assemble((report.model, "bold"), f"  {shape}; {_in_words(report)}; {report.seq:,} tokens\n"))
     if report.seq > report.max_positions:
         screen.print(f"The model was made for at most {report.max_positions:,} tokens.\n", style="yellow")
     wide = screen.width >= 120
@@ -236,6 +265,16 @@ def _show(report: _Report) -> None:
     screen.print(_memory_table(report))
     if report.frontier:
         screen.print(_frontier_table(report))
+
+
+def _in_words(report: _Report) -> str:
+    """The adapter: its method, and where it sits, if that is said."""
+    rank, targets = report.adapter.get("r"), report.adapter.get("target_modules")
+    kind = report.adapter["type"]
+    name = "LoRA" if kind == "lora" else str(kind)
+    if rank is not None:
+        name += f" r={rank}"
+    return f"{name} on {targets if isinstance(targets, str) else ', '.join(targets)}" if targets else name
 
 
 def _table(title: str, *columns: str) -> "Table":
@@ -291,7 +330,7 @@ def _memory_table(report: _Report) -> "Table":
     table = _table(f"Memory to train on {report.seq:,} tokens", "", ">coserve", ">transformers + PEFT")
     ours, theirs = report.memory_bytes, report.conventional_memory_bytes
     for name, num_bytes in ours.items():
-        other = "PEFT not installed" if theirs is None else _size(theirs[name]) if name in theirs else ""
+        other = "not counted" if theirs is None else _size(theirs[name]) if name in theirs else ""
         table.add_row(name.replace("_", " "), _size(num_bytes), other)
     table.add_section()
     table.add_row("in all", _size(_total(ours)), "" if theirs is None else _size(_total(theirs)))

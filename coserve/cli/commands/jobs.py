@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from typing import Annotated, Any
 
 import typer
@@ -43,17 +44,30 @@ def jobs(
     from coserve.cli.commands.models import moment
     from coserve.cli.tables import console, table
 
-    listing = table("=job", "status", "result", "=since")
+    listing = table("=job", "status", ">=steps", ">=loss", ">=left", "result", "=since")
     for job in found:
         # `show` has all of it, with the file's name.
         error = _FILE.sub("", (job.get("error") or {}).get("message") or "")
         if len(error) > _LONGEST_ERROR:
             error = f"{error[: _LONGEST_ERROR - 1]}…"
         result = job.get("fine_tuned_model") or error or f"on {job['model']}"
-        listing.add_row(job["id"], job["status"], result, moment(job["created_at"]))
+        listing.add_row(job["id"], job["status"], *_progress(job), result, moment(job["created_at"]))
     console().print(listing if found else "No jobs yet; `coserve tune FILE` starts one.")
     for group in joined:
         console().print(f"{', '.join(group)} go backward as one batch of rows.")
+
+
+def _progress(job: dict[str, Any]) -> tuple[str, str, str]:
+    """Steps, loss, and the time that is left, as far as they are known."""
+    from coserve.cli.drawing import duration
+
+    known = job.get("coserve") or {}
+    total, loss, finish = known.get("total_steps"), known.get("train_loss"), job.get("estimated_finish")
+    return (
+        f"{known.get('step') or 0}/{total}" if total else "",
+        "" if loss is None else f"{loss:.3f}",
+        "" if finish is None else duration(max(0.0, finish - time.time())),
+    )
 
 
 @app.command()

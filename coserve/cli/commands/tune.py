@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from coserve.cli.adapter_settings import adapter_settings
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url, base_model
 from coserve.client.http import Client
 from coserve.errors import JobError
@@ -16,7 +17,8 @@ def tune(
         Path,
         typer.Argument(
             metavar="FILE",
-            help='JSONL, an example a line: {"messages": […]} as chats, {"prompt", "completion"}, or {"text"}.',
+            help='JSONL, an example a line: {"messages": […]} as chats, {"prompt", "completion"}, or {"text"}; or the '
+            "same in CSV or Parquet.",
         ),
     ],
     model: Annotated[
@@ -58,6 +60,18 @@ def tune(
     warmup_steps: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Steps over which the learning rate rises.")
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD", help="The PEFT method: lora, ia3, vera, prompt_tuning, …; docs/methods.md. [lora]"
+        ),
+    ] = None,
+    adapter_setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="A setting of the method, its value as JSON or as text; may be repeated."
+        ),
+    ] = None,
     r: Annotated[
         int | None,
         typer.Option("--r", metavar="N", min=1, help="LoRA's rank: more can learn more, and costs memory and time."),
@@ -77,6 +91,16 @@ def tune(
     ] = None,
     seed: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Of the order of examples and the adapter's first values.")
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What is learned: supervised, or dpo, orpo, simpo, kto, policy_gradient (docs/jobs.md).",
+        ),
+    ] = "supervised",
+    beta: Annotated[
+        float | None, typer.Option(metavar="X", help="Of dpo, orpo, simpo and kto: how much a preference weighs.")
     ] = None,
     max_recompute: Annotated[
         float | None,
@@ -100,7 +124,7 @@ def tune(
     finished model answers at once: `coserve chat --adapter SUFFIX`.
     """
     extensions = {
-        "adapter": _given(r=r, alpha=alpha, target_modules=_targets(targets)),
+        "adapter": {**adapter_settings(adapter_setting), **_given(r=r, alpha=alpha, target_modules=_targets(targets))},
         "optimizer": _given(learning_rate=learning_rate, schedule=schedule, warmup_steps=warmup_steps),
         **_given(
             max_sequence_length=max_length,
@@ -109,8 +133,8 @@ def tune(
             max_recompute=max_recompute,
         ),
     }
-    if extensions["adapter"]:
-        extensions["adapter"] = {"type": "lora", **extensions["adapter"]}
+    if extensions["adapter"] or adapter:
+        extensions["adapter"] = {"type": adapter or "lora", **extensions["adapter"]}
     with Client(url, api_key) as client:
         body = {
             "model": model or base_model(client),
@@ -120,7 +144,7 @@ def tune(
                 suffix=suffix,
                 seed=seed,
             ),
-            **job_method(epochs=epochs, batch_size=batch_size),
+            **job_method(method, epochs=epochs, batch_size=batch_size, beta=beta),
             "coserve": {name: value for name, value in extensions.items() if value != {}},
         }
         job = client.post("/v1/fine_tuning/jobs", body)
@@ -136,8 +160,8 @@ def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
     from coserve.cli.tables import console
 
     screen = console()
-    screen.print(f"job {job['id']} on {job['model']}", soft_wrap=True)
     try:
+        screen.print(f"job {job['id']} on {job['model']}", soft_wrap=True)
         progress = follow(client, job, screen)
     except KeyboardInterrupt:
         screen.print(f"\nThe job keeps running on the server.\n{_afterwards(job['id'])}", soft_wrap=True)
@@ -160,10 +184,12 @@ def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(progress.summary()))
 
 
-def job_method(*, epochs: int | None, batch_size: int | None) -> dict[str, Any]:
+def job_method(
+    method: str = "supervised", *, epochs: int | None, batch_size: int | None, beta: float | None = None
+) -> dict[str, Any]:
     """The part of a job's body where OpenAI's API has the hyperparameters."""
-    hyperparameters = _given(n_epochs=epochs, batch_size=batch_size)
-    return {"method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}}
+    hyperparameters = _given(n_epochs=epochs, batch_size=batch_size, beta=beta)
+    return {"method": {"type": method, method: {"hyperparameters": hyperparameters}}}
 
 
 def _afterwards(job_id: str) -> str:

@@ -1,24 +1,15 @@
 """`coserve up`: the server. Its options are the fields of `ServerConfig`."""
 
 import asyncio
-import inspect
 import logging
 import os
-import re
 import sys
-from collections.abc import Callable
-from dataclasses import Field, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from coserve.errors import CoserveError
+from coserve.cli.server_options import server_config, with_server_options
 from coserve.logs import configure_logs
 from coserve.models.source import check_model
-from coserve.server.config import ServerConfig
 from coserve.server.keys import is_digest
-from coserve.server.options import option_of
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -36,10 +27,7 @@ def _up(**given: Any) -> None:
     `http://127.0.0.1:8000/v1`. Jobs run in whatever time the SLOs of requests leave over. Ctrl-C ends it in
     good order: open answers are finished, jobs keep their last checkpoints and resume at the next start.
     """
-    try:
-        config = ServerConfig(**given)
-    except ValueError as error:
-        raise CoserveError(_by_option_names(str(error))) from None
+    config = server_config(**given)
     configure_logs(config.log_format, config.log_level)
     if any(not is_digest(text.rpartition("=")[2]) for text in given.get("api_keys", ())):
         _log.warning(
@@ -51,14 +39,6 @@ def _up(**given: Any) -> None:
 
     with _Screen() as screen:
         asyncio.run(serve(config, screen))
-
-
-def _by_option_names(message: str) -> str:
-    """What is wrong with the configuration, by the names of options: a field is the first word, or has underscores."""
-    options = {one.name: option_of(one).option for one in fields(ServerConfig)}
-    first, space, rest = message.partition(" ")
-    rest = re.sub(r"\w+_\w+", lambda word: options.get(word[0]) or word[0], rest)
-    return f"{options.get(first) or first}{space}{rest}"
 
 
 class _Screen:
@@ -142,49 +122,4 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _parameter(one: "Field[Any]", kind: Any) -> inspect.Parameter:
-    """A field of the configuration as a parameter that Typer reads."""
-    option = option_of(one)
-    default, parse = one.default, option.parse
-    shown: Any = option.shown if option.shown is not None else True
-    if not option.option:
-        marked: Any = Annotated[str, typer.Argument(help=option.help, metavar="[MODEL]")]
-    elif parse is not None:
-        more: dict[str, Any] = {"parser": _parser(parse), "metavar": option.metavar}
-        marked = Annotated[str | None, typer.Option(option.option, help=option.help, show_default=shown, **more)]
-        default = None
-    elif isinstance(default, tuple):
-        element = Path if one.name.endswith("paths") else str
-        more = {"metavar": option.metavar}
-        marked = Annotated[list[element], typer.Option(option.option, help=option.help, show_default=shown, **more)]  # type: ignore[valid-type]
-        default = []
-    else:
-        marked = Annotated[kind, typer.Option(option.option, help=option.help, show_default=shown)]
-    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=marked)
-
-
-def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parsed(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-
-    return parsed
-
-
-def _with_options(run: Callable[..., None]) -> Callable[..., None]:
-    """The command, with a parameter for every field of its configuration."""
-    kinds = get_type_hints(ServerConfig)
-    parameters = [_parameter(one, kinds[one.name]) for one in fields(ServerConfig)]
-
-    def up(**given: Any) -> None:
-        run(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None})
-
-    up.__doc__ = run.__doc__
-    up.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    up.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return up
-
-
-up = _with_options(_up)
+up = with_server_options(_up)

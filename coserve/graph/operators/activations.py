@@ -94,6 +94,39 @@ class SiluMul(RowWise):
         return result | self.forward(values, attributes, context) if "y" in wanted else result
 
 
+class ClampedSwiglu(RowWise):
+    """y = (u + 1) * g * sigmoid(alpha * g), where g = min(gate, limit) and u = up within [-limit, limit].
+
+    The gated unit of gpt-oss (arXiv 2508.10925).
+    """
+
+    name = "clamped_swiglu"
+    inputs = ("gate", "up")
+    needs = {"gate": ("gate", "up"), "up": ("gate", "up")}
+    flops_per_element = 8
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        gate, up = self._clamped(values, attributes)
+        return {"y": torch.sigmoid(attributes["alpha"] * gate).mul_(gate).mul_(up + 1)}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        dy, limit, alpha, result = gradients["y"], attributes["limit"], attributes["alpha"], {}
+        gate, up = self._clamped(values, attributes)
+        slope = torch.sigmoid(alpha * gate)
+        if "gate" in wanted:
+            whole = slope * (1 + alpha * gate * (1 - slope))
+            result["gate"] = dy * (up + 1) * whole * (values["gate"] <= limit)
+        if "up" in wanted:
+            result["up"] = dy * gate * slope * (values["up"].abs() <= limit)
+        return result
+
+    def _clamped(self, values: Values, attributes: Attributes) -> tuple[Tensor, Tensor]:
+        limit = attributes["limit"]
+        return values["gate"].clamp(max=limit), values["up"].clamp(-limit, limit)
+
+
 class SignBits(RowWise):
     """bits of x > 0, eight to a byte; x [n, width] -> uint8 [n, ceil(width / 8)]."""
 

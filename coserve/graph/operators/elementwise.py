@@ -1,7 +1,8 @@
-"""Sums and products."""
+"""Sums, products and bounds."""
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Context, RowWise, Values
@@ -63,3 +64,37 @@ class Scale(RowWise):
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         return {"x": gradients["y"] * attributes["factor"]}
+
+
+class Clamp(RowWise):
+    """y = x within [-most, most]."""
+
+    name = "clamp"
+    inputs = ("x",)
+    needs = {"x": ("x",)}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": values["x"].clamp(-attributes["most"], attributes["most"])}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        return {"x": gradients["y"] * (values["x"].abs() <= attributes["most"])}
+
+
+class SoftCap(RowWise):
+    """y = cap * tanh(x / cap), with a fixed number. Source: arXiv 2408.00118, section 2."""
+
+    name = "soft_cap"
+    inputs = ("x",)
+    needs = {"x": ("y",)}
+    flops_per_element = 8
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": torch.tanh(values["x"] / attributes["cap"]).mul_(attributes["cap"])}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        slope = (values["y"] / attributes["cap"]).square_().neg_().add_(1)
+        return {"x": slope.mul_(gradients["y"])}

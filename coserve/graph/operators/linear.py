@@ -119,14 +119,8 @@ class DropoutLowRank(_Product):
     sums: ClassVar[frozenset[str]] = frozenset({"weight"})
     grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
 
-    def _drop(self, x: Tensor, values: Values, attributes: Attributes, context: Context) -> Tensor:
-        row_ids, p = values["dropout_row_ids"], attributes["p"]
-        mask = context.backend.dropout_mask(row_ids, x.shape[1], p=p, salt=attributes["salt"])
-        scale: float = 1 / (1 - p)
-        return x * mask * scale
-
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        x = self._drop(values["x"], values, attributes, context)
+        x = dropped(values["x"], values, attributes, context)
         return {"y": context.backend.low_rank_product(x, values["weight"])}
 
     def vjp(
@@ -135,17 +129,25 @@ class DropoutLowRank(_Product):
         dy, result = gradients["y"], {}
         if "x" in wanted:
             x_grad = context.backend.low_rank_input_gradient(dy, values["weight"])
-            result["x"] = self._drop(x_grad, values, attributes, context)
+            result["x"] = dropped(x_grad, values, attributes, context)
         if "weight" in wanted:
-            dropped = self._drop(values["x"], values, attributes, context)
-            result["weight"] = _low_rank_gradient(dy, dropped, context)
+            kept = dropped(values["x"], values, attributes, context)
+            result["weight"] = _low_rank_gradient(dy, kept, context)
         return result
 
     def vjp_onto(
         self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> None:
-        dropped = self._drop(values["x"], values, attributes, context)
-        context.backend.add_low_rank_gradient(gradients["y"], dropped, total)
+        kept = dropped(values["x"], values, attributes, context)
+        context.backend.add_low_rank_gradient(gradients["y"], kept, total)
+
+
+def dropped(x: Tensor, values: Values, attributes: Attributes, context: Context) -> Tensor:
+    """x without the features that its rows drop, which "dropout_row_ids" of the values says, scaled up for them."""
+    row_ids, p = values["dropout_row_ids"], attributes["p"]
+    mask = context.backend.dropout_mask(row_ids, x.shape[1], p=p, salt=attributes["salt"])
+    scale: float = 1 / (1 - p)
+    return x * mask * scale
 
 
 def _low_rank_gradient(dy: Tensor, x: Tensor, context: Context) -> Tensor:

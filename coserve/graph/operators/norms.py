@@ -13,7 +13,10 @@ from coserve.graph.operators.base import Attributes, Context, RowWise, Values
 
 
 class RmsNorm(RowWise):
-    """y = weight * x / rms(x); x [n, width], weight [features]. Source: arXiv 1910.07467."""
+    """y = weight * x / rms(x); x [n, width], weight [features]. Source: arXiv 1910.07467.
+
+    Attribute plus_one, where it is so: what is stored is the weight less one (Gemma).
+    """
 
     name = "rms_norm"
     inputs = ("x", "weight")
@@ -22,12 +25,12 @@ class RmsNorm(RowWise):
     flops_per_element = 4
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        return {"y": context.backend.rms_norm(values["x"], values["weight"], attributes["eps"])}
+        return {"y": context.backend.rms_norm(values["x"], _whole(values["weight"], attributes), attributes["eps"])}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
-        x, weight, eps, result = values["x"], values["weight"], attributes["eps"], {}
+        x, weight, eps, result = values["x"], _whole(values["weight"], attributes), attributes["eps"], {}
         if "weight" in wanted:
             result["weight"] = context.backend.rms_norm_weight_gradient(gradients["y"], x, weight, eps)
         if "x" in wanted:
@@ -36,17 +39,23 @@ class RmsNorm(RowWise):
         return result | self.forward(values, attributes, context) if "y" in wanted else result
 
 
+def _whole(weight: Tensor, attributes: Attributes) -> Tensor:
+    """The weight itself; in float32 where one is added, as transformers does."""
+    return weight.float() + 1 if attributes.get("plus_one") else weight
+
+
 class LayerNorm(RowWise):
-    """y = weight * (x - mean) / std + bias; x [n, width], weight and bias [width]. Source: arXiv 1607.06450."""
+    """y = weight * (x - mean) / std (+ bias); x [n, width], weight and bias [width]. Source: arXiv 1607.06450."""
 
     name = "layer_norm"
     inputs = ("x", "weight", "bias")
+    optional = frozenset({"bias"})
     needs = {"x": ("x", "weight"), "weight": ("x",), "bias": ()}
     restores = ("y",)
     flops_per_element = 6
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        x, weight, bias = values["x"], values["weight"], values["bias"]
+        x, weight, bias = values["x"], values["weight"], values.get("bias")
         return {"y": torch.nn.functional.layer_norm(x, weight.shape, weight, bias, attributes["eps"])}
 
     def vjp(

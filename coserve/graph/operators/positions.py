@@ -1,14 +1,19 @@
 """Rotary position embedding."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
+import torch
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Context, RowWise, Values
 
 
 class Rope(RowWise):
-    """Rotate each head of x by its row's angles; x [n, heads * D], cos and sin [n, D] with equal halves."""
+    """Rotate each head of x by its row's angles; x [n, heads * D], cos and sin [n, R] with equal halves.
+
+    Attributes, only where it is not all of Llama's: head_dim (D, of which the first R features are rotated and the rest
+    stays) and interleaved (features 2i and 2i + 1 are a pair, as in GPT-J, and not i and i + R / 2).
+    """
 
     name = "rope"
     inputs = ("x", "cos", "sin")
@@ -16,9 +21,27 @@ class Rope(RowWise):
     flops_per_element = 3
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        return {"y": context.backend.rope(values["x"], values["cos"], values["sin"])}
+        return {"y": _turned(context.backend.rope, values["x"], values, attributes)}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
-        return {"x": context.backend.rope_gradient(gradients["y"], values["cos"], values["sin"])}
+        return {"x": _turned(context.backend.rope_gradient, gradients["y"], values, attributes)}
+
+
+def _turned(
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, values: Values, attributes: Attributes
+) -> Tensor:
+    """A rotation of whole heads, on the features that are rotated, with pairs half a width apart."""
+    cos, sin = values["cos"], values["sin"]
+    if "head_dim" not in attributes:
+        return turn(x, cos, sin)
+    num_rotated: int = cos.shape[1]
+    heads = x.view(x.shape[0], -1, attributes["head_dim"])
+    part, half = heads[..., :num_rotated], num_rotated // 2
+    if attributes["interleaved"]:
+        part = part.reshape(*heads.shape[:2], half, 2).mT
+    part = turn(part.reshape(x.shape[0], -1), cos, sin).view(*heads.shape[:2], num_rotated)
+    if attributes["interleaved"]:
+        part = part.view(*heads.shape[:2], 2, half).mT.flatten(-2)
+    return torch.cat((part, heads[..., num_rotated:]), -1).flatten(1)

@@ -47,7 +47,10 @@ class CpuPart(Part):
     @cached_property
     def pages(self) -> Tensor:
         """The pages of all segments one after another, int64."""
-        return torch.frombuffer(array("q", chain.from_iterable(s.pages for s in self.segments)), dtype=torch.int64)
+        tables = [segment.pages for segment in self.segments]
+        if all(isinstance(table, array) for table in tables):
+            return torch.frombuffer(bytearray().join(tables), dtype=torch.int64)  # type: ignore[arg-type]
+        return torch.frombuffer(array("q", chain.from_iterable(tables)), dtype=torch.int64)
 
     @cached_property
     def begins_in_page(self) -> bool:

@@ -13,7 +13,7 @@ from coserve.kernels.base import Backend, Factor, Grouped, JoinedRows, SiluMulGr
 from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask
 from coserve.kernels.low_rank import AdapterBatch
-from coserve.kernels.plain import adapters, cross_entropy, products, rows
+from coserve.kernels.plain import adapters, cross_entropy, experts, products, rows
 from coserve.kernels.plain.attention import Part, PlainAttentionBatch, backward, forward
 
 
@@ -41,6 +41,12 @@ class PlainBackend(Backend):
 
     def int8_input_gradient(self, grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None = None) -> Tensor:
         return products.int8_input_gradient(grad, values, scales, onto)
+
+    def grouped_product(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return experts.grouped_product(x, weight, ends)
+
+    def grouped_weight_gradient(self, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        return experts.grouped_weight_gradient(grad, x, ends)
 
     def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
         if isinstance(factor, Grouped):

@@ -170,6 +170,9 @@ class PlainAttentionBatch(AttentionBatch):
         starts = list(accumulate((segment.num_rows for segment in segments), initial=0))
         self._num_rows = starts[-1]
         self._parts: list[tuple[Part, Tensor | slice]] = []
+        if all(segment.num_rows == 1 for segment in segments):
+            self._parts.append((self.part_type(segments, block_tokens, device), slice(0, self._num_rows)))
+            return
         for is_single in (True, False):
             own = [index for index, segment in enumerate(segments) if (segment.num_rows == 1) == is_single]
             if own:

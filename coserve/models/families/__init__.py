@@ -2,6 +2,11 @@
 imported on first use.
 """
 
+import ast
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coserve.discovery import variant_class, variant_names
@@ -21,7 +26,31 @@ def families() -> tuple[str, ...]:
 def require_family(model_type: object) -> None:
     """UnsupportedModelError, naming the known families, if there is none for this model type."""
     if not isinstance(model_type, str) or model_type.replace("-", "_") not in families():
-        raise UnsupportedModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(families())}")
+        near = get_close_matches(str(model_type), families(), n=1)
+        nearest = f"the nearest that is, is {near[0]}; " if near else ""
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is not supported; {nearest}supported: {', '.join(families())}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What there is to say of a family. model_type: of its configurations. summary: a sentence or two."""
+
+    model_type: str
+    summary: str
+
+
+def described_families() -> tuple[Family, ...]:
+    """All of them; nothing is imported."""
+    return tuple(Family(model_type=name, summary=_summary(name)) for name in families())
+
+
+def _summary(name: str) -> str:
+    spec = find_spec(f"{__name__}.{name}")
+    assert spec is not None and spec.origin is not None
+    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+    return " ".join(text.split()).partition(" Source: ")[0]
 
 
 def build_architecture(config: "PretrainedConfig") -> "Architecture":

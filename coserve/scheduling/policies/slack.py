@@ -16,6 +16,10 @@ what is left, and stop before any of these would be late:
 - Jobs that stretch requests keep pages and slots occupied: as these get scarce, jobs give way, and wholly while a
   request that can still be in time waits for them.
 
+Batch work (`View.batch`) runs in what requests leave, too: beside jobs it gets `batch_share` of it, in time and in
+pages, and all of it where some of it should have been done by now. It has no SLO; nothing that it takes makes a request
+late that a job's work would not.
+
 In any case jobs get `least_share` of the time, in smallest pieces, so that none stands still; where requests just hold
 their SLOs, a fiftieth of it.
 
@@ -32,7 +36,7 @@ from typing import ClassVar
 from coserve.scheduling.building import PlanBuilder
 from coserve.scheduling.deadlines import Deadlines, decode_deadlines, due_at_s
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.memory import MemoryPlan, rows_to_go
+from coserve.scheduling.memory import MemoryPlan, by_priority, rows_to_go
 from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 
@@ -70,6 +74,7 @@ class Slack(Policy):
     """See the module."""
 
     summary: ClassVar[str] = "requests first, jobs in whatever time their SLOs leave over"
+    serves_batch: ClassVar[bool] = True
 
     max_gap_tpots: float = setting(
         4.0, "The longest gap between two tokens of a request, in units of its TPOT SLO.", least=1
@@ -84,6 +89,9 @@ class Slack(Policy):
         most=0.5,
     )
 
+    batch_share: float = setting(
+        0.5, "Of what requests leave, the share of batch work where jobs want it, too; what is late gets all.", most=1
+    )
     divides: bool = setting(
         True, "Whether jobs may run beside the forward pass, each on its part of the device, where that brings more."
     )
@@ -100,16 +108,25 @@ class Slack(Policy):
             return nearness(view) < EDGE and CAN_WAIT_TIMES * _wait_for_pack_s(request, job, latency) < left_s
 
         memory.grow(can_wait)
-        memory.admit_waiting(_lost_last(self.queue(view), view, latency), can_wait)
+        memory.admit_waiting(by_priority(_lost_last(self.queue(view), view, latency)), can_wait)
+        batch_share = self._batch_share(view, tunes=tunes)
+        if view.batch or view.batch_waiting:
+            memory.serve_batch(batch_share * view.num_pages if view.num_pages else inf)
         if tunes:
             memory.begin_packs(self.turns(view), lambda job: PACK_STRETCH * latency.pack_s(job))
         build = PlanBuilder(view, latency)
         deadlines, all_in = self._serve(build, memory.requests, view, latency)
-        if tunes:
+        if tunes or memory.batch:
             wait_s = self.arrival_wait_s(view, memory.requests)
             until_s, most_s = 0.0, inf
             if all_in:
                 until_s, most_s = self._until_s(build, deadlines, memory, view, latency, wait_s)
+        if memory.batch:
+            left_s = max(0.0, until_s - build.late_s)
+            # On a slow device a piece may be longer than its share of any step.
+            must = build.runs_nothing and batch_share == 1
+            build.batch(memory.batch, build.late_s + batch_share * left_s, must=must)
+        if tunes:
             # As long as a request's token may, a job's piece may wait for more time than there is; where there can be.
             max_defer_s = self.max_gap_tpots * tightest_tpot_s(view, memory.requests) if until_s < most_s else 0.0
             least_share = self._least_share(view)
@@ -118,6 +135,14 @@ class Slack(Policy):
                 build.divide(jobs, until_s)
             build.tune(jobs, until_s, max_defer_s=max_defer_s, least_share=least_share)
         return build.build(memory)
+
+    def _batch_share(self, view: View, *, tunes: bool) -> float:
+        """Of what requests leave, what batch work may have."""
+        if not (tunes and view.jobs):
+            return 1.0
+        batch = (*view.batch, *view.batch_waiting)
+        is_late = any(each.batch_due_s is not None and each.batch_due_s < view.now_s for each in batch)
+        return 1.0 if is_late else self.batch_share
 
     def queue(self, view: View) -> Sequence[RequestView]:
         """Waiting requests in the order in which they are to be admitted, as far as they can be in time."""
@@ -204,7 +229,7 @@ class Slack(Policy):
         """
         timely, lost = [], []
         share = needed_s = 0.0
-        for prompt in sorted(prompts, key=self.due_at_s):
+        for prompt in by_priority(sorted(prompts, key=self.due_at_s)):
             alone_s = latency.prompt_s(prompt.num_rows, prompt.num_past)
             left_s = (self.due_at_s(prompt) - view.now_s) / (1 + latency.corrections.margin) - decode_s
             if alone_s > left_s:
@@ -315,5 +340,6 @@ def _queues(memory: MemoryPlan, view: View, latency: LatencyModel) -> bool:
 def _room(memory: MemoryPlan, view: View) -> float:
     """How much of the time that requests leave over jobs may take, as pages and slots get scarce: from 1 to 0."""
     slots = 1 - len(memory.requests) / view.max_requests
-    pages = (memory.free + sum(job.num_pages for job in memory.jobs)) / view.num_pages if view.num_pages else 1.0
+    given = sum([job.num_pages for job in memory.jobs]) + sum([each.num_held for each in memory.batch])
+    pages = (memory.free + given) / view.num_pages if view.num_pages else 1.0
     return max(0.0, min(1.0, slots / SCARCE, pages / SCARCE))

@@ -1,39 +1,22 @@
 """POST /v1/chat/completions."""
 
+import asyncio
 import time
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from coserve.devices.grammar import Grammar
-from coserve.devices.sampling_params import MAX_LOGPROBS
-from coserve.server import reasoning
 from coserve.server.bodies import JsonRoute
-from coserve.server.chat_prompt import frame_of, ignored_fields, plain_message, template_arguments
+from coserve.server.chat_prompt import ignored_fields
+from coserve.server.chat_request import chat_request
 from coserve.server.chat_writer import ChatWriter
-from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.context import Context, Tenant
 from coserve.server.errors import ApiError
-from coserve.server.generation import (
-    Generation,
-    UsageOptions,
-    bad_words,
-    check_details,
-    check_length,
-    check_prompt,
-    find_model,
-    most_tokens,
-    new_id,
-    now_s,
-    sampling_params,
-    slo_of,
-    truncated,
-)
+from coserve.server.generation import UsageOptions, new_id
 from coserve.server.request_log import note_completion
 from coserve.server.responses import answer
-from coserve.server.schemas import ChatBody
-from coserve.server.token_details import TokenDetails
-from coserve.server.tools import Tools, grammar_of_calls, tools_of
-from coserve.worker.protocol import Ready
+from coserve.server.schemas import ChatBatchBody, ChatBody
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -41,82 +24,50 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request, context: Context, tenant: Tenant) -> Response:
     """Answer a chat."""
-    arrival_s = time.monotonic()
-    _refuse_what_is_not_there(body)
-    check_details(body)
-    ready = context.admit()
-    tools = tools_of(body, context)
-    generation = await _generation(body, tools, context, ready, tenant, arrival_s)
-    frame = frame_of(body, generation.prompts[0], context.prompts)
-    writer = ChatWriter(context, generation, tools, frame, TokenDetails.of(body, context.prompts))
-    note_completion(request, generation.id)
+    chat = await chat_request(body, context, tenant, time.monotonic())
+    writer = ChatWriter(context, chat)
+    note_completion(request, chat.generation.id)
     ignored = ignored_fields(body, context.prompts.chat_template)
     if body.stream:
         return await answer(request, events=writer.events(UsageOptions.of(body.stream_options)), ignored=ignored)
     return await answer(request, whole=writer.whole(), ignored=ignored)
 
 
-def _refuse_what_is_not_there(body: ChatBody) -> None:
-    for name in ("functions", "audio", "web_search_options", "moderation"):
-        if getattr(body, name):
-            raise ApiError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
-    if body.function_call not in (None, "none", "auto"):
-        raise ApiError("function_call must be none or auto: use tools", param="function_call")
-    for place, message in enumerate(body.messages):
-        if message.content is None and message.role != "assistant":
-            name = f"messages[{place}].content"
-            raise ApiError(f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
-    if body.modalities not in (None, ["text"]):
-        raise ApiError('modalities must be ["text"]', param="modalities", code="unsupported_parameter")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        raise ApiError(
-            f"top_logprobs must be a whole number from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}",
-            param="top_logprobs",
-        )
-    if body.stream_options is not None and not body.stream:
-        raise ApiError("stream_options needs stream to be true", param="stream_options")
+@router.post("/v1/chat/completions/batch")
+async def chat_completions_batch(body: ChatBatchBody, request: Request, context: Context, tenant: Tenant) -> Response:
+    """Answer several chats; the choices are theirs, in their order."""
+    if body.stream:
+        raise ApiError("stream is not available for several chats", param="stream", code="unsupported_parameter")
+    if body.n not in (None, 1):
+        raise ApiError("n must be 1: each chat has one choice", param="n", code="unsupported_parameter")
+    arrival_s, id = time.monotonic(), new_id("chatcmpl")
+    fields = {name: getattr(body, name) for name in ChatBody.model_fields}
+    chats = []
+    for place, messages in enumerate(body.messages):
+        try:
+            one = ChatBody.model_construct(**{**fields, "messages": messages})
+            chat = await chat_request(one, context, tenant, arrival_s, id=f"{id}-{place}")
+        except ApiError as error:
+            error.param = (error.param or "").replace("messages", f"messages[{place}]", 1) or None
+            raise
+        chats.append(chat)
+    note_completion(request, id)
 
+    async def whole() -> dict[str, Any]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ChatWriter(context, chat).whole()) for chat in chats]
+        answers = [task.result() for task in tasks]
+        usage: dict[str, Any] = {}
+        for place, found in enumerate(answers):
+            found["choices"][0]["index"] = place
+            for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+                usage[name] = usage.get(name, 0) + found["usage"][name]
+        return {**answers[0], "id": id, "choices": [found["choices"][0] for found in answers], "usage": usage}
 
-async def _generation(
-    body: ChatBody, tools: Tools, context: ServerContext, ready: Ready, tenant: str, arrival_s: float
-) -> Generation:
-    adapter = await find_model(context, tenant, body.model)
-    messages = [plain_message(message) for message in body.messages]
-    if body.truncate_prompt_tokens is None:
-        check_length(context.prompts, [*messages, *tools.shown], ready, param="messages")
-    tokens = await context.prompts.tokens(messages, template_arguments(body, tools, context.prompts.chat_template))
-    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    asked: int | None = getattr(body, limit)
-    if asked is not None and asked < 1:
-        raise ApiError(f"{limit} must be at least 1, not {asked}", param=limit)
-    tokens = truncated(tokens, body, ready, max_tokens=asked or 1)
-    max_tokens = asked if asked is not None else max(1, most_tokens(ready) - len(tokens))
-    check_prompt(tokens, max_tokens, ready, param="messages")
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return Generation(
-        id=new_id("chatcmpl"),
-        created=now_s(),
-        model=body.model,
-        prompts=(tuple(tokens),),
-        params=sampling_params(
-            body,
-            context.prompts,
-            max_tokens=max_tokens,
-            vocab_size=ready.vocab_size,
-            logprobs=logprobs,
-            bad_words=await bad_words(body, context.prompts),
-            grammar=await _grammar(body, tools, context),
-        ),
-        slo=slo_of(body, ready.slo),
-        arrival_s=arrival_s,
-        tenant=tenant,
-        adapter=adapter,
-        shown_tokens=(reasoning.BEGIN, reasoning.END, *(() if tools.parser is None else tools.parser.markers)),
-    )
+    async def with_one_error() -> dict[str, Any]:
+        try:
+            return await whole()
+        except ExceptionGroup as errors:  # the first says enough
+            raise errors.exceptions[0] from None
 
-
-async def _grammar(body: ChatBody, tools: Tools, context: ServerContext) -> Grammar | None:
-    """What the answer follows. One that has to call says nothing else, whatever its content was to be."""
-    return await (grammar_of_calls(body, tools, context) if tools.must_call else context.structured.grammar(body))
+    return await answer(request, whole=with_one_error(), ignored=ignored_fields(body, context.prompts.chat_template))

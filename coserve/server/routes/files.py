@@ -1,5 +1,6 @@
 """/v1/files: what clients upload, and what jobs make of it."""
 
+import base64
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -7,7 +8,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import FileResponse, Response
 
-from coserve.jobs.files import PURPOSES
+from coserve.jobs.files import PURPOSES, RESULTS
 from coserve.jobs.records import FileRecord
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
@@ -50,7 +51,7 @@ async def create_file(request: Request, context: Context, tenant: Tenant) -> Res
             expires_after_s=_expires_after_s(form),
             max_total_bytes=context.limits_of(tenant).max_file_bytes,
         )
-    return json_response(_file(record))
+    return json_response(file_json(record))
 
 
 @router.get("/v1/files")
@@ -65,7 +66,7 @@ def list_files(
     """A page of them."""
     with context.jobs.store.read() as transaction:
         page = transaction.files(tenant, purpose=purpose, after=after, limit=limit, newest_first=order == "desc")
-    data = [_file(record) for record in page.items]
+    data = [file_json(record) for record in page.items]
     return json_response(
         {
             "object": "list",
@@ -80,15 +81,22 @@ def list_files(
 @router.get("/v1/files/{file_id}")
 def retrieve_file(file_id: str, context: Context, tenant: Tenant) -> Response:
     """One of them."""
-    return json_response(_file(_find(context, tenant, file_id)))
+    return json_response(file_json(_find(context, tenant, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content")
-def retrieve_content(file_id: str, context: Context, tenant: Tenant) -> Response:
-    """What it holds."""
-    path = context.jobs.files.path(_find(context, tenant, file_id))
+def retrieve_content(
+    file_id: str, context: Context, tenant: Tenant, encoding: Literal["plain", "base64"] | None = None
+) -> Response:
+    """What it holds. encoding: of a job's result file, which OpenAI gives in base64 (default: as --result-encoding
+    says); others are given as they are.
+    """
+    record = _find(context, tenant, file_id)
+    path = context.jobs.files.path(record)
     if not path.is_file():
         raise not_found(f"The content of {file_id} is not there any more.", param="file_id")
+    if record.purpose == RESULTS and (encoding or context.config.result_encoding) == "base64":
+        return Response(base64.b64encode(path.read_bytes()), media_type="application/octet-stream")
     return FileResponse(path, media_type="application/octet-stream")
 
 
@@ -107,7 +115,8 @@ def _find(context: ServerContext, tenant: str, id: str) -> FileRecord:
     return record
 
 
-def _file(record: FileRecord) -> dict[str, Any]:
+def file_json(record: FileRecord) -> dict[str, Any]:
+    """As clients see it."""
     return {
         "id": record.id,
         "object": "file",

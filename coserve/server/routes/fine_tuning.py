@@ -2,31 +2,40 @@
 
 import re
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 from fastapi import APIRouter, Query, Request
 from pydantic import AfterValidator, Field
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
+from coserve.devices.messages import OPTIMIZER_FILE
+from coserve.engine.checkpoint import POSITION_FILE
 from coserve.errors import EngineGoneError
+from coserve.jobs.folders import entries
 from coserve.jobs.names import SUFFIX, organization
 from coserve.jobs.records import AdapterRef, CheckpointRecord, EventRecord, JobRecord, Page
 from coserve.jobs.results import by_step
 from coserve.jobs.settings import JobSettings, job_settings
+from coserve.jobs.trackers import has_wandb
 from coserve.server.bodies import JsonRoute
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
 from coserve.server.responses import json_response
 from coserve.server.schemas import Body, List, Name, Texts
 from coserve.server.texts import check_texts
+from coserve.tuning.objectives import SUPERVISED, objective_names
 
 router = APIRouter(route_class=JsonRoute)
 
 _JOBS = "/v1/fine_tuning/jobs"
 _MOST_SEED = 2**31 - 1
+_MOST_INTEGRATIONS = 5
 _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 _Whole = int | Literal["auto"] | None
 # How many a page may have.
@@ -52,13 +61,44 @@ class Supervised(Body):
     hyperparameters: Hyperparameters | None = None
 
 
-class Method(Body):
-    """supervised is what there is."""
+class OfObjective(Body):
+    """Likewise, of any other: the same hyperparameters, and the objective's own (`coserve.tuning.objectives`)."""
 
-    type: Literal["supervised", "dpo", "reinforcement"]
+    hyperparameters: dict[str, Any] | None = None
+
+
+class Method(Body):
+    """OpenAI's supervised and dpo, and coserve's other objectives."""
+
+    type: Literal["supervised", "dpo", "orpo", "simpo", "kto", "policy_gradient", "reinforcement"]
     supervised: Supervised | None = None
-    dpo: dict[str, Any] | None = None
+    dpo: OfObjective | None = None
+    orpo: OfObjective | None = None
+    simpo: OfObjective | None = None
+    kto: OfObjective | None = None
+    policy_gradient: OfObjective | None = None
     reinforcement: dict[str, Any] | None = None
+
+    @property
+    def objective(self) -> str:
+        """Its name in `coserve.tuning.objectives`."""
+        return self.type.replace("_", "-")
+
+
+class Wandb(Body):
+    """A project of Weights & Biases, and how the job's run is called there."""
+
+    project: Annotated[str, Field(min_length=1, max_length=128)]
+    name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    entity: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    tags: Annotated[List[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=50)] | None = None
+
+
+class Integration(Body):
+    """Where a job's metrics go as well."""
+
+    type: Literal["wandb"]
+    wandb: Wandb
 
 
 class CreateJobBody(Body):
@@ -72,7 +112,7 @@ class CreateJobBody(Body):
     metadata: Texts | None = None
     method: Method | None = None
     hyperparameters: Hyperparameters | None = None
-    integrations: List[dict[str, Any]] | None = None
+    integrations: Annotated[List[Integration], Field(max_length=_MOST_INTEGRATIONS)] | None = None
     coserve: dict[str, Any] | None = None
 
 
@@ -80,10 +120,11 @@ class CreateJobBody(Body):
 async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> Response:
     """A new job."""
     # Not here: to match patterns with all of a model's modules takes a moment.
-    start, settings = await run_in_threadpool(_read, body, context, tenant)
+    base, start, settings = await run_in_threadpool(_read, body, context, tenant)
     job = await context.jobs.create(
         tenant,
         model=body.model,
+        base=base,
         training_file=body.training_file,
         validation_file=body.validation_file,
         suffix=body.suffix,
@@ -92,7 +133,7 @@ async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> R
         start=start,
         max_jobs=context.limits_of(tenant).max_jobs,
     )
-    return json_response(_job(context, job))
+    return json_response(await run_in_threadpool(_job, context, job))
 
 
 @router.get(_JOBS)
@@ -111,7 +152,7 @@ def list_jobs(
         raise ApiError("'metadata' must be null, or be given as metadata[key]=value.", param="metadata")
     with context.jobs.store.read() as transaction:
         page = transaction.jobs(tenant, after=after, limit=limit, metadata=metadata, bare=bare == "null")
-    return _page(page, [_job(context, job) for job in page.items])
+    return _page(page, _jobs(context, page.items))
 
 
 @router.get(_JOBS + "/{job_id}")
@@ -124,21 +165,24 @@ def retrieve_job(job_id: str, context: Context, tenant: Tenant) -> Response:
 async def cancel_job(job_id: str, context: Context, tenant: Tenant) -> Response:
     """End it at once."""
     await run_in_threadpool(_find, context, tenant, job_id)
-    return json_response(_job(context, await context.jobs.cancel(tenant, job_id)))
+    job = await context.jobs.cancel(tenant, job_id)
+    return json_response(await run_in_threadpool(_job, context, job))
 
 
 @router.post(_JOBS + "/{job_id}/pause")
 async def pause_job(job_id: str, context: Context, tenant: Tenant) -> Response:
     """Let it rest where it is."""
     await run_in_threadpool(_find, context, tenant, job_id)
-    return json_response(_job(context, await context.jobs.pause(tenant, job_id)))
+    job = await context.jobs.pause(tenant, job_id)
+    return json_response(await run_in_threadpool(_job, context, job))
 
 
 @router.post(_JOBS + "/{job_id}/resume")
 async def resume_job(job_id: str, context: Context, tenant: Tenant) -> Response:
     """The inverse."""
     await run_in_threadpool(_find, context, tenant, job_id)
-    return json_response(_job(context, await context.jobs.resume(tenant, job_id)))
+    job = await context.jobs.resume(tenant, job_id)
+    return json_response(await run_in_threadpool(_job, context, job))
 
 
 @router.get(_JOBS + "/{job_id}/events")
@@ -164,6 +208,28 @@ def list_checkpoints(
     return _page(page, data)
 
 
+@router.get(_JOBS + "/{job_id}/adapter")
+def list_adapter_files(
+    job_id: str, context: Context, tenant: Tenant, step: Annotated[int, Query(ge=0)] | None = None
+) -> Response:
+    """The files of the adapter that it has made, in PEFT's format; step: of a checkpoint (default: the newest)."""
+    directory = _adapter_directory(context, _find(context, tenant, job_id), step)
+    data = [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(_adapter_files(directory))]
+    return json_response({"object": "list", "data": data})
+
+
+@router.get(_JOBS + "/{job_id}/adapter/{name}")
+def retrieve_adapter_file(
+    job_id: str, name: str, context: Context, tenant: Tenant, step: Annotated[int, Query(ge=0)] | None = None
+) -> Response:
+    """One of these."""
+    directory = _adapter_directory(context, _find(context, tenant, job_id), step)
+    found = [path for path in _adapter_files(directory) if path.name == name]
+    if not found:
+        raise not_found(f"The adapter has no file {name!r}", param="name")
+    return FileResponse(found[0], media_type="application/octet-stream")
+
+
 @router.delete("/v1/models/{model:path}")
 async def delete_model(model: str, context: Context, tenant: Tenant) -> Response:
     """Forget a model that a job has made, with its checkpoints; or one of those."""
@@ -182,18 +248,21 @@ async def delete_model(model: str, context: Context, tenant: Tenant) -> Response
 # -- from bodies ------------------------------------------------------------------------
 
 
-def _read(body: CreateJobBody, context: ServerContext, tenant: str) -> tuple[AdapterRef | None, JobSettings]:
-    """The adapter that the job trains further, and its settings."""
+def _read(body: CreateJobBody, context: ServerContext, tenant: str) -> tuple[str, AdapterRef | None, JobSettings]:
+    """The model underneath, the adapter that the job trains further, and its settings."""
     _check(body)
-    start = _start(context, tenant, body.model)
+    base, start = _start(context, tenant, body.model)
     settings = job_settings(
         hyperparameters=_hyperparameters(body),
         extension=body.coserve or {},
         seed=secrets.randbelow(_MOST_SEED + 1) if body.seed is None else body.seed,
-        architecture=context.jobs.model.architecture,
+        architecture=context.jobs.models[base].architecture,
         is_fresh=start is None,
+        objective=SUPERVISED if body.method is None else body.method.objective,
     )
-    return start, settings
+    integrations = tuple(each.model_dump(exclude_none=True) for each in body.integrations or ())
+    check_texts(list(integrations), param="integrations")
+    return base, start, replace(settings, integrations=integrations)
 
 
 def _check(body: CreateJobBody) -> None:
@@ -206,16 +275,13 @@ def _check(body: CreateJobBody) -> None:
             param="suffix",
             code="invalid_value",
         )
-    if body.integrations:
-        raise ApiError("'integrations' are not supported: leave them out.", param="integrations")
-    if body.method is not None and body.method.type != "supervised":
+    if body.integrations and not has_wandb():
         raise ApiError(
-            f"The method '{body.method.type}' is not supported: 'method.type' must be 'supervised'.",
-            param="method.type",
+            "'integrations' of type wandb need a package on the server: pip install 'coserve[wandb]'.",
+            param="integrations",
         )
-    for name in ("dpo", "reinforcement"):
-        if body.method is not None and getattr(body.method, name) is not None:
-            raise ApiError(f"'method.{name}' does not belong to the method 'supervised'.", param=f"method.{name}")
+    if body.method is not None:
+        _check_method(body.method)
     metadata = body.metadata or {}
     if len(metadata) > _MOST_PAIRS:
         raise ApiError(f"'metadata' has {len(metadata)} pairs; {_MOST_PAIRS} are allowed.", param="metadata")
@@ -225,9 +291,22 @@ def _check(body: CreateJobBody) -> None:
         )
 
 
+def _check_method(method: Method) -> None:
+    if method.objective not in objective_names():
+        known = ", ".join(f"'{name.replace('-', '_')}'" for name in objective_names())
+        raise ApiError(
+            f"The method '{method.type}' is not supported: 'method.type' must be one of {known}.", param="method.type"
+        )
+    for name, value in method:
+        if name not in ("type", method.type) and value is not None:
+            raise ApiError(f"'method.{name}' does not belong to the method '{method.type}'.", param=f"method.{name}")
+
+
 def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
-    supervised = None if body.method is None or body.method.supervised is None else body.method.supervised
-    asked = None if supervised is None else supervised.hyperparameters
+    own = None if body.method is None else getattr(body.method, body.method.type)
+    if isinstance(own, OfObjective):
+        return own.hyperparameters or {}
+    asked = None if own is None else own.hyperparameters
     if asked is not None and body.hyperparameters is not None and asked != body.hyperparameters:
         raise ApiError(
             "'hyperparameters' and 'method.supervised.hyperparameters' differ: give the latter alone.",
@@ -237,14 +316,17 @@ def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
     return {} if given is None else given.model_dump()
 
 
-def _start(context: ServerContext, tenant: str, model: str) -> AdapterRef | None:
-    """The adapter that a job trains further; None for a fresh one on the base."""
+def _start(context: ServerContext, tenant: str, model: str) -> tuple[str, AdapterRef | None]:
+    """The model underneath, and the adapter on it that a job trains further; None for a fresh one."""
+    jobs = context.jobs
     if model in context.base_names:
-        return None
-    known = context.find_adapter(tenant, model)
-    if known is None:
+        return jobs.models.served.name, None
+    if model in jobs.models:
+        return model, None
+    known = context.find_adapter(tenant, model) or jobs.adapters.find_on_any(tenant, model)
+    if known is None or known.base not in jobs.models:
         raise not_found(f"The model '{model}' does not exist", param="model", code="model_not_found")
-    return known.ref
+    return known.base, known.ref
 
 
 def _find(context: ServerContext, tenant: str, id: str) -> JobRecord:
@@ -255,12 +337,39 @@ def _find(context: ServerContext, tenant: str, id: str) -> JobRecord:
     return job
 
 
+def _adapter_directory(context: ServerContext, job: JobRecord, step: int | None) -> Path:
+    """Of its checkpoint after a step, or of the newest."""
+    with context.jobs.store.read() as transaction:
+        listed = [each for each in transaction.all_checkpoints(job.id) if each.listed and step in (None, each.step)]
+    if not listed:
+        which = "" if step is None else f" after step {step}"
+        raise not_found(f"Job {job.id} has no checkpoint{which}", param="step")
+    return Path(listed[-1].directory)
+
+
+def _adapter_files(directory: Path) -> list[Path]:
+    """Without what only its job needs to resume."""
+    return [path for path in entries(directory) if path.is_file() and path.name not in (OPTIMIZER_FILE, POSITION_FILE)]
+
+
 # -- to JSON ----------------------------------------------------------------------------
 
 
 def _job(context: ServerContext, job: JobRecord) -> dict[str, Any]:
+    [found] = _jobs(context, [job])
+    return found
+
+
+def _jobs(context: ServerContext, jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
+    """As clients see them. Blocks."""
+    with context.jobs.store.read() as transaction:
+        losses = transaction.last_losses([job.id for job in jobs])
+    return [_job_json(context, job, losses.get(job.id)) for job in jobs]
+
+
+def _job_json(context: ServerContext, job: JobRecord, loss: float | None) -> dict[str, Any]:
     settings = JobSettings.from_data(job.settings)
-    hyperparameters = settings.hyperparameters(job.num_examples)
+    hyperparameters, method = settings.hyperparameters(job.num_examples), settings.objective.replace("-", "_")
     return {
         "object": "fine_tuning.job",
         "id": job.id,
@@ -277,14 +386,15 @@ def _job(context: ServerContext, job: JobRecord) -> dict[str, Any]:
         "result_files": [] if job.result_file is None else [job.result_file],
         "trained_tokens": job.trained_tokens,
         "hyperparameters": hyperparameters,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+        "method": {"type": method, method: {"hyperparameters": hyperparameters}},
         "seed": job.seed,
         "user_provided_suffix": job.suffix,
         "metadata": job.metadata,
-        "integrations": [],
+        "integrations": list(settings.integrations),
         "coserve": {
             "step": job.num_steps_done,
             "total_steps": job.num_steps or None,
+            "train_loss": loss,
             "adapter": job.name,
             "queue_position": context.jobs.queue_position(job),
             "share_validated": context.jobs.share_validated(job),

@@ -52,7 +52,8 @@ async def ready(context: Context) -> Response:
 async def status(context: Context, tenant: Tenant, is_operator: IsOperator) -> Response:
     """How it goes, over the last minute; of finished requests a tenant's own, for operators all."""
     whose = None if is_operator else tenant
-    return json_response(context.board.status(context.link.ready, context.model_name, whose))
+    others = context.config.engine.trainable_models
+    return json_response(context.board.status(context.link.ready, context.model_name, whose, others))
 
 
 @router.get("/v1/status/steps")

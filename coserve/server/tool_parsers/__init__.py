@@ -3,9 +3,9 @@
 from functools import cache
 
 from coserve.discovery import variant_class, variant_names
-from coserve.server.tool_parsers.base import ToolParser
+from coserve.server.tool_parsers.base import JsonCalls, ToolParser
 
-__all__ = ["ToolParser", "parser_class", "parser_names", "parser_of_template"]
+__all__ = ["JsonCalls", "ToolParser", "parser_class", "parser_names", "parser_of_template"]
 
 
 @cache

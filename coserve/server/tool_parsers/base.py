@@ -1,9 +1,9 @@
 """What a parser makes of an answer's text as it comes: content, reasoning, and calls of tools."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 from uuid import uuid4
 
 
@@ -54,11 +54,11 @@ class ToolParser(ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()  # special tokens that it must see
     reads_all: ClassVar[bool] = False  # also answers to requests without tools
-    separator: ClassVar[str | None] = None  # what lies between two calls; None: an answer has one at most
 
-    def __init__(self, names: Collection[str] = ()) -> None:
-        """names: of the functions that can be called."""
-        self._names = names
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """schemas: of the arguments of each function that can be called."""
+        self._schemas = schemas or {}
+        self._names = self._schemas.keys()
         self._rest = ""  # text that has not been read yet
         self._parts: list[Part] = []
 
@@ -71,11 +71,6 @@ class ToolParser(ABC):
     def new_id(cls) -> str:
         """For a call: one that the template takes back with the tool's answer."""
         return f"call_{uuid4().hex[:24]}"
-
-    @classmethod
-    @abstractmethod
-    def around(cls, name: str) -> tuple[str, str]:
-        """What a model writes before the arguments of a call of this function, and after them."""
 
     def push(self, text: str) -> list[Part]:
         """What the next piece of text adds."""
@@ -103,6 +98,17 @@ class ToolParser(ABC):
     def _take(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
+
+
+class JsonCalls(ToolParser):
+    """Of calls whose arguments are written as JSON, so that a grammar can follow their schema."""
+
+    separator: ClassVar[str | None] = None  # what lies between two calls; None: an answer has one at most
+
+    @classmethod
+    @abstractmethod
+    def around(cls, name: str) -> tuple[str, str]:
+        """What a model writes before the arguments of a call of this function, and after them."""
 
 
 def num_held(text: str, markers: Sequence[str]) -> int:

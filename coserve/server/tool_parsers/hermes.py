@@ -6,11 +6,12 @@ import json
 
 from coserve.server.tool_parsers._json_call import JsonCall
 from coserve.server.tool_parsers._marked import MarkedCalls
+from coserve.server.tool_parsers.base import JsonCalls
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
-class Hermes(MarkedCalls):
+class Hermes(MarkedCalls, JsonCalls):
     """JSON between tags."""
 
     markers = (_BEGIN, _END)

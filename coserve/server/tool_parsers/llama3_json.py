@@ -3,15 +3,17 @@
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 
 from coserve.server.tool_parsers._json_call import JsonCall
 from coserve.server.tool_parsers._marked import MarkedCalls
+from coserve.server.tool_parsers.base import JsonCalls
 
 _TAG = "<|python_tag|>"
 
 
-class Llama3Json(MarkedCalls):
+class Llama3Json(MarkedCalls, JsonCalls):
     """JSON at the start, or after a tag."""
 
     markers = (_TAG,)
@@ -19,8 +21,8 @@ class Llama3Json(MarkedCalls):
     _begin = _TAG
     _call: JsonCall | None = None  # None after its end: another may follow
 
-    def __init__(self, names: Collection[str] = ()) -> None:
-        super().__init__(names)
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(schemas)
         self._at_start = True
 
     @classmethod

@@ -9,7 +9,7 @@ import string
 
 from coserve.server.tool_parsers._json_call import JsonArguments, JsonCall
 from coserve.server.tool_parsers._marked import MarkedCalls
-from coserve.server.tool_parsers.base import Content
+from coserve.server.tool_parsers.base import Content, JsonCalls
 
 _BEGIN, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 # What comes before the arguments; it ends with them, or with the marker.
@@ -17,7 +17,7 @@ _HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\]\s*)?(?=\{)
 _LONGEST_HEAD = 256
 
 
-class Mistral(MarkedCalls):
+class Mistral(MarkedCalls, JsonCalls):
     """A list of calls, or a name with its arguments."""
 
     markers = (_BEGIN, _ARGS, _ID)

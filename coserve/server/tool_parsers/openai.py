@@ -3,10 +3,11 @@ message to `functions.NAME` a call, and all else content. The name is vLLM's.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 
 from coserve.server.tool_parsers._json_call import JsonArguments
-from coserve.server.tool_parsers.base import Content, Reasoning, ToolParser, num_held
+from coserve.server.tool_parsers.base import Content, JsonCalls, Reasoning, num_held
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
@@ -14,14 +15,14 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class OpenAI(ToolParser):
+class OpenAI(JsonCalls):
     """Messages with heads; an answer begins in the head of the first."""
 
     markers = (_CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
     reads_all = True
 
-    def __init__(self, names: Collection[str] = ()) -> None:
-        super().__init__(names)
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(schemas)
         self._in_head, self._head = True, ""
         self._kind: type[Content] | type[Reasoning] = Content
         self._call: JsonArguments | None = None

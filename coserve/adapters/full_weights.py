@@ -1,0 +1,119 @@
+"""The backbone's own weights as what a job trains: float32 masters, which go into the served weights after each step.
+
+There is one copy of the weights in the compute dtype: the one that serves. So training changes what is served, step by
+step, and needs no bypass: every operator has the gradients of its weights.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.base import Adapter, AdapterConfig, AdapterLayout
+from coserve.adapters.whole_files import replace_file
+from coserve.errors import AdapterError
+from coserve.graph.bypass import AttachedGraph
+from coserve.kernels.weights import Weight
+from coserve.models.backbone import Backbone
+from coserve.models.base import HEAD, Architecture, Part
+from coserve.models.saving import save_model
+from coserve.models.source import find_model
+
+# Beside a model's files: what was trained. No file of PEFT's, which would make transformers look for an adapter.
+FULL_FILE = "coserve_full.json"
+
+
+class FullWeights(Adapter):
+    """See the module. `masters`, by full name; a head that is the table of embeddings has none of its own."""
+
+    def __init__(self, backbone: Backbone, config: AdapterConfig, names: Mapping[str, tuple[Part, str]]) -> None:
+        """names: of the weights that are trained -> (part, name in its graph). AdapterError if they cannot be."""
+        if backbone.weight_format != "dense":
+            raise AdapterError(f"{backbone.weight_format} weights cannot be trained; start the server with dense ones")
+        self.backbone, self.config, self.at = backbone, config, {}
+        self.layout = AdapterLayout.of(config, backbone.architecture)
+        self._names = dict(names)
+        self.masters = {name: self._served(name).to(torch.float32, copy=True).contiguous() for name in names}
+        self._compute, self._tensors = {}, {}
+
+    @property
+    def sites(self) -> dict[str, tuple[Part, str]]:
+        """By weight: where the backward pass has to go."""
+        return self._names
+
+    def parameters(self, part: Part) -> Mapping[str, Tensor]:
+        """Of one part, by name in its graph; the backbone has them, too."""
+        return self._of_part.get(part, {})
+
+    @cached_property
+    def _of_part(self) -> dict[Part, dict[str, Tensor]]:
+        found: dict[Part, dict[str, Tensor]] = {}
+        for name, (part, local) in self._names.items():
+            found.setdefault(part, {})[local] = self._served(name)
+        if self.backbone.architecture.tied and self._table in self._names:
+            found.setdefault("head", {})[HEAD] = self._served(self._table)
+        return found
+
+    def tensors(self, part: Part) -> Mapping[str, Tensor]:
+        return {}
+
+    def master_name(self, part: Part, name: str) -> str:
+        full = super().master_name(part, name)
+        return self._table if full == HEAD and HEAD not in self._names else full
+
+    def attached(self, part: Part, *, training: bool = True) -> AttachedGraph:
+        return AttachedGraph(graph=self.backbone.architecture.graphs[part], bypasses={})
+
+    def sync_compute_copy(self) -> None:
+        """Publish the masters to the served weights, in place."""
+        for name, master in self.masters.items():
+            self._served(name).copy_(master)
+
+    def snapshot(self) -> Adapter:
+        """What a version of it is: the served weights, as they are at any time."""
+        return Adapter(self.backbone, self.config)
+
+    def checkpoint_copy(self) -> Adapter:
+        copy = FullWeights.__new__(FullWeights)
+        copy.__dict__.update(self.__dict__)
+        copy.masters = {name: master.clone() for name, master in self.masters.items()}
+        return copy
+
+    def state(self) -> dict[str, Tensor]:
+        """The masters as they are; the model's files have them in the types that it came in."""
+        return {f"{name}/value": master.clone() for name, master in self.masters.items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rest = dict(state)
+        for name, master in self.masters.items():
+            master.copy_(rest.pop(f"{name}/value"))
+        self.sync_compute_copy()
+        return rest
+
+    def save(self, directory: Path) -> None:
+        """A model in Hugging Face's layout, and which of its weights were trained."""
+        architecture = self.backbone.architecture
+        save_model(architecture, find_model(self.backbone.name), directory, self.masters, keeps_tie=True)
+        replace_file(directory / FULL_FILE, (json.dumps(self.config.to_peft(), indent=2) + "\n").encode())
+
+    @property
+    def _table(self) -> str:
+        return f"{self.backbone.architecture.embedding_name}.weight"
+
+    def _served(self, name: str) -> Tensor:
+        part, local = self._names[name]
+        weight = self.backbone.weights[part][local]
+        return weight.tensors()[0] if isinstance(weight, Weight) else weight
+
+
+def weight_places(architecture: Architecture) -> dict[str, tuple[Part, str]]:
+    """Full name -> (part, name in its graph) of every weight that a model has of its own."""
+    return {
+        name: (part, tensor.name)
+        for part in architecture.parts
+        for tensor in architecture.graphs[part].with_kind("weight")
+        if (name := architecture.prefix(part) + tensor.name) in architecture.weight_shapes
+    }

@@ -1,0 +1,39 @@
+"""An adapter merged into the weights of its model."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from coserve.adapters.base import Adapter
+from coserve.adapters.peft_directory import load_adapter
+from coserve.models.backbone import build_backbone, find_device
+from coserve.models.saving import save_model
+from coserve.models.source import find_model
+
+
+def merged_weights(adapter: Adapter) -> dict[str, Tensor]:
+    """Weights that the adapter changes, by full name, as they are with it: float32. AdapterError if its method adds
+    what weights cannot have.
+    """
+    found: dict[str, Tensor] = {}
+    for module, site in adapter.at.items():
+        parameters = {
+            adapter.local_names[name]: master
+            for name, master in adapter.masters.items()
+            if adapter.layout.modules[name] == module
+        }
+        for slot, tensor in adapter.config.merged(site, parameters).items():
+            found[f"{module}.{slot}"] = tensor
+    return found
+
+
+def export_merged(model: str, adapter_directory: Path, directory: Path) -> None:
+    """Write a model with an adapter merged into it, in Hugging Face's layout.
+
+    Raises:
+        AdapterError: the adapter is not of this model, or its method cannot be merged. ModelError: as `save_model`.
+    """
+    source = find_model(model)
+    backbone = build_backbone(source, dtype="float32", device=find_device("cpu"))
+    changed = merged_weights(load_adapter(backbone, adapter_directory))
+    save_model(backbone.architecture, source, directory, changed)

@@ -1,0 +1,62 @@
+"""Prompt tuning: embeddings of virtual tokens before every prompt are trained. Source: arXiv 2104.08691."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.places import Place, Site
+from coserve.adapters.virtual_tokens import VirtualTokensConfig, looked_up
+from coserve.graph.bypass import Bypass
+from coserve.graph.ir import GraphBuilder
+from coserve.models.base import Architecture, Part
+from coserve.settings import shown
+
+_INITIAL_VALUES = ("RANDOM", "SAMPLE_VOCAB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTuningConfig(VirtualTokensConfig):
+    """Prompt tuning with PEFT's settings.
+
+    num_virtual_tokens: how many. prompt_tuning_init: what they start from, random numbers (RANDOM) or the embeddings of
+    random tokens (SAMPLE_VOCAB).
+    """
+
+    peft_type = "PROMPT_TUNING"
+    peft_names: ClassVar[Mapping[str, str]] = {
+        "num_virtual_tokens": "num_virtual_tokens",
+        "prompt_tuning_init": "prompt_tuning_init",
+    }
+    supported = "prompt tuning"
+
+    num_virtual_tokens: int = 20
+    prompt_tuning_init: str = "RANDOM"
+
+    def __post_init__(self) -> None:
+        self.check_number()
+        if self.prompt_tuning_init not in _INITIAL_VALUES:
+            known = " or ".join(_INITIAL_VALUES)
+            raise ValueError(f"prompt_tuning_init must be {known}, not {shown(self.prompt_tuning_init)}")
+
+    @classmethod
+    def not_supported(cls, settings: dict[str, Any]) -> list[str]:
+        if settings.get("prompt_tuning_init") == "TEXT":  # of an adapter that is there it says nothing
+            del settings["prompt_tuning_init"]
+        return []
+
+    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+        return {architecture.embedding_name: ("embed", architecture.embedding_name)}
+
+    def bypass(self, place: Place, *, training: bool) -> Bypass:
+        b = GraphBuilder()
+        return Bypass(graph=b.build(looked_up(b, "prompt", self.num_virtual_tokens, place.outputs)))
+
+    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+        if self.prompt_tuning_init == "RANDOM":
+            return torch.zeros(shape).normal_(generator=generator)
+        table = site.weight.dense()
+        entries = torch.randint(0, table.shape[0], shape[:1], generator=generator)
+        return table[entries.to(table.device)].float().cpu()

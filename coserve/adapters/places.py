@@ -1,0 +1,97 @@
+"""Where adapters sit: modules of a model, which are nodes of its graphs, and the weights that they have there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from coserve.graph.ir import Node
+from coserve.kernels.weights import Weight, as_weight
+from coserve.models.backbone import Backbone
+from coserve.models.base import Architecture, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A row goes to `per_row` of the experts, whose matrices are [outputs, inputs] each."""
+
+    num_experts: int
+    per_row: int
+    outputs: int
+    inputs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A module, by its full name, as a node of a part of the model.
+
+    inputs, outputs: features of the rows that it takes (0: of ids) and gives. weights: shapes of its weights, by slot.
+    experts: of a mixture, if it is one's.
+    """
+
+    module: str
+    part: Part
+    node: Node
+    inputs: int
+    outputs: int
+    weights: Mapping[str, tuple[int, ...]]
+    experts: "Experts | None" = None
+
+    @classmethod
+    def of(cls, architecture: Architecture, module: str, part: Part, node: str) -> "Place":
+        graph = architecture.graphs[part]
+        found = graph.node[node]
+        given, made = (graph.spec[slots[0][1]].shape for slots in (found.inputs, found.outputs))
+        inputs, experts = prod(given) if given else 0, None
+        if found.op == "expert_linear":
+            matrices, chosen = (graph.spec[found.input[slot]].shape for slot in ("weight", "experts"))
+            experts = Experts(num_experts=matrices[0], per_row=chosen[0], outputs=matrices[1], inputs=matrices[2])
+        return cls(
+            module=module,
+            part=part,
+            node=found,
+            inputs=inputs,
+            outputs=prod(made),
+            weights={slot: spec.shape for slot, spec in graph.slot_specs(found).items() if spec.kind == "weight"},
+            experts=experts,
+        )
+
+    @property
+    def has_bias(self) -> bool:
+        return "bias" in self.node.input
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Site:
+    """A place on a backbone that is loaded."""
+
+    place: Place
+    backbone: Backbone
+
+    @property
+    def weight(self) -> Weight:
+        """[out, in], as it is stored."""
+        return as_weight(self._tensor("weight"))
+
+    @property
+    def bias(self) -> Tensor:
+        """[out], float32."""
+        return self._tensor("bias").to(self.backbone.device, torch.float32)
+
+    @property
+    def dense_weight(self) -> Tensor:
+        """The weight [out, in] in float32, on the backbone's device; not to be changed, it may be the weight itself."""
+        return self.weight.dense().to(self.backbone.device, torch.float32)
+
+    @cached_property
+    def row_norms_squared(self) -> Tensor:
+        """Of the rows of the weight, float32 [out]."""
+        return self.dense_weight.square().sum(1)
+
+    def _tensor(self, slot: str) -> Tensor:
+        place = self.place
+        tensor: Tensor = self.backbone.weights[place.part][place.node.input[slot]]  # type: ignore[assignment]
+        return tensor

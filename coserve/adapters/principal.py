@@ -1,0 +1,85 @@
+"""LoRA that starts from a part of the weight itself: PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775).
+
+The factors start as B0 A0, a principal part of the weight W, and what is trained is B A beside W - s B0 A0. The weight
+is everybody's here, so that is W + s (B A - B0 A0): a LoRA of twice the rank, with the factors (B, -B0) and (A, A0), of
+which half is trained. PEFT saves the same where it is asked for an adapter that leaves the model's weights as they are
+(`path_initial_model_for_weight_conversion` of its `save_pretrained`).
+"""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.base import Adapter, Reparametrization
+from coserve.adapters.places import Site
+from coserve.errors import AdapterError
+
+LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
+_SUBSPACE_ITERATIONS = re.compile(r"pissa_niter_(\d{1,3})")
+
+
+def is_principal(initial: object) -> bool:
+    """Whether PEFT's `init_lora_weights` asks for factors of the weight."""
+    return isinstance(initial, str) and (initial in ("pissa", "olora") or bool(_SUBSPACE_ITERATIONS.fullmatch(initial)))
+
+
+# A and B of a site are asked for one after the other.
+@lru_cache(maxsize=1)
+def principal_factors(site: Site, initial: str, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """A0 [rank, in] and B0 [out, rank], float32, with scaling * B0 A0 the part of the weight that is taken (PiSSA), or
+    B0 A0 with B0 orthonormal (OLoRA); AdapterError for a rank above the weight's.
+    """
+    weight = site.dense_weight
+    if rank > min(weight.shape):
+        raise AdapterError(
+            f"init_lora_weights={initial!r} with rank {rank} at {site.place.module}: its weight has "
+            f"{list(weight.shape)}, so the rank may be {min(weight.shape)} at most"
+        )
+    if initial == "olora":
+        q, r = torch.linalg.qr(weight)
+        return r[:rank].contiguous(), q[:, :rank].contiguous()
+    if (found := _SUBSPACE_ITERATIONS.fullmatch(initial)) is not None:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)  # asked for again, it must be the same
+            left, singular, right = torch.svd_lowrank(weight, rank, niter=int(found[1]))
+        right = right.T
+    else:
+        left, singular, right = torch.linalg.svd(weight, full_matrices=False)
+    root = (singular[:rank] / scaling).sqrt()
+    return root[:, None] * right[:rank], left[:, :rank] * root
+
+
+class TrainedHalf(Reparametrization):
+    """Of the factors of a LoRA of twice the rank, the first half; the other half is its initial value."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.parameters, self._rest = {}, {}
+        for name, master in adapter.masters.items():
+            if (axis := _rank_axis(name)) is None:
+                self.parameters[name] = master.clone()
+            else:
+                self.parameters[name], self._rest[name] = (half.clone() for half in master.chunk(2, axis))
+
+    def compose(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {
+            name: value if (axis := _rank_axis(name)) is None else torch.cat((value, self._rest[name]), axis)
+            for name, value in parameters.items()
+        }
+
+
+def beside_weight(masters: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Factors with their initial values as LoRA of twice the rank beside the weight as it is."""
+    return {
+        name: value
+        if (axis := _rank_axis(name)) is None
+        else torch.cat((value, initial[name] if axis == 0 else -initial[name]), axis)
+        for name, value in masters.items()
+    }
+
+
+def _rank_axis(name: str) -> int | None:
+    """Along which the rank goes in a factor; None of what is none."""
+    return 0 if name.endswith(LORA_A) else 1 if name.endswith(LORA_B) else None

@@ -1,0 +1,106 @@
+"""What methods with virtual tokens share: rows before a request's or an example's own, whose ids are -1, -2, … and
+whose embeddings, or keys and values, are parameters. The engine puts them there (`AdapterConfig.num_virtual_tokens`).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from coserve.adapters.base import Adapter, AdapterLayout, Reparametrization
+from coserve.adapters.settings import NamedConfig
+from coserve.graph.ir import GraphBuilder
+from coserve.models.base import Architecture
+from coserve.settings import check_whole
+
+# More would leave nothing of most models' positions.
+_MOST_VIRTUAL = 1 << 16
+_FILE = "prompt_embeddings"
+# Of a network's inner layers beyond the model's hidden size.
+_MOST_WIDENING = 8
+
+
+class VirtualTokensConfig(NamedConfig):
+    """A method with a table [virtual tokens, features], which PEFT's file has as one tensor."""
+
+    harmless = frozenset(
+        (
+            *("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers", "prompt_tuning_init"),
+            *("prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs", "init_weights"),
+        )
+    )
+    required: ClassVar[tuple[str, ...]] = ("num_virtual_tokens",)
+
+    def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
+        if self.num_virtual_tokens >= architecture.max_positions:
+            yield (
+                "num_virtual_tokens",
+                f"is {self.num_virtual_tokens}; the model has {architecture.max_positions} positions",
+            )
+        most = _MOST_WIDENING * architecture.hidden_size
+        if (hidden := getattr(self, "encoder_hidden_size", None)) is not None and hidden > most:
+            yield "encoder_hidden_size", f"is {hidden}; {most} is the most on this model"
+
+    def check_number(self) -> None:
+        """ValueError unless there is a number of virtual tokens that a model could have."""
+        check_whole("num_virtual_tokens", self.num_virtual_tokens, 1, _MOST_VIRTUAL)
+
+    def to_peft_tensors(self, values: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+        return {_FILE: torch.cat(list(values.values()), 1)}
+
+    def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+        return split_table(tensors[_FILE], layout)
+
+
+def split_table(table: Tensor, layout: AdapterLayout) -> dict[str, Tensor]:
+    """The parameters of an adapter, in its layout's order, as columns of one table."""
+    parts = torch.split(table, [shape[1] for shape in layout.shapes.values()], 1)
+    return dict(zip(layout.shapes, parts, strict=True))
+
+
+def looked_up(b: GraphBuilder, parameter: str, num_virtual: int, width: int) -> str:
+    """Add the look-up of a table [num_virtual, width] for virtual rows; zeros for all others."""
+    tokens = b.constant("tokens", dtype=torch.int64)
+    table = b.parameter(parameter, num_virtual, width)
+    return b.apply("embedding", "looked_up", {"ids": tokens, "weight": table}, offset=0, virtual=True)
+
+
+class EncodedTable(Reparametrization):
+    """A table that a network gives, whose weights are trained in its place; PEFT keeps the table alone."""
+
+    def __init__(self, encoder: nn.Module, adapter: Adapter, generator: torch.Generator) -> None:
+        """The network takes nothing. Its initial values are PyTorch's, drawn by the generator's seed."""
+        self._encoder, self._layout = encoder.to(adapter.backbone.device).eval(), adapter.layout
+        self.parameters = {name: value.detach().clone() for name, value in self._encoder.named_parameters()}
+
+    def compose(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        table: Tensor = functional_call(self._encoder, dict(parameters), ())
+        return split_table(table, self._layout)
+
+
+class PromptEncoder(nn.Module):
+    """A table that goes through layers: rows [num_virtual, width of the last layer]. Modules are named as PEFT's."""
+
+    def __init__(self, num_virtual: int, inputs: int, **layers: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_virtual, inputs)
+        self._names = tuple(layers)
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self) -> Tensor:
+        x: Any = self.embedding.weight
+        for name in self._names:
+            x = self.get_submodule(name)(x)
+            x = x[0] if isinstance(x, tuple) else x  # an LSTM's output, and its state
+        found: Tensor = x
+        return found
+
+
+def seeded(generator: torch.Generator, make: Any) -> Any:
+    """What `make` gives when PyTorch draws from the generator's seed; nobody else's draws change."""
+    with torch.inference_mode(False), torch.random.fork_rng(devices=()):
+        torch.manual_seed(generator.initial_seed())
+        return make()

@@ -1,0 +1,210 @@
+"""`coserve cluster`: one server whose engines are many nodes, on Ray."""
+
+import inspect
+import json
+import signal
+import threading
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+
+from coserve.cli.connection import Json
+from coserve.cli.server_options import server_config, with_server_options
+from coserve.errors import ClusterError
+
+app = typer.Typer(
+    name="cluster",
+    help="One server whose engines are many nodes, on Ray.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+_Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        envvar="COSERVE_CLUSTER",
+        metavar="HOST:PORT",
+        help="Of the Ray cluster to join; its first coserve cluster up prints it.",
+    ),
+]
+_Nodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nodes",
+        min=0,
+        metavar="N",
+        help="Devices of this machine that become nodes; 0: none.",
+        show_default="its GPUs, or 1",
+    ),
+]
+_Placement = Annotated[
+    str | None,
+    typer.Option("--placement", metavar="NAME", help="Which node gets a request or a job.", show_default="round-robin"),
+]
+
+_Known = Annotated[
+    str, typer.Option("--address", envvar="COSERVE_CLUSTER", metavar="HOST:PORT", help="Of the Ray cluster.")
+]
+_DEFAULT_ADDRESS = "127.0.0.1:6379"
+# What checkpoints of a node's jobs may take.
+_DRAIN_S = 120.0
+
+
+@app.callback()
+def cluster() -> None:
+    """One server whose engines are many nodes, on Ray."""
+
+
+def _up(address: str | None = None, nodes: int | None = None, placement: str | None = None, **given: Any) -> None:
+    """Serve MODEL on many nodes: start a cluster here, or join one with this machine's devices.
+
+    The first one starts Ray and the front, which answers as `coserve up` does, and prints the command for others.
+    With `--address` this machine joins; the model and all other options are then the cluster's own. Files, jobs and
+    adapters (`--home`) lie on a path that every node can read. Ctrl-C ends this machine's part in good order.
+    """
+    _require_ray()
+    config = server_config(**given)
+    from coserve.cluster import on_ray
+    from coserve.cluster.front import DEFAULT_PLACEMENT, check_config
+    from coserve.cluster.placement import placement_class
+    from coserve.logs import configure_logs
+    from coserve.models.source import check_model
+
+    configure_logs(config.log_format, config.log_level)
+    check_config(config)
+    placement = placement or DEFAULT_PLACEMENT
+    try:
+        placement_class(placement)
+    except ValueError as error:
+        raise ClusterError(f"--{error}") from None
+    check_model(config.model)
+    number = _num_devices(config.device) if nodes is None else nodes
+    with ExitStack() as leaving:
+        ended = leaving.enter_context(_Signals())
+        found = leaving.enter_context(on_ray.ray_machine(address, number, host=config.host))
+        on_ray.connect(found)
+        leaving.callback(on_ray.disconnect)
+        if served := on_ray.served_models():
+            _check_joins(found, served, given, config.model)
+            print(f"{number} {'device joins' if number == 1 else 'devices join'} {found}", flush=True)
+        else:
+            leaving.callback(on_ray.undeploy)
+            on_ray.deploy(config, placement, resources={} if config.database else on_ray.this_machine())
+            print(_start_line(config, found), flush=True)
+        if (ready := on_ray.wait_for_nodes(ended.is_set)) is not None:
+            print(f"{ready} {'node is' if ready == 1 else 'nodes are'} ready", flush=True)
+        ended.wait()
+        if served:
+            print("this machine leaves: its jobs continue on others", flush=True)
+            on_ray.drain_here(config.drain_s)
+
+
+def _check_joins(address: str, served: list[str], given: dict[str, Any], model: str) -> None:
+    """ClusterError if somebody means another cluster."""
+    if set(given) - {"model"} or (given and model not in served):
+        raise ClusterError(
+            f"the cluster at {address} serves {served[0]} already, as its first coserve cluster up said: to join it, "
+            "leave out all options but --address and --nodes"
+        )
+
+
+def _start_line(config: Any, address: str) -> str:
+    return (
+        f"coserve serves {config.model} at http://{config.host}:{config.port}/v1; other machines join it with "
+        f"coserve cluster up --address {address}"
+    )
+
+
+_NEW = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    for name, default, kind in (
+        ("address", None, _Address),
+        ("nodes", None, _Nodes),
+        ("placement", None, _Placement),
+    )
+]
+app.command("up")(with_server_options(_up, _NEW))
+
+
+@app.command()
+def status(
+    address: _Known = _DEFAULT_ADDRESS,
+    as_json: Json = False,
+) -> None:
+    """Show the nodes, what each does, and who waits for one."""
+    _require_ray()
+    from coserve.cli.tables import console, table
+    from coserve.cluster import on_ray
+
+    on_ray.check_address(address)
+    on_ray.connect(address)
+    try:
+        found = on_ray.status()
+    finally:
+        on_ray.disconnect()
+    if as_json:
+        print(json.dumps(found))
+        return
+    shown = table("node", "state", "host", "device", ">requests", ">jobs", ">free pages", "problem")
+    for node in found["nodes"]:
+        pages = "" if node["pages"] is None else f"{node['free_pages']} of {node['pages']}"
+        numbers = (str(node["requests"]), str(len(node["jobs"])), pages)
+        shown.add_row(
+            node["name"], node["state"], node["host"] or "", node["device"] or "", *numbers, node["problem"] or ""
+        )
+    console().print(shown)
+    print(f"{len(found['waiting'])} wait for a node" + "".join(f"\n  {each}" for each in found["waiting"]))
+
+
+@app.command()
+def drain(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="As coserve cluster status names it.")],
+    address: _Known = _DEFAULT_ADDRESS,
+) -> None:
+    """Have a node get nothing more, and its jobs continue on others from their checkpoints."""
+    _require_ray()
+    from coserve.cluster import on_ray
+
+    on_ray.check_address(address)
+    on_ray.connect(address)
+    try:
+        on_ray.drain(node, _DRAIN_S)
+    finally:
+        on_ray.disconnect()
+    print(f"{node} drains: its jobs have moved")
+
+
+def _require_ray() -> None:
+    if find_spec("ray") is None:
+        raise ClusterError("clusters need Ray, which is not installed: pip install 'coserve[cluster]'")
+
+
+def _num_devices(device: str) -> int:
+    """GPUs of this machine, or 1."""
+    if device == "cpu":
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+class _Signals:
+    """An event that the first SIGINT or SIGTERM sets; the second ends the process."""
+
+    def __enter__(self) -> threading.Event:
+        ended = threading.Event()
+
+        def end(number: int, frame: object) -> None:
+            if ended.is_set():
+                raise KeyboardInterrupt
+            ended.set()
+
+        self._before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+        return ended
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

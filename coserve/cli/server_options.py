@@ -1,0 +1,81 @@
+"""Commands whose options are the fields of `ServerConfig`: `coserve up`, and `coserve cluster up`."""
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from coserve.errors import CoserveError
+from coserve.server.config import ServerConfig
+from coserve.server.options import GROUPS, option_of
+
+
+def server_config(**given: Any) -> ServerConfig:
+    """CoserveError says what is wrong, by the names of options."""
+    try:
+        return ServerConfig(**given)
+    except ValueError as error:
+        raise CoserveError(_by_option_names(str(error))) from None
+
+
+def _by_option_names(message: str) -> str:
+    """What is wrong with the configuration, by the names of options: a field is the first word, or has underscores."""
+    options = {one.name: option_of(one).option for one in fields(ServerConfig)}
+    first, space, rest = message.partition(" ")
+    rest = re.sub(r"\w+_\w+", lambda word: options.get(word[0]) or word[0], rest)
+    return f"{options.get(first) or first}{space}{rest}"
+
+
+def _parameter(one: "Field[Any]", kind: Any, title: str) -> inspect.Parameter:
+    """A field of the configuration as a parameter that Typer reads. title: of its part of the help text."""
+    option = option_of(one)
+    default, parse = one.default, option.parse
+    shared: dict[str, Any] = {
+        "help": option.help,
+        "show_default": option.shown if option.shown is not None else True,
+        "rich_help_panel": title,
+    }
+    if not option.option:
+        marked: Any = Annotated[str, typer.Argument(help=option.help, metavar="[MODEL]")]
+    elif parse is not None:
+        shared |= {"parser": _parser(parse), "metavar": option.metavar}
+        marked = Annotated[str | None, typer.Option(option.option, **shared)]
+        default = None
+    elif isinstance(default, tuple):
+        element = Path if one.name.endswith("paths") else str
+        marked = Annotated[list[element], typer.Option(option.option, metavar=option.metavar, **shared)]  # type: ignore[valid-type]
+        default = []
+    else:
+        marked = Annotated[kind, typer.Option(option.option, **shared)]
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=marked)
+
+
+def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return parsed
+
+
+def with_server_options(run: Callable[..., None], more: Sequence[inspect.Parameter] = ()) -> Callable[..., None]:
+    """The command, with a parameter for every field of its server's configuration, and some more after the first."""
+    kinds = get_type_hints(ServerConfig)
+    first, *others = [
+        _parameter(one, kinds[one.name], title) for title, group in GROUPS.items() for one in fields(group)
+    ]
+    parameters = [first, *more, *others]
+
+    def up(**given: Any) -> None:
+        run(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None})
+
+    up.__doc__ = run.__doc__
+    up.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    up.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return up

@@ -1,0 +1,192 @@
+"""The jobs of a cluster: each on one node, or waiting for one."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from coserve.cluster.nodes import ClusterNode
+from coserve.cluster.scheduler import ClusterScheduler
+from coserve.cluster.tasks import task_of_job
+from coserve.engine.job import JobEvent
+from coserve.errors import CoserveError, EngineGoneError, JobOverError
+from coserve.jobs.messages import JobStart
+
+_WAIT_S = 0.1
+
+
+@dataclass(kw_only=True, eq=False)
+class _Job:
+    """One that the manager has started. node: None while it waits for one. rests: it is paused. checkpoint: the newest.
+    turn: of those who change it.
+    """
+
+    start: JobStart
+    node: ClusterNode | None = None
+    rests: bool = False
+    checkpoint: str | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class ClusterJobs:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self, scheduler: ClusterScheduler, place: Callable[[], None], failed: Callable[[JobEvent], None]
+    ) -> None:
+        """place: places what waits; see `placed`. failed: told of a job that no node took in the end."""
+        self._scheduler, self._place, self._failed = scheduler, place, failed
+        self._jobs: dict[str, _Job] = {}
+        self._starts: set[asyncio.Task[None]] = set()
+
+    # -- questions ------------------------------------------------------------------
+
+    def on(self, node: ClusterNode | None) -> list[str]:
+        """Those of a node; None: those that wait for one."""
+        return [id for id, job in self._jobs.items() if job.node is node]
+
+    def is_on(self, id: str, node: ClusterNode) -> bool:
+        """Whether a job is a node's."""
+        found = self._jobs.get(id)
+        return found is not None and found.node is node
+
+    def makers(self, adapter: str) -> set[ClusterNode]:
+        """Nodes with a job that makes an adapter."""
+        return {job.node for job in self._jobs.values() if job.start.name == adapter and job.node is not None}
+
+    # -- what the manager asks ----------------------------------------------------------
+
+    async def start(self, job: JobStart) -> None:
+        """See `JobEngine`; one that must wait for a node has been taken, too."""
+        started = self._jobs[job.id] = _Job(start=job)
+        self._scheduler.submit(task_of_job(job))
+        self._place()
+        await self._start_when_placed(started)
+
+    async def pause(self, id: str) -> None:
+        """See `JobEngine`."""
+        job = self._find(id)
+        async with job.turn:
+            if job.node is not None:
+                await job.node.link.pause_job(id)
+            else:
+                self._scheduler.withdraw(id)
+            job.rests = True
+
+    async def resume(self, id: str) -> None:
+        """See `JobEngine`."""
+        job = self._find(id)
+        async with job.turn:
+            rested, job.rests = job.rests, False
+            if job.node is not None:
+                await job.node.link.resume_job(id)
+            elif rested:
+                self._scheduler.submit(task_of_job(job.start))
+                self._place()
+
+    async def cancel(self, id: str) -> None:
+        """See `JobEngine`."""
+        job = self._find(id)
+        async with job.turn:
+            if job.node is not None:
+                await job.node.link.cancel_job(id)
+            self.forget(id)
+
+    async def move(self, id: str) -> None:
+        """Have a job continue on another node than its own, which drains, from where it is after its optimizer step. No
+        error if it is over by then, or its node has died: then it is started anew by those who are told so.
+        """
+        job = self._jobs.get(id)
+        if job is None:
+            return
+        with suppress(JobOverError, EngineGoneError):
+            async with job.turn:
+                await self._move(job, job.start.id)
+
+    async def _move(self, job: _Job, id: str) -> None:
+        old = job.node
+        if old is None:
+            return
+        await old.link.pause_job(id)  # its checkpoint has been told before this returns
+        if job.checkpoint is None or self._jobs.get(id) is not job:
+            return
+        job.node, job.start = None, replace(job.start, checkpoint=job.checkpoint, paused=job.rests)
+        self._scheduler.finish(id)
+        with suppress(CoserveError):  # what it would say is of no interest any more
+            await old.link.cancel_job(id)
+        self._scheduler.submit(task_of_job(job.start))
+        self._place()
+        await self._start_when_placed(job)
+
+    # -- what becomes of them -------------------------------------------------------------
+
+    def placed(self, id: str, node: ClusterNode) -> None:
+        """A job has a node."""
+        if (job := self._jobs.get(id)) is not None:
+            job.node = node
+
+    def checkpointed(self, id: str, directory: str) -> None:
+        """A checkpoint of a job is on disk."""
+        if (job := self._jobs.get(id)) is not None:
+            job.checkpoint = directory
+
+    def forget(self, id: str) -> None:
+        """It is over; no error if it was not there."""
+        self._jobs.pop(id, None)
+        if not self._scheduler.withdraw(id):
+            self._scheduler.finish(id)
+
+    def lose(self, node: ClusterNode) -> list[str]:
+        """A node's engine has died; those that it had."""
+        lost = self.on(node)
+        for id in lost:
+            del self._jobs[id]
+        return lost
+
+    async def checkpoint_all(self) -> None:
+        """Have all rest, with checkpoints, at the end."""
+        pauses = [job.node.link.pause_job(id) for id, job in self._jobs.items() if job.node is not None]
+        await asyncio.gather(*pauses, return_exceptions=True)
+
+    def close(self) -> None:
+        """Nothing waits any more."""
+        for start in self._starts:
+            start.cancel()
+
+    async def _start_when_placed(self, job: _Job) -> None:
+        if job.node is not None:
+            await self._start_on(job, job.node)
+            return
+        start = asyncio.create_task(self._start_later(job))
+        self._starts.add(start)
+        start.add_done_callback(self._starts.discard)
+
+    async def _start_on(self, job: _Job, node: ClusterNode) -> None:
+        try:
+            await node.link.start_job(job.start)
+        except EngineGoneError:  # which is told with the node's end
+            raise
+        except CoserveError:
+            self.forget(job.start.id)
+            raise
+
+    async def _start_later(self, job: _Job) -> None:
+        """When it has a node; what is wrong with it then is told as an event."""
+        id = job.start.id
+        while job.node is None:
+            if self._jobs.get(id) is not job:
+                return
+            await asyncio.sleep(_WAIT_S)
+        try:
+            await self._start_on(job, job.node)
+        except EngineGoneError:
+            return
+        except CoserveError as error:
+            self._failed(JobEvent(job=id, kind="failed", step=0, now_s=time.monotonic(), message=str(error)))
+
+    def _find(self, id: str) -> _Job:
+        found = self._jobs.get(id)
+        if found is None:
+            raise JobOverError(f"no node has the job {id!r}: it is over, or was never started")
+        return found

@@ -1,0 +1,144 @@
+"""The front's end of one node: commands there, reports back, and another session whenever one is lost."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+from msgspec.structs import replace
+
+from coserve.cluster.messages import CommandBatch, EngineLost, NodeCalls, decode_node_report
+from coserve.errors import CoserveError, EngineGoneError
+from coserve.worker.protocol import StepReport, encode
+from coserve.worker.supervisor import EngineOwner
+
+_log = logging.getLogger(__name__)
+
+# A node is asked for reports again when it has had none for this long: so its front is known to be there.
+_POLL_S = 1.0
+# A node that does not answer for this long is gone.
+_LIMIT_S = 30.0
+# Before a node that was lost is asked again.
+_RETRY_S = 0.5
+
+
+class NodeConnection:
+    """Belongs to one event loop. Implements `EngineHost`."""
+
+    def __init__(self, name: str, calls: NodeCalls, owner: EngineOwner) -> None:
+        self._name, self._calls, self._owner = name, calls, owner
+        self._commands: list[bytes] = []
+        self._has_commands = asyncio.Event()
+        self._closing = False
+        self._session: str | None = None
+        self._seen = 0  # reports of the session that have been taken in
+        self._heard_s, self._silent_s = time.monotonic(), 0.0
+        self._offset_s = float("inf")  # from the node's clock to this one
+        self.jobs_at_death: tuple[str, ...] | None = ()
+        """See `EngineHost`."""
+
+    @property
+    def silent_s(self) -> float:
+        """Since its engine was heard of."""
+        unheard_s = time.monotonic() - self._heard_s
+        return self._silent_s + (unheard_s if unheard_s > _POLL_S else 0.0)
+
+    # -- life -----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep a session until `close`."""
+        was_told = False
+        while not self._closing:
+            try:
+                await self._live()
+            except (CoserveError, TimeoutError) as error:
+                reason = str(error) or f"it has not answered for {_LIMIT_S:g} s"
+                if not was_told and not self._closing:
+                    _log.warning("the node %s is lost: %s", self._name, reason)
+                was_told = True
+            else:
+                was_told = False
+            if not self._closing:
+                await asyncio.sleep(_RETRY_S)
+
+    def close(self) -> None:
+        """No other session when this one ends."""
+        self._closing = True
+
+    async def end(self, wait_s: float) -> None:
+        """End the session: the node's engine forgets what it was asked."""
+        session, self._session = self._session, None
+        if session is not None:
+            with suppress(CoserveError, TimeoutError):
+                await asyncio.wait_for(self._calls.detach(session), max(wait_s, _POLL_S))
+
+    def send(self, command: Any) -> None:
+        """See `EngineHost`."""
+        if self._session is not None:
+            self._commands.append(encode(command))
+            self._has_commands.set()
+
+    async def _live(self) -> None:
+        """One session, until it is lost or ended: then CoserveError or TimeoutError."""
+        session = uuid4().hex
+        self.jobs_at_death = ()
+        await asyncio.wait_for(self._calls.attach(session), _LIMIT_S)
+        self._session, self._seen = session, 0
+        self._heard_s, self._offset_s = time.monotonic(), float("inf")
+        tasks = [asyncio.create_task(self._send_all(session)), asyncio.create_task(self._receive_all(session))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._session = None
+            self._commands.clear()
+            self._owner.engine_lost(f"the node {self._name} was lost")
+
+    async def _send_all(self, session: str) -> None:
+        number = 0
+        while True:
+            await self._has_commands.wait()
+            self._has_commands.clear()
+            batch, self._commands = self._commands, []
+            if batch:
+                number += 1
+                said = CommandBatch(number=number, now_s=time.monotonic(), seen=self._seen, commands=batch)
+                await asyncio.wait_for(self._calls.send(session, said), _LIMIT_S)
+
+    async def _receive_all(self, session: str) -> None:
+        while True:
+            found = await asyncio.wait_for(self._calls.reports(session, self._seen, _POLL_S), _LIMIT_S)
+            self._heard_s, self._silent_s = time.monotonic(), found.silent_s
+            self._offset_s = min(self._offset_s, self._heard_s - found.now_s)
+            for each in found.reports:
+                self._take(decode_node_report(each))
+            self._seen = found.last
+            if self._session is None:
+                raise EngineGoneError("the session was ended")
+
+    def _take(self, report: Any) -> None:
+        if isinstance(report, EngineLost):
+            self._commands.clear()
+            self.jobs_at_death = report.jobs_at_death
+            self._owner.engine_lost(f"{report.reason} on the node {self._name}")
+            self.jobs_at_death = ()
+        elif isinstance(report, StepReport):
+            self._owner.engine_said(self._by_this_clock(report))
+        else:
+            self._owner.engine_said(report)
+
+    def _by_this_clock(self, report: StepReport) -> StepReport:
+        """With times as this machine's clock shows them."""
+        offset_s = self._offset_s
+        return replace(
+            report,
+            job_events=[dataclasses.replace(each, now_s=each.now_s + offset_s) for each in report.job_events],
+            records=[dataclasses.replace(each, arrival_s=each.arrival_s + offset_s) for each in report.records],
+            steps=[replace(each, end_s=each.end_s + offset_s) for each in report.steps],
+        )

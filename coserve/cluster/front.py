@@ -1,0 +1,122 @@
+"""The front: the application that one device's server is, with the engines of a cluster in place of one.
+
+Only one front at a time has the store and the files, as only one server has a home: it holds the home's lock.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from coserve.cluster.link import ClusterLink
+from coserve.cluster.messages import NodeSettings
+from coserve.cluster.nodes import FindNodes
+from coserve.cluster.placement import make_placement
+from coserve.cluster.routes import router
+from coserve.errors import CoserveError
+from coserve.home import private_files
+from coserve.server.app import create_app
+from coserve.server.config import ServerConfig
+from coserve.server.context import ServerContext
+from coserve.server.home_lock import lock_home
+from coserve.server.job_service import start_jobs, stop_jobs
+from coserve.server.serve import close_context, engine_settings, server_context
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_PLACEMENT = "round-robin"
+# A front that ends keeps the home until its jobs have their checkpoints.
+_LOCK_WAIT_S = 30.0
+_POLL_S = 0.2
+
+
+class Front:
+    """One server of a cluster; belongs to one event loop."""
+
+    def __init__(
+        self, config: ServerConfig, find_nodes: FindNodes, placement: str, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """placement, settings: see `make_placement`, with its ValueError."""
+        self.config = config
+        self.link = ClusterLink(find_nodes, make_placement(placement, settings), config.directory)
+        self._open = ExitStack()
+        self._running: asyncio.Task[None] | None = None
+        self._context: ServerContext | None = None
+
+    async def start(self) -> FastAPI:
+        """The application; it answers from now on, and is ready as soon as a node is.
+
+        Raises:
+            CoserveError: the home is another's, the store cannot be opened, or there is no such model.
+        """
+        self._open.enter_context(private_files())
+        try:
+            await self._lock()
+            self._context = context = server_context(self.config, self.link)
+            await context.prompts.load()
+            await start_jobs(context)
+        except BaseException:
+            await self._close()
+            raise
+        self._running = asyncio.create_task(self.link.run())
+        app = create_app(context)
+        app.include_router(router)
+        return app
+
+    async def stop(self) -> None:
+        """Let jobs have their checkpoints, and give the home back."""
+        await self.link.stop()
+        if self._running is not None:
+            await asyncio.gather(self._running, return_exceptions=True)
+        if self._context is not None:
+            await stop_jobs(self._context)
+        await self._close()
+
+    async def _close(self) -> None:
+        """What was opened; the home last."""
+        if (context := self._context) is not None:
+            self._context = None
+            await close_context(context)
+        self._open.close()
+
+    async def _lock(self) -> None:
+        """The home's; another front may be just about to end."""
+        directory, left_s = self.config.directory, _LOCK_WAIT_S
+        while True:
+            try:
+                self._open.enter_context(lock_home(directory))
+                return
+            except CoserveError:
+                if left_s <= 0:
+                    raise
+            await asyncio.sleep(_POLL_S)
+            left_s -= _POLL_S
+
+
+def node_settings(config: ServerConfig) -> NodeSettings:
+    """What every node of a server is to be."""
+    return NodeSettings(engine=engine_settings(config), timeout_s=config.engine_timeout_s)
+
+
+def check_config(config: ServerConfig) -> None:
+    """CoserveError for options that are of one device's server alone."""
+    for name, option in _OF_ONE_DEVICE.items():
+        if getattr(config, name) != getattr(ServerConfig(), name):
+            raise CoserveError(f"{option} is for coserve up, the server of one device; leave it out")
+    for path in config.allow_adapter_paths:
+        if not Path(path).is_dir():
+            raise CoserveError(f"--allow-adapter-paths {path} is no directory here; every node must be able to read it")
+
+
+_OF_ONE_DEVICE = {
+    "record": "--record",
+    "role": "--role",
+    "prefill_socket": "--prefill-socket",
+    "prefill_min_tokens": "--prefill-min-tokens",
+    "ssl_certfile": "--ssl-certfile",
+    "ssl_keyfile": "--ssl-keyfile",
+}

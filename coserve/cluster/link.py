@@ -1,0 +1,450 @@
+"""The engines of many nodes as a server sees one: each request and job is placed on a node, and what comes of it is
+told as if there were no others.
+
+A node that dies takes its requests with it: one that has no token yet is placed again, since nobody can tell; one that
+has ends with an error that says so. Its jobs are told to have been lost, and the jobs' manager starts each again from
+its newest checkpoint, on whichever node is chosen then. What a node says of a job that is another's by now is dropped.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from coserve.cluster.cluster_jobs import ClusterJobs
+from coserve.cluster.nodes import ClusterNode, FindNodes, Nodes
+from coserve.cluster.placement import Placement
+from coserve.cluster.prefixes import prefix_keys
+from coserve.cluster.profiler import profile_of
+from coserve.cluster.scheduler import ClusterScheduler
+from coserve.cluster.tasks import task_of_request
+from coserve.cluster.tracker import NodeTracker, Totals, joined_ready
+from coserve.cluster.view import ClusterView, Task
+from coserve.engine.job import JobEvent
+from coserve.errors import AdapterError, ClusterError, EngineGoneError
+from coserve.jobs.messages import JobStart
+from coserve.jobs.records import AdapterRef
+from coserve.worker.link import EngineListener
+from coserve.worker.protocol import AddRequest, Ready, StepReport
+from coserve.worker.streams import RequestStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# How often nodes that have joined are looked for, and the others are asked how they are.
+_LOOK_S = 1.0
+# Nodes that may die of a request before it is given up: it may be what they die of.
+_MOST_TRIES = 3
+# While tasks wait for a node, placements are asked again this often.
+_WAIT_S = 0.1
+# Checkpoints at the end, as for a single engine.
+_SHUTDOWN_S = 20.0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Request:
+    """One that is not over. num_open: sequences. node: None while it waits for one."""
+
+    request: AddRequest
+    stream: RequestStream
+    num_open: int
+    num_tokens: int = 0
+    num_tries: int = 0
+    node: ClusterNode | None = None
+
+
+class ClusterLink:
+    """Belongs to one event loop. Implements `coserve.worker.access.EngineAccess`."""
+
+    def __init__(self, find_nodes: FindNodes, placement: Placement, home: Path | None = None) -> None:
+        """home: where κ and T_max of kinds of nodes are kept; None: nowhere."""
+        self._home = home
+        self._scheduler = ClusterScheduler(placement)
+        self._nodes = Nodes(find_nodes, self)
+        self._jobs = ClusterJobs(self._scheduler, self._place, self._job_failed)
+        self._listeners: list[EngineListener] = []
+        self._requests: dict[str, _Request] = {}
+        self._totals = Totals()
+        self._ready: Ready | None = None
+        self._vocabulary: tuple[Sequence[bytes], Sequence[int]] | None = None
+        self._closing = False
+        self._ended = asyncio.Event()
+        self._retry: asyncio.TimerHandle | None = None
+        self.jobs_at_death: tuple[str, ...] | None = ()
+        """See `EngineAccess`."""
+        self.jobs_lost: frozenset[str] | None = frozenset()
+        """See `EngineAccess`."""
+
+    # -- questions ------------------------------------------------------------------
+
+    @property
+    def ready(self) -> Ready | None:
+        """See `EngineAccess`."""
+        return self._ready
+
+    @property
+    def num_open(self) -> int:
+        """See `EngineAccess`."""
+        return len(self._requests)
+
+    @property
+    def is_silent(self) -> bool:
+        """See `EngineAccess`."""
+        return all(node.link.is_silent for node in self._nodes.used())
+
+    def require_ready(self) -> Ready:
+        """See `EngineAccess`."""
+        if self._closing:
+            raise EngineGoneError("the server is shutting down; ask another, or later")
+        if self._ready is None:
+            problems = [f"{node.name}: {node.problem}" for node in self._nodes.all() if node.problem]
+            raise EngineGoneError("; ".join(["no node is ready; try again in a few seconds", *problems]))
+        return self._ready
+
+    def require_alive(self) -> None:
+        """See `EngineAccess`."""
+        self.require_ready()
+        if self.is_silent:
+            raise EngineGoneError("no node has answered for some seconds")
+
+    def listen(self, listener: EngineListener) -> None:
+        """See `EngineAccess`."""
+        self._listeners.append(listener)
+        if self._ready is not None:
+            listener.engine_ready(self._ready)
+
+    @property
+    def view(self) -> ClusterView:
+        """As placements see the cluster now."""
+        return self._scheduler.view(time.monotonic())
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every node, what it does, and for how many requests and jobs."""
+        found = []
+        for node in self._nodes.all():
+            status, stats = node.status, None if node.tracker is None else node.tracker.stats
+            found.append(
+                {
+                    "name": node.name,
+                    "state": "draining" if node.is_draining else "ready" if node.tracker is not None else "not ready",
+                    "problem": node.problem,
+                    "refused": node.problem if node.is_refused else None,
+                    "host": None if status is None else status.host,
+                    "pid": None if status is None else status.pid,
+                    "device": None if status is None else status.device,
+                    "restarts": None if status is None else status.num_restarts,
+                    "requests": sum(each.node is node for each in self._requests.values()),
+                    "jobs": self._jobs.on(node),
+                    "steps": None if stats is None else stats.num_steps,
+                    "pages": None if stats is None else stats.num_pages,
+                    "free_pages": None if stats is None else stats.num_pages_free,
+                    "slack": None if stats is None else stats.slack,
+                }
+            )
+        return found
+
+    async def drain(self, name: str) -> None:
+        """A node is to leave: it gets nothing more, its jobs continue on others, and its requests come to their ends.
+
+        Returns when the jobs have gone. ClusterError if there is no such node.
+        """
+        node = next((each for each in self._nodes.all() if each.name == name), None)
+        if node is None:
+            names = ", ".join(each.name for each in self._nodes.all())
+            raise ClusterError(f"there is no node {name!r}; there are {names or 'none'}")
+        if not node.is_draining:
+            node.is_draining = True
+            if node.tracker is not None:
+                self._view(node)
+        await asyncio.gather(*map(self._jobs.move, self._jobs.on(node)))
+
+    @property
+    def waiting(self) -> list[str]:
+        """Requests and jobs that have no node yet."""
+        requests = [id for id, each in self._requests.items() if each.node is None]
+        return requests + self._jobs.on(None)
+
+    # -- life -----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """See `EngineAccess`."""
+        while not self._closing:
+            await self._nodes.look()
+            self._look_at_idle()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _LOOK_S)
+
+    async def stop(self) -> None:
+        """See `EngineAccess`."""
+        self.close_to_requests()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._jobs.checkpoint_all(), _SHUTDOWN_S)
+        self.fail_open_requests("the server is shutting down")
+        if self._retry is not None:
+            self._retry.cancel()
+        self._jobs.close()
+        await self._nodes.close()
+
+    def close_to_requests(self) -> None:
+        """See `EngineAccess`."""
+        self._closing = True
+        self._ended.set()
+
+    def fail_open_requests(self, reason: str) -> None:
+        """See `EngineAccess`."""
+        for id, open_request in list(self._requests.items()):
+            self._drop(id)
+            open_request.stream.fail(EngineGoneError(reason))
+
+    # -- nodes (see `NodesOwner`) -------------------------------------------------------
+
+    def node_ready(self, node: ClusterNode, ready: Ready) -> None:
+        """A node's engine takes commands."""
+        if (problem := self._unlike(ready)) is not None:
+            self._nodes.refuse(node, problem)
+            return
+        node.problem, node.is_refused = None, False
+        node.tracker = NodeTracker(node.name, ready, profile_of(ready, self._home))
+        self._nodes.ask(node)  # its process may be another one
+        self._view(node)
+        self._join()
+        assert self._ready is not None
+        for listener in self._listeners:
+            listener.engine_ready(self._ready)
+        self._place()
+
+    def _unlike(self, ready: Ready) -> str | None:
+        """How an engine differs from the others in what answers depend on."""
+        if self._ready is None:
+            return None
+        for name in ("model", "dtype", "vocab_size", "block_tokens"):
+            if (its := getattr(ready, name)) != (ours := getattr(self._ready, name)):
+                return f"its {name} is {its}, and that of others {ours}: start it as those were"
+
+        return None
+
+    def node_gone(self, node: ClusterNode) -> None:
+        """A node's engine has died, or the node."""
+        lost, node.lost = node.lost, []
+        if node.tracker is None:
+            return
+        node.tracker = None
+        self._scheduler.remove(node.name)
+        self.jobs_lost, self.jobs_at_death = frozenset(self._jobs.lose(node)), node.link.jobs_at_death
+        self._join()
+        self._totals.restart(self._stats())
+        for listener in self._listeners:
+            listener.engine_gone()
+        if self._ready is not None:
+            for listener in self._listeners:
+                listener.engine_ready(self._ready)
+        for id in lost:
+            self._lost(id, node)
+        self._place()
+
+    def _lost(self, id: str, node: ClusterNode) -> None:
+        """A request was lost with its node."""
+        found = self._requests.get(id)
+        if found is None:
+            return
+        found.num_tries += 1
+        if found.num_tokens:
+            reason = f"the node {node.name} was lost after {found.num_tokens} tokens of this answer; ask again"
+        elif found.num_tries >= _MOST_TRIES:
+            reason = f"{found.num_tries} nodes were lost, one after the other, before this request had a token"
+        elif self._closing:
+            reason = "the server is shutting down"
+        else:
+            found.node = None
+            self._scheduler.submit(self._task(found.request))
+            return
+        del self._requests[id]
+        found.stream.fail(EngineGoneError(reason))
+
+    def _join(self) -> None:
+        readies = [node.link.ready for node in self._nodes.used() if node.link.ready is not None]
+        self._ready = joined_ready(readies) if readies else None
+
+    def _stats(self) -> dict[str, Any]:
+        return {
+            n.name: n.tracker.stats for n in self._nodes.used() if n.tracker is not None and n.tracker.stats is not None
+        }
+
+    def _look_at_idle(self) -> None:
+        """An engine without work tells nothing, while what it did of late becomes less."""
+        for node in self._nodes.used():
+            if not self._scheduler.num_tasks(node.name):
+                self._view(node)
+
+    def _view(self, node: ClusterNode) -> None:
+        assert node.tracker is not None
+        jobs = tuple(self._jobs.on(node))
+        self._scheduler.report(node.tracker.view(time.monotonic(), jobs=jobs, is_draining=node.is_draining))
+
+    # -- what nodes report ------------------------------------------------------------
+
+    def node_reported(self, node: ClusterNode, report: StepReport) -> None:
+        """What came of steps on one of them."""
+        if node.tracker is None:
+            return
+        node.tracker.take(report, time.monotonic())
+        report = replace(
+            report,
+            job_events=[each for each in report.job_events if self._jobs.is_on(each.job, node)],
+            checkpoints=[each for each in report.checkpoints if self._jobs.is_on(each.job, node)],
+        )
+        if report.stats is not None:
+            self._view(node)
+            self._join()
+            report = replace(report, stats=self._totals.of(self._stats()))
+        for each in report.checkpoints:
+            self._jobs.checkpointed(each.job, each.directory)
+        for listener in self._listeners:
+            listener.engine_reported(report)
+        has_begun = False
+        for chunk in report.chunks:
+            if (found := self._requests.get(chunk.request)) is not None:
+                if chunk.tokens and not found.num_tokens:
+                    self._scheduler.begin(chunk.request, time.monotonic())
+                    has_begun = True
+                found.num_tokens += len(chunk.tokens)
+                found.num_open -= chunk.finish_reason is not None
+                if not found.num_open:
+                    self._drop(chunk.request)
+        for event in report.job_events:
+            if event.kind in ("succeeded", "failed", "cancelled"):
+                self._jobs.forget(event.job)
+        if (has_begun or report.stats is not None) and self._scheduler.num_waiting:
+            self._place()
+
+    # -- requests -------------------------------------------------------------------
+
+    def open(
+        self,
+        requests: list[AddRequest],
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        shown_tokens: tuple[str, ...] = (),
+    ) -> RequestStream:
+        """See `EngineAccess`."""
+        self.require_ready()
+        stream = RequestStream(requests, tokenizer, shown_tokens)
+        for request in stream.for_engine():
+            self._requests[request.id] = _Request(request=request, stream=stream, num_open=request.params.n)
+            self._scheduler.submit(self._task(request))
+        self._place()
+        return stream
+
+    def close(self, stream: RequestStream) -> None:
+        """See `EngineAccess`."""
+        for request in stream.requests:
+            self._drop(request.id)
+
+    def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
+        """See `EngineAccess`."""
+        self._vocabulary = pieces, special
+
+    def _drop(self, id: str) -> None:
+        """It is over, or not wanted any more."""
+        found = self._requests.pop(id, None)
+        if found is None:
+            return
+        if not self._scheduler.withdraw(id):
+            self._scheduler.finish(id)
+        if found.node is not None and found.num_open:
+            found.node.link.cancel(id)
+
+    def _task(self, request: AddRequest) -> Task:
+        adapter = request.adapter
+        excluded = frozenset[str]()
+        if adapter is not None and adapter.directory is None:
+            excluded = self._others(adapter.name)
+        prefix: tuple[bytes, ...] = ()
+        if self._ready is not None and self._scheduler.placement.uses_prefixes:
+            prefix = prefix_keys(request, self._ready.block_tokens)
+        return task_of_request(request, prefix=prefix, excluded=excluded)
+
+    def _others(self, adapter: str) -> frozenset[str]:
+        """Nodes that do not have what only the job that makes it has, on its node."""
+        makers = self._jobs.makers(adapter)
+        return frozenset(node.name for node in self._nodes.all() if makers and node not in makers)
+
+    def _place(self) -> None:
+        """Send what has a node now; ask again soon for what has not."""
+        for task, placed in self._scheduler.place(time.monotonic()):
+            node = self._nodes.find(placed.node)
+            if (found := self._requests.get(task.id)) is not None:
+                self._send(found, node, task)
+            else:
+                self._jobs.placed(task.id, node)
+        if self._retry is not None:
+            self._retry.cancel()
+        waits = self._scheduler.num_waiting and not self._closing
+        self._retry = asyncio.get_running_loop().call_later(_WAIT_S, self._place) if waits else None
+
+    def _send(self, found: _Request, node: ClusterNode, task: Task) -> None:
+        found.node = node
+        if found.request.params.grammar is not None and self._vocabulary is not None:
+            node.link.use_vocabulary(*self._vocabulary)
+        if node.tracker is not None:
+            node.tracker.prefixes.use(task.prefix)
+            if found.request.adapter is not None:
+                node.tracker.adapters.add(found.request.adapter.name)
+        node.link.send(found.request, found.stream)
+
+    # -- adapters -------------------------------------------------------------------
+
+    async def load_adapter(self, adapter: AdapterRef) -> None:
+        """On every node, or, if one cannot read it, on none: AdapterError names that."""
+        self.require_ready()
+        nodes = self._nodes.used()
+        outcomes = await asyncio.gather(*(each.link.load_adapter(adapter) for each in nodes), return_exceptions=True)
+        failed = [(node, error) for node, error in zip(nodes, outcomes, strict=True) if error is not None]
+        wrong = [(node, error) for node, error in failed if not isinstance(error, EngineGoneError)]
+        if wrong:
+            await self.unload_adapter(adapter.name)
+            node, error = wrong[0]
+            if isinstance(error, AdapterError) and len(wrong) < len(nodes):
+                raise AdapterError(f"{error} (on the node {node.name}: every node must be able to read it)") from error
+            raise error
+        if len(failed) == len(nodes):
+            raise failed[0][1]
+
+    async def unload_adapter(self, name: str) -> None:
+        """On every node."""
+        self.require_ready()
+        nodes = self._nodes.used()
+        for node in nodes:
+            if node.tracker is not None:
+                node.tracker.adapters.discard(name)
+        outcomes = await asyncio.gather(*(each.link.unload_adapter(name) for each in nodes), return_exceptions=True)
+        for error in outcomes:
+            if error is not None and not isinstance(error, EngineGoneError):  # one that is gone does not have it
+                raise error
+
+    # -- jobs (see `JobEngine`) -------------------------------------------------------
+
+    async def start_job(self, job: JobStart) -> None:
+        """See `JobEngine`; one that must wait for a node has been taken, too."""
+        self.require_ready()
+        await self._jobs.start(job)
+
+    async def pause_job(self, job: str) -> None:
+        """See `JobEngine`."""
+        await self._jobs.pause(job)
+
+    async def resume_job(self, job: str) -> None:
+        """See `JobEngine`."""
+        await self._jobs.resume(job)
+
+    async def cancel_job(self, job: str) -> None:
+        """See `JobEngine`."""
+        await self._jobs.cancel(job)
+
+    def _job_failed(self, event: JobEvent) -> None:
+        for listener in self._listeners:
+            listener.engine_reported(StepReport(job_events=[event]))

@@ -1,0 +1,229 @@
+"""A node: one engine in a process of its own, kept running, for whichever front is attached.
+
+One front at a time: the newest session. A session begins with a fresh engine, so that nothing of what an earlier front
+asked, and nobody waits for any more, can be mistaken for what this one asks. Jobs lose no more by that than by the
+death of an engine: they resume from their checkpoints. What the node knows of a session is gone when its process dies;
+the front notices, and begins another.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from coserve.cluster.messages import CommandBatch, EngineLost, NodeReports, NodeSettings, NodeStatus
+from coserve.errors import CoserveError, EngineGoneError, ModelError
+from coserve.home import home_directory, make_private, share_measurements
+from coserve.server.home_lock import lock_home
+from coserve.version import VERSION
+from coserve.worker.launch import Launch, program
+from coserve.worker.protocol import AddRequest, Ping, Pong, Ready, decode_command, encode
+from coserve.worker.run_directory import clear_socket_directories
+from coserve.worker.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+
+# Reports of one step follow one another closely: they travel together.
+_GATHER_S = 0.005
+# A front that has not asked for this long is gone: its jobs train for nobody.
+_FRONT_SILENT_S = 60.0
+_WATCH_S = 5.0
+# Of one machine.
+_MOST_NODES = 256
+
+
+class Node:
+    """Belongs to one event loop. Implements `NodeCalls`, and owns a `Supervisor`."""
+
+    def __init__(self, settings: NodeSettings, *, launch: Launch | None = None) -> None:
+        """launch: starts engines (default: as a program)."""
+        self._lock = ExitStack()
+        home = self._lock.enter_context(_a_home())
+        self._supervisor = Supervisor(
+            settings.engine, self, launch or program(), home=home, timeout_s=settings.timeout_s
+        )
+        self._running: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._ready: Ready | None = None
+        self._failure: str | None = None
+        self._is_fresh = True  # nothing has been asked of the engine that lives now
+        self._session: str | None = None
+        self._num_sent = 0
+        self._heard_s = 0.0
+        self._outbox: dict[int, bytes] = {}
+        self._last = self._lost = 0  # numbers of the newest report, and of the newest death of an engine
+        self._news = asyncio.Event()
+
+    # -- life -----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin, if it has not begun; to be called on the event loop."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _run(self) -> None:
+        try:
+            await self._supervisor.run()
+        except ModelError as error:
+            self._failure = str(error)
+            _log.error("the engine cannot start: %s", error)
+        except Exception as error:
+            self._failure = f"the engine cannot be kept running: {error!r}"
+            _log.exception("the engine cannot be kept running")
+
+    async def _watch(self) -> None:
+        """Let go of a front that is gone."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if self._session is not None and time.monotonic() - self._heard_s > _FRONT_SILENT_S:
+                _log.warning("the front has not asked for %g s: what it wanted is dropped", _FRONT_SILENT_S)
+                await self.detach(self._session)
+
+    async def stop(self) -> None:
+        """End the engine; who still asks is told that the node is gone."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._begin(None)
+        self._supervisor.close()
+        await self._supervisor.end(0.0)
+        if self._running is not None:
+            self._running.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._running
+        self._lock.close()
+
+    # -- what a front asks ------------------------------------------------------------
+
+    async def describe(self) -> NodeStatus:
+        """See `NodeCalls`."""
+        self.start()
+        ready = self._ready
+        return NodeStatus(
+            version=VERSION,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state="failed" if self._failure is not None else "starting" if ready is None else "ready",
+            error=self._failure,
+            device=None if ready is None else ready.device,
+            model=None if ready is None else ready.model,
+            dtype=None if ready is None else ready.dtype,
+            num_restarts=self._supervisor.num_restarts,
+        )
+
+    async def attach(self, session: str) -> None:
+        """See `NodeCalls`."""
+        self.start()
+        self._begin(session)
+        if not self._is_fresh:
+            self._supervisor.kill()
+        elif self._ready is not None:
+            self._put(self._ready)
+
+    async def send(self, session: str, batch: CommandBatch) -> None:
+        """See `NodeCalls`."""
+        self._check(session)
+        if batch.number <= self._num_sent:
+            return
+        if batch.number != self._num_sent + 1:
+            raise EngineGoneError(f"commands {self._num_sent + 1} to {batch.number - 1} have not come: attach again")
+        self._num_sent = batch.number
+        if batch.seen < self._lost:
+            return
+        delay_s = time.monotonic() - batch.now_s
+        for each in batch.commands:
+            command = decode_command(each)
+            if isinstance(command, AddRequest):
+                command = replace(command, arrival_s=command.arrival_s + delay_s)
+            self._is_fresh &= isinstance(command, Ping)
+            self._supervisor.send(command)
+
+    async def reports(self, session: str, after: int, wait_s: float) -> NodeReports:
+        """See `NodeCalls`."""
+        self._check(session)
+        for number in [number for number in self._outbox if number <= after]:
+            del self._outbox[number]
+        if not self._outbox:
+            self._news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), wait_s)
+                await asyncio.sleep(_GATHER_S)
+            self._check(session)
+        return NodeReports(
+            reports=list(self._outbox.values()),
+            last=self._last,
+            now_s=time.monotonic(),
+            silent_s=self._supervisor.silent_s,
+        )
+
+    async def detach(self, session: str) -> None:
+        """See `NodeCalls`."""
+        self._check(session)
+        self._begin(None)
+        if not self._is_fresh:
+            self._supervisor.kill()
+
+    def _begin(self, session: str | None) -> None:
+        self._session, self._num_sent, self._heard_s = session, 0, time.monotonic()
+        self._outbox.clear()
+        self._last = self._lost = 0
+        self._news.set()  # who waits for reports of another session is told
+
+    def _check(self, session: str) -> None:
+        if session != self._session:
+            raise EngineGoneError("the node has begun anew, or another front is attached")
+        self._heard_s = time.monotonic()
+
+    # -- what the engine says (see `EngineOwner`) -----------------------------------------
+
+    def engine_said(self, report: Any) -> None:
+        """See `EngineOwner`."""
+        if isinstance(report, Ready):
+            self._ready, self._is_fresh = report, True
+        if not isinstance(report, Pong):
+            self._put(report)
+
+    def engine_lost(self, reason: str) -> None:
+        """See `EngineOwner`."""
+        self._is_fresh = True
+        if self._ready is not None:
+            self._ready = None
+            self._put(EngineLost(reason, self._supervisor.jobs_at_death))
+            self._lost = self._last
+
+    def _put(self, report: Any) -> None:
+        if self._session is None:
+            return
+        self._last += 1
+        self._outbox[self._last] = encode(report)
+        self._news.set()
+
+
+@contextmanager
+def _a_home() -> Iterator[Path]:
+    """A directory that no other node of this machine uses now, for what an engine leaves in its home. What is measured
+    of the machine is in the usual home, for all.
+    """
+    base = home_directory() / "nodes"
+    make_private(base)
+    with ExitStack() as lock:
+        for number in count():
+            directory = base / str(number)
+            with suppress(CoserveError):
+                lock.enter_context(lock_home(directory))
+                break
+            if number >= _MOST_NODES:
+                raise CoserveError(
+                    f"{base} has {number} homes of nodes, and none can be used: see that it can be written"
+                )
+        clear_socket_directories(directory)
+        share_measurements(directory)
+        yield directory

@@ -1,0 +1,179 @@
+"""The nodes of a cluster as its front knows them: found, asked how they are, attached, left."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Protocol
+
+from coserve.cluster.connection import NodeConnection
+from coserve.cluster.messages import NodeCalls, NodeStatus
+from coserve.cluster.tracker import NodeTracker
+from coserve.errors import CoserveError, EngineGoneError
+from coserve.version import VERSION
+from coserve.worker.link import EngineLink
+from coserve.worker.protocol import Ready, StepReport
+from coserve.worker.streams import RequestStream
+from coserve.worker.supervisor import EngineOwner
+
+_log = logging.getLogger(__name__)
+
+# What a node may take to say how it is.
+_DESCRIBE_S = 10.0
+
+# What their names begin with.
+NODE = "node-"
+
+# All nodes that there are, by name.
+FindNodes = Callable[[], Awaitable[Mapping[str, NodeCalls]]]
+
+
+def node_names(existing: Collection[str], num_devices: int) -> list[str]:
+    """Those that there are, and new ones as long as there are more devices than nodes.
+
+    There may be fewer devices: a machine that has died is counted for some seconds beside the one in its place, whose
+    device then gets a node of a new name, and the node of the old machine waits for another device. Which of them
+    those are that work is not for a front that comes later to assume from their numbers.
+    """
+    names = list(existing)
+    fresh = (f"{NODE}{number}" for number in count())
+    while len(names) < num_devices:
+        names.append(next(name for name in fresh if name not in existing))
+    return names
+
+
+@dataclass(kw_only=True, eq=False)
+class ClusterNode:
+    """One that was found. tracker: while its engine is used. problem: why it is not; is_refused: and will not be, as it
+    is. lost: requests of an engine that has died, until that is told.
+    """
+
+    name: str
+    calls: NodeCalls
+    link: EngineLink
+    connection: NodeConnection
+    running: "asyncio.Task[None] | None" = None
+    asking: "asyncio.Task[None] | None" = None
+    tracker: NodeTracker | None = None
+    status: NodeStatus | None = None
+    problem: str | None = None
+    is_refused: bool = False
+    is_draining: bool = False
+    lost: list[str] = field(default_factory=list)
+
+
+class NodesOwner(Protocol):
+    """Told how nodes are; must not block."""
+
+    def node_ready(self, node: ClusterNode, ready: Ready) -> None:
+        """Its engine takes commands: a fresh one."""
+
+    def node_gone(self, node: ClusterNode) -> None:
+        """Its engine has died, or the node."""
+
+    def node_reported(self, node: ClusterNode, report: StepReport) -> None:
+        """What came of steps there."""
+
+
+class Nodes:
+    """Belongs to one event loop."""
+
+    def __init__(self, find_nodes: FindNodes, owner: NodesOwner) -> None:
+        self._find_nodes, self._owner = find_nodes, owner
+        self._nodes: dict[str, ClusterNode] = {}
+
+    def all(self) -> list[ClusterNode]:
+        """Those that were found."""
+        return list(self._nodes.values())
+
+    def used(self) -> list[ClusterNode]:
+        """Those whose engines take requests and jobs."""
+        return [node for node in self._nodes.values() if node.tracker is not None]
+
+    def find(self, name: str) -> ClusterNode:
+        """The one of a name, which is there."""
+        return self._nodes[name]
+
+    async def look(self) -> None:
+        """Find nodes that have joined, leave those that are none any more, and ask those that are not used why."""
+        try:
+            found = await self._find_nodes()
+        except (CoserveError, TimeoutError) as error:
+            _log.warning("the nodes cannot be listed: %s", error)
+            return
+        for name, calls in found.items():
+            if name not in self._nodes:
+                self._add(name, calls)
+        for name in [name for name in self._nodes if name not in found]:
+            await self._leave(self._nodes.pop(name))
+        for node in self._nodes.values():
+            if node.tracker is None:
+                self.ask(node)
+
+    def ask(self, node: ClusterNode) -> None:
+        """Have its status be of now."""
+        if node.asking is None or node.asking.done():
+            node.asking = asyncio.create_task(self._ask(node))
+
+    def refuse(self, node: ClusterNode, problem: str) -> None:
+        """It is not to be used, as long as it is so."""
+        if node.problem != problem:
+            _log.error("the node %s is not used: %s", node.name, problem)
+        node.problem, node.is_refused = problem, True
+
+    async def close(self) -> None:
+        """Leave all: their engines forget what they were asked."""
+        await asyncio.gather(*map(self._leave, self._nodes.values()))
+
+    def _add(self, name: str, calls: NodeCalls) -> None:
+        connections: list[NodeConnection] = []
+
+        def connect(owner: EngineOwner) -> NodeConnection:
+            connections.append(NodeConnection(name, calls, owner))
+            return connections[0]
+
+        def lose(request: str, stream: RequestStream, error: EngineGoneError) -> None:
+            node.lost.append(request)
+
+        link = EngineLink(connect, on_lost=lose)
+        node = self._nodes[name] = ClusterNode(name=name, calls=calls, link=link, connection=connections[0])
+        link.listen(_NodeListener(self._owner, node))
+
+    async def _ask(self, node: ClusterNode) -> None:
+        """What a node is that is not used; attach to it if it can be."""
+        try:
+            status = await asyncio.wait_for(node.calls.describe(), _DESCRIBE_S)
+        except (CoserveError, TimeoutError) as error:
+            node.problem, node.is_refused = str(error) or "it does not answer", False
+            return
+        if node.status is not None and node.status.pid != status.pid:
+            node.is_draining = False  # it left, and has come back
+        node.status = status
+        if status.version != VERSION:
+            self.refuse(node, f"it runs coserve {status.version}, and this is {VERSION}: install the same everywhere")
+        elif status.error is not None:
+            self.refuse(node, status.error)
+        elif node.running is None:
+            node.problem, node.is_refused = None, False
+            node.running = asyncio.create_task(node.link.run())
+
+    async def _leave(self, node: ClusterNode) -> None:
+        node.connection.close()
+        await node.connection.end(0.0)
+        tasks = [task for task in (node.running, node.asking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _NodeListener:
+    """An `EngineListener`, of one node."""
+
+    def __init__(self, owner: NodesOwner, node: ClusterNode) -> None:
+        self.engine_ready = partial(owner.node_ready, node)
+        self.engine_gone = partial(owner.node_gone, node)
+        self.engine_reported = partial(owner.node_reported, node)

@@ -1,0 +1,383 @@
+"""The one place that touches Ray: nodes are its actors, the front is an application of Ray Serve.
+
+Ray keeps both alive: it starts an actor again wherever there is a free device (`DEVICE`, a resource of Ray's own), and
+a front where its files are. Ray Serve's interfaces are used as of the version that pyproject.toml pins.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.util import list_named_actors
+
+from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
+from coserve.cluster.messages import CommandBatch, NodeCalls, NodeReports, NodeSettings, NodeStatus
+from coserve.cluster.node_actor import NodeActor
+from coserve.cluster.nodes import NODE, node_names
+from coserve.errors import ClusterError, CoserveError, EngineGoneError
+from coserve.logs import configure_logs
+from coserve.server.config import ServerConfig
+
+_log = logging.getLogger(__name__)
+
+NAMESPACE = "coserve"
+APPLICATION, FRONT = "coserve", "front"
+# Ray's resource: as many of a machine as it has devices for nodes.
+DEVICE = "coserve_device"
+DEFAULT_PORT = 6379
+# How often Ray is asked for devices that have joined, and Ray Serve looks whether the front lives.
+_COUNT_S, _HEALTH_S = 2.0, 1.0
+_CONNECT_S, _START_S, _CALL_S = 3.0, 300.0, 10.0
+
+
+class RayNode:
+    """An actor, as the front sees it. Implements `NodeCalls`."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    async def describe(self) -> NodeStatus:
+        found: NodeStatus = await self._ask("describe")
+        return found
+
+    async def attach(self, session: str) -> None:
+        await self._ask("attach", session)
+
+    async def send(self, session: str, batch: CommandBatch) -> None:
+        await self._ask("send", session, batch)
+
+    async def reports(self, session: str, after: int, wait_s: float) -> NodeReports:
+        found: NodeReports = await self._ask("reports", session, after, wait_s)
+        return found
+
+    async def detach(self, session: str) -> None:
+        await self._ask("detach", session)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(self.actor, method).remote(*arguments)
+        except CoserveError as error:  # the actor's own
+            raise EngineGoneError(_first_line(error)) from None
+        except ActorUnavailableError:
+            raise EngineGoneError("its actor is being started again, or waits for a free device") from None
+        except RayError as error:
+            raise EngineGoneError(_first_line(error)) from None
+
+
+class RayNodes:
+    """An actor for each device of the cluster, made as devices join. One whose machine is gone waits for another."""
+
+    def __init__(self, settings: NodeSettings, *, uses_gpu: bool) -> None:
+        """uses_gpu: each needs one of Ray's GPUs, if there are any."""
+        self._settings, self._uses_gpu = msgspec.msgpack.encode(settings), uses_gpu
+        self._found: dict[str, NodeCalls] = {}
+        self._counted_s = float("-inf")
+
+    async def find(self) -> dict[str, NodeCalls]:
+        """By name; a `FindNodes`. ClusterError if Ray does not tell."""
+        if time.monotonic() - self._counted_s > _COUNT_S:
+            self._counted_s = time.monotonic()
+            try:
+                await asyncio.to_thread(self._make_missing)
+            except RayError as error:
+                raise ClusterError(f"Ray does not say which devices there are: {_first_line(error)}") from None
+        return dict(self._found)
+
+    def _make_missing(self) -> None:
+        resources = ray.cluster_resources()
+        num_gpus = 1 if self._uses_gpu and resources.get("GPU") else 0
+        for name in node_names(_names(), int(resources.get(DEVICE, 0))):
+            if name not in self._found:
+                made = ray.remote(NodeActor).options(
+                    name=name,
+                    namespace=NAMESPACE,
+                    lifetime="detached",
+                    get_if_exists=True,
+                    max_restarts=-1,
+                    num_cpus=0,
+                    num_gpus=num_gpus,
+                    resources={DEVICE: 1},
+                )
+                self._found[name] = RayNode(made.remote(self._settings))
+
+
+class FrontApplication:
+    """A `Front` as a deployment of Ray Serve."""
+
+    async def __init__(self, config: ServerConfig, placement: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        configure_logs(config.log_format, config.log_level)
+        nodes = RayNodes(node_settings(config), uses_gpu=config.device != "cpu")
+        self._front = Front(config, nodes.find, placement)
+        self._app = await self._front.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+    async def describe(self) -> dict[str, Any]:
+        """For those who ask without HTTP."""
+        return {"pid": os.getpid(), "nodes": self._front.link.describe(), "waiting": self._front.link.waiting}
+
+    async def drain(self, name: str) -> str | None:
+        """See `ClusterLink.drain`; what is wrong, if anything."""
+        try:
+            await self._front.link.drain(name)
+        except ClusterError as error:
+            return str(error)
+        return None
+
+    async def __del__(self) -> None:
+        await self._front.stop()
+
+
+# -- what commands do ---------------------------------------------------------------------
+
+
+@contextmanager
+def ray_machine(address: str | None, num_devices: int, *, host: str, port: int = DEFAULT_PORT) -> Iterator[str]:
+    """Have this machine be one of Ray's while the context lasts: the first of a new cluster, or one that joins. Returns
+    the cluster's address.
+
+    Raises:
+        ClusterError: there is no cluster at the address, or Ray cannot be started.
+    """
+    if address is not None:
+        check_address(address)
+        if not num_devices:
+            yield address
+            return
+        command = ["--address", address]
+    else:
+        # Ray's machines find one another by an address that each can reach.
+        own = "127.0.0.1" if host in ("127.0.0.1", "localhost", "::1") else ray.util.get_node_ip_address()
+        address = f"{own}:{port}"
+        command = ["--head", "--node-ip-address", own, "--port", str(port), "--include-dashboard=false"]
+    resources = msgspec.json.encode({DEVICE: num_devices}).decode()
+    program = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    process = subprocess.Popen(
+        [*program, *command, "--resources", resources], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _wait_for_ray(process, address)
+        yield address
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_START_S)
+        process.kill()
+
+
+def _wait_for_ray(process: "subprocess.Popen[str]", address: str) -> None:
+    until_s = time.monotonic() + _START_S
+    while time.monotonic() < until_s:
+        if process.poll() is not None:
+            assert process.stderr is not None
+            lines = [line for line in process.stderr.read().splitlines() if line.strip()]
+            raise ClusterError(f"Ray cannot be started here: {lines[-1] if lines else 'see its log'}")
+        with suppress(ClusterError):
+            check_address(address)
+            return
+        time.sleep(0.2)
+    raise ClusterError(f"Ray has not started within {_START_S:g} s")
+
+
+def check_address(address: str) -> None:
+    """ClusterError unless something listens there."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        raise ClusterError(f"--address must be HOST:PORT, as the first coserve cluster up prints it, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"there is no Ray cluster at {address}: {error.strerror or error}; start one with coserve cluster up "
+            "there, or leave out --address to start one here"
+        ) from None
+
+
+def connect(address: str) -> None:
+    """Have this process ask the cluster. ClusterError if it cannot be reached."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"the Ray cluster at {address} cannot be used: {_first_line(error)}") from None
+
+
+def disconnect() -> None:
+    """The inverse."""
+    ray.shutdown()
+
+
+def served_models() -> list[str]:
+    """What the nodes of the cluster serve; empty if there is no front yet."""
+    if APPLICATION not in _applications():
+        return []
+    found = [each.model for each in _ask_nodes() if each.model is not None]
+    return found or [""]
+
+
+def _applications() -> list[str]:
+    with suppress(Exception):  # Ray Serve raises whatever it meets where it does not run
+        return list(serve.status().applications)
+    return []
+
+
+def _ask_nodes() -> list[NodeStatus]:
+    """What nodes that answer say of themselves."""
+    asked = [actor.describe.remote() for actor in _actors()]
+    answered, _ = ray.wait(asked, timeout=_CALL_S, num_returns=len(asked)) if asked else ([], [])
+    found: list[NodeStatus] = []
+    for each in answered:
+        with suppress(RayError):
+            found.append(ray.get(each))
+    return found
+
+
+def _actors() -> list[Any]:
+    found = []
+    for name in _names():
+        with suppress(ValueError):  # it has just ended
+            found.append(ray.get_actor(name, NAMESPACE))
+    return found
+
+
+def _names() -> list[str]:
+    """Of nodes' actors, those that wait for a device among them."""
+    actors = list_named_actors(all_namespaces=True)
+    names = [each["name"] for each in actors if each["namespace"] == NAMESPACE]
+    return sorted(name for name in names if name.startswith(NODE))
+
+
+def this_machine() -> dict[str, float]:
+    """Ray's resource that binds a front to this machine, where its home is."""
+    return {f"node:{ray.util.get_node_ip_address()}": 0.001}
+
+
+def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float]) -> None:
+    """Have Ray Serve run the front. resources: of Ray's, that it needs. ClusterError if it cannot start."""
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options={
+            "host": config.host,
+            "port": config.port,
+            "keep_alive_timeout_s": int(config.timeout_keep_alive_s),
+        },
+    )
+    try:
+        serve.run(application(config, placement, resources), name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        reason = front_error() or _first_line(error)
+        with suppress(Exception):
+            serve.delete(APPLICATION)
+        raise ClusterError(f"the front cannot start: {reason}") from None
+
+
+def application(config: ServerConfig, placement: str, resources: dict[str, float]) -> Any:
+    """The front, for Ray Serve. resources: of Ray's, that it needs."""
+    front = serve.deployment(
+        serve.ingress()(FrontApplication),
+        name=FRONT,
+        num_replicas=1,
+        max_ongoing_requests=config.max_connections,
+        ray_actor_options={"num_cpus": 0, "resources": resources},
+        health_check_period_s=_HEALTH_S,
+        graceful_shutdown_timeout_s=config.drain_s,
+        max_constructor_retry_count=2,
+    )
+    return front.bind(config, placement)
+
+
+def serve_application(arguments: dict[str, Any]) -> Any:
+    """The front, for configuration files of Ray Serve's. arguments: fields of `ServerConfig`, and "placement"."""
+    given = dict(arguments)
+    placement = given.pop("placement", DEFAULT_PLACEMENT)
+    try:
+        config = ServerConfig(**given)
+    except (TypeError, ValueError) as error:
+        raise ClusterError(f"the arguments of the application {APPLICATION} cannot be used: {error}") from None
+    check_config(config)
+    return application(config, placement, {})
+
+
+def front_error() -> str | None:
+    """Why the front does not start, in one line."""
+    with suppress(Exception):
+        found = serve.status().applications[APPLICATION]
+        text = "\n".join([found.message, *(each.message for each in found.deployments.values())])
+        lines = [line.strip() for line in text.splitlines() if "Error: " in line]
+        return lines[-1].partition("Error: ")[2] if lines else None
+    return None
+
+
+def undeploy() -> None:
+    """End the front, and the nodes."""
+    with suppress(Exception):
+        serve.shutdown()
+    for actor in _actors():
+        with suppress(RayError):
+            ray.kill(actor)
+
+
+def status() -> dict[str, Any]:
+    """What the front says of its nodes. ClusterError if there is none that answers."""
+    if APPLICATION not in _applications():
+        raise ClusterError("the cluster has no front: start one with coserve cluster up")
+    try:
+        handle = serve.get_app_handle(APPLICATION)
+        found: dict[str, Any] = handle.describe.remote().result(timeout_s=_CALL_S)
+    except (RayError, TimeoutError, RuntimeError) as error:
+        raise ClusterError(f"the front does not answer: {_first_line(error)}") from None
+    return found
+
+
+def drain(name: str, limit_s: float) -> None:
+    """Have a node get nothing more, and its jobs continue on others. ClusterError if that cannot be."""
+    try:
+        wrong = serve.get_app_handle(APPLICATION).drain.remote(name).result(timeout_s=limit_s)
+    except (RayError, TimeoutError, RuntimeError) as error:
+        raise ClusterError(f"the node {name} has not drained: {_first_line(error)}") from None
+    if wrong is not None:
+        raise ClusterError(wrong)
+
+
+def drain_here(limit_s: float) -> None:
+    """Likewise, all nodes of this machine, which is about to leave."""
+    for node in status()["nodes"]:
+        if node["host"] == socket.gethostname() and node["state"] == "ready":
+            drain(node["name"], limit_s)
+
+
+def wait_for_nodes(is_ended: Callable[[], bool]) -> int | None:
+    """Until every device is a node that is ready, or it is ended (None); how many they are. ClusterError says what is
+    wrong with one that will not be.
+    """
+    until_s = time.monotonic() + _START_S
+    while not is_ended():
+        number, nodes = int(ray.cluster_resources().get(DEVICE, 0)), status()["nodes"]
+        ready = [each for each in nodes if each["state"] == "ready"]
+        if len(ready) >= number:
+            return len(ready)
+        if wrong := [f"the node {each['name']} cannot be used: {each['refused']}" for each in nodes if each["refused"]]:
+            raise ClusterError(wrong[0])
+        if time.monotonic() > until_s:
+            problems = [f"{each['name']}: {each['problem']}" for each in nodes if each["problem"]]
+            raise ClusterError("; ".join([f"{len(ready)} of {number} nodes are ready in {_START_S:g} s", *problems]))
+        time.sleep(0.5)
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip() if lines else type(error).__name__

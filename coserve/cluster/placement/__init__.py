@@ -1,0 +1,30 @@
+"""Placements: pure functions from a view of the cluster and a task to a node, one file each, found by its name."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from coserve.cluster.placement.base import Placement
+from coserve.discovery import variant_class, variant_names
+
+__all__ = ["Placement", "make_placement", "placement_class", "placement_names"]
+
+
+@cache
+def placement_names() -> tuple[str, ...]:
+    """All that there are: the files of this folder."""
+    return variant_names(__path__)
+
+
+@cache
+def placement_class(name: str) -> type[Placement]:
+    """The placement in the file of this name; ValueError lists those that there are."""
+    if name not in placement_names():
+        raise ValueError(f"placement {name!r} is not one of {', '.join(placement_names())}")
+    found: type[Placement] = variant_class(__name__, name, Placement)
+    return found
+
+
+def make_placement(name: str, settings: Mapping[str, Any] | None = None) -> Placement:
+    """The placement of a name, with settings by name; ValueError says what there is."""
+    return placement_class(name).from_settings(name, settings or {})

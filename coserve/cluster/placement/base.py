@@ -1,0 +1,43 @@
+"""What a placement is: a pure function from a view of the cluster and a task to a node, with settings of its own."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from typing import ClassVar
+
+from coserve.cluster.view import ClusterView, Decision, NodeView, Task, Waits
+from coserve.settings import HasSettings
+
+# Where no node can take a task, one may have come back, or joined, after this many seconds.
+_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement(HasSettings, ABC):
+    """A placement is a subclass in a file of its own in this folder, found by the file's name. Its fields are
+    `coserve.settings.setting`s.
+
+    `order` and `place` read no clock, do no I/O and keep nothing between calls: the same view and task give the same
+    decision. ValueError when created names a setting and its range.
+    """
+
+    kind: ClassVar[str] = "placement"
+    summary: ClassVar[str]  # one line, for help texts
+    uses_prefixes: ClassVar[bool] = False
+    """Whether it asks what is cached of a task's prefix: to know that, a front hashes every prompt."""
+
+    def order(self, view: ClusterView) -> Iterable[Task]:
+        """Waiting tasks in the order in which they are to be placed: as they came, unless a subclass says otherwise."""
+        return merge(view.requests, view.training, key=lambda task: task.arrival_s)
+
+    def place(self, view: ClusterView, task: Task) -> Decision:
+        """Which node gets a task now, if any. A node that drains, or that the task excludes, never does."""
+        nodes = [node for node in view.nodes if not node.is_draining and node.id not in task.excluded]
+        if not nodes:
+            return Waits(f"no node of {len(view.nodes)} can take it: they drain, or have failed it", _RETRY_S)
+        return self.choose(view, task, nodes)
+
+    @abstractmethod
+    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
+        """Of these nodes, of which there is at least one, all of which may take the task."""

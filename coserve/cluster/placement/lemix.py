@@ -1,0 +1,108 @@
+"""LeMix: the node with the best of idleness, length consistency and response time (arXiv 2507.21276, section IV).
+
+Execution planning (algorithm 1) says what a task would do to each node: the idleness that it adds, II, and its response
+time, R. The node's score is (IP + λ2·LC) / R^λ1, with the idleness profit IP = -min(II/S - (a - a₋₁), τ) and LC the
+normal density of the task's length among the lengths that the node has run. A training task waits while requests would
+miss their SLO for it (equation 4). A task waits for memory below κ of a node's, for T_max at most; then a node offloads
+caches for it (algorithm 2). Few nodes are used where few suffice: an idle node has idle time to lose, and a used one
+has lengths to match (section IV-C, figure 9).
+
+Where this differs from the page:
+
+- Equation 1 has max in place of min. Then what an idle node loses by a task has no bound, so that the longer it has
+  been idle the less it gets; and a larger τ would spread tasks out, where section VI-G says that it consolidates.
+- Equation 3 has λ1·R, which scales the scores of all nodes alike and so decides nothing; as an exponent λ1 does what
+  section VI-G says of it.
+- Where the numerator is below 0 it is multiplied by R^λ1, so that a longer response stays the worse one.
+- Where no request waits but some came of late, one that comes now, as long as tasks here are in the mean, stands for
+  the next (equation 4).
+- The page says nothing on nodes that have run nothing: their LC is that of a deviation as large as the length.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import exp, pi, sqrt
+from typing import ClassVar
+
+from coserve.cluster.placement.base import Placement
+from coserve.cluster.planning import Path, plan_path
+from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
+from coserve.settings import setting
+
+# Memory and deferred training are looked at again after this long, if nothing ends before (Δt of algorithm 2).
+_CHECK_S = 0.02
+# Of the mean length, the least deviation: a node that has run one length alone would have a density without bound.
+_LEAST_DEVIATION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lemix(Placement):
+    """See the module."""
+
+    summary: ClassVar[str] = "least added idleness, lengths that fit and soonest response, as in LeMix"
+
+    response_weight: float = setting(1.0, "λ1: how much the response time counts.")
+    length_weight: float = setting(100.0, "λ2: how much the consistency of lengths counts.")
+    idleness_bound_s: float = setting(0.1, "τ: more added idleness than this counts no more.")
+    slo_times: float = setting(5.0, "τ_R: the SLO of requests that bring none, in forward passes of theirs.", least=1)
+    max_defer_s: float = setting(60.0, "A training task that has waited this long is placed whatever it delays.")
+
+    def order(self, view: ClusterView) -> Iterable[Task]:
+        """Requests before training (queue-level priorities): what a training task delays is known when it is placed."""
+        return chain(view.requests, view.training)
+
+    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
+        waited_s = view.now_s - task.arrival_s
+        fitting = [node for node in nodes if node.has_memory(task)]
+        if not fitting and waited_s < min([node.profile.longest_wait_s for node in nodes]):
+            return Waits("no node has memory for it", _CHECK_S)
+        planned = [(node, self.plan(view, task, node)) for node in fitting or nodes]
+        node, path = max(planned, key=lambda pair: self.score(view, task, pair[0], pair[1]))
+        if task.trains and waited_s < self.max_defer_s and self.delays(view, task, path, node, nodes):
+            return Waits("requests would miss their SLO", _CHECK_S)
+        return Placed(node.id, path.task, offloads=not fitting)
+
+    def plan(self, view: ClusterView, task: Task, node: NodeView) -> Path:
+        """A task's path on a node."""
+        return plan_path(node, task, view.now_s)
+
+    def score(self, view: ClusterView, task: Task, node: NodeView, path: Path) -> float:
+        """Equation 3, in this module's form."""
+        since_s = 0.0 if view.last_arrival_s is None else task.arrival_s - view.last_arrival_s
+        profit = -min(path.idleness_s / node.num_stages - since_s, self.idleness_bound_s)
+        value = profit + self.length_weight * length_consistency(node, task.num_tokens)
+        weighed: float = max(path.response_s, 1e-9) ** self.response_weight
+        return value / weighed if value > 0 else value * weighed
+
+    def delays(self, view: ClusterView, task: Task, path: Path, chosen: NodeView, nodes: Sequence[NodeView]) -> bool:
+        """Whether the next request would miss its SLO on every node if the task were placed (equation 4)."""
+        if not view.request_rate:
+            return False
+        for node in nodes:
+            following = next(iter(view.requests), None) or typical_request(node, task, view.now_s)
+            after = (path.task,) if node is chosen else ()
+            found = plan_path(node, following, view.now_s, after=after)
+            alone_s = node.num_stages * node.profile.forward.seconds(following.num_tokens)
+            if found.response_s <= (following.ttft_s or self.slo_times * alone_s):
+                return False
+        return True
+
+
+def length_consistency(node: NodeView, length: int) -> float:
+    """LC: the density, per token, of a length among those that a node has run (equation 2)."""
+    lengths = node.lengths
+    if not lengths.count:
+        return 1 / (sqrt(2 * pi) * max(1, length))
+    deviation = max(lengths.deviation, _LEAST_DEVIATION * lengths.mean, 1.0)
+    return exp(-(((length - lengths.mean) / deviation) ** 2) / 2) / (sqrt(2 * pi) * deviation)
+
+
+def typical_length(node: NodeView, task: Task) -> int:
+    """The mean length of tasks on a node; of this one, if there were none."""
+    return max(1, round(node.lengths.mean)) if node.lengths.count else task.num_tokens
+
+
+def typical_request(node: NodeView, task: Task, now_s: float) -> Task:
+    """A request that comes now, as long as tasks here are in the mean."""
+    return Task(id="", kind="request", arrival_s=now_s, num_tokens=typical_length(node, task))

@@ -1,0 +1,18 @@
+"""Each task goes to the node that has been busy least of late: LeMix's baseline Mix-LUF (section VI-A)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from coserve.cluster.placement.base import Placement
+from coserve.cluster.view import ClusterView, NodeView, Placed, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowestUtilisation(Placement):
+    """See the module. Of nodes that were busy alike, the one with the fewest tasks."""
+
+    summary: ClassVar[str] = "the node that has been busy least of late"
+
+    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Placed:
+        return Placed(min(nodes, key=lambda node: (node.utilisation, node.num_tasks)).id)

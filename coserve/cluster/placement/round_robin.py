@@ -1,0 +1,18 @@
+"""Each task goes to the next node, whatever it is: LeMix's baseline Mix-RR, or NaiveMix (sections III and VI-A)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from coserve.cluster.placement.base import Placement
+from coserve.cluster.view import ClusterView, NodeView, Placed, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRobin(Placement):
+    """See the module."""
+
+    summary: ClassVar[str] = "one node after the other, requests and training alike"
+
+    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Placed:
+        return Placed(nodes[(view.num_requests_placed + view.num_training_placed) % len(nodes)].id)

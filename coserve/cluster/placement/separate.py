@@ -1,0 +1,44 @@
+"""Nodes for requests and nodes for training, for good: LeMix's baseline Separate (section VI-A)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+from typing import ClassVar
+
+from coserve.cluster.placement.base import Placement
+from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
+from coserve.settings import setting
+
+_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Separate(Placement):
+    """See the module. The last ⌊N·α + 0.5⌋ of N nodes train, one at least and all but one at most; on each side, one
+    node after the other.
+    """
+
+    summary: ClassVar[str] = "a fixed share of the nodes for training, the others for requests"
+
+    training_share: float = setting(0.5, "α: of the nodes, those that train.", most=1.0)
+
+    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
+        num_training = self.num_training(view)
+        # Of all nodes, so that one that drains changes nobody's side.
+        train = {node.id for node in view.nodes[len(view.nodes) - num_training :]}
+        side = [node for node in nodes if (node.id in train) == task.trains or len(view.nodes) == 1]
+        if not side and task.excluded.issuperset({node.id for node in view.nodes} - train):
+            side = list(nodes)  # an adapter that only its job has, on a node that trains
+        if not side:
+            return Waits(f"no node of those for {'training' if task.trains else 'requests'} can take it", _RETRY_S)
+        turn = view.num_training_placed if task.trains else view.num_requests_placed
+        return Placed(side[turn % len(side)].id)
+
+    def num_training(self, view: ClusterView) -> int:
+        """How many nodes train."""
+        return split(len(view.nodes), self.training_share)
+
+
+def split(num_nodes: int, training_share: float) -> int:
+    """Of these nodes, how many train."""
+    return max(1, min(num_nodes - 1, floor(num_nodes * training_share + 0.5)))

@@ -1,0 +1,134 @@
+"""Ours: the node that answers soonest with what it has cached, and training only where requests leave time for it.
+
+What is beyond LeMix:
+
+- A prompt takes less on a node that has its prefix or its adapter; what it would take is in the response time, so that
+  an idle node without them wins where the others have queues.
+- The engine of a node knows its requests' slack, the share of its time that their SLOs leave over. A node with little
+  of it gets requests later, and training last.
+- Tasks are bound late: a node gets a task when it is about to need one, so that none waits on one node while another is
+  idle. Until then they are in one queue: first requests that can still be in time, by their deadlines; then training;
+  then requests that are late whatever is done, which nobody gains from hurrying (as within a device,
+  `scheduling.deadlines`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar
+
+from coserve.cluster.placement.base import Placement
+from coserve.cluster.placement.lemix import typical_length, typical_request
+from coserve.cluster.planning import Path, plan_path
+from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
+from coserve.settings import setting
+
+_CHECK_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlackAffinity(Placement):
+    """See the module."""
+
+    summary: ClassVar[str] = "soonest answer with cached prefixes and adapters, training in what SLOs leave over"
+    uses_prefixes: ClassVar[bool] = True
+
+    adapter_load_s: float = setting(0.5, "What it takes until an adapter that a node has not is there.")
+    slack_weight: float = setting(0.5, "By how many times a response counts as longer where a node has no slack.")
+    backlog: float = setting(
+        0.5, "A request waits for a node that would begin it within this many mean forward passes."
+    )
+    most_waiting: int = setting(
+        1, "Tasks that may wait on a node to begin; others wait in the cluster's queue.", least=1
+    )
+    slo_times: float = setting(5.0, "The SLO of requests that bring none, in forward passes of theirs.", least=1)
+    reserve: float = setting(0.2, "Of a request's SLO, what training must leave.", most=1.0)
+    max_defer_s: float = setting(60.0, "What has waited this long is placed before all else.")
+
+    def order(self, view: ClusterView) -> Iterable[Task]:
+        """Aged tasks, requests that can be in time by their deadlines, training, late requests."""
+        if all(node.num_waiting >= self.most_waiting for node in view.nodes):
+            return ()
+        aged_s = view.now_s - self.max_defer_s
+        aged = [task for task in (*view.requests, *view.training[:1]) if task.arrival_s <= aged_s]
+        kinds = list({(node.num_stages, node.profile.forward): None for node in view.nodes})
+        timely, late = [], []
+        for task in view.requests:
+            alone_s = min([n * forward.seconds(task.num_tokens, task.batch_size) for n, forward in kinds], default=0.0)
+            due_s = task.arrival_s + (task.ttft_s or self.slo_times * alone_s)
+            if task.arrival_s > aged_s and view.now_s + alone_s <= due_s:
+                timely.append((due_s, task))
+            elif task.arrival_s > aged_s:
+                late.append(task)
+        timely.sort(key=lambda pair: pair[0])
+        rest = view.training[1:] if view.training and view.training[0] in aged else view.training
+        return chain(aged, [task for _, task in timely], rest, late)
+
+    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
+        if all(node.num_waiting >= self.most_waiting for node in nodes):
+            return Waits("tasks wait on every node", _CHECK_S)
+        waited_s = view.now_s - task.arrival_s
+        fitting = [node for node in nodes if node.has_memory(task)]
+        if not fitting and waited_s < min([node.profile.longest_wait_s for node in nodes]):
+            return Waits("no node has memory for it", _CHECK_S)
+        free = [node for node in fitting or nodes if node.num_waiting < self.most_waiting]
+        if task.trains:
+            free = [node for node in free if node.slack > 0]
+        if not free:
+            return Waits("tasks wait on every node, or requests need all of it", _CHECK_S)
+        planned = [(node, self._plan(view, task, node)) for node in free]
+        if task.trains and view.request_rate and waited_s < self.max_defer_s and not nodes[0].profile.training_yields:
+            planned = self._harmless(view, task, planned, nodes)
+            if not planned:
+                return Waits("requests would miss their SLO", _CHECK_S)
+        node, path = min(planned, key=lambda pair: self._cost(task, pair[0], pair[1]))
+        if not task.trains and self._queue_s(view, task, node, path) > self.backlog * self._mean_s(task, node):
+            return Waits("every node has enough to do", _CHECK_S)
+        return Placed(node.id, path.task, offloads=not fitting)
+
+    def _plan(self, view: ClusterView, task: Task, node: NodeView) -> Path:
+        return plan_path(node, task, view.now_s, num_cached=node.num_cached_tokens(task))
+
+    def _cost(self, task: Task, node: NodeView, path: Path) -> float:
+        """Seconds to the response, longer where there is little slack and where the adapter is not."""
+        seconds = path.response_s
+        if task.adapter is not None and task.adapter not in node.adapters:
+            seconds += self.adapter_load_s
+        return seconds * (1 + self.slack_weight * (1 - node.slack))
+
+    def _mean_s(self, task: Task, node: NodeView) -> float:
+        """What the mean request takes on a node, in all stages."""
+        return node.num_stages * node.profile.forward.seconds(typical_length(node, task))
+
+    def _queue_s(self, view: ClusterView, task: Task, node: NodeView, path: Path) -> float:
+        """For how long a request would wait within a node, in all stages."""
+        num_tokens = task.num_tokens - node.num_cached_tokens(task)
+        alone_s = node.num_stages * node.profile.forward.seconds(num_tokens, task.batch_size)
+        return path.task.forward_end_s[-1] - view.now_s - alone_s
+
+    def _harmless(
+        self, view: ClusterView, task: Task, planned: Sequence[tuple[NodeView, Path]], nodes: Sequence[NodeView]
+    ) -> list[tuple[NodeView, Path]]:
+        """Where a training task may go: it begins soon, and as many nodes as the requests need still answer the
+        next one in time. Of these nodes, the one with most slack, and then the busiest, so that others stay free.
+        """
+        stage_s = self._mean_s(task, nodes[0]) / nodes[0].num_stages
+        num_needed = max(1.0, view.request_rate * stage_s)
+        latest_s = view.now_s + self.backlog * stage_s
+        soon = [pair for pair in planned if pair[1].task.forward_start_s[0] <= latest_s]
+        if not soon:
+            return []
+        open_nodes = {node.id for node in nodes if self._is_open(view, task, node)}
+        for node, path in sorted(soon, key=lambda pair: (-pair[0].slack, -pair[1].response_s)):
+            num_open = len(open_nodes - {node.id})
+            if num_open >= num_needed or num_open + self._is_open(view, task, node, path) >= num_needed:
+                return [(node, path)]
+        return []
+
+    def _is_open(self, view: ClusterView, task: Task, node: NodeView, path: Path | None = None) -> bool:
+        """Whether the next request would be answered in time on a node, after a task if one is given."""
+        following = typical_request(node, task, view.now_s)
+        alone_s = self._mean_s(task, node)
+        after = () if path is None else (path.task,)
+        response_s = plan_path(node, following, view.now_s, after=after).response_s
+        return node.slack > 0 and response_s <= (1 - self.reserve) * self.slo_times * alone_s

@@ -1,0 +1,99 @@
+"""Execution planning: when a task would run on a node, and what idleness that makes (LeMix section IV-B, algorithm 1).
+
+A stage runs one pass at a time. Forward passes keep the order of placement; a forward pass that would not end before
+the backward pass of an earlier training task begins waits until that has ended (a far dependency).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from coserve.cluster.view import NodeView, PlannedTask, Task
+
+
+class Path(NamedTuple):
+    """Of a task on a node. idleness_s: II, by how much the node's stages stand idle more, summed over the stages.
+    response_s: R, from the task's arrival to the end of its forward pass.
+    """
+
+    task: PlannedTask
+    idleness_s: float
+    response_s: float
+
+
+def plan_path(
+    node: NodeView, task: Task, now_s: float, *, num_cached: int = 0, after: Sequence[PlannedTask] = ()
+) -> Path:
+    """A task's path on a node if it is placed there now. O(stages × training tasks under way).
+
+    Args:
+        num_cached: tokens of its prompt that need not be computed.
+        after: planned tasks that would be placed there before it.
+    """
+    profile, last = node.profile, after[-1] if after else node.last
+    if profile.training_yields and task.trains:
+        return _beside(node, task, now_s)
+    length = task.num_tokens - num_cached
+    forward_s = profile.forward.seconds(length, task.batch_size)
+    training = [] if profile.training_yields else [path for path in (*node.queue, *after) if path.backward_end_s]
+    starts_s, ends_s = [], []
+    idleness_s, end_s = 0.0, max(now_s, task.arrival_s)
+    for stage in range(node.num_stages):
+        # A node that has run nothing makes no earlier time unusable.
+        previous_s = last.forward_end_s[stage] if last is not None else end_s
+        start_s = max(end_s, previous_s)
+        end_s = start_s + forward_s
+        offset_s = 0.0
+        for path in training:
+            backward_start_s, backward_end_s = path.backward_start_s[stage], path.backward_end_s[stage]
+            if end_s <= backward_start_s or backward_end_s <= previous_s:
+                continue
+            start_s = max(start_s, backward_end_s)
+            end_s = start_s + forward_s
+            if previous_s <= backward_start_s:
+                offset_s += backward_end_s - backward_start_s
+        idleness_s += max(0.0, start_s - previous_s - offset_s)
+        starts_s.append(start_s)
+        ends_s.append(end_s)
+    backward = _backward(node, task, ends_s[-1], training) if task.trains else ((), ())
+    planned = PlannedTask(
+        task=task.id,
+        kind=task.kind,
+        arrival_s=task.arrival_s,
+        forward_start_s=tuple(starts_s),
+        forward_end_s=tuple(ends_s),
+        backward_start_s=backward[0],
+        backward_end_s=backward[1],
+    )
+    return Path(planned, idleness_s, end_s - task.arrival_s)
+
+
+def _beside(node: NodeView, task: Task, now_s: float) -> Path:
+    """Of training that requests do not notice: it begins at once, and takes longer the less slack there is."""
+    profile, at = node.profile, (now_s,) * node.num_stages
+    passes = (profile.forward, profile.backward)
+    alone_s = node.num_stages * sum(one.seconds(task.num_tokens, task.batch_size) for one in passes)
+    end_s = now_s + alone_s * (1 + len(node.jobs)) / max(node.slack, 0.01)
+    planned = PlannedTask(
+        task=task.id,
+        kind=task.kind,
+        arrival_s=task.arrival_s,
+        forward_start_s=at,
+        forward_end_s=at,
+        backward_start_s=at,
+        backward_end_s=(end_s,) * node.num_stages,
+    )
+    return Path(planned, 0.0, end_s - task.arrival_s)
+
+
+def _backward(
+    node: NodeView, task: Task, forward_end_s: float, training: Sequence[PlannedTask]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Starts and ends of a backward pass by stage, which runs through the stages in reverse, after earlier ones."""
+    backward_s = node.profile.backward.seconds(task.num_tokens, task.batch_size)
+    starts_s, ends_s, at_s = [], [], forward_end_s
+    for stage in reversed(range(node.num_stages)):
+        start_s = max([at_s, *[path.backward_end_s[stage] for path in training]])
+        at_s = start_s + backward_s
+        starts_s.append(start_s)
+        ends_s.append(at_s)
+    return tuple(reversed(starts_s)), tuple(reversed(ends_s))

@@ -1,0 +1,22 @@
+"""GET /v1/cluster: the nodes, what each does, and who waits. For operators."""
+
+from typing import cast
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from coserve.cluster.link import ClusterLink
+from coserve.server.context import Context, IsOperator
+from coserve.server.errors import ApiError
+from coserve.server.responses import json_response
+
+router = APIRouter()
+
+
+@router.get("/v1/cluster")
+async def cluster(context: Context, is_operator: IsOperator) -> Response:
+    """Of all tenants, and so for operators alone."""
+    if not is_operator:
+        raise ApiError("Only operators may see the cluster: ask with the key of one.", status=403)
+    link = cast(ClusterLink, context.link)
+    return json_response({"model": context.model_name, "nodes": link.describe(), "waiting": link.waiting})

@@ -1,0 +1,223 @@
+"""The cluster's queue: tasks that have no node yet, what is known of the nodes, and which task goes to which node.
+
+It keeps books and asks the placement, which is pure; it reads no clock, sends nothing and knows no Ray, so that real
+nodes and modelled ones in virtual time are scheduled by the same code. Of LeMix's three levels (section V-C) this is
+the second: a load balancer may stand before several clusters, and each node's engine decides on its own steps.
+
+Per decision, O(nodes) and what the placement takes.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import get_args
+
+from msgspec.structs import replace
+
+from coserve.cluster.placement.base import Placement
+from coserve.cluster.view import ClusterView, Lengths, NodeView, Placed, PlannedTask, Task, TaskKind, Waits
+
+# Requests of this many seconds make the rate.
+_RATE_S = 2.0
+_NUM_KINDS = len(get_args(TaskKind))
+
+
+class _Node:
+    """A node's last report, and what was placed on it since and before."""
+
+    def __init__(self, report: NodeView) -> None:
+        self.report = report
+        self.tasks: dict[str, PlannedTask | None] = {}
+        self.last: PlannedTask | None = None
+        self.lengths = Lengths()
+        self._view: NodeView | None = None
+
+    def view(self) -> NodeView:
+        if self._view is None:
+            queue = tuple([path for path in self.tasks.values() if path is not None])
+            self._view = replace(
+                self.report, lengths=self.lengths, num_tasks=len(self.tasks), queue=queue, last=self.last
+            )
+        return self._view
+
+    def use(self, report: NodeView) -> None:
+        self.report, self._view = report, None
+
+    def place(self, task: Task, path: PlannedTask | None) -> None:
+        """Until the next report, as if the task had its pages already, its prefix and its adapter."""
+        report = self.report
+        free = max(0, report.num_free_pages - report.num_pages_of(task))
+        self.report = replace(report, num_free_pages=free, num_waiting=report.num_waiting + 1)
+        if task.adapter is not None and task.adapter not in report.adapters:
+            self.report = replace(self.report, adapters=report.adapters | {task.adapter})
+        if task.prefix:
+            self.report = replace(self.report, prefixes=report.prefixes.union(task.prefix))
+        self.tasks[task.id] = path
+        self.last = path or self.last
+        self.lengths = self.lengths.add(task.num_tokens)
+        self._view = None
+
+    def calibrate(self, path: PlannedTask) -> None:
+        if path.task in self.tasks:
+            self.tasks[path.task] = path
+            self._view = None
+        if self.last is not None and self.last.task == path.task:
+            self.last = path
+            self._view = None
+
+    def begin(self, task: str, now_s: float) -> None:
+        """Until the next report, as if the node had told."""
+        report, self._view = self.report, None
+        self.report = replace(report, num_waiting=max(0, report.num_waiting - 1), num_running=report.num_running + 1)
+        if (path := self.tasks.get(task)) is not None:
+            self.calibrate(_ended_forward(path, now_s))
+
+    def finish(self, task: str) -> None:
+        self._view = None
+        self.tasks.pop(task, None)
+
+
+def _ended_forward(path: PlannedTask, now_s: float) -> PlannedTask:
+    """A path whose forward pass has ended now, as late or as early in every stage."""
+    late_s = now_s - path.forward_end_s[-1]
+    return replace(
+        path,
+        forward_start_s=tuple([start_s + late_s for start_s in path.forward_start_s]),
+        forward_end_s=tuple([end_s + late_s for end_s in path.forward_end_s]),
+    )
+
+
+class ClusterScheduler:
+    """See the module.
+
+    Tasks are submitted once; `place` says where they go, and the caller tells of their ends. Nodes report as
+    often as they like. A node that is gone is removed, which returns what it had, for the caller to submit again.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self._nodes: dict[str, _Node] = {}
+        self._ranks: dict[str, int] = {}  # of nodes that there ever were: one that comes back has its place again
+        self._waiting: dict[TaskKind, dict[str, Task]] = {kind: {} for kind in get_args(TaskKind)}
+        self._queues: dict[TaskKind, tuple[Task, ...] | None] = dict.fromkeys(self._waiting, ())  # None: they changed
+        self._came_after_s: dict[str, float | None] = {}
+        self._last_arrival_s: float | None = None
+        self._arrivals_s: deque[float] = deque()
+        self._num_placed = {"request": 0, "training": 0}
+        self._node_of: dict[str, str] = {}
+
+    # -- questions ----------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Tasks that have no node yet."""
+        return sum(map(len, self._waiting.values()))
+
+    def node_of(self, task: str) -> str | None:
+        """Where a task was placed; None: nowhere yet, or it has ended."""
+        return self._node_of.get(task)
+
+    def view(self, now_s: float, task: str = "") -> ClusterView:
+        """The cluster as a placement sees it when this task is to be placed."""
+        while self._arrivals_s and self._arrivals_s[0] < now_s - _RATE_S:
+            self._arrivals_s.popleft()
+        return ClusterView(
+            now_s=now_s,
+            nodes=tuple([node.view() for node in self._nodes.values()]),
+            requests=self._queue("request"),
+            training=self._queue("training"),
+            num_requests_placed=self._num_placed["request"],
+            num_training_placed=self._num_placed["training"],
+            last_arrival_s=self._came_after_s.get(task),
+            request_rate=len(self._arrivals_s) / _RATE_S,
+        )
+
+    # -- nodes --------------------------------------------------------------------------
+
+    def report(self, node: NodeView) -> None:
+        """What a node says of itself, the first time or again."""
+        if (known := self._nodes.get(node.id)) is None:
+            self._ranks.setdefault(node.id, len(self._ranks))
+            nodes = self._nodes | {node.id: _Node(node)}
+            self._nodes = {id: nodes[id] for id in sorted(nodes, key=self._ranks.__getitem__)}
+        else:
+            known.use(node)
+
+    def remove(self, node: str) -> tuple[str, ...]:
+        """A node is gone. Returns the ids of the tasks that it had; no error if it was not there."""
+        gone = self._nodes.pop(node, None)
+        tasks = tuple(gone.tasks) if gone is not None else ()
+        for task in tasks:
+            self._node_of.pop(task, None)
+        return tasks
+
+    # -- tasks --------------------------------------------------------------------------
+
+    def submit(self, task: Task) -> None:
+        """Queue a task; `place` decides."""
+        assert task.id not in self._waiting[task.kind], f"{task.id} waits already"
+        self._came_after_s[task.id], self._last_arrival_s = self._last_arrival_s, task.arrival_s
+        self._waiting[task.kind][task.id], self._queues[task.kind] = task, None
+        if not task.trains:
+            self._arrivals_s.append(task.arrival_s)
+
+    def withdraw(self, task: str) -> bool:
+        """A task that waits is not wanted any more; returns whether it waited."""
+        self._came_after_s.pop(task, None)
+        for kind, waiting in self._waiting.items():
+            if waiting.pop(task, None) is not None:
+                self._queues[kind] = None
+                return True
+        return False
+
+    def place(self, now_s: float) -> Iterator[tuple[Task, Placed]]:
+        """Place what can be placed now, one task after the other.
+
+        Of each kind of task, those after one that waits wait too, but for one that excludes nodes, which holds up none.
+        """
+        stopped = set[str]()
+        for task in self.placement.order(self.view(now_s)):
+            if len(stopped) == _NUM_KINDS:
+                return
+            if task.kind in stopped:
+                continue
+            decision = self.placement.place(self.view(now_s, task.id), task)
+            if isinstance(decision, Waits):
+                if not task.excluded:
+                    stopped.add(task.kind)
+                continue
+            self._place(task, decision)
+            yield task, decision
+
+    def calibrate(self, path: PlannedTask) -> None:
+        """What a task really took in place of what was planned (LeMix algorithm 2, lines 14 and 17)."""
+        if (node := self._node_of.get(path.task)) is not None:
+            self._nodes[node].calibrate(path)
+
+    def begin(self, task: str, now_s: float) -> None:
+        """A request has its first token: it does not wait any more, and its forward pass took until now."""
+        if (node := self._node_of.get(task)) is not None:
+            self._nodes[node].begin(task, now_s)
+
+    def num_tasks(self, node: str) -> int:
+        """That were placed on a node and have not ended."""
+        return len(self._nodes[node].tasks)
+
+    def finish(self, task: str) -> None:
+        """A task that was placed has ended, well or not; no error if it is not known."""
+        if (node := self._node_of.pop(task, None)) is not None:
+            self._nodes[node].finish(task)
+
+    def _queue(self, kind: TaskKind) -> tuple[Task, ...]:
+        """Tasks of a kind that wait; made anew only where they have changed."""
+        queue = self._queues[kind]
+        if queue is None:
+            queue = self._queues[kind] = tuple(self._waiting[kind].values())
+        return queue
+
+    def _place(self, task: Task, decision: Placed) -> None:
+        del self._waiting[task.kind][task.id]
+        self._queues[task.kind] = None
+        self._came_after_s.pop(task.id, None)
+        self._num_placed[task.kind] += 1
+        self._node_of[task.id] = decision.node
+        self._nodes[decision.node].place(task, decision.path)

@@ -1,0 +1,40 @@
+"""What is placed on nodes, made of what the engine is asked."""
+
+import time
+
+from coserve.cluster.view import Task
+from coserve.jobs.messages import JobStart
+from coserve.worker.protocol import AddRequest
+
+
+def task_of_request(request: AddRequest, *, prefix: tuple[bytes, ...], excluded: frozenset[str]) -> Task:
+    """prefix: see `coserve.cluster.prefixes`. excluded: nodes where it cannot go."""
+    adapter, slo = request.adapter, request.slo
+    return Task(
+        id=request.id,
+        kind="request",
+        arrival_s=request.arrival_s,
+        num_tokens=len(request.prompt),
+        batch_size=request.params.n,
+        num_output_tokens=request.params.max_tokens,
+        adapter=None if adapter is None else adapter.name,
+        prefix=prefix,
+        ttft_s=None if slo is None else slo.ttft_s,
+        tpot_s=None if slo is None else slo.tpot_s,
+        tenant=request.tenant,
+        excluded=excluded,
+    )
+
+
+def task_of_job(job: JobStart) -> Task:
+    """It came now."""
+    return Task(
+        id=job.id,
+        kind="training",
+        arrival_s=time.monotonic(),
+        num_tokens=job.config.max_sequence_length,
+        batch_size=job.config.batch_size,
+        adapter=job.name,
+        tenant=job.tenant,
+        job=job.id,
+    )

@@ -1,0 +1,112 @@
+"""What a front knows of its nodes: the view that placements see, and the sums that a server shows."""
+
+from collections import deque
+from dataclasses import fields, replace
+from typing import Any
+
+from msgspec import structs
+
+from coserve.cluster.prefixes import SentPrefixes
+from coserve.cluster.view import NodeProfile, NodeView
+from coserve.engine.records import EngineStats
+from coserve.worker.protocol import Ready, StepReport
+
+# The recent time over which utilisation is measured; without a step for as long, SLOs leave all of the time over.
+_RECENT_S = 10.0
+# Counts since an engine began; all other numbers are as of now.
+_COUNTS = (
+    *("num_steps", "num_tokens_trained", "num_preemptions", "num_packs_dropped", "num_slos_clamped"),
+    *("num_swapped_out", "num_swapped_in", "num_weight_bytes_copied", "weights_wait_s", "num_tasklets_declined"),
+)
+# What is no sum over nodes, but the worst of them: the most, or the least.
+_WORST, _LEAST = ("margin", "give_back_s"), ("slack",)
+
+
+class NodeTracker:
+    """One engine's life on one node."""
+
+    def __init__(self, name: str, ready: Ready, profile: NodeProfile) -> None:
+        """profile: see `coserve.cluster.profiler.profile_of`."""
+        self.name, self.ready, self.profile = name, ready, profile
+        self.prefixes = SentPrefixes(ready.num_pages)
+        self.stats: EngineStats | None = None
+        self.adapters: set[str] = set()
+        """Labels of those that were asked for here: the least used ones may have made room since."""
+        self._steps: deque[tuple[float, float]] = deque()  # end, and how long
+        self._began_s: float | None = None
+
+    def take(self, report: StepReport, now_s: float) -> None:
+        """What came of steps."""
+        if self._began_s is None:
+            self._began_s = now_s
+        self._steps.extend((step.end_s, step.step_s) for step in report.steps)
+        if report.stats is not None:
+            self.stats = report.stats
+
+    def view(self, now_s: float, *, jobs: tuple[str, ...], is_draining: bool) -> NodeView:
+        """As placements see it. jobs: that were placed here."""
+        while self._steps and self._steps[0][0] < now_s - _RECENT_S:
+            self._steps.popleft()
+        recent_s = min(_RECENT_S, max(1.0, now_s - (self._began_s if self._began_s is not None else now_s)))
+        busy_s = sum(step_s for _, step_s in self._steps)
+        stats = self.stats
+        return NodeView(
+            id=self.name,
+            hardware=self.ready.hardware,
+            profile=self.profile,
+            is_draining=is_draining,
+            num_running=0 if stats is None else stats.num_running,
+            num_waiting=0 if stats is None else stats.num_waiting,
+            jobs=jobs,
+            slack=1.0 if stats is None or not self._steps else stats.slack,
+            utilisation=min(1.0, busy_s / recent_s),
+            num_pages=self.ready.num_pages,
+            num_free_pages=self.ready.num_pages if stats is None else stats.num_pages_for_requests,
+            adapters=frozenset(self.adapters),
+            prefixes=self.prefixes.keys,
+        )
+
+
+class Totals:
+    """The stats of all engines together, counted since one of them was last lost: as those who listen to a single
+    engine expect.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, EngineStats] = {}  # by node
+
+    def restart(self, stats: dict[str, EngineStats]) -> None:
+        """An engine was lost; these are those that there still are, by node."""
+        self._before = dict(stats)
+
+    def of(self, stats: dict[str, EngineStats]) -> EngineStats | None:
+        """None if no node has told anything yet."""
+        if not stats:
+            return None
+        whole = list(stats.values())
+        sums: dict[str, Any] = {
+            each.name: sum(getattr(one, each.name) for one in whole)
+            for each in fields(EngineStats)
+            if isinstance(getattr(whole[0], each.name), int | float)
+        }
+        for name in _COUNTS:
+            sums[name] -= sum(getattr(self._before[node], name) for node in stats if node in self._before)
+        sums |= {name: max(getattr(one, name) for one in whole) for name in _WORST}
+        sums |= {name: min(getattr(one, name) for one in whole) for name in _LEAST}
+        owners: dict[str, int] = {}
+        for one in whole:
+            for owner, pages in one.num_pages_by_owner.items():
+                owners[owner] = owners.get(owner, 0) + pages
+        slowest = max((one.slo for one in whole), key=lambda slo: slo.tpot_s)
+        joined = tuple(group for one in whole for group in one.joined_jobs)
+        return replace(whole[0], num_pages_by_owner=owners, slo=slowest, joined_jobs=joined, **sums)
+
+
+def joined_ready(readies: list[Ready]) -> Ready:
+    """What all of them say of themselves: what one takes, any of them takes."""
+    return structs.replace(
+        readies[0],
+        slo=max((each.slo for each in readies), key=lambda slo: slo.tpot_s),
+        max_positions=min(each.max_positions for each in readies),
+        num_pages=min(each.num_pages for each in readies),
+    )

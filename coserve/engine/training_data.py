@@ -1,0 +1,76 @@
+"""What a job of the Python API is trained on, in the forms that it may come in."""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coserve.errors import DataError
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.examples import Example, collected
+from coserve.tuning.line_formats import records_of
+from coserve.tuning.objective_examples import each_training_example
+from coserve.tuning.training_files import TrainingFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+# A training file (`TrainingFile`), lines (as text or as objects), or examples that are tokens already.
+Data = str | Path | Iterable[str] | Iterable[Mapping[str, Any]] | Iterable[Example]
+
+# Of examples that are left out.
+_MOST_NAMED = 10
+
+
+def read_data(
+    data: Data, config: TuningConfig, tokenizer: "PreTrainedTokenizerBase | None", model: str
+) -> list[Example]:
+    """Every record as an example of the job's objective; a warning says how many were left out.
+
+    Raises:
+        DataError: names the line and the reason of the first ten faults; or nothing is left.
+    """
+    records: Iterable[tuple[str, Any]]
+    if isinstance(data, str | Path):
+        records = TrainingFile(Path(data)).records()
+    else:
+        lines: list[Any] = list(data)
+        if all(isinstance(line, Example) for line in lines):
+            return [_cut(example, config.max_sequence_length) for example in lines]
+        records = records_of(_json_line(number, line) for number, line in enumerate(lines, 1))
+    if tokenizer is None:
+        raise DataError(f"{model} has no tokenizer: examples must be token ids")
+    left_out = list[str]()
+    try:
+        examples = collected(
+            each_training_example(
+                records, tokenizer, max_sequence_length=config.max_sequence_length, objective=config.objective
+            ),
+            left_out,
+        )
+    except OSError as error:
+        raise DataError(f"{data} cannot be read: {error.strerror}") from None
+    if left_out:
+        _log.warning(
+            "%d examples were left out, since nothing to train on is left of them within %d tokens: %s",
+            *(len(left_out), config.max_sequence_length, ", ".join(left_out[:_MOST_NAMED])),
+        )
+    return examples
+
+
+def _json_line(number: int, line: Any) -> str:
+    if isinstance(line, str):
+        return line
+    try:
+        return json.dumps(line)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"line {number}: is no JSON: {error}") from None
+
+
+def _cut(example: Example, length: int) -> Example:
+    if len(example.tokens) <= length:
+        return example
+    return Example(tokens=example.tokens[:length], trained=example.trained[:length], truncated=True)

@@ -1,0 +1,147 @@
+"""What adapters add to a site beyond products: vectors, dropout, and DoRA's magnitudes."""
+
+from collections.abc import Collection
+from typing import ClassVar
+
+from torch import Tensor
+
+from coserve.graph.operators.base import Attributes, Context, RowWise, Values
+from coserve.graph.operators.linear import dropped
+
+
+class AddVector(RowWise):
+    """y = x + factor * vector; x [n, width], vector [width]. Attribute: factor, a fixed number."""
+
+    name = "add_vector"
+    inputs = ("x", "vector")
+    needs = {"x": (), "vector": ()}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": values["x"] + attributes["factor"] * values["vector"]}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        dy, result = gradients["y"], {}
+        if "x" in wanted:
+            result["x"] = dy
+        if "vector" in wanted:
+            result["vector"] = attributes["factor"] * dy.float().sum(0)
+        return result
+
+
+class OtherVector(RowWise):
+    """y = new - old in every row: what changes where one vector that was added is another; like [n, width] is only
+    asked for its shape, new and old are [width].
+    """
+
+    name = "other_vector"
+    inputs = ("like", "new", "old")
+    needs: ClassVar = {"like": None, "new": (), "old": None}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": (values["new"] - values["old"]).expand_as(values["like"]).clone()}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        return {"new": gradients["y"].float().sum(0)}
+
+
+class OnVirtualRows(RowWise):
+    """y = other - x on rows of virtual tokens (negative ids), zero elsewhere: x + y is `other` there. x, other [n,
+    width], tokens int64 [n].
+    """
+
+    name = "on_virtual_rows"
+    inputs = ("x", "other", "tokens")
+    needs: ClassVar = {"x": ("tokens",), "other": ("tokens",), "tokens": None}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": (values["other"] - values["x"]) * (values["tokens"] < 0)[:, None]}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        masked = gradients["y"] * (values["tokens"] < 0)[:, None]
+        return {slot: {"x": -masked, "other": masked}[slot] for slot in wanted}
+
+
+class Gain(RowWise):
+    """y = x * (factor - 1): what changes where x is multiplied by a vector (arXiv 2205.05638, section 3.3); x [n,
+    width], factor of width elements in any shape.
+    """
+
+    name = "gain"
+    inputs = ("x", "factor")
+    needs: ClassVar = {"x": ("factor",), "factor": ("x", "factor")}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": values["x"] * (values["factor"].flatten() - 1)}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        dy, factor, result = gradients["y"], values["factor"], {}
+        if "x" in wanted:
+            result["x"] = dy * (factor.flatten() - 1)
+        if "factor" in wanted:
+            result["factor"] = (dy.float() * values["x"]).sum(0).view(factor.shape)
+        return result
+
+
+class Dropout(RowWise):
+    """y = dropout(x); x [n, width], dropout_row_ids int64 [n]. Attributes: p, salt (see `kernels.dropout`)."""
+
+    name = "dropout"
+    inputs = ("x", "dropout_row_ids")
+    needs = {"x": ("dropout_row_ids",), "dropout_row_ids": None}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": dropped(values["x"], values, attributes, context)}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        return {"x": dropped(gradients["y"], values, attributes, context)}
+
+
+class Magnitude(RowWise):
+    """y = (g - 1) * (base - bias) + g * change with g = magnitude / norm: what DoRA adds to base where `change` is what
+    LoRA would add (arXiv 2402.09353, equation 5; the norm is a constant, as in section 4.3).
+
+    base, change [n, width]; magnitude, norm, bias [width].
+    """
+
+    name = "magnitude"
+    inputs = ("base", "change", "magnitude", "norm", "bias")
+    optional = frozenset({"bias"})
+    needs: ClassVar = {
+        "base": ("magnitude", "norm"),
+        "change": ("magnitude", "norm"),
+        "magnitude": ("base", "change", "norm", "bias"),
+        "norm": None,
+        "bias": None,
+    }
+    flops_per_element = 5
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        gain = values["magnitude"] / values["norm"]
+        return {"y": (gain - 1) * self._base(values) + gain * values["change"]}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        dy, result = gradients["y"], {}
+        if "magnitude" in wanted:
+            product = dy.float() * (self._base(values) + values["change"])
+            result["magnitude"] = product.sum(0) / values["norm"].float()
+        if "base" in wanted or "change" in wanted:
+            gain = values["magnitude"] / values["norm"]
+            found = {"base": dy * (gain - 1), "change": dy * gain}
+            result |= {slot: gradient for slot, gradient in found.items() if slot in wanted}
+        return result
+
+    def _base(self, values: Values) -> Tensor:
+        base: Tensor = values["base"]
+        return base if values.get("bias") is None else base - values["bias"]

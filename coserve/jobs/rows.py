@@ -1,0 +1,80 @@
+"""From rows to records and back, and by pages: what all questions to the store share."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import islice
+from typing import Any, TypeVar
+
+from sqlalchemy import Select, select
+from sqlalchemy.orm import Session
+
+from coserve.errors import JobError
+from coserve.jobs.records import Page
+
+Record = TypeVar("Record")
+# A word of SQLAlchemy's.
+_RENAMED = {"metadata": "labels"}
+
+
+def anything(row: Any) -> bool:
+    """Every row is asked for."""
+    return True
+
+
+class Rows:
+    """Within one transaction."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def _one(self, kind: type[Record], query: Select[Any]) -> Record | None:
+        row = self._session.scalar(query)
+        return None if row is None else record_of(kind, row)
+
+    def _all(self, kind: type[Record], query: Select[Any]) -> tuple[Record, ...]:
+        return tuple(record_of(kind, row) for row in self._session.scalars(query))
+
+    def _page(
+        self,
+        kind: type[Any],
+        table: type[Any],
+        tenant: str,
+        query: Select[Any],
+        after: str | None,
+        limit: int,
+        newest_first: bool,
+        is_asked_for: Callable[[Any], bool] = anything,
+    ) -> Page:
+        if after is not None:
+            seq = self._session.scalar(select(table.seq).where(table.tenant == tenant, table.id == after))
+            if seq is None:
+                raise JobError(f"after names {after!r}, which is not there", param="after")
+            query = query.where(table.seq < seq if newest_first else table.seq > seq)
+        query = query.order_by(table.seq.desc() if newest_first else table.seq)
+        if is_asked_for is anything:
+            query = query.limit(limit + 1)
+        rows = (row for row in self._session.scalars(query) if is_asked_for(row))
+        items = [record_of(kind, row) for row in islice(rows, limit + 1)]
+        return Page(items=tuple(items[:limit]), has_more=len(items) > limit)
+
+    def _execute(self, statement: Any) -> int:
+        self._session.flush()
+        result: Any = self._session.execute(statement.execution_options(synchronize_session=False))
+        self._session.expire_all()
+        return int(result.rowcount)
+
+
+def _stored(kind: Any) -> dict[str, str]:
+    """Field of a record -> column."""
+    names = [each.name for each in fields(kind) if each.metadata.get("stored", True)]
+    return {name: _RENAMED.get(name, name) for name in names}
+
+
+def record_of(kind: type[Record], row: Any) -> Record:
+    """What a row holds."""
+    return kind(**{name: getattr(row, column) for name, column in _stored(kind).items()})
+
+
+def row_of(table: type[Any], record: Any) -> Any:
+    """A row that holds a record."""
+    return table(**{column: getattr(record, name) for name, column in _stored(record).items()})

@@ -1,0 +1,213 @@
+"""Where a job's metrics go beside the store: TensorBoard's event files, and Weights & Biases if the job asks for it.
+
+On a thread of its own, so that neither holds up anything; what goes wrong there is logged, and changes no job. After an
+engine's death steps are made again: TensorBoard is told which ones to forget, Weights & Biases keeps the first.
+"""
+
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from coserve.engine.job import JobEvent
+from coserve.home import make_private
+from coserve.jobs.records import JobRecord
+from coserve.jobs.settings import JobSettings
+from coserve.jobs.store import Store
+
+if TYPE_CHECKING:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import RecordWriter
+
+_log = logging.getLogger(__name__)
+
+_ENDS = ("succeeded", "failed", "cancelled")
+# Of a job's folder; below it, what `tensorboard --logdir` reads.
+TENSORBOARD = "tensorboard"
+# How long what was measured may be in memory alone; each time, the disk is waited for.
+_FLUSH_S = 2.0
+_numbers = count()  # of files, which may be begun within one second
+
+
+class Tracker(Protocol):
+    """Takes one job's metrics, in the order of steps."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """What was measured after a step."""
+
+    def close(self, status: str) -> None:
+        """There is no more. status: of the job; "queued" where it only rests."""
+
+
+def has_wandb() -> bool:
+    """Whether the package is installed."""
+    return importlib.util.find_spec("wandb") is not None
+
+
+class Trackers:
+    """Those of all jobs. Calls return at once."""
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        """directory: where jobs have their folders."""
+        self._store, self._directory = store, directory
+        self._thread = ThreadPoolExecutor(1, "trackers")
+        self._open: dict[str, list[Tracker]] = {}
+
+    def take(self, events: Sequence[JobEvent]) -> None:
+        """What an engine reports."""
+        found = [event for event in events if event.kind in ("step", "evaluation", *_ENDS)]
+        if found:
+            self._thread.submit(self._guarded, self._take, found)
+
+    def rest(self) -> None:
+        """The engine has died: its jobs will report again, from where they resume."""
+        self._thread.submit(self._guarded, self._close_all)
+
+    def close(self) -> None:
+        """Write all that has come. Blocks."""
+        self._thread.submit(self._guarded, self._close_all)
+        self._thread.shutdown(wait=True)
+
+    def _guarded(self, do: Callable[..., None], *arguments: Any) -> None:
+        try:
+            do(*arguments)
+        except Exception:
+            _log.exception("metrics of jobs could not be passed on")
+
+    def _take(self, events: Sequence[JobEvent]) -> None:
+        for event in events:
+            if event.kind in _ENDS:
+                self._close(event.job, event.kind)
+                continue
+            if event.job not in self._open:
+                self._open[event.job] = self._trackers(event)
+            for tracker in self._open[event.job]:
+                self._guarded(tracker.add, event.step, _values(event))
+
+    def _trackers(self, event: JobEvent) -> list[Tracker]:
+        with self._store.read() as transaction:
+            job = transaction.any_job(event.job)
+        if job is None:
+            return []
+        folder = self._directory / job.id
+        found: list[Tracker] = [TensorboardTracker(folder / TENSORBOARD, first_step=event.step)]
+        for integration in JobSettings.from_data(job.settings).integrations:
+            try:
+                found.append(WandbTracker(job, integration["wandb"], folder))
+            except Exception as error:  # the service is away, or its key is wrong
+                _log.warning("job %s cannot be followed at Weights & Biases: %s", job.id, error)
+        return found
+
+    def _close(self, job: str, status: str) -> None:
+        for tracker in self._open.pop(job, []):
+            self._guarded(tracker.close, status)
+
+    def _close_all(self) -> None:
+        for job in list(self._open):
+            self._close(job, "queued")
+
+
+class TensorboardTracker:
+    """Event files in a directory, written by the caller's thread: tensorboardX's own writer has one that ends at the
+    first error, and its callers then wait for ever. What cannot be written is left out, and said once for each time
+    that it begins; after that a new file is begun.
+    """
+
+    def __init__(self, directory: Path, *, first_step: int) -> None:
+        """first_step: that comes; what is there of it and of later ones is forgotten."""
+        self._directory, self._fails = directory, False
+        self._file: RecordWriter | None = None
+        self._flushed_s = 0.0
+        self._write(first_step, ())
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        now_s = time.time()
+        self._write(
+            step, [Event(wall_time=now_s, step=step, summary=scalar(name, value)) for name, value in values.items()]
+        )
+
+    def close(self, status: str) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+    def _write(self, step: int, events: "Sequence[Event]") -> None:
+        """step: which a file begins with, if it is a new one."""
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.record_writer import RecordWriter
+
+        path = None
+        try:
+            if self._file is None:
+                make_private(self._directory)
+                path = self._directory / f"events.out.tfevents.{int(time.time())}.{os.getpid()}.{next(_numbers)}"
+                self._file = RecordWriter(str(path))
+                start = SessionLog(status=SessionLog.START)
+                # As TensorBoard wants it for steps that come again.
+                head = (Event(step=step, file_version="brain.Event:2"), Event(step=step, session_log=start))
+                events = (*head, *events)
+            for event in events:
+                self._file.write(event.SerializeToString())
+            if path is not None or time.monotonic() - self._flushed_s >= _FLUSH_S:
+                self._file.flush()
+                self._flushed_s = time.monotonic()
+        except OSError as error:
+            if not self._fails:
+                why = error.strerror or error
+                _log.warning("%s: metrics of step %d and later ones are left out: %s", self._directory, step, why)
+            self._fails = True
+            self.close("")
+            if path is not None:
+                path.unlink(missing_ok=True)
+        else:
+            self._fails = False
+
+
+class WandbTracker:
+    """A run of Weights & Biases; the server's environment has its key, or WANDB_MODE=offline."""
+
+    def __init__(self, job: JobRecord, settings: Mapping[str, Any], directory: Path) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=settings["project"],
+            name=settings.get("name") or job.name,
+            entity=settings.get("entity"),
+            tags=settings.get("tags"),
+            id=job.id,
+            resume="allow",
+            dir=str(directory),
+            config={"model": job.model, "seed": job.seed, **job.settings},
+            reinit="create_new",
+            # What this process prints is not the run's.
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=int(status == "failed"))
+
+
+def _values(event: JobEvent) -> dict[str, float]:
+    """By the names that OpenAI's metrics have, below train/ and valid/."""
+    side = "train" if event.kind == "step" else "valid"
+    given = {
+        f"{side}/loss": event.loss,
+        f"{side}/mean_token_accuracy": event.token_accuracy,
+        "train/learning_rate": event.learning_rate if event.kind == "step" else None,
+        "train/gradient_norm": event.norm if event.kind == "step" else None,
+    }
+    return {name: float(value) for name, value in given.items() if value is not None and isfinite(value)}

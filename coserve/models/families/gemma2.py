@@ -1,0 +1,42 @@
+"""Gemma 2: norms before and after attention and MLP, whose weights are stored less one; soft caps on scores and logits;
+sliding windows on every second layer. Source: arXiv 2408.00118.
+"""
+
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from coserve.graph.ir import GraphBuilder
+from coserve.models.rotary_decoder import RotaryDecoder
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Gemma2(RotaryDecoder):
+    hidden_acts = ("gelu_pytorch_tanh", "gelu")
+    hidden_act_name = "hidden_activation"
+    attention_norms = ("input_layernorm", "post_attention_layernorm")
+    mlp_norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+    def __init__(self, config: "PretrainedConfig") -> None:
+        super().__init__(config)
+        self._require("use_bidirectional_attention", False, None)
+        self.qkv_bias = self.output_bias = bool(config.attention_bias)
+        self.embedding_factor = sqrt(self.hidden_size)
+
+    def sliding_window(self, layer: int) -> int | None:
+        return self.window_by_type(layer)
+
+    def attention(self, b: GraphBuilder, q: str, k: str, v: str, layer: int) -> str:
+        cap = self.config.attn_logit_softcapping
+        extra = {} if cap is None else {"soft_cap": cap}
+        scale = self.config.query_pre_attn_scalar**-0.5
+        return self._attention(b, q, k, v, self.sliding_window(layer), scale=scale, **extra)
+
+    def norm(self, b: GraphBuilder, name: str, x: str, features: int) -> str:
+        weight = b.weight(f"{name}.weight", features)
+        return b.apply("rms_norm", name, {"x": x, "weight": weight}, eps=self.config.rms_norm_eps, plus_one=True)
+
+    def logits(self, b: GraphBuilder, logits: str) -> str:
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else b.apply("soft_cap", "logits_cap", {"x": logits}, cap=cap)

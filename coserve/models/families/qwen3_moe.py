@@ -1,0 +1,41 @@
+"""Qwen3's mixtures of experts (30B-A3B, 235B-A22B, Coder): Qwen3 with experts in the blocks that have them. Source:
+arXiv 2505.09388.
+"""
+
+from typing import TYPE_CHECKING
+
+from coserve.graph.ir import GraphBuilder
+from coserve.models.mixture import MixtureDecoder
+from coserve.models.stored import AsItIs, PerExpert, Stored
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Names in checkpoints, by what stands for them here.
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class Qwen3Moe(MixtureDecoder):
+    norm_queries_and_keys = True
+
+    def __init__(self, config: "PretrainedConfig") -> None:
+        super().__init__(config)
+        self.qkv_bias = self.output_bias = bool(config.attention_bias)
+        self.num_experts, self.experts_per_row = config.num_experts, config.num_experts_per_tok
+        self.expert_width, self.all_scores = config.moe_intermediate_size, not config.norm_topk_prob
+        self.check_experts()
+
+    def sliding_window(self, layer: int) -> int | None:
+        window: int | None = self.config.sliding_window if self.config.use_sliding_window else None
+        return window
+
+    def feed_forward(self, b: GraphBuilder, x: str, layer: int) -> str:
+        is_dense = layer in (self.config.mlp_only_layers or ()) or (layer + 1) % self.config.decoder_sparse_step
+        return self.mlp(b, x) if is_dense else self.experts(b, x)
+
+    def stored_as(self, name: str) -> Stored:
+        block, _, rest = name.partition(".mlp.experts.")
+        if not rest:
+            return AsItIs(name)
+        parts = _EXPERTS[rest.split(".")[0]]
+        return PerExpert(tuple(f"{block}.mlp.experts.{{}}.{part}.weight" for part in parts), self.num_experts)

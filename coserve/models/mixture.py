@@ -1,0 +1,57 @@
+"""What mixtures of experts share: a router, and an MLP for each expert, whose matrices are one weight [E, out, in]."""
+
+from coserve.errors import UnsupportedModelError
+from coserve.graph.ir import GraphBuilder
+from coserve.models.rotary_decoder import RotaryDecoder
+
+
+class MixtureDecoder(RotaryDecoder):
+    """A decoder whose blocks have experts in place of an MLP. Its fields are set by the family.
+
+    experts_per_row: to how many a row goes. all_scores: whether their shares are of a softmax over all experts.
+    """
+
+    weight_formats = ("dense",)
+    can_be_deterministic = False  # how many rows meet in an expert depends on the company
+    router = "mlp.gate"
+    router_bias: bool = False
+    expert_bias: bool = False
+    all_scores: bool = False
+    num_experts: int
+    experts_per_row: int
+    expert_width: int
+
+    def check_experts(self) -> None:
+        """UnsupportedModelError unless a row can go to that many."""
+        if not 1 <= self.experts_per_row <= self.num_experts:
+            raise UnsupportedModelError(
+                f"num_experts_per_tok={self.experts_per_row} must be from 1 to the number of experts, "
+                f"{self.num_experts}"
+            )
+
+    def experts(self, b: GraphBuilder, x: str) -> str:
+        """Add router and experts, from rows [hidden_size] to rows [hidden_size]; the output's name."""
+        weight = b.weight(f"{self.router}.weight", self.num_experts, self.hidden_size)
+        bias = b.weight(f"{self.router}.bias", self.num_experts) if self.router_bias else None
+        scores = {"x": x, "weight": weight, "bias": bias}
+        op = "route_of_all" if self.all_scores else "route"
+        shares = b.apply(op, self.router, scores, top_k=self.experts_per_row)
+        chosen = f"{self.router}.experts"
+        h = self._products(b, "mlp.experts.gate_up_proj", x, chosen, 2 * self.expert_width, shared=True)
+        h = self.expert_gate(b, h)
+        h = self._products(b, "mlp.experts.down_proj", h, chosen, self.hidden_size, shared=False)
+        return b.apply("mixture", "mlp.mixture", {"x": h, "shares": shares})
+
+    def expert_gate(self, b: GraphBuilder, fused: str) -> str:
+        """Add the gated unit, from rows [k * 2 * width] to rows [k * width]; the output's name."""
+        widths = {"mlp.experts.gate": self.expert_width, "mlp.experts.up": self.expert_width}
+        gate, up = b.split(fused, widths, groups=self.experts_per_row)
+        return self.gated(b, gate, up)
+
+    def _products(self, b: GraphBuilder, name: str, x: str, chosen: str, out: int, *, shared: bool) -> str:
+        """shared: whether a row is the same for all its experts."""
+        width = b.width(x) if shared else b.width(x) // self.experts_per_row
+        weight = b.weight(f"{name}.weight", self.num_experts, out, width)
+        bias = b.weight(f"{name}.bias", self.num_experts, out) if self.expert_bias else None
+        inputs = {"x": x, "experts": chosen, "weight": weight, "bias": bias}
+        return b.apply("expert_linear", name, inputs, shared=shared)

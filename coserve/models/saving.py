@@ -1,0 +1,110 @@
+"""Writes a model in Hugging Face's layout: a copy of the one that it came from, with some weights changed."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from coserve.errors import ModelError
+from coserve.models.base import Architecture
+from coserve.models.files import weight_files
+from coserve.models.source import ModelSource
+from coserve.models.weights import name_in_model, stored_head
+
+# Beside the weights: configuration, tokenizer, chat template.
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_INDEX = "model.safetensors.index.json"
+
+
+def save_model(
+    architecture: Architecture,
+    source: ModelSource,
+    directory: Path,
+    changed: Mapping[str, Tensor],
+    *,
+    keeps_tie: bool = False,
+) -> None:
+    """Write a model to a directory, which is made; file by file, so that one file's weights are in memory at a time.
+
+    Args:
+        source: where the model came from; its weights keep their types and files.
+        changed: weights that are others, by full name. A head that was the table of embeddings is written by itself
+            where one of both is changed, unless it keeps_tie.
+
+    Raises:
+        ModelError: the model has no files, or a weight has no place in them.
+    """
+    if source.directory is None:
+        raise ModelError(f"{source.name} has no files of weights, so none can be written from it")
+    table, head = stored_name(architecture, f"{architecture.embedding_name}.weight"), stored_head(architecture)
+    tensors = _as_stored(architecture, changed)
+    is_other = bool({table, head} & tensors.keys())
+    unties = architecture.tied and is_other and not keeps_tie
+    if architecture.tied and is_other and keeps_tie:
+        tensors[head] = tensors[table]  # where files have it as well
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in _SMALL_FILES:
+        for path in source.directory.glob(pattern):
+            shutil.copy(path, directory)
+    left = set(tensors) - ({head} if architecture.tied else set())
+    for path in weight_files(source.directory):
+        left -= _write_file(architecture, path, directory / path.name, tensors, (table, head) if unties else None)
+    if left:
+        raise ModelError(f"{source.directory} has no tensor {sorted(left)[0]}; its files have another layout")
+    if unties:
+        _edit(directory / "config.json", {"tie_word_embeddings": False})
+        _add_to_index(directory / _INDEX, table, head)
+
+
+def _as_stored(architecture: Architecture, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by full name -> the tensors that checkpoints have for them."""
+    found: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        stored = architecture.stored_as(name)
+        found |= dict(zip(stored.names, stored.views(weight), strict=True))
+    return found
+
+
+def stored_name(architecture: Architecture, name: str) -> str:
+    """What checkpoints call a weight that is one tensor in them."""
+    return architecture.stored_as(name).names[0]
+
+
+def _write_file(
+    architecture: Architecture,
+    path: Path,
+    target: Path,
+    changed: Mapping[str, Tensor],
+    tied: tuple[str, str] | None,
+) -> set[str]:
+    """A file with its changed tensors; those that are written. tied: the names of the table and of the head, which is
+    to stand beside it.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(path, framework="pt") as reader:
+        tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (it is no mapping)
+    names = {name_in_model(architecture, name): name for name in tensors}
+    if tied is not None and tied[0] in names:
+        table, head = tied
+        tensors[head] = tensors[names[table]].clone()
+        names[head] = head
+    written = names.keys() & changed.keys()
+    for name in written:
+        tensors[names[name]] = changed[name].to(tensors[names[name]]).contiguous()
+    save_file(tensors, target, metadata={"format": "pt"})
+    return written
+
+
+def _add_to_index(path: Path, table: str, head: str) -> None:
+    if path.is_file():
+        index = json.loads(path.read_text())
+        index["weight_map"][head] = index["weight_map"][table]
+        path.write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _edit(path: Path, fields: Mapping[str, object]) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}, indent=2) + "\n")

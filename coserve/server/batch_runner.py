@@ -1,0 +1,270 @@
+"""Batches: requests of a file, answered in what others leave of the engine's time, and written into files.
+
+A batch is a task of the event loop; its requests go to the engine as batch work, each with the time at which it should
+be done for the batch to be done within its window. What has come of it is on disk, an answer a line: a server that is
+started again resumes with the requests that have none.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from coserve.errors import CoserveError, EngineGoneError, StoreError
+from coserve.home import is_disk_full, make_private
+from coserve.jobs.files import Files
+from coserve.jobs.records import BatchRecord, FileRecord, new_id
+from coserve.jobs.store import Store
+from coserve.jobs.transaction import Transaction
+from coserve.server.batch_files import ERRORS, OUTPUT, BatchLine, BatchResults, read_body, read_input
+from coserve.server.errors import ApiError, as_api_error
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+# Of an endpoint, a body, a tenant, and when it should be done by the engine's clock: the answer.
+Answer = Callable[[str, Any, str, float], Awaitable[dict[str, Any]]]
+
+# Seconds before something is tried again that could not be done, doubled each time.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+# A request that was under way as many times when the engine died is not asked again.
+_MOST_DEATHS = 3
+# What passes by itself.
+_TRANSIENT = (429, 503)
+
+
+class BatchRunner:
+    """Belongs to the event loop."""
+
+    def __init__(
+        self, store: Store, files: Files, directory: Path, *, answer: Answer, is_ready: Callable[[], bool], most: int
+    ) -> None:
+        """directory: where batches keep what has come of them so far. answer: raises ApiError or CoserveError.
+        is_ready: whether there is an engine. most: requests that are under way at once.
+        """
+        self._store, self._files, self._directory = store, files, directory
+        self._ask, self._is_ready, self._most = answer, is_ready, most
+        self._results: dict[str, BatchResults] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._live: dict[str, BatchRecord] = {}
+        self._places = asyncio.Semaphore(most)
+        make_private(directory)
+
+    async def start(self) -> None:
+        """Resume those that are not over."""
+        for record in await asyncio.to_thread(self._unfinished):
+            self.begin(record)
+
+    async def close(self) -> None:
+        """Let them rest; they resume at the next start."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def begin(self, record: BatchRecord) -> None:
+        """Take up a batch that has been written down."""
+        self._live[record.id] = record
+        task = self._tasks[record.id] = asyncio.create_task(self._run(record.id))
+        task.add_done_callback(lambda task: self._ended(record.id, task))
+
+    def live(self, record: BatchRecord) -> BatchRecord:
+        """As it is now, which may be newer than what is written down."""
+        return self._live.get(record.id, record)
+
+    async def cancel(self, record: BatchRecord) -> BatchRecord:
+        """Ask no more of its requests; what has been answered is kept. Returns it as it is now."""
+        batch = self._live.get(record.id)
+        if batch is not None and batch.status in ("validating", "in_progress"):
+            task = self._tasks.pop(record.id)
+            task.cancel()
+            await asyncio.wait([task])
+            await self._change(record.id, "cancelling")
+            self.begin(self._live[record.id])
+        return self.live(record)
+
+    # -- one batch ------------------------------------------------------------------
+
+    def _ended(self, id: str, task: "asyncio.Task[None]") -> None:
+        if self._tasks.get(id) is not task:  # another one has taken its place
+            return
+        del self._tasks[id]
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            _log.error("batch %s broke off, and resumes at the next start", id, exc_info=error)
+        else:
+            del self._live[id], self._results[id]
+
+    async def _run(self, id: str) -> None:
+        if id not in self._results:
+            self._results[id] = await self._until_done(BatchResults, self._directory / id)
+        results = self._results[id]
+        lines = await self._read(id)
+        if lines is not None:
+            answered, failed = await self._until_done(results.done)
+            left = [(place, line) for place, line in enumerate(lines) if line.custom_id not in answered | failed]
+            self._live[id] = replace(
+                self._live[id], num_total=len(lines), num_completed=len(answered), num_failed=len(failed)
+            )
+            if self._live[id].status == "validating":
+                await self._change(id, "in_progress", num_total=len(lines))
+            end = "cancelled" if self._live[id].status == "cancelling" else "completed"
+            if self._live[id].status == "in_progress":
+                is_whole = await self._answer_all(id, results, left, len(lines))
+                end = "completed" if is_whole else "expired"
+                await self._change(id, "finalizing", end=end)
+            await self._finish(id, results, self._live[id].times.get("end", end))
+        await asyncio.to_thread(results.remove)
+
+    async def _read(self, id: str) -> list[BatchLine] | None:
+        """What it asks; None if that is wrong, which ends it."""
+        record = self._live[id]
+        found = await self._until_done(self._files.find, record.tenant, record.input_file)
+        if found is None:
+            lines: list[BatchLine] = []
+            message = f"The file {record.input_file} is not there any more."
+            errors = [{"code": "invalid_file", "line": None, "message": message, "param": "input_file_id"}]
+        else:
+            lines, errors = await asyncio.to_thread(read_input, self._files.path(found), record.endpoint)
+        if not errors or record.status != "validating":
+            return lines
+        await self._change(id, "failed", errors=errors)
+        return None
+
+    async def _answer_all(
+        self, id: str, results: BatchResults, left: list[tuple[int, BatchLine]], num_lines: int
+    ) -> bool:
+        """All that are left, until the window ends; those that are not answered then are written down as such. Returns
+        whether all were.
+        """
+        record = self._live[id]
+        begun_s = record.times["in_progress_at"]
+        window_s = record.expires_at - begun_s
+        waiting: Iterator[tuple[int, BatchLine]] = iter(left)
+
+        async def work() -> None:
+            for place, line in waiting:
+                async with self._places:
+                    due_at = begun_s + window_s * (place + 1) / num_lines
+                    status, request, body = await self._answer(record, line, due_at)
+                await self._until_done(results.add, line.custom_id, status, request, body)
+                self._count(id, is_good=status == 200)
+
+        try:
+            async with asyncio.timeout(max(0.0, record.expires_at - time.time())), asyncio.TaskGroup() as group:
+                for _ in range(min(len(left), self._most)):
+                    group.create_task(work())
+        except TimeoutError:
+            message = "This request could not be executed before the completion window expired."
+            answered, failed = await self._until_done(results.done)
+            for _, line in left:
+                if line.custom_id not in answered | failed:
+                    await self._until_done(results.add_missing, line.custom_id, "batch_expired", message)
+                    self._count(id, is_good=False)
+            return False
+        return True
+
+    async def _answer(self, record: BatchRecord, line: BatchLine, due_at: float) -> tuple[int, str, dict[str, Any]]:
+        """Status, name and body of the answer to one request."""
+        request, path = new_id("req_"), self._files.path(_input_of(record))
+        num_deaths, wait_s = 0, _FIRST_WAIT_S
+        while True:
+            was_sent = True
+            try:
+                value = await asyncio.to_thread(read_body, path, line)
+                due_s = time.monotonic() + due_at - time.time()
+                return 200, request, await self._ask(record.endpoint, value, record.tenant, due_s)
+            except EngineGoneError as found:  # it was not sent
+                was_sent, error = False, as_api_error(found)
+            except OSError:
+                error = ApiError(f"The file {record.input_file} is not there any more.", status=404)
+            except ApiError as found:
+                error = found
+            except CoserveError as found:
+                error = as_api_error(found)
+            except Exception:
+                _log.exception("a request of batch %s broke off", record.id)
+                error = ApiError("the server had an error", status=500, kind="server_error")
+            if error.status not in _TRANSIENT:
+                return error.status, request, error.body()
+            num_deaths += was_sent and not self._is_ready()
+            if num_deaths >= _MOST_DEATHS:
+                return 500, request, ApiError("the engine died of it, or beside it", kind="server_error").body()
+            await asyncio.sleep(wait_s)
+            wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
+
+    async def _finish(self, id: str, results: BatchResults, end: str) -> None:
+        """Make files of what has come of it."""
+        for name, field in ((OUTPUT, "output_file"), (ERRORS, "error_file")):
+            if getattr(self._live[id], field) is not None:  # a process that is gone has made it
+                continue
+            if (file := await self._until_done(self._keep, self._live[id], results, name, field)) is not None:
+                self._live[id] = replace(self._live[id], **{field: file.id})  # type: ignore[arg-type]
+        await self._change(id, end)
+
+    def _keep(self, record: BatchRecord, results: BatchResults, name: str, field: str) -> FileRecord | None:
+        """One of the files, if there is anything in it. Blocks."""
+        if not any(results.chunks(name)):
+            return None
+
+        def also(transaction: Transaction, file: FileRecord) -> None:
+            transaction.change_batch(record.id, **{field: file.id})
+
+        return self._files.create_of(
+            results.chunks(name),
+            record.tenant,
+            purpose="batch_output",
+            filename=f"{record.id}_{name}",
+            expires_after_s=record.output_expires_after_s,
+            also=also,
+        )
+
+    # -- writing down ---------------------------------------------------------------
+
+    def _count(self, id: str, *, is_good: bool) -> None:
+        record = self._live[id]
+        self._live[id] = replace(
+            record, num_completed=record.num_completed + is_good, num_failed=record.num_failed + (not is_good)
+        )
+
+    async def _change(self, id: str, status: str, *, end: str | None = None, **values: Any) -> None:
+        """Write a new status down. end: that it will have after it."""
+        record = self._live[id]
+        times = {**record.times, f"{status}_at": int(time.time()), **({} if end is None else {"end": end})}
+        record = self._live[id] = replace(record, status=status, times=times, **values)
+        counts = {"num_completed": record.num_completed, "num_failed": record.num_failed}
+
+        def write() -> None:
+            with self._store.write() as transaction:
+                transaction.change_batch(id, status=status, times=times, **counts, **values)
+
+        await self._until_done(write)
+
+    def _unfinished(self) -> tuple[BatchRecord, ...]:
+        with self._store.read() as transaction:
+            return transaction.unfinished_batches()
+
+    async def _until_done(self, do: Callable[..., _T], *arguments: Any) -> _T:
+        """Do it on a thread, again and again while a disk or the database is away or full."""
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                return await asyncio.to_thread(do, *arguments)
+            except StoreError as error:
+                _log.warning("a batch waits: %s", error)
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                _log.warning("a batch waits: the disk is full")
+            await asyncio.sleep(wait_s)
+            wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
+
+
+def _input_of(record: BatchRecord) -> FileRecord:
+    """By its id, which is where it is."""
+    return FileRecord(
+        id=record.input_file, tenant=record.tenant, purpose="batch", filename="", num_bytes=0, created_at=0
+    )

@@ -1,0 +1,143 @@
+"""A chat's body to what the engine is asked, whichever route it came by."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from coserve.devices.grammar import Grammar
+from coserve.devices.sampling_params import MAX_LOGPROBS
+from coserve.server import reasoning
+from coserve.server.answer_reader import ChatFrame
+from coserve.server.chat_prompt import frame_of, plain_message, template_arguments
+from coserve.server.context import ServerContext
+from coserve.server.errors import ApiError
+from coserve.server.generation import (
+    Generation,
+    bad_words,
+    check_details,
+    check_length,
+    check_prompt,
+    find_model,
+    most_tokens,
+    new_id,
+    now_s,
+    priority_of,
+    sampling_params,
+    slo_of,
+    truncated,
+)
+from coserve.server.schemas import ChatBody
+from coserve.server.token_details import TokenDetails
+from coserve.server.tools import Tools, grammar_of_calls, tools_of
+from coserve.worker.protocol import Ready
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """frame: what the text of its answer begins in. details: what the answer says of tokens."""
+
+    generation: Generation
+    tools: Tools
+    frame: ChatFrame
+    details: TokenDetails
+
+
+async def chat_request(
+    body: ChatBody, context: ServerContext, tenant: str, arrival_s: float, *, id: str | None = None
+) -> ChatRequest:
+    """What a body asks for; ApiError names the field that is wrong. id: of the answer (default: a new one)."""
+    _refuse_what_is_not_there(body)
+    check_details(body)
+    ready = context.admit()
+    tools = tools_of(body, context)
+    generation = await _generation(body, tools, context, ready, tenant, arrival_s, id or new_id("chatcmpl"))
+    return ChatRequest(
+        generation=generation,
+        tools=tools,
+        frame=frame_of(body, generation.prompts[0], context.prompts),
+        details=TokenDetails.of(body, context.prompts),
+    )
+
+
+def _refuse_what_is_not_there(body: ChatBody) -> None:
+    for name in ("functions", "audio", "web_search_options", "moderation"):
+        if getattr(body, name):
+            raise ApiError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+    if body.function_call not in (None, "none", "auto"):
+        raise ApiError("function_call must be none or auto: use tools", param="function_call")
+    for place, message in enumerate(body.messages):
+        if message.content is None and message.role != "assistant":
+            name = f"messages[{place}].content"
+            raise ApiError(f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
+    if body.modalities not in (None, ["text"]):
+        raise ApiError('modalities must be ["text"]', param="modalities", code="unsupported_parameter")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise ApiError(
+            f"top_logprobs must be a whole number from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}",
+            param="top_logprobs",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("stream_options needs stream to be true", param="stream_options")
+
+
+async def _generation(
+    body: ChatBody, tools: Tools, context: ServerContext, ready: Ready, tenant: str, arrival_s: float, id: str
+) -> Generation:
+    model = context.model_name if body.model is None else body.model
+    adapter = await find_model(context, tenant, model)
+    messages = [plain_message(message) for message in body.messages]
+    if body.truncate_prompt_tokens is None:
+        check_length(context.prompts, [*messages, *tools.shown], ready, param="messages")
+    tokens = await context.prompts.tokens(messages, template_arguments(body, tools, context.prompts.chat_template))
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked: int | None = getattr(body, limit)
+    if asked is not None and asked < 1:
+        raise ApiError(f"{limit} must be at least 1, not {asked}", param=limit)
+    tokens = truncated(tokens, body, ready, max_tokens=asked or 1)
+    max_tokens = asked if asked is not None else max(1, most_tokens(ready) - len(tokens))
+    check_prompt(tokens, max_tokens, ready, param="messages")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return Generation(
+        id=id,
+        created=now_s(),
+        model=model,
+        prompts=(tuple(tokens),),
+        params=sampling_params(
+            body,
+            context.prompts,
+            max_tokens=max_tokens,
+            vocab_size=ready.vocab_size,
+            logprobs=logprobs,
+            bad_words=await bad_words(body, context.prompts),
+            grammar=await _grammar(body, tools, context, tokens),
+        ),
+        slo=slo_of(body, ready.slo),
+        arrival_s=arrival_s,
+        tenant=tenant,
+        adapter=adapter,
+        priority=priority_of(body, context, tenant),
+        shown_tokens=(reasoning.BEGIN, reasoning.END, *(() if tools.parser is None else tools.parser.markers)),
+    )
+
+
+async def _grammar(body: ChatBody, tools: Tools, context: ServerContext, prompt: Sequence[int]) -> Grammar | None:
+    """What the answer follows, after the reasoning that its prompt has opened. One that has to call says nothing else,
+    whatever its content was to be.
+    """
+    if tools.must_call:
+        return await grammar_of_calls(body, tools, context)
+    grammar = await context.structured.grammar(body)
+    if grammar is None or not frame_of(body, prompt, context.prompts).inside_reasoning:
+        return grammar
+    if context.prompts.has_special((reasoning.END,)):
+        raise ApiError(
+            f"the prompt opens a reasoning, and the model ends it by a special token ({reasoning.END}), which no "
+            "structured output can follow: have the template open none, such as by chat_template_kwargs "
+            '{"enable_thinking": false}',
+            param="chat_template_kwargs",
+            code="unsupported_parameter",
+        )
+    grammar = replace(grammar, after=reasoning.END)
+    await context.structured.check(grammar, param="response_format")
+    return grammar

@@ -1,0 +1,96 @@
+"""The bodies of /v1/messages, as Anthropic has them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from coserve.server.schemas import Body, List, Name, SloBody
+
+_MAX_MESSAGES = 10_000
+
+
+class Block(Body):
+    """A block of a message: text, thinking, tool_use or tool_result. What else it has (`cache_control`, `signature`) is
+    not read.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Name
+    text: str | None = None
+    thinking: str | None = None
+    id: Name | None = None
+    name: Name | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Name | None = None
+    content: "str | List[Block] | None" = None
+    is_error: bool | None = None
+
+
+class AnthropicMessage(Body):
+    """One of the conversation."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: str | List[Block]
+
+
+class AnthropicTool(Body):
+    """A function; tools that run at Anthropic's have a type, and are refused by it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: str | None = None
+    name: Annotated[Name, Field(min_length=1)]
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(Body):
+    """Anthropic's: auto, any, tool (by its name) or none."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """What is thought is shown where the model thinks; budgets are of no effect."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountBody(Body):
+    """POST /v1/messages/count_tokens."""
+
+    model: Name
+    messages: Annotated[List[AnthropicMessage], Field(min_length=1, max_length=_MAX_MESSAGES)]
+    system: str | List[Block] | None = None
+    tools: List[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    # Beyond Anthropic's, as vLLM has it.
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Of no effect here.
+    cache_control: dict[str, Any] | None = None
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: List[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    # Of no effect here.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    inference_geo: str | None = None
+    # Beyond Anthropic's.
+    slo: SloBody | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None

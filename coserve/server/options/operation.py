@@ -1,0 +1,102 @@
+"""Where things are kept, and what is told."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coserve.home import home_directory
+from coserve.logs import FORMATS, LEVELS
+from coserve.server.options.option import OptionGroup, check_choice, option
+from coserve.server.units import bytes_of, seconds_of
+from coserve.settings import check_whole, is_number
+
+RESULT_ENCODINGS = ("plain", "base64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationOptions(OptionGroup):
+    """The home, logs, and how it ends."""
+
+    home: str | None = option(
+        None,
+        "--home",
+        "Where files, jobs and adapters live.",
+        metavar="DIR",
+        shown="$COSERVE_HOME or ~/.coserve",
+    )
+    database: str | None = option(
+        None,
+        "--database",
+        "Where files and jobs are recorded, as SQLAlchemy's URL, such as postgresql://me@host/coserve. One with a "
+        "password better in COSERVE_DATABASE: ps shows this one to all users of the machine.",
+        metavar="URL",
+        shown="$COSERVE_DATABASE or SQLite in --home",
+    )
+    result_encoding: str = option(
+        "plain",
+        "--result-encoding",
+        "Of jobs' result files, which are CSV: plain, or base64 as OpenAI gives them.",
+    )
+    max_response_bytes: int = option(
+        100 * 10**6,
+        "--response-storage",
+        "Of the answers of /v1/responses that are kept for each tenant, such as 1GB; the oldest make room.",
+        parse=bytes_of,
+        metavar="SIZE",
+        shown="100MB",
+    )
+    log_format: str = option("text", "--log-format", f"Of the lines on stderr: {' or '.join(FORMATS)}.")
+    log_level: str = option(
+        "warning", "--log-level", f"Least that is logged: {', '.join(LEVELS)}; info has a line for each request."
+    )
+    otlp_endpoint: str | None = option(
+        None,
+        "--otlp-endpoint",
+        "Send OpenTelemetry traces to the collector at this URL, such as http://localhost:4318 (docs/operations.md).",
+        metavar="URL",
+        shown="$OTEL_EXPORTER_OTLP_ENDPOINT, or none",
+    )
+    record: str | None = option(
+        None,
+        "--record",
+        "Write all that the engine is asked and does to this file, for coserve replay.",
+        shown="nothing",
+    )
+    engine_timeout_s: float = option(
+        30.0,
+        "--engine-timeout",
+        "An engine that has not answered for this long is ended and started again; its jobs resume.",
+        parse=seconds_of,
+        metavar="TIME",
+        shown="30s",
+    )
+    drain_s: float = option(
+        30.0,
+        "--drain",
+        "How long open streams may take at the end, such as 30s or 2min.",
+        parse=seconds_of,
+        metavar="TIME",
+        shown="30s",
+    )
+
+    def check(self) -> None:
+        """ValueError names the field and its range."""
+        check_whole("max_response_bytes", self.max_response_bytes, 1)
+        check_choice("result_encoding", self.result_encoding, RESULT_ENCODINGS)
+        check_choice("log_format", self.log_format, FORMATS)
+        check_choice("log_level", self.log_level, LEVELS)
+        if not is_number(self.engine_timeout_s) or self.engine_timeout_s < 2:
+            raise ValueError(f"engine_timeout_s must be a number of seconds, 2 or more, not {self.engine_timeout_s!r}")
+        if not is_number(self.drain_s) or self.drain_s < 0:
+            raise ValueError(f"drain_s must be a number of seconds, 0 or more, not {self.drain_s!r}")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"otlp_endpoint must be a URL of http or https, not {self.otlp_endpoint!r}")
+        if self.database is not None and "://" not in self.database:
+            raise ValueError(
+                "database must be a URL of SQLAlchemy, such as postgresql://me@host/coserve or sqlite:////DIR/jobs.db, "
+                f"not {self.database!r}"
+            )
+
+    @property
+    def directory(self) -> Path:
+        """`home`, wherever it was said."""
+        return home_directory(self.home)

@@ -1,0 +1,64 @@
+"""What a job would be trained on, for the page: the beginning of a file."""
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coserve.errors import DataError
+from coserve.jobs.preview import Preview, read_preview
+from coserve.server.prompts import Prompts
+from coserve.tuning.training_files import TrainingFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Of a file, what is read at once: a moment's work. An array is one value, which has no beginning that could be read.
+_MOST_BYTES, _MOST_ARRAY_BYTES = 1 << 18, 1 << 22
+
+
+class Previews:
+    """Reads files for the page, one at a time, with a tokenizer of its own."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts = prompts
+        self._lock = threading.Lock()
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def read(self, path: Path, *, name: str, max_sequence_length: int) -> Preview:
+        """The first examples of a file that a tenant has, and as many more as there are in its first quarter of a
+        megabyte, counted. name: that it was given. Blocks.
+
+        Raises:
+            DataError: no example of it can be read, or the model has no tokenizer.
+        """
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._prompts.tokenizer
+            if self._tokenizer is None:
+                raise DataError("the model has no tokenizer, so that files cannot be trained on")
+            try:
+                return read_preview(
+                    TrainingFile(path, name),
+                    self._tokenizer,
+                    max_sequence_length=max_sequence_length,
+                    most_bytes=_most_bytes(path),
+                )
+            except OSError as error:
+                raise DataError(f"the file cannot be read: {error.strerror}") from None
+
+
+def _most_bytes(path: Path) -> int:
+    """Of a file that are read; DataError for an array that is too long."""
+    if not _begins_with_bracket(path):
+        return _MOST_BYTES
+    if (num_bytes := path.stat().st_size) > _MOST_ARRAY_BYTES:
+        raise DataError(
+            f"the file is one JSON array of {num_bytes} bytes; a job reads it, the page shows at most "
+            f"{_MOST_ARRAY_BYTES}: write one example a line"
+        )
+    return _MOST_ARRAY_BYTES
+
+
+def _begins_with_bracket(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")

@@ -1,0 +1,172 @@
+"""A body of /v1/responses as the chat that it stands for."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from coserve.server.bodies import body_of
+from coserve.server.chat_request import ChatRequest, chat_request
+from coserve.server.context import ServerContext
+from coserve.server.errors import ApiError
+from coserve.server.generation import new_id
+from coserve.server.response_items import messages_of
+from coserve.server.response_schemas import FunctionTool, ResponseBody, TextFormat
+from coserve.server.schemas import ChatBody, SamplingBody
+from coserve.server.texts import check_texts
+
+_NOT_THERE = ("prompt", "context_management", "moderation", "n", "max_tokens", "response_format")
+_INSTEAD = {
+    "max_tokens": "use max_output_tokens",
+    "response_format": "use text.format",
+    "n": "a response has one answer",
+}
+# How a chat's fields are called here.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+_NO_FIELDS_OF_CHATS = (*_NOT_THERE, "stream", "stream_options", "metadata")
+_MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
+
+
+async def response_request(
+    body: ResponseBody,
+    items: Sequence[dict[str, Any]],
+    context: ServerContext,
+    tenant: str,
+    arrival_s: float,
+) -> ChatRequest:
+    """items: the conversation, with what is new in it; if its beginning may be cut off, as much as there is room for.
+    ApiError names the field that is wrong.
+    """
+    _refuse_what_is_not_there(body)
+
+    async def asked(kept: Sequence[dict[str, Any]]) -> ChatRequest:
+        return await chat_request(_chat_body(body, kept), context, tenant, arrival_s, id=new_id("resp", "_"))
+
+    try:
+        return await (_longest_that_fits(asked, items) if body.truncation == "auto" else asked(items))
+    except ApiError as error:
+        head, dot, rest = (error.param or "").partition(".")
+        if (place := head.partition("[")[0]) in _NAMES:
+            # Which item a message was made of, is not known.
+            is_whole = head == place
+            error.param = _NAMES[place] + (dot + rest if is_whole else "")
+        raise
+
+
+async def _longest_that_fits(
+    asked: Callable[[Sequence[dict[str, Any]]], Awaitable[ChatRequest]], items: Sequence[dict[str, Any]]
+) -> ChatRequest:
+    """Leaves out as few items as it can, from the beginning, up to where a user speaks; what the system says stays."""
+    places = [place for place, item in enumerate(items) if place and item.get("role") == "user"]
+    found, wrong = await _if_it_fits(asked, items)
+    first, last = 0, len(places) if found is None else 0
+    while first < last:
+        middle = (first + last) // 2
+        said = [item for item in items[: places[middle]] if item.get("role") in ("system", "developer")]
+        request, error = await _if_it_fits(asked, [*said, *items[places[middle] :]])
+        if request is None:
+            wrong, first = error, middle + 1
+        else:
+            found, last = request, middle
+    if found is None:
+        assert wrong is not None
+        raise wrong
+    return found
+
+
+async def _if_it_fits(
+    asked: Callable[[Sequence[dict[str, Any]]], Awaitable[ChatRequest]], items: Sequence[dict[str, Any]]
+) -> tuple[ChatRequest | None, ApiError | None]:
+    """Or what says that it does not."""
+    try:
+        return await asked(items), None
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return None, error
+
+
+def _refuse_what_is_not_there(body: ResponseBody) -> None:
+    for name in _NOT_THERE:
+        if getattr(body, name) not in (None, [], {}, *((1,) if name == "n" else ())):
+            hint = _INSTEAD.get(name, "leave it out")
+            raise ApiError(f"{name} is not supported: {hint}", param=name, code="unsupported_parameter")
+    if body.background and body.store is False:
+        raise ApiError("background can only be used when `store` is true", param="background")
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise ApiError(f"max_output_tokens must be at least 1, not {body.max_output_tokens}", param="max_output_tokens")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("stream_options needs stream to be true", param="stream_options")
+    check_metadata(body.metadata)
+
+
+def check_metadata(metadata: dict[str, Any] | None) -> None:
+    """OpenAI's limits; ApiError."""
+    if metadata is None:
+        return
+    check_texts(metadata, param="metadata")
+    is_short = all(
+        isinstance(value, str) and len(key) <= _LONGEST_KEY and len(value) <= _LONGEST_VALUE
+        for key, value in metadata.items()
+    )
+    if len(metadata) > _MOST_METADATA or not is_short:
+        raise ApiError(
+            f"metadata must have at most {_MOST_METADATA} entries, of strings of {_LONGEST_KEY} and {_LONGEST_VALUE} "
+            "characters at most",
+            param="metadata",
+        )
+
+
+def _chat_body(body: ResponseBody, items: Sequence[dict[str, Any]]) -> ChatBody:
+    same = {
+        name: value
+        for name in SamplingBody.model_fields
+        if name not in _NO_FIELDS_OF_CHATS and (value := getattr(body, name)) is not None
+    }
+    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    with_logprobs = "message.output_text.logprobs" in (body.include or ())
+    if body.top_logprobs and not with_logprobs:
+        raise ApiError('top_logprobs needs include to have "message.output_text.logprobs"', param="top_logprobs")
+    more: dict[str, Any] = {
+        "messages": [*instructions, *messages_of(items)],
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": None if not body.tools else [_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools)],
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "logprobs": with_logprobs,
+        "top_logprobs": (body.top_logprobs or 0) if with_logprobs else None,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "response_format": None if body.text is None or body.text.format is None else _format(body.text.format),
+    }
+    return body_of(ChatBody, {**same, **more})
+
+
+def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
+    if tool.type != "function":
+        raise ApiError(
+            f"{where}.type is {tool.type[:100]!r}, which is not supported: it must be function",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+    names = ("name", "description", "parameters", "strict")
+    return {
+        "type": "function",
+        "function": {name: value for name in names if (value := getattr(tool, name)) is not None},
+    }
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(asked: TextFormat) -> dict[str, Any]:
+    if asked.type != "json_schema":
+        return {"type": asked.type}
+    fields = {"name": asked.name, "schema": asked.schema_, "strict": asked.strict}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in fields.items() if value is not None}}

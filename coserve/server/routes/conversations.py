@@ -1,0 +1,171 @@
+"""/v1/conversations, as OpenAI has them: items that responses follow, and add to."""
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+from starlette.responses import Response
+
+from coserve.jobs.records import ConversationRecord, new_id
+from coserve.server.bodies import JsonRoute
+from coserve.server.context import Context, Tenant
+from coserve.server.conversation_store import (
+    check_new,
+    create_conversation,
+    extend_conversation,
+    find_conversation,
+    items_of,
+)
+from coserve.server.errors import not_found
+from coserve.server.response_items import input_items, page_of
+from coserve.server.response_request import check_metadata
+from coserve.server.response_schemas import Includable, InputItem
+from coserve.server.responses import json_response
+from coserve.server.schemas import Body, List
+from coserve.server.texts import check_texts
+
+router = APIRouter(route_class=JsonRoute)
+# As OpenAI has it.
+_MOST_ITEMS = 20
+
+
+class ConversationBody(Body):
+    """POST /v1/conversations."""
+
+    items: Annotated[List[InputItem], Field(max_length=_MOST_ITEMS)] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class ChangeBody(Body):
+    """POST /v1/conversations/{conversation_id}."""
+
+    metadata: dict[str, Any] | None
+
+
+class ItemsBody(Body):
+    """POST /v1/conversations/{conversation_id}/items."""
+
+    items: Annotated[List[InputItem], Field(min_length=1, max_length=_MOST_ITEMS)]
+
+
+@router.post("/v1/conversations")
+async def create(body: ConversationBody, context: Context, tenant: Tenant) -> Response:
+    """Begin one."""
+    check_metadata(body.metadata)
+    items = input_items(body.items or (), "items")
+    check_new(items, (), param="items")
+    now = int(time.time())
+    record = ConversationRecord(
+        id=new_id("conv_"), tenant=tenant, created_at=now, used_at=now, metadata=body.metadata or {}
+    )
+    await create_conversation(context, record, items)
+    return json_response(_conversation(record))
+
+
+@router.get("/v1/conversations/{conversation_id}")
+async def retrieve(conversation_id: str, context: Context, tenant: Tenant) -> Response:
+    """One of them."""
+    return json_response(_conversation(await find_conversation(context, tenant, conversation_id)))
+
+
+@router.post("/v1/conversations/{conversation_id}")
+async def change(conversation_id: str, body: ChangeBody, context: Context, tenant: Tenant) -> Response:
+    """Give it other metadata."""
+    check_metadata(body.metadata)
+    await find_conversation(context, tenant, conversation_id)
+
+    def write() -> None:
+        with context.jobs.store.write() as transaction:
+            transaction.label_conversation(conversation_id, body.metadata or {})
+
+    await asyncio.to_thread(write)
+    return json_response(_conversation(await find_conversation(context, tenant, conversation_id)))
+
+
+@router.delete("/v1/conversations/{conversation_id}")
+async def delete(conversation_id: str, context: Context, tenant: Tenant) -> Response:
+    """Forget it, with its items; responses that were made in it stay."""
+    await find_conversation(context, tenant, conversation_id)
+
+    def write() -> None:
+        with context.jobs.store.write() as transaction:
+            transaction.remove_conversation(conversation_id)
+
+    await asyncio.to_thread(write)
+    return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+
+@router.post("/v1/conversations/{conversation_id}/items")
+async def add_items(
+    conversation_id: str,
+    body: ItemsBody,
+    context: Context,
+    tenant: Tenant,
+    include: Annotated[list[Includable] | None, Query()] = None,
+) -> Response:
+    """Add some at its end."""
+    items = input_items(body.items, "items")
+    await find_conversation(context, tenant, conversation_id)
+    await extend_conversation(context, tenant, conversation_id, items)
+    return json_response(page_of(items, order="asc", limit=len(items)))
+
+
+@router.get("/v1/conversations/{conversation_id}/items")
+async def list_items(
+    conversation_id: str,
+    context: Context,
+    tenant: Tenant,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    include: Annotated[list[Includable] | None, Query()] = None,
+) -> Response:
+    """What was said in it, in pages."""
+    items = await items_of(context, tenant, conversation_id)
+    return json_response(page_of(items, order=order, after=after, limit=limit))
+
+
+@router.get("/v1/conversations/{conversation_id}/items/{item_id}")
+async def retrieve_item(
+    conversation_id: str,
+    item_id: str,
+    context: Context,
+    tenant: Tenant,
+    include: Annotated[list[Includable] | None, Query()] = None,
+) -> Response:
+    """One of its items."""
+    items = await items_of(context, tenant, conversation_id)
+    found = next((item for item in items if item["id"] == item_id), None)
+    if found is None:
+        raise _no_item(item_id)
+    return json_response(found)
+
+
+@router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
+async def delete_item(conversation_id: str, item_id: str, context: Context, tenant: Tenant) -> Response:
+    """Take one out of it."""
+    check_texts(item_id, param="item_id")
+    record = await find_conversation(context, tenant, conversation_id)
+
+    def write() -> bool:
+        with context.jobs.store.write() as transaction:
+            return transaction.remove_conversation_item(conversation_id, item_id)
+
+    if not await asyncio.to_thread(write):
+        raise _no_item(item_id)
+    return json_response(_conversation(record))
+
+
+def _no_item(id: str) -> Exception:
+    return not_found(f"Item with id '{id}' not found in the conversation.", param="item_id")
+
+
+def _conversation(record: ConversationRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "object": "conversation",
+        "created_at": record.created_at,
+        "metadata": record.metadata or {},
+    }

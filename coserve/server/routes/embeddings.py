@@ -1,0 +1,22 @@
+"""POST /v1/embeddings."""
+
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from coserve.server.bodies import JsonRoute
+from coserve.server.context import Context, Tenant
+from coserve.server.embedding_request import EmbeddingBody, embedding_request, embeddings
+from coserve.server.request_log import note_completion
+from coserve.server.responses import answer
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/embeddings")
+async def create_embeddings(body: EmbeddingBody, request: Request, context: Context, tenant: Tenant) -> Response:
+    """A vector for each input."""
+    generation = await embedding_request(body, context, tenant, time.monotonic())
+    note_completion(request, generation.id)
+    return await answer(request, whole=embeddings(body, generation, context))

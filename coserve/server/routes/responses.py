@@ -1,0 +1,125 @@
+"""/v1/responses, as OpenAI has it."""
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from coserve.server.bodies import JsonRoute
+from coserve.server.context import Context, Tenant
+from coserve.server.errors import ApiError
+from coserve.server.request_log import note_completion
+from coserve.server.response_history import items_before, keeper
+from coserve.server.response_items import input_items, page_of
+from coserve.server.response_request import response_request
+from coserve.server.response_schemas import Includable, ResponseBody
+from coserve.server.response_store import find, forget
+from coserve.server.response_writer import ResponseWriter
+from coserve.server.responses import answer, json_response, server_sent_event
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/responses")
+async def create_response(body: ResponseBody, request: Request, context: Context, tenant: Tenant) -> Response:
+    """Answer; at once, piece by piece, or in the background."""
+    arrival_s = time.monotonic()
+    items = input_items(body.input)
+    context.require_ready()
+    before = await items_before(context, tenant, body, items)
+    chat = await response_request(body, [*before, *items], context, tenant, arrival_s)
+    keep_it = keeper(context, tenant, body, items)
+    writer = ResponseWriter(context, body, chat, keep_it)
+    id = chat.generation.id
+    note_completion(request, id)
+    if body.background:
+        writer.response["status"] = "queued"
+        await keep_it(writer.response)
+        run = context.runs.begin(_key(tenant, id), writer.background_events(), lambda: writer.response, writer.cancel)
+        if body.stream:
+            return await answer(request, events=_sent(run.watch()), ignored=body.ignored, end=b"")
+        return json_response(writer.response)
+    if body.stream:
+        return await answer(request, events=_sent(writer.events()), ignored=body.ignored, end=b"")
+    return await answer(request, whole=writer.whole(), ignored=body.ignored)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(body: ResponseBody, context: Context, tenant: Tenant) -> Response:
+    """How many tokens the input of such a request has."""
+    items = input_items(body.input)
+    context.require_ready()
+    before = await items_before(context, tenant, body, items)
+    chat = await response_request(body, [*before, *items], context, tenant, time.monotonic())
+    return json_response({"object": "response.input_tokens", "input_tokens": len(chat.generation.prompts[0])})
+
+
+@router.get("/v1/responses/{response_id}")
+async def retrieve_response(
+    response_id: str,
+    request: Request,
+    context: Context,
+    tenant: Tenant,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=0)] | None = None,
+    include_obfuscation: bool = False,
+    include: Annotated[list[Includable] | None, Query()] = None,
+) -> Response:
+    """One that is kept, or under way; one that is under way in the background also as a stream."""
+    run = context.runs.find(_key(tenant, response_id))
+    if run is None:
+        record = await find(context, tenant, response_id)
+        if stream:
+            raise ApiError(f"Response '{response_id}' is over: it can be retrieved, but not streamed.", param="stream")
+        return json_response(record.response)
+    if not stream:
+        return json_response(run.state())
+    return await answer(request, events=_sent(run.watch(0 if starting_after is None else starting_after + 1)), end=b"")
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(response_id: str, context: Context, tenant: Tenant) -> Response:
+    """End one that runs in the background; one that is over stays as it is."""
+    await context.runs.cancel(_key(tenant, response_id))
+    record = await find(context, tenant, response_id)
+    if not record.response["background"]:
+        raise ApiError("Cannot cancel a synchronous response.", param="response_id")
+    return json_response(record.response)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, context: Context, tenant: Tenant) -> Response:
+    """Forget it; what follows it cannot be continued any more."""
+    await context.runs.cancel(_key(tenant, response_id))
+    await find(context, tenant, response_id)
+    await forget(context, tenant, response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    context: Context,
+    tenant: Tenant,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    include: Annotated[list[Includable] | None, Query()] = None,
+) -> Response:
+    """What was new in its input; the items before it are those of `previous_response_id`."""
+    record = await find(context, tenant, response_id)
+    return json_response(page_of(record.input, order=order, after=after, limit=limit))
+
+
+async def _sent(events: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for event in events:
+            yield server_sent_event(event, event["type"])
+    finally:
+        await events.aclose()
+
+
+def _key(tenant: str, id: str) -> tuple[str, str]:
+    return tenant, id

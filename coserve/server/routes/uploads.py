@@ -1,0 +1,130 @@
+"""/v1/uploads: files that come in parts, as OpenAI has them."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.responses import Response
+
+from coserve.jobs.files import PURPOSES
+from coserve.jobs.records import UploadRecord
+from coserve.jobs.uploads import Uploads, status_of
+from coserve.server.bodies import JsonRoute
+from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.errors import ApiError, not_found
+from coserve.server.responses import json_response
+from coserve.server.routes.files import file_json
+from coserve.server.schemas import Body, List
+from coserve.server.texts import check_texts
+
+router = APIRouter(route_class=JsonRoute)
+part_router = APIRouter()
+
+_MOST_PARTS = 10_000
+
+
+class ExpiresAfter(Body):
+    """Of the file."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+
+
+class UploadBody(Body):
+    """POST /v1/uploads."""
+
+    filename: Annotated[str, Field(min_length=1, max_length=255)]
+    bytes: Annotated[int, Field(ge=1, le=2**53)]
+    purpose: Literal[PURPOSES]  # type: ignore[valid-type]
+    mime_type: Annotated[str, Field(max_length=255)] = ""
+    expires_after: ExpiresAfter | None = None
+
+
+class CompleteBody(Body):
+    """POST /v1/uploads/{upload_id}/complete. md5: of the file."""
+
+    part_ids: Annotated[List[str], Field(min_length=1, max_length=_MOST_PARTS)]
+    md5: str | None = None
+
+
+@router.post("/v1/uploads")
+def create_upload(body: UploadBody, context: Context, tenant: Tenant) -> Response:
+    """Begin: parts are to follow."""
+    for name in ("filename", "mime_type"):
+        check_texts(getattr(body, name), param=name)
+    record = _uploads(context).create(
+        tenant,
+        purpose=body.purpose,
+        filename=body.filename,
+        mime_type=body.mime_type,
+        num_bytes=body.bytes,
+        expires_after_s=None if body.expires_after is None else body.expires_after.seconds,
+    )
+    return json_response(_upload(record, context))
+
+
+@part_router.post("/v1/uploads/{upload_id}/parts")
+async def add_part(upload_id: str, request: Request, context: Context, tenant: Tenant) -> Response:
+    """A part: a form with `data`."""
+    upload = await run_in_threadpool(_find, context, tenant, upload_id)
+    async with request.form(max_files=1, max_fields=1) as form:
+        if unknown := [name for name in form if name != "data"]:
+            raise ApiError(f"Unknown parameter: '{unknown[0]}'.", param=unknown[0], code="unknown_parameter")
+        data = form.get("data")
+        if not isinstance(data, UploadFile):
+            raise ApiError("Missing required parameter: 'data'.", param="data", code="missing_required_parameter")
+        limits = context.limits_of(tenant)
+        part = await run_in_threadpool(
+            _uploads(context).add_part, upload, data.file, max_total_bytes=limits.max_file_bytes
+        )
+    return json_response(
+        {"id": part.id, "object": "upload.part", "created_at": part.created_at, "upload_id": upload.id}
+    )
+
+
+@router.post("/v1/uploads/{upload_id}/complete")
+def complete_upload(upload_id: str, body: CompleteBody, context: Context, tenant: Tenant) -> Response:
+    """Join the parts, in this order."""
+    for name in ("part_ids", "md5"):
+        check_texts(getattr(body, name), param=name)
+    _uploads(context).complete(_find(context, tenant, upload_id), body.part_ids, md5=body.md5)
+    return json_response(_upload(_find(context, tenant, upload_id), context))
+
+
+@router.post("/v1/uploads/{upload_id}/cancel")
+def cancel_upload(upload_id: str, context: Context, tenant: Tenant) -> Response:
+    """Forget the parts."""
+    _uploads(context).cancel(_find(context, tenant, upload_id))
+    return json_response(_upload(_find(context, tenant, upload_id), context))
+
+
+router.include_router(part_router)
+
+
+def _uploads(context: ServerContext) -> Uploads:
+    return Uploads(context.jobs.store, context.jobs.files)
+
+
+def _find(context: ServerContext, tenant: str, id: str) -> UploadRecord:
+    check_texts(id, param="upload_id")
+    record = _uploads(context).find(tenant, id)
+    if record is None:
+        raise not_found(f"No such Upload object: {id}", param="upload_id")
+    return record
+
+
+def _upload(record: UploadRecord, context: ServerContext) -> dict[str, Any]:
+    file = None if record.file is None else context.jobs.files.find(record.tenant, record.file)
+    return {
+        "id": record.id,
+        "object": "upload",
+        "bytes": record.num_bytes,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": status_of(record),
+        "file": None if file is None else file_json(file),
+    }

@@ -1,0 +1,92 @@
+"""What records of objectives other than the next-token loss look like, each turned into sequences of the usual kinds.
+
+Preferences, as OpenAI has them (`input`, `preferred_output`, `non_preferred_output`) or as TRL has them (`prompt`,
+`chosen`, `rejected`, each text or messages); single answers with a `label`, true if it is wanted; tokens that were
+sampled, with their log-probabilities and advantages.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from coserve.errors import DataError
+from coserve.settings import is_number, is_whole
+from coserve.tuning.line_formats import Record, parsed_record
+
+_OPENAI = ("input", "preferred_output", "non_preferred_output")
+_TRL = ("chosen", "rejected")
+
+
+def read_pair(given: Any) -> tuple[Record, Record]:
+    """The chosen and the rejected conversation (or prompt and completion) of a preference; DataError otherwise."""
+    record = parsed_record(given)
+    if all(name in record for name in _OPENAI):
+        asked, chosen, rejected = (record[name] for name in _OPENAI)
+        if not isinstance(asked, Mapping) or not isinstance(asked.get("messages"), list):
+            raise DataError("input must be an object with messages")
+        before, tools = asked["messages"], asked.get("tools")
+    elif all(name in record for name in _TRL):
+        chosen, rejected = (record[name] for name in _TRL)
+        before, tools = record.get("prompt", []), record.get("tools")
+        if isinstance(before, str):
+            return _completion(before, "chosen", chosen), _completion(before, "rejected", rejected)
+    else:
+        raise DataError(
+            "a preference has input, preferred_output and non_preferred_output; or prompt, chosen and rejected"
+        )
+    return _conversation(before, chosen, tools), _conversation(before, rejected, tools)
+
+
+def read_labelled(given: Any) -> tuple[Record, bool]:
+    """An answer, as prompt and completion or as messages, and whether it is wanted; DataError otherwise."""
+    record = dict(parsed_record(given))
+    label = record.pop("label", None)
+    if not isinstance(label, bool):
+        raise DataError("an answer has a label, true if it is wanted and false if not")
+    if isinstance(record.get("prompt"), list):
+        return _conversation(record["prompt"], record.get("completion"), record.get("tools")), label
+    return record, label
+
+
+def read_sampled(given: Any) -> tuple[list[int], list[int], list[tuple[float, float]]]:
+    """Tokens of a prompt and of what was sampled after it, and for each of the latter its advantage and its
+    log-probability; DataError otherwise.
+    """
+    record = parsed_record(given)
+    prompt, completion = (_tokens(record, name) for name in ("prompt_tokens", "completion_tokens"))
+    advantages = record.get("advantages")
+    if is_number(advantages):
+        advantages = [advantages] * len(completion)
+    logprobs = record.get("logprobs")
+    for name, numbers in (("advantages", advantages), ("logprobs", logprobs)):
+        if not isinstance(numbers, list) or len(numbers) != len(completion) or not all(map(is_number, numbers)):
+            raise DataError(f"{name} must be {len(completion)} numbers, one for each of completion_tokens")
+    assert isinstance(advantages, list) and isinstance(logprobs, list)
+    return prompt, completion, list(zip(map(float, advantages), map(float, logprobs), strict=True))
+
+
+def _tokens(record: Mapping[str, Any], name: str) -> list[int]:
+    tokens = record.get(name)
+    if not isinstance(tokens, list) or not tokens or not all(is_whole(token, 0) for token in tokens):
+        raise DataError(f"{name} must be a list of token ids that is not empty")
+    return tokens
+
+
+def _completion(prompt: str, name: str, answer: Any) -> Record:
+    if not isinstance(answer, str):
+        raise DataError(f"{name} must be a string, as prompt is")
+    return {"prompt": prompt, "completion": answer}
+
+
+def _conversation(before: Any, answer: Any, tools: Any) -> Record:
+    """Messages of which the last answer alone is trained on."""
+    answer = [answer] if isinstance(answer, Mapping) else answer
+    if not isinstance(before, list) or not isinstance(answer, list) or not answer:
+        raise DataError("answers must be lists of messages, as what comes before them is")
+    turns = [*before, *answer]
+    if not all(isinstance(turn, Mapping) for turn in turns) or turns[-1].get("role") != "assistant":
+        raise DataError("an answer must end with a message of the assistant")
+    weighed = [
+        {**turn, "weight": int(index >= len(before))} if turn.get("role") == "assistant" else dict(turn)
+        for index, turn in enumerate(turns)
+    ]
+    return {"messages": weighed} | ({"tools": tools} if tools else {})

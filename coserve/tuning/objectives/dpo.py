@@ -1,0 +1,40 @@
+"""Direct preference optimization. Source: arXiv 2305.18290, equation 7; label smoothing as in conservative DPO
+(https://ericmitchell.ai/cdpo.pdf, equation 3).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.nn.functional import logsigmoid
+
+from coserve.settings import check_number
+from coserve.tuning.objectives.base import Outcome, PairObjective, ScoredRows, halves, margin_metrics, per_row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dpo(PairObjective):
+    """beta: how strongly it holds to the model without the adapter. label_smoothing: the share of pairs that are taken
+    to be the wrong way round.
+    """
+
+    needs_reference: ClassVar[bool] = True
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta, above=0)
+        check_number("label_smoothing", self.label_smoothing, least=0, most=0.5)
+
+    def outcome(self, rows: ScoredRows) -> Outcome:
+        chosen, rejected = halves(self.beta * rows.log_ratios)
+        margin, smoothing = chosen - rejected, self.label_smoothing
+        slope = self.beta * (smoothing * margin.sigmoid() - (1 - smoothing) * (-margin).sigmoid())
+        loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+        return Outcome(
+            gradient=per_row(rows, slope, -slope),
+            loss=loss.sum(),
+            correct=(margin > 0).sum(),
+            count=len(margin),
+            metrics=margin_metrics(chosen, rejected),
+        )

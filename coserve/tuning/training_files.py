@@ -1,0 +1,145 @@
+"""Training files as records: JSONL, one JSON array, CSV with a header, Parquet.
+
+CSV is known by its name (`.csv`), Parquet by its first bytes; everything else is JSON.
+"""
+
+import csv
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from coserve.errors import DataError
+from coserve.tuning.line_formats import records_of, with_json_cells
+
+# A record is tokenized in one piece, at a hundred times its memory: a quarter of a million tokens of English.
+_MOST_RECORD_BYTES = 1 << 20
+_PARQUET_MAGIC = b"PAR1"
+# Rows of a Parquet file that are in memory at once, and what they may be packed with: a small file may hold terabytes.
+_ROWS_AT_ONCE, _MOST_GROUP_BYTES = 64, 1 << 30
+
+
+class TrainingFile:
+    """A file's records, one after the other. num_bytes_read: of them so far, give or take."""
+
+    def __init__(self, path: Path, name: str = "") -> None:
+        """name: that whose it is gave to the file; default: that of the path."""
+        self.path, self.num_bytes_read = path, 0
+        self._is_csv = (name or path.name).lower().endswith(".csv")
+
+    def records(self) -> Iterator[tuple[str, Any]]:
+        """Where each record is, and its text, or the record itself, or the DataError that says what is wrong with it.
+
+        Raises:
+            DataError: nothing more can be read. OSError: from the disk.
+        """
+        with self.path.open("rb") as file:
+            begin = file.read(len(_PARQUET_MAGIC))
+        if begin == _PARQUET_MAGIC:
+            yield from self._parquet()
+        else:
+            yield from self._csv() if self._is_csv else records_of(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """Of a text file; DataError, naming the line, if it is not UTF-8, or too long to be an example."""
+        with self.path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_MOST_RECORD_BYTES + 1), b""), 1):
+                if len(line) > _MOST_RECORD_BYTES:
+                    raise DataError(f"line {number}: is longer than {_MOST_RECORD_BYTES} bytes")
+                try:
+                    text = line.decode()
+                except UnicodeDecodeError as error:
+                    raise DataError(f"line {number}: is not UTF-8 at byte {error.start}") from None
+                self.num_bytes_read += len(line)
+                yield text
+
+    def _csv(self) -> Iterator[tuple[str, Any]]:
+        csv.field_size_limit(_MOST_RECORD_BYTES)  # of the whole process; its own default is an eighth
+        rows = csv.reader((line.removeprefix("\ufeff") for line in self._lines()), strict=True)
+        header = list[str]()
+        try:
+            for number, cells in _numbered(rows):
+                if not header:
+                    header = [cell.strip() for cell in cells]
+                    _check_header(header)
+                elif len(cells) != len(header):
+                    wrong = DataError(f"has {len(cells)} cells; the header has {len(header)}: a comma without quotes?")
+                    yield f"line {number}", wrong
+                else:
+                    yield f"line {number}", _checked(dict(zip(header, cells, strict=True)))
+        except csv.Error as error:
+            raise DataError(f"line {rows.line_num}: is not valid CSV ({error})") from None
+
+    def _parquet(self) -> Iterator[tuple[str, Any]]:
+        try:
+            import pyarrow
+            from pyarrow.parquet import ParquetFile
+        except ImportError:
+            raise DataError(
+                "is a Parquet file, which is read with pyarrow, and that is not installed here: "
+                "pip install 'coserve[parquet]'; or write the file as JSONL"
+            ) from None
+        num_bytes = self.path.stat().st_size
+        try:
+            with ParquetFile(self.path) as file:
+                _check_groups(file.metadata)
+                number = 0
+                for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+                    for row in batch.to_pylist():
+                        number += 1
+                        self.num_bytes_read = num_bytes * number // file.metadata.num_rows
+                        yield f"row {number}", _checked(_without_nulls(row))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"is a Parquet file that cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _numbered(rows: Any) -> Iterator[tuple[int, list[str]]]:
+    """The line that each row begins at, and its cells; blank lines are passed over."""
+    while True:
+        number = rows.line_num + 1
+        cells = next(rows, None)
+        if cells is None:
+            return
+        if cells:
+            yield number, cells
+
+
+def _check_header(names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"line 1: the header has {name!r} more than once")
+
+
+def _check_groups(metadata: Any) -> None:
+    for group in range(metadata.num_row_groups):
+        num_bytes = metadata.row_group(group).total_byte_size
+        if num_bytes > _MOST_GROUP_BYTES:
+            raise DataError(
+                f"row group {group + 1} of the Parquet file has {num_bytes} bytes; at most {_MOST_GROUP_BYTES} are "
+                "read: write it with smaller row groups"
+            )
+
+
+def _checked(record: Mapping[str, Any]) -> Any:
+    """With the values that are written as JSON, or what is wrong with it."""
+    if _num_characters(record) > _MOST_RECORD_BYTES:
+        return DataError(f"is longer than {_MOST_RECORD_BYTES} characters")
+    try:
+        return with_json_cells(record)
+    except DataError as error:
+        return error
+
+
+def _num_characters(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return sum(map(_num_characters, chain(value, value.values())))
+    if isinstance(value, list):
+        return sum(map(_num_characters, value))
+    return len(value) if isinstance(value, str) else 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the fields that a table has and a record has not: in a column of objects, each has the fields of all."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,153 @@
+"""A real Ray cluster on this machine: a head, and machines with one device each; and what may befall them."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+
+from coserve.server.config import ServerConfig
+
+HEAD = {"coserve_head": 1.0}
+START_S = 280.0
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+class RayWorld:
+    """The cluster, its front's URL, and ways to harm it. Times are of recoveries, by what was killed."""
+
+    def __init__(self, cluster: Any, config: ServerConfig) -> None:
+        from coserve.cluster import on_ray
+
+        self.on_ray, self.cluster, self.config = on_ray, cluster, config
+        self.url = f"http://127.0.0.1:{config.port}/v1"
+        self.client = OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=120)
+        self.machines: list[Any] = []
+
+    def add_machine(self) -> None:
+        self.machines.append(self.cluster.add_node(num_cpus=1, resources={self.on_ray.DEVICE: 1}))
+
+    # -- questions ----------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.on_ray.status()
+        return found
+
+    def num_ready(self) -> int:
+        from coserve.errors import CoserveError
+
+        with suppress(CoserveError):
+            return sum(each["state"] == "ready" for each in self.status()["nodes"])
+        return 0
+
+    def lives(self) -> frozenset[tuple[Any, ...]]:
+        """The processes that answer now: any of them that dies is another one later."""
+        from coserve.errors import CoserveError
+
+        with suppress(CoserveError):
+            found = self.status()
+            nodes = [each for each in found["nodes"] if each["state"] == "ready"]
+            return frozenset([("front", found["pid"]), *((n["name"], n["pid"], n["restarts"]) for n in nodes)])
+        return frozenset()
+
+    def has_recovered(self, before: frozenset[tuple[Any, ...]]) -> bool:
+        """Whether all live, and something does that did not."""
+        now = self.lives()
+        return len(now) == len(self.machines) + 1 and now != before
+
+    def until(self, question: Callable[[], Any], *, limit_s: float = START_S) -> Any:
+        until_s = time.monotonic() + limit_s
+        while not (found := question()):
+            assert time.monotonic() < until_s, "it has not come true"
+            time.sleep(0.2)
+        return found
+
+    # -- what may befall it -----------------------------------------------------------------
+
+    def kill_engine(self, number: int) -> None:
+        """The process that holds the model; its actor starts another."""
+        actor = self._pid_of_node(number)
+        children = subprocess.run(["pgrep", "-P", str(actor)], capture_output=True, text=True).stdout.split()
+        for each in children:
+            _kill(int(each))
+
+    def kill_actor(self, number: int) -> None:
+        """The actor's process; Ray starts it again."""
+        _kill(self._pid_of_node(number))
+
+    def kill_machine(self, number: int) -> None:
+        """All that runs on a machine of Ray's; another one takes its place."""
+        machine = self.machines.pop(number % len(self.machines))
+        self.cluster.remove_node(machine, allow_graceful=False)
+        self.add_machine()
+
+    def kill_front(self, number: int) -> None:
+        """Ray Serve's replica, with the store and all connections."""
+        _kill(self.until(lambda: self._front_pid()))
+
+    def _pid_of_node(self, number: int) -> int:
+        ready = self.until(lambda: [each for each in self._nodes() if each["state"] == "ready"])
+        pid: int = ready[number % len(ready)]["pid"]
+        return pid
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        from coserve.errors import CoserveError
+
+        with suppress(CoserveError):
+            found: list[dict[str, Any]] = self.status()["nodes"]
+            return found
+        return []
+
+    def _front_pid(self) -> int | None:
+        from coserve.errors import CoserveError
+
+        with suppress(CoserveError):
+            pid: int = self.status()["pid"]
+            return pid
+        return None
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def ray_world(
+    home: Path, num_machines: int = 3, *, placement: str = "round-robin", **settings: Any
+) -> Iterator[RayWorld]:
+    """All nodes ready."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    from coserve.cluster import on_ray
+
+    usual: dict[str, Any] = {"model": "tiny", "dtype": "float32", "memory_bytes": 16_000_000, "device": "cpu"}
+    config = ServerConfig(**usual | {"home": str(home), "port": free_port(), "tpot_s": 1.0, "ttft_s": 5.0} | settings)
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "resources": HEAD, "include_dashboard": False}
+    )
+    try:
+        world = RayWorld(cluster, config)
+        for _ in range(num_machines):
+            world.add_machine()
+        on_ray.connect(cluster.address)
+        on_ray.deploy(config, placement, resources={"coserve_head": 0.01})
+        on_ray.wait_for_nodes(lambda: False)
+        yield world
+        on_ray.undeploy()
+    finally:
+        on_ray.disconnect()
+        cluster.shutdown()

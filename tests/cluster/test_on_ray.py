@@ -1,0 +1,224 @@
+"""One server on a real Ray cluster of three nodes: it answers as one device does, and nothing is lost when parts die.
+
+COSERVE_CLUSTER_KILLS: how many, one kind after the other (default: one of each kind).
+"""
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from cluster.ray_world import RayWorld, ray_world
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+NUM_KILLS = int(os.environ.get("COSERVE_CLUSTER_KILLS", "4"))
+NUM_STREAMS, NUM_JOBS, NUM_STEPS = 32, 6, 60
+PROMPTS = ["The quick brown", "Once upon a time", "One copy of the weights", "Hello, how are", "To be, or not to"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayWorld]:
+    with ray_world(tmp_path_factory.mktemp("home")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    from coserve import Engine
+    from coserve.engine.config import EngineConfig
+
+    return Engine.load("tiny", EngineConfig(memory_bytes=16_000_000), dtype="float32", device="cpu")
+
+
+def alone(engine: Any, prompt: str, num_tokens: int, adapter: str | None = None) -> str:
+    from coserve import SamplingParams
+
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    text: str = engine.generate([prompt], params, adapter=adapter)[0].text
+    return text
+
+
+def ask(world: RayWorld, prompt: str, num_tokens: int, model: str = "tiny") -> str:
+    body = {"ignore_eos": True}
+    found = world.client.completions.create(
+        model=model, prompt=prompt, max_tokens=num_tokens, temperature=0, extra_body=body
+    )
+    return found.choices[0].text
+
+
+def train(world: RayWorld, number: int, num_steps: int) -> str:
+    rows = [json.dumps({"prompt": f"{i} and {number} ", "completion": f"make {i + number}"}) for i in range(8)]
+    file = world.client.files.create(file=("train.jsonl", "\n".join(rows).encode()), purpose="fine-tune")
+    job = world.client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=file.id,
+        seed=number,
+        hyperparameters={"n_epochs": num_steps // 2, "batch_size": 4},
+        extra_body={"coserve": {"checkpoint_every_steps": 10}},
+    )
+    return job.id
+
+
+def job_of(world: RayWorld, id: str) -> Any:
+    """None while the front is away."""
+    try:
+        return world.client.fine_tuning.jobs.retrieve(id)
+    except (openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError):
+        return None
+
+
+def finished(world: RayWorld, id: str) -> Any:
+    job = world.until(lambda: (found := job_of(world, id)) and found.finished_at and found)
+    assert job.status == "succeeded", job.error
+    return job
+
+
+def steps_of(world: RayWorld, id: str) -> list[int]:
+    events = world.client.fine_tuning.jobs.list_events(id, limit=100)
+    metrics: list[Any] = [event.data for event in events if event.type == "metrics"]
+    return sorted(data["step"] for data in metrics if "train_loss" in data)
+
+
+def test_the_openai_client_finds_one_server(world: RayWorld):
+    client = world.client
+    assert [each.id for each in client.models.list()] == ["tiny"]
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=8, n=2, seed=1
+    )
+    assert len(chat.choices) == 2
+    assert chat.usage.completion_tokens > 0
+    stream = client.completions.create(
+        model="tiny", prompt="a", max_tokens=8, stream=True, stream_options={"include_usage": True}
+    )
+    assert [chunk.usage.completion_tokens for chunk in stream if chunk.usage]
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="nobody", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.completions.create(model="tiny", prompt=[1] * 10_000, max_tokens=1)
+    with client.completions.create(
+        model="tiny", prompt="a", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    world.until(lambda: not any(node["requests"] for node in world.status()["nodes"]))
+
+
+def test_every_node_answers_as_a_single_engine_for_every_adapter_version(world: RayWorld, engine: Any):
+    for prompt in PROMPTS:
+        assert {ask(world, prompt, 12) for _ in range(3)} == {alone(engine, prompt, 12)}
+    job = finished(world, train(world, 3, 20))
+    name = job.fine_tuned_model
+    checkpoints = list(world.client.fine_tuning.jobs.checkpoints.list(job.id))
+    assert [each.step_number for each in checkpoints] == [20, 10]
+    steps = {each.fine_tuned_model_checkpoint: each.step_number for each in checkpoints} | {name: 20}
+    for version, step in steps.items():
+        directory = world.config.directory / "jobs" / job.id / "checkpoints" / f"step-{step}"
+        engine.load_adapter(version, str(directory))
+        for prompt in PROMPTS[:2]:
+            assert {ask(world, prompt, 12, version) for _ in range(3)} == {alone(engine, prompt, 12, version)}
+
+
+class Streams:
+    """Clients that read one answer after the other; what came of each is compared with a single engine's."""
+
+    def __init__(self, world: RayWorld, expected: dict[str, str], num_tokens: int) -> None:
+        self._world, self._expected, self._num_tokens = world, expected, num_tokens
+        self._ended = threading.Event()
+        self.num_whole, self.errors, self.wrong = 0, list[str](), list[str]()
+
+    def run(self, seed: int) -> None:
+        chosen = random.Random(seed)
+        client = openai.OpenAI(base_url=self._world.url, api_key="none", max_retries=0, timeout=120)
+        while not self._ended.is_set():
+            prompt, text = chosen.choice(list(self._expected)), ""
+            try:
+                stream = client.completions.create(
+                    model="tiny",
+                    prompt=prompt,
+                    max_tokens=self._num_tokens,
+                    temperature=0,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                for chunk in stream:
+                    text += chunk.choices[0].text if chunk.choices else ""
+            except Exception as error:
+                self.errors.append(f"{type(error).__name__} after {len(text)} characters: {error}"[:200])
+                if not self._expected[prompt].startswith(text):
+                    self.wrong.append(text)
+                time.sleep(0.2)
+            else:
+                self.num_whole += text == self._expected[prompt]
+                self.wrong += [text] if text != self._expected[prompt] else []
+
+    def has_more_than(self, number: int) -> bool:
+        return self.num_whole > number
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(world: RayWorld, engine: Any):
+    expected = {prompt: alone(engine, prompt, 48) for prompt in PROMPTS}
+    streams = Streams(world, expected, 48)
+    jobs = [train(world, number, NUM_STEPS) for number in range(NUM_JOBS)]
+    kills = [world.kill_engine, world.kill_actor, world.kill_machine, world.kill_front]
+    took: dict[str, list[float]] = {}
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        reading = [threads.submit(streams.run, number) for number in range(NUM_STREAMS)]
+        try:
+            for number in range(NUM_KILLS):
+                world.until(partial(streams.has_more_than, streams.num_whole))
+                if all((found := job_of(world, id)) and found.finished_at for id in jobs):
+                    jobs.append(train(world, len(jobs), NUM_STEPS))  # there is always one to be lost
+                kill, lives, start_s = kills[number % len(kills)], world.lives(), time.monotonic()
+                kill(number)
+                world.until(partial(world.has_recovered, lives))
+                took.setdefault(kill.__name__, []).append(time.monotonic() - start_s)
+                print(f"{kill.__name__}: {took[kill.__name__][-1]:.1f} s", flush=True)
+            done = [finished(world, id) for id in jobs]
+        finally:
+            streams.end()
+        for each in reading:
+            each.result()
+    assert streams.wrong == []
+    assert streams.num_whole > NUM_STREAMS
+    for job in done:
+        assert steps_of(world, job.id) == list(range(1, NUM_STEPS + 1)), job.id
+    print(
+        f"\n{NUM_KILLS} kills: {streams.num_whole} whole answers, {len(streams.errors)} errors; seconds until all live:"
+    )
+    for name, seconds in took.items():
+        print(f"  {name}: {', '.join(f'{each:.1f}' for each in seconds)}")
+    for text in sorted(set(streams.errors))[:8]:
+        print(f"  {text}")
+
+
+def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path):
+    from coserve.errors import ClusterError
+
+    with pytest.raises(ClusterError, match="there is no Ray cluster at"):
+        world.on_ray.check_address("127.0.0.1:1")
+    with pytest.raises(ClusterError, match="--address must be HOST:PORT"):
+        world.on_ray.check_address("nowhere")
+    assert set(world.on_ray.served_models()) == {"tiny"}
+    # The last of all: it takes the front's place, and leaves none.
+    config = replace(world.config, home=str(tmp_path), database=f"sqlite:///{tmp_path}/nowhere/jobs.db")
+    with pytest.raises(ClusterError, match=r"the front cannot start: the database .*/nowhere/jobs.db cannot be opened"):
+        world.on_ray.deploy(config, "round-robin", resources={"coserve_head": 0.01})
+    with pytest.raises(ClusterError, match="the cluster has no front: start one with coserve cluster up"):
+        world.status()

@@ -1,0 +1,91 @@
+"""What a front makes of what its nodes report."""
+
+from pathlib import Path
+
+import pytest
+from cluster_nodes import PROFILE, READY, make_request, make_stats, make_step
+from msgspec.structs import replace
+
+from coserve.cluster.nodes import node_names
+from coserve.cluster.prefixes import SentPrefixes, prefix_keys
+from coserve.cluster.profiler import profile_of, write_node_profile
+from coserve.cluster.tracker import NodeTracker, Totals, joined_ready
+from coserve.devices.sampling_params import SamplingParams
+from coserve.jobs.records import AdapterRef
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.slo import Slo
+from coserve.worker.protocol import StepReport
+
+
+def test_stats_are_summed_but_for_the_worst():
+    one = make_stats(num_running=1, num_pages=10, num_pages_by_owner={"requests": 4}, margin=1.5, slack=0.5)
+    two = make_stats(
+        num_running=2, num_pages=10, num_pages_by_owner={"requests": 1, "jobs": 2}, slo=Slo(ttft_s=2, tpot_s=1)
+    )
+    found = Totals().of({"one": one, "two": two})
+    assert (found.num_running, found.num_pages, found.margin, found.slo.tpot_s, found.slack) == (3, 20, 1.5, 1, 0.5)
+    assert found.num_pages_by_owner == {"requests": 5, "jobs": 2}
+    assert Totals().of({}) is None
+
+
+def test_counts_begin_anew_when_an_engine_is_lost():
+    totals = Totals()
+    assert totals.of({"one": make_stats(num_steps=5), "two": make_stats(num_steps=7)}).num_steps == 12
+    totals.restart({"two": make_stats(num_steps=7)})
+    assert totals.of({"two": make_stats(num_steps=9)}).num_steps == 2
+    assert totals.of({"two": make_stats(num_steps=9), "one": make_stats(num_steps=1)}).num_steps == 3
+
+
+def test_a_view_holds_what_a_node_told():
+    tracker = NodeTracker("one", READY, profile_of(READY))
+    steps = [make_step(end_s, 0.5) for end_s in range(100, 110)]
+    told = make_stats(num_running=2, num_waiting=1, num_pages_free=1, num_pages_for_requests=3, slack=0.25)
+    tracker.take(StepReport(steps=steps, stats=told), 100.0)
+    tracker.adapters.add("a@3")
+    view = tracker.view(110.0, jobs=("a",), is_draining=False)
+    assert (view.utilisation, view.num_pages, view.num_free_pages, view.jobs) == (0.5, 10, 3, ("a",))
+    assert (view.num_running, view.num_waiting, view.slack, view.adapters) == (2, 1, 0.25, frozenset({"a@3"}))
+    later = tracker.view(1000.0, jobs=(), is_draining=True)
+    assert (later.utilisation, later.slack) == (0, 1), "it has told nothing because it does nothing"
+
+
+def test_a_node_is_planned_with_what_it_measured(tmp_path: Path):
+    view = NodeTracker("one", READY, profile_of(READY, tmp_path)).view(0.0, jobs=(), is_draining=False)
+    latency = LatencyModel(PROFILE)
+    for length in (64, 512):
+        assert view.profile.forward.seconds(length) == pytest.approx(latency.prompt_s(length), rel=0.1)
+    assert view.profile.backward.seconds(512) > view.profile.forward.seconds(512) / 2
+    assert view.profile.decode_s == pytest.approx(latency.decode_s(num_requests=1, context=512))
+    assert (view.hardware, view.profile.block_tokens, view.profile.training_yields) == ("slow one", 16, True)
+    (path,) = (tmp_path / "profiles").iterdir()
+    write_node_profile(path, replace(view.profile, memory_share=0.5))
+    assert profile_of(READY, tmp_path).memory_share == 0.5, "as an operator has set it for this kind of device"
+
+
+def test_a_front_uses_the_nodes_that_there_are_whatever_their_numbers():
+    assert node_names([], 2) == ["node-0", "node-1"]
+    assert node_names(["node-1", "node-3"], 2) == ["node-1", "node-3"], "node-0 and node-2 would have no device"
+    assert node_names(["node-1", "node-3"], 4) == ["node-1", "node-3", "node-0", "node-2"]
+    assert node_names(["node-0", "node-1"], 1) == ["node-0", "node-1"], "which of them has the device is Ray's affair"
+
+
+def test_a_front_remembers_what_it_sent_where():
+    sent = SentPrefixes(num_pages=4)
+    salted = SamplingParams(max_tokens=4, cache_salt="mine")
+    adapter = AdapterRef(name="a", directory="/step-1")
+    same, longer = list(range(40)), list(range(64))
+    keys = prefix_keys(make_request("r", prompt=same), 16)
+    assert len(keys) == 2 and prefix_keys(make_request("r", prompt=longer), 16)[:2] == keys
+    for settings in ({"params": salted}, {"adapter": adapter}, {"prompt": [7, *same]}):
+        assert not set(keys) & set(prefix_keys(make_request("r", **{"prompt": same, **settings}), 16))
+    scored = SamplingParams(max_tokens=4, prompt_logprobs=1)
+    assert prefix_keys(make_request("r", prompt=same, params=scored), 16) == ()
+    sent.use(keys)
+    other = prefix_keys(make_request("r", prompt=list(range(100, 150))), 16)
+    sent.use(other)
+    assert sent.keys == {keys[0], *other}, "no more than the pool has pages, and beginnings stay longest"
+
+
+def test_what_one_takes_any_takes():
+    found = joined_ready([READY, replace(READY, num_pages=5, max_positions=32, slo=Slo(ttft_s=2.0, tpot_s=0.5))])
+    assert (found.num_pages, found.max_positions, found.slo.tpot_s) == (5, 32, 0.5)

@@ -1,0 +1,106 @@
+"""deploy/ is usable as far as can be seen without a cluster: its files are read as those would read them."""
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coserve.server.config import ServerConfig
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+VERSION = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+
+
+def read(name: str) -> dict[str, Any]:
+    found = yaml.safe_load((DEPLOY / name).read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def instructions() -> list[str]:
+    """Of the container file, continued lines joined."""
+    text = re.sub(r"^#.*\n", "", (DEPLOY / "Containerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_the_container_file_installs_what_is_pinned():
+    words = [line.split()[0] for line in instructions()]
+    assert words[0] == "FROM"
+    assert set(words) <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "USER", "ENV", "VOLUME", "EXPOSE"}
+    installs = "".join(line for line in instructions() if "pip install" in line)
+    assert "--constraint constraints.txt" in installs
+    assert "[cluster,postgresql]" in installs
+    for line in instructions():
+        if line.startswith("COPY"):
+            assert all((ROOT / name).exists() for name in line.split()[1:-1]), line
+
+
+def test_the_ray_service_is_one():
+    service = read("rayservice.yaml")
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["rayVersion"] == VERSION
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    containers = [each["template"]["spec"]["containers"][0] for each in groups]
+    assert len({each["image"] for each in containers}) == 1
+    for group, container in zip(groups, containers, strict=True):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        mounted = {each["name"] for each in container["volumeMounts"]}
+        assert mounted == {each["name"] for each in group["template"]["spec"]["volumes"]}
+        assert set(container["resources"]["requests"]) == set(container["resources"]["limits"])
+    for group in cluster["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_its_application_is_a_server():
+    serve = yaml.safe_load(read("rayservice.yaml")["spec"]["serveConfigV2"])
+    (application,) = serve["applications"]
+    given = dict(application["args"])
+    given.pop("placement")
+    assert ServerConfig(**given).host == "0.0.0.0"
+    module, name = application["import_path"].split(":")
+    assert f"def {name}(" in (ROOT / (module.replace(".", "/") + ".py")).read_text()
+
+
+@pytest.mark.parametrize(
+    "read_groups",
+    [
+        lambda: read("rayservice.yaml")["spec"]["rayClusterConfig"]["workerGroupSpecs"],
+        lambda: [read("values.yaml")["worker"]],
+    ],
+)
+def test_workers_offer_devices(read_groups: Any):
+    source = (ROOT / "coserve" / "cluster" / "on_ray.py").read_text()
+    device = re.search(r'^DEVICE = "(\w+)"$', source, re.MULTILINE)[1]
+    for group in read_groups():
+        text = group["rayStartParams"]["resources"]
+        assert json.loads(json.loads(text)) == {device: 1}  # KubeRay puts the outer quotes on a command line
+
+
+def test_the_values_are_of_the_same_machines():
+    values = read("values.yaml")
+    service = read("rayservice.yaml")["spec"]["rayClusterConfig"]
+    assert values["head"]["rayVersion"] == VERSION
+    image = values["image"]
+    assert (
+        f"{image['repository']}:{image['tag']}"
+        == service["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["image"]
+    )
+    assert (
+        values["worker"]["resources"]
+        == (service["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"])
+    )
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'")
+@pytest.mark.filterwarnings("ignore")
+def test_ray_serve_reads_its_configuration():
+    from ray.serve.schema import ServeDeploySchema
+
+    found = ServeDeploySchema(**yaml.safe_load(read("rayservice.yaml")["spec"]["serveConfigV2"]))
+    assert [each.name for each in found.applications] == ["coserve"]

@@ -1,0 +1,313 @@
+"""Many nodes as one engine: what becomes of requests and jobs when nodes join, differ and die."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from cluster_nodes import READY, ScriptedNode, cluster, make_job, make_request, num_ready, until
+from msgspec.structs import replace
+
+from coserve.engine.job import JobEvent
+from coserve.errors import AdapterError, ClusterError, EngineGoneError, JobOverError
+from coserve.jobs.messages import Checkpointed
+from coserve.jobs.records import AdapterRef
+from coserve.worker.protocol import (
+    AddRequest,
+    CancelJob,
+    CancelRequest,
+    LoadAdapter,
+    PauseJob,
+    ResumeJob,
+    StartJob,
+    StepReport,
+    UnloadAdapter,
+)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test(), 30)
+
+    asyncio.run(limited())
+
+
+class Heard:
+    """An `EngineListener` that remembers."""
+
+    def __init__(self, link: Any) -> None:
+        self.link, self.said, self.events, self.checkpoints = link, list[Any](), list[Any](), list[Any]()
+        link.listen(self)
+
+    def engine_ready(self, ready: Any) -> None:
+        self.said.append("ready")
+
+    def engine_gone(self) -> None:
+        self.said.append(("gone", self.link.jobs_lost, self.link.jobs_at_death))
+
+    def engine_reported(self, report: StepReport) -> None:
+        self.events += report.job_events
+        self.checkpoints += report.checkpoints
+
+
+async def read(stream: Any) -> list[int]:
+    return [token async for batch in stream.batches() for chunk in batch for token in chunk.tokens]
+
+
+def test_requests_are_placed_and_answered():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            streams = [link.open([make_request(id)]) for id in ("a", "b")]
+            for node, id in zip(nodes, ("a", "b"), strict=True):
+                await until(lambda node=node: node.of(AddRequest))  # type: ignore[misc]
+                assert [each.id for each in node.of(AddRequest)] == [id]
+                node.answer(id, 5)
+                node.answer(id, 6, finish="stop")
+            assert [await read(stream) for stream in streams] == [[5, 6], [5, 6]]
+            assert link.num_open == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("whole_node", [True, False])
+def test_without_a_token_a_request_is_tried_elsewhere_and_with_one_it_ends_with_an_error(whole_node: bool):
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            first, second, third = (link.open([make_request(id)]) for id in ("a", "b", "c"))
+            await until(lambda: len(nodes[0].of(AddRequest)) == 2)
+            nodes[0].answer("a", 5)
+            batches = first.batches()
+            assert [chunk.tokens for chunk in await anext(batches)] == [(5,)]
+            for node in nodes:
+                node.answers_requests = True
+            if whole_node:
+                nodes[0].die()
+            else:
+                nodes[0].lose_engine()
+            with pytest.raises(EngineGoneError, match="node-0 was lost after 1 tokens of this answer; ask again"):
+                await anext(batches)
+            nodes[1].answer("b", 7, finish="stop")
+            assert [await read(second), await read(third)] == [[7], [7]]
+
+    run(test)
+
+
+def test_a_request_that_nodes_die_of_does_not_end_them_all():
+    async def test() -> None:
+        nodes = [ScriptedNode() for _ in range(5)]
+        async with cluster(*nodes) as link:
+            stream = link.open([make_request("a")])
+            reading = asyncio.create_task(read(stream))
+            while not reading.done():
+                for node in nodes:
+                    if node.of(AddRequest) and node.is_alive:
+                        node.die()
+                await asyncio.sleep(0.01)
+            with pytest.raises(EngineGoneError, match="3 nodes were lost, one after the other"):
+                await reading
+            assert sum(node.is_alive for node in nodes) == 2
+
+    run(test)
+
+
+def test_a_request_that_is_not_wanted_any_more_is_cancelled_where_it_is():
+    async def test() -> None:
+        node = ScriptedNode()
+        async with cluster(node) as link:
+            stream = link.open([make_request("a")])
+            await until(lambda: node.of(AddRequest))
+            link.close(stream)
+            assert [each.id for each in await until(lambda: node.of(CancelRequest))] == ["a"]
+            assert link.num_open == 0
+
+    run(test)
+
+
+def test_a_node_that_dies_is_used_again_when_it_lives():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            nodes[1].die()
+            await until(lambda: num_ready(link) == 1)
+            nodes[1].live()
+            await until(lambda: num_ready(link) == 2)
+            nodes[0].die()
+            nodes[1].die()
+            await until(lambda: num_ready(link) == 0)
+            with pytest.raises(EngineGoneError, match="no node is ready"):
+                link.open([make_request("a")])
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (lambda: ScriptedNode(replace(READY, model="other")), "its model is other, and that of others tiny"),
+        (lambda: ScriptedNode(replace(READY, dtype="bfloat16")), "its dtype is bfloat16"),
+        (lambda: ScriptedNode(version="0.0.1"), "it runs coserve 0.0.1"),
+        (lambda: ScriptedNode(error="no such model"), "no such model"),
+    ],
+)
+def test_a_node_that_differs_is_not_used_and_says_why(wrong: Callable[[], ScriptedNode], why: str):
+    async def test() -> None:
+        nodes = ScriptedNode(), wrong()
+        async with cluster(*nodes, ready=1) as link:
+            found = await until(lambda: [each["problem"] for each in link.describe() if each["problem"]])
+            assert why in found[0]
+            for number in range(3):
+                link.open([make_request(str(number))])
+            await until(lambda: len(nodes[0].of(AddRequest)) == 3)
+            assert not nodes[1].of(AddRequest)
+
+    run(test)
+
+
+def test_jobs_of_a_dead_node_are_told_to_be_lost_and_others_are_not():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            heard = Heard(link)
+            for id in ("one", "two"):
+                await link.start_job(make_job(id))
+            assert [[each.job.id for each in node.of(StartJob)] for node in nodes] == [["one"], ["two"]]
+            nodes[1].lose_engine(jobs_at_death=("two",))
+            await until(lambda: len(heard.said) == 4)
+            assert heard.said == ["ready", ("gone", {"two"}, ("two",)), "ready", "ready"]
+            with pytest.raises(JobOverError):
+                await link.pause_job("two")
+            await link.pause_job("one")
+            assert nodes[0].of(PauseJob)
+
+    run(test)
+
+
+def test_what_a_node_says_of_a_job_that_is_not_its_own_is_dropped():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            heard = Heard(link)
+            await link.start_job(make_job("one"))
+            for node in (nodes[1], nodes[0]):
+                events = [JobEvent(job="one", kind="step", step=1, now_s=0.0)]
+                checkpoints = [Checkpointed(job="one", step=1, directory="/none", listed=False)]
+                node.say(StepReport(job_events=events, checkpoints=checkpoints))
+                await asyncio.sleep(0.05)
+            await until(lambda: heard.events)
+            assert len(heard.events) == len(heard.checkpoints) == 1
+            nodes[0].say(StepReport(job_events=[JobEvent(job="one", kind="succeeded", step=2, now_s=0.0)]))
+            await until(lambda: len(heard.events) == 2)
+            with pytest.raises(JobOverError):
+                await link.cancel_job("one")
+
+    run(test)
+
+
+def test_a_job_is_cancelled_where_it_is():
+    async def test() -> None:
+        node = ScriptedNode()
+        async with cluster(node) as link:
+            await link.start_job(make_job("one"))
+            await link.cancel_job("one")
+            assert [each.id for each in node.of(CancelJob)] == ["one"]
+            assert link.waiting == []
+
+    run(test)
+
+
+def test_an_adapter_that_one_node_cannot_read_is_loaded_on_none():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        nodes[1].answers = lambda command: "/a is missing" if isinstance(command, LoadAdapter) else None
+        async with cluster(*nodes) as link:
+            with pytest.raises(AdapterError, match=r"/a is missing \(on the node node-1: every node must be able to"):
+                await link.load_adapter(AdapterRef(name="a", directory="/a"))
+            assert all(node.of(UnloadAdapter) for node in nodes)
+            nodes[1].answers = lambda command: None
+            await link.load_adapter(AdapterRef(name="a", directory="/a"))
+
+    run(test)
+
+
+def test_what_only_a_job_has_is_asked_of_its_node():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            await link.start_job(make_job("one"))
+            for number in range(4):
+                link.open([make_request(str(number), adapter=AdapterRef(name="ft:one"))])
+            await until(lambda: len(nodes[0].of(AddRequest)) == 4)
+            assert not nodes[1].of(AddRequest)
+
+    run(test)
+
+
+def test_times_are_this_machines():
+    async def test() -> None:
+        node = ScriptedNode()  # whose clock always shows 0
+        async with cluster(node) as link:
+            heard = Heard(link)
+            await link.start_job(make_job("one"))
+            before_s = asyncio.get_running_loop().time()
+            node.say(StepReport(job_events=[JobEvent(job="one", kind="step", step=1, now_s=0.0)]))
+            await until(lambda: heard.events)
+            assert abs(heard.events[0].now_s - before_s) < 60
+
+    run(test)
+
+
+def test_a_node_drains_and_its_jobs_continue_elsewhere_from_their_checkpoints():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            heard = Heard(link)
+            await link.start_job(make_job("one"))
+            stream = link.open([make_request("a")])
+            nodes[0].before_reply = lambda command: (
+                isinstance(command, PauseJob)
+                and nodes[0].say(
+                    StepReport(checkpoints=[Checkpointed(job="one", step=7, directory="/step-7", listed=False)])
+                )
+            )
+            await link.drain("node-0")
+            assert [each.id for each in nodes[0].of(CancelJob)] == ["one"]
+            (started,) = nodes[1].of(StartJob)
+            assert (started.job.id, started.job.checkpoint, started.job.paused) == ("one", "/step-7", False)
+            assert [each.directory for each in heard.checkpoints] == ["/step-7"]  # told once, and no end of the job
+            nodes[0].say(StepReport(job_events=[JobEvent(job="one", kind="cancelled", step=7, now_s=0.0)]))
+            nodes[1].say(StepReport(job_events=[JobEvent(job="one", kind="step", step=8, now_s=0.0)]))
+            await until(lambda: heard.events)
+            assert [each.step for each in heard.events] == [8]
+            for number in range(3):
+                link.open([make_request(str(number))])
+            await until(lambda: len(nodes[1].of(AddRequest)) == 4)
+            nodes[1].answer("a", 7, finish="stop")
+            assert await read(stream) == [7]
+            assert [each["state"] for each in link.describe()] == ["draining", "ready"]
+            with pytest.raises(ClusterError, match="there is no node 'other'; there are node-0, node-1"):
+                await link.drain("other")
+
+    run(test)
+
+
+def test_a_job_that_rests_moves_and_rests_there():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            await link.start_job(make_job("one"))
+            nodes[0].before_reply = lambda command: (
+                isinstance(command, PauseJob)
+                and nodes[0].say(
+                    StepReport(checkpoints=[Checkpointed(job="one", step=7, directory="/step-7", listed=False)])
+                )
+            )
+            await link.pause_job("one")
+            await link.drain("node-0")
+            (started,) = nodes[1].of(StartJob)
+            assert started.job.paused
+            await link.resume_job("one")
+            assert nodes[1].of(ResumeJob)
+
+    run(test)

@@ -1,0 +1,143 @@
+"""What nodes tell reaches the placement, and what it decides reaches them: with nodes that follow a script."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from cluster_nodes import READY, ScriptedNode, cluster, make_job, make_request, make_stats, make_step, until
+from msgspec.structs import replace
+
+from coserve.cluster.placement import placement_names
+from coserve.jobs.records import AdapterRef
+from coserve.worker.protocol import AddRequest, StartJob, StepReport
+
+BIG = replace(READY, num_pages=1000)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test(), 30)
+
+    asyncio.run(limited())
+
+
+def nodes_of(number: int) -> list[ScriptedNode]:
+    return [ScriptedNode(BIG) for _ in range(number)]
+
+
+def tell(node: ScriptedNode, **stats: Any) -> None:
+    """A report after a step that has just ended."""
+    told = make_stats(**{"num_pages": 1000, "num_pages_for_requests": 1000, **stats})
+    node.say(StepReport(steps=[make_step(0.0, 0.01)], stats=told))
+
+
+async def read(stream: Any) -> list[int]:
+    return [token async for batch in stream.batches() for chunk in batch for token in chunk.tokens]
+
+
+def ids(node: ScriptedNode) -> list[str]:
+    return [each.id for each in node.of(AddRequest)]
+
+
+@pytest.mark.parametrize("placement", placement_names())
+def test_every_placement_serves_and_trains(placement: str):
+    async def test() -> None:
+        nodes = nodes_of(3)
+        for node in nodes:
+            node.answers_requests = True
+        async with cluster(*nodes, placement=placement) as link:
+            for id in ("one", "two"):
+                await link.start_job(make_job(id))
+            streams = [link.open([make_request(str(number))]) for number in range(6)]
+            assert [await read(stream) for stream in streams] == [[7]] * 6
+            started = await until(lambda: [each.job.id for node in nodes for each in node.of(StartJob)])
+            assert sorted(started) == ["one", "two"]
+            assert link.waiting == []
+            if placement.startswith("separate"):
+                assert not any(node.of(AddRequest) and node.of(StartJob) for node in nodes)
+
+    run(test)
+
+
+def test_placements_see_what_nodes_told():
+    async def test() -> None:
+        nodes = nodes_of(2)
+        async with cluster(*nodes, placement="slack-affinity") as link:
+            tell(nodes[1], num_running=4, num_waiting=3, num_pages_for_requests=70, slack=0.25)
+            await until(lambda: link.view.nodes[1].num_running)
+            first, second = link.view.nodes
+            assert (first.num_free_pages, first.slack, first.profile.forward.seconds(100) > 0) == (1000, 1.0, True)
+            assert (second.num_free_pages, second.slack, second.num_waiting) == (70, 0.25, 3)
+            assert second.profile == first.profile and second.hardware == "slow one"
+            node = link.describe()[1]
+            assert (node["slack"], node["free_pages"]) == (0.25, 0)
+
+    run(test)
+
+
+def test_training_goes_where_slos_leave_time():
+    async def test() -> None:
+        nodes = nodes_of(3)
+        async with cluster(*nodes, placement="slack-affinity") as link:
+            for node, slack in zip(nodes, (0.0, 0.7, 0.1), strict=True):
+                tell(node, num_running=1, slack=slack)
+            await until(lambda: [node.slack for node in link.view.nodes] == [0.0, 0.7, 0.1])
+            await link.start_job(make_job("one"))
+            assert [len(node.of(StartJob)) for node in nodes] == [0, 1, 0]
+
+    run(test)
+
+
+@pytest.mark.parametrize("placement", ["lemix", "slack-affinity"])
+def test_requests_go_where_there_is_memory(placement: str):
+    async def test() -> None:
+        nodes = nodes_of(3)
+        async with cluster(*nodes, placement=placement) as link:
+            for node, pages in zip(nodes, (20, 50, 900), strict=True):
+                tell(node, num_running=1, num_pages_for_requests=pages)
+            await until(lambda: [node.num_free_pages for node in link.view.nodes] == [20, 50, 900])
+            link.open([make_request("a")])
+            await until(lambda: ids(nodes[2]) == ["a"])
+
+    run(test)
+
+
+def test_a_prompt_goes_where_its_beginning_is_and_an_adapter_where_it_is():
+    async def test() -> None:
+        nodes = nodes_of(2)
+        async with cluster(*nodes, placement="slack-affinity") as link:
+            prompt, adapter = list(range(90)), AdapterRef(name="a", directory="/a")
+            streams = [link.open([make_request("other", prompt=[5] * 90)])]
+            await until(lambda: ids(nodes[0]) == ["other"])
+            streams.append(link.open([make_request("first", prompt=prompt, adapter=adapter)]))
+            await until(lambda: ids(nodes[1]) == ["first"])
+            for node, id in zip(nodes, ("other", "first"), strict=True):
+                node.answer(id, 7, finish="stop")
+            assert [await read(stream) for stream in streams] == [[7], [7]]
+            later = [
+                make_request("same", prompt=[*prompt, 1, 2], adapter=adapter),
+                make_request("new", prompt=[9] * 90, adapter=adapter),
+                make_request("again", prompt=[5] * 90),
+            ]
+            for request, node in zip(later, (nodes[1], nodes[1], nodes[0]), strict=True):
+                stream = link.open([request])
+                await until(lambda node=node, id=request.id: id in ids(node))  # type: ignore[misc]
+                node.answer(request.id, 7, finish="stop")
+                assert await read(stream) == [7]
+
+    run(test)
+
+
+def test_a_request_is_bound_when_a_node_is_about_to_need_one():
+    async def test() -> None:
+        (node,) = nodes_of(1)
+        async with cluster(node, placement="slack-affinity") as link:
+            for id in ("a", "b"):
+                link.open([make_request(id)])
+            await until(lambda: ids(node) == ["a"])
+            assert link.waiting == ["b"]
+            node.answer("a", 7)  # no report of its queue is needed to know that it has begun
+            await until(lambda: ids(node) == ["a", "b"])
+
+    run(test)

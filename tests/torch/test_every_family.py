@@ -1,0 +1,202 @@
+"""What every family can do, in every form of it: its logits are transformers', on plain and on fast kernels; a LoRA at
+the modules that PEFT finds has PEFT's gradients, and goes to PEFT and back; int8 weights give what they stand for.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from engines import examples_of, make_engine
+from family_configs import MORE_CONFIGS
+from peft import PeftModel
+from safetensors.torch import load_file
+from support import (
+    fresh_peft_twin,
+    make_backbone,
+    make_model,
+    model_directory,
+    peft_gradients,
+    random_sequences,
+    random_tokens,
+    summed_loss,
+    worst_error,
+)
+
+from coserve.adapters import Adapter, LoraConfig, load_adapter, save_adapter
+from coserve.adapters.base import PEFT_PREFIX
+from coserve.engine.job import JobEvent
+from coserve.errors import AdapterError, UnsupportedModelError
+from coserve.kernels import backend_names
+from coserve.kernels.weights import Weight
+from coserve.models import CachedSequence, forward, load_backbone, logits
+from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
+from coserve.tuning.config import OptimizerConfig, TuningConfig
+from coserve.tuning.examples import epoch_order
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:fan_in_fan_out is set to",
+    "ignore:Model has `tie_word_embeddings=True`",
+)
+
+
+def transformers_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(tokens[None]).logits[0]
+    return found
+
+
+def targets_of(name):
+    """All linear layers; PEFT's all-linear would add the experts of a mixture, and its router."""
+    is_mixture = "expert_linear" in {node.op for node in make_backbone(name).architecture.graphs[1].nodes}
+    return ["q_proj", "k_proj", "v_proj", "o_proj"] if is_mixture else "all-linear"
+
+
+def some(names, *, of):
+    """These for everybody, the others for who has time."""
+    return [pytest.param(name, marks=() if name in of else pytest.mark.long) for name in names]
+
+
+BACKENDS = some(backend_names(), of={"cpu"})
+
+
+def our_logits(backbone, tokens, bypasses=None):
+    sequence = CachedSequence(backbone, len(tokens), bypasses)
+    return logits(backbone, forward(backbone, [sequence.extend(tokens)]), [(len(tokens), bypasses)])
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+@pytest.mark.parametrize("name", MORE_CONFIGS)
+def test_logits_of_ragged_batches_and_chunks_equal_transformers(name, kernels):
+    model, backbone = make_model(name), make_backbone(name, kernels=kernels)
+    prompts = [random_tokens(n, n) for n in (20, 3, 1, 11)]
+    caches = [CachedSequence(backbone, len(prompt)) for prompt in prompts]
+    got: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for size in (1, 7, 1, 12):  # the long ones in chunks, beside others that are whole, and then alone
+        spans = [
+            (own, cache.extend(prompt[cache.length : cache.length + size]))
+            for own, cache, prompt in zip(got, caches, prompts, strict=True)
+            if cache.length < len(prompt)
+        ]
+        rows = logits(backbone, forward(backbone, [span for _, span in spans]))
+        for (own, _), part in zip(spans, rows.split([span.num_rows for _, span in spans]), strict=True):
+            own.append(part)
+    for prompt, ours in zip(prompts, got, strict=True):
+        torch.testing.assert_close(torch.cat(ours), transformers_logits(model, prompt), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+@pytest.mark.parametrize("name", MORE_CONFIGS)
+def test_a_lora_has_pefts_logits_and_gradients(name, kernels, tmp_path):
+    model, _ = fresh_peft_twin(name, target_modules=targets_of(name))
+    model.save_pretrained(tmp_path)
+    adapter = load_adapter(make_backbone(name, kernels=kernels), tmp_path)
+    tokens, sequences = random_tokens(9, 4), random_sequences((7, 11, 1, 5))
+    ours = our_logits(adapter.backbone, tokens, adapter.bypasses())
+    torch.testing.assert_close(ours, transformers_logits(model, tokens), atol=1e-4, rtol=0)
+    theirs = peft_gradients(model, sequences)
+    for budget in (None, 4 * adapter.backbone.architecture.hidden_size * 8):
+        programs = training_programs(adapter, budget_bytes_per_token=budget)
+        training = TrainingPass(adapter, programs, make_pack(sequences))
+        run_alone(training, forward_rows=5, backward_rows=7)
+        assert worst_error(training.gradients, theirs) < 1e-4
+        assert training.sums.loss == pytest.approx(float(summed_loss(model, sequences).detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MORE_CONFIGS)
+def test_an_adapter_comes_out_as_it_went_in(name, tmp_path):
+    model, adapter = fresh_peft_twin(name, target_modules=targets_of(name))
+    save_adapter(adapter, tmp_path / "ours")
+    again = load_adapter(adapter.backbone, tmp_path / "ours")
+    assert again.config == adapter.config
+    assert all(torch.equal(again.masters[each], adapter.masters[each]) for each in adapter.masters)
+    other, _ = fresh_peft_twin(name, seed=5, target_modules=targets_of(name))
+    other.load_adapter(str(tmp_path / "ours"), "ours")
+    other.set_adapter("ours")
+    tokens = random_tokens(8, 2)
+    torch.testing.assert_close(transformers_logits(other, tokens), transformers_logits(model, tokens))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "falcon-new", "qwen3-moe"])
+def test_a_job_makes_pefts_adapter(name, tmp_path):
+    """Steps of an engine, in packs of one example or several, against autograd and AdamW on PEFT's model."""
+    lora = LoraConfig(r=3, alpha=6, target_modules=targets_of(name))
+    config = TuningConfig(
+        num_epochs=2, batch_size=3, max_pack_tokens=24, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2)
+    )
+    examples, engine = examples_of((9, 14, 5, 20, 11)), make_engine(name)
+    events = engine.tune(examples, config, adapter=lora, name="mine")
+    engine.save_adapter("mine", tmp_path / "ours")
+
+    save_adapter(Adapter(make_backbone(name), lora, seed=config.seed), tmp_path / "start")
+    model = PeftModel.from_pretrained(make_model(name), str(tmp_path / "start"), is_trainable=True)
+    trained, losses = [p for p in model.parameters() if p.requires_grad], []
+    adamw = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+    for epoch in range(config.num_epochs):
+        order = epoch_order(len(examples), seed=config.seed, epoch=epoch, shuffle=True)
+        for batch in ([examples[index] for index in order[start : start + 3]] for start in (0, 3)):
+            adamw.zero_grad()
+            sequences = [(list(example.tokens), list(example.trained)) for example in batch]
+            loss = summed_loss(model, sequences) / sum(example.num_trained for example in batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            adamw.step()
+            losses.append(float(loss.detach()))
+    found = [event.loss for event in events if isinstance(event, JobEvent) and event.kind == "step"]
+    assert found == pytest.approx(losses, rel=1e-4)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for each in ours:
+        torch.testing.assert_close(ours[each], theirs[each], atol=1e-4, rtol=0)
+
+
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]])
+def test_a_lora_at_experts_is_pefts(name, targets, tmp_path):
+    model, adapter = fresh_peft_twin(name, target_modules=["q_proj"], target_parameters=list(targets))
+    assert any("experts" in each for each in adapter.masters)
+    tokens, sequences = random_tokens(9, 4), random_sequences((7, 11, 1, 5))
+    ours = our_logits(adapter.backbone, tokens, adapter.bypasses())
+    torch.testing.assert_close(ours, transformers_logits(model, tokens), atol=1e-4, rtol=0)
+    programs = training_programs(adapter)
+    training = TrainingPass(adapter, programs, make_pack(sequences))
+    run_alone(training, forward_rows=5, backward_rows=7)
+    found = adapter.config.to_peft_tensors(training.gradients, adapter.layout)
+    theirs = peft_gradients(model, sequences)
+    assert worst_error({name.removeprefix(PEFT_PREFIX): value for name, value in found.items()}, theirs) < 1e-4
+    save_adapter(adapter, tmp_path)
+    again = load_adapter(adapter.backbone, tmp_path)
+    assert all(torch.equal(again.masters[each], adapter.masters[each]) for each in adapter.masters)
+
+
+def test_experts_that_are_not_there_are_named():
+    with pytest.raises(
+        AdapterError, match=r"'gate.weight' matches nothing of this mixtral; it has mlp.experts.gate_up"
+    ):
+        Adapter(make_backbone("mixtral"), LoraConfig(target_parameters=("gate.weight",)))
+    with pytest.raises(AdapterError, match="'experts' matches nothing of this phi3; it has no experts"):
+        Adapter(make_backbone("phi3"), LoraConfig(target_modules=("o_proj",), target_parameters=("experts",)))
+
+
+@pytest.mark.parametrize("name", some(MORE_CONFIGS, of={"gpt2", "falcon-new", "gemma2", "phi3", "mixtral"}))
+def test_int8_weights_give_the_logits_of_what_they_stand_for(name):
+    if "int8" not in (make_backbone(name).architecture.weight_formats or ("int8",)):
+        with pytest.raises(UnsupportedModelError, match="which is not held as int8; weights must be dense"):
+            load_backbone(str(model_directory(name)), dtype="float32", weights="int8")
+        return
+    backbone = load_backbone(str(model_directory(name)), dtype="float32", weights="int8")
+    model, architecture = make_model(name), backbone.architecture
+    parameters = dict(model.named_parameters())
+    for module, (part, node) in architecture.linear_sites.items():
+        weight = backbone.weights[part][f"{node}.weight"]
+        assert isinstance(weight, Weight)
+        parameter = parameters.get(f"{module}.weight")
+        if parameter is not None:
+            parameter.data.copy_(architecture.stored_as(f"{module}.weight").views(weight.dense())[0])
+    if architecture.tied:
+        return  # the table stays as it is, and is the head's twin in transformers
+    tokens = random_tokens(10, 1)
+    torch.testing.assert_close(our_logits(backbone, tokens), transformers_logits(model, tokens), atol=1e-4, rtol=0)

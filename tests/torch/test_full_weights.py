@@ -1,0 +1,184 @@
+"""Full fine-tuning: the model's own weights are trained where they are served."""
+
+import pytest
+import torch
+from engines import drain, examples_of, greedy, make_engine, prompts_of, tokens_by_request
+from support import (
+    make_adapter,
+    make_model,
+    model_directory,
+    peft_gradients,
+    random_sequences,
+    random_tokens,
+    summed_loss,
+    worst_error,
+)
+from transformers import AutoModelForCausalLM
+
+from coserve.adapters import save_adapter
+from coserve.adapters.full_weights import FullWeights
+from coserve.adapters.methods.full import FullConfig
+from coserve.engine.request import Chunk
+from coserve.errors import AdapterError, AdapterTooLargeError
+from coserve.models import CachedSequence, forward, load_backbone, logits
+from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
+from coserve.tuning.config import OptimizerConfig, TuningConfig
+from coserve.tuning.optimizer import AdapterOptimizer
+
+SEQUENCES, TOKENS = random_sequences((9, 6)), random_tokens(12, 1)
+CONFIG = TuningConfig(num_epochs=3, batch_size=2, live=True, optimizer=OptimizerConfig(learning_rate=3e-3))
+DATA = examples_of((9, 12, 7, 10))
+
+
+def fresh(name="llama", dtype="float32"):
+    """A backbone of its own: its weights are about to change."""
+    return load_backbone(str(model_directory(name)), dtype=dtype)
+
+
+def full_of(backbone, **settings):
+    config = FullConfig(**settings)
+    return FullWeights(backbone, config, config.chosen(backbone.architecture))
+
+
+def gradients(weights):
+    training = TrainingPass(weights, training_programs(weights), make_pack(SEQUENCES))
+    run_alone(training, forward_rows=7, backward_rows=5)
+    return training.gradients
+
+
+def logits_of(backbone):
+    return logits(backbone, forward(backbone, [CachedSequence(backbone, len(TOKENS)).extend(TOKENS)]))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases-tied", "opt", "qwen3"])
+def test_gradients_of_all_weights_equal_autograds(name):
+    weights, model = full_of(fresh(name)), make_model(name)
+    theirs = peft_gradients(model, SEQUENCES)
+    ours = gradients(weights)
+    assert worst_error(ours, {key: theirs[key] for key in ours}) < 1e-5
+    assert theirs.keys() - ours.keys() <= {"lm_head.weight"}, "but for a head that is the table"
+
+
+def test_chosen_layers_and_modules_alone_are_trained():
+    backbone = fresh()
+    some = full_of(backbone, layers_to_transform=(1,), target_modules=("q_proj", "down_proj"))
+    names = ["model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"]
+    assert list(some.masters) == names
+    theirs = peft_gradients(make_model(), SEQUENCES)
+    assert worst_error(gradients(some), {name: theirs[name] for name in names}) < 1e-5
+    with pytest.raises(AdapterError, match="leave no weight of this model to train"):
+        full_of(backbone, target_modules=("fc9",))
+
+
+def test_ten_steps_equal_those_of_torch():
+    backbone, model = fresh(), make_model()
+    weights, config = full_of(backbone), OptimizerConfig(learning_rate=1e-3, weight_decay=0.01)
+    ours, theirs = AdapterOptimizer(weights.masters, config), torch.optim.AdamW(model.parameters(), 1e-3)
+    for group in theirs.param_groups:
+        group["weight_decay"] = 0.01
+    for _ in range(10):
+        ours.step(gradients(weights), num_trained=1, num_steps=10)
+        weights.sync_compute_copy()
+        model.zero_grad()
+        summed_loss(model, SEQUENCES).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        theirs.step()
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(backbone), model(TOKENS[None]).logits[0], atol=1e-3, rtol=0)
+
+
+def test_what_serves_in_bfloat16_is_the_masters_rounded():
+    backbone = fresh(dtype="bfloat16")
+    weights = full_of(backbone)
+    for master in weights.masters.values():
+        master.add_(0.125)
+    weights.sync_compute_copy()
+    part = weights.parameters(1)
+    assert torch.equal(part["mlp.up_proj.weight"], weights.masters["model.layers.1.mlp.up_proj.weight"].bfloat16())
+    held = backbone.weights[1]["mlp.up_proj.weight"]
+    assert held.tensors()[0].data_ptr() == part["mlp.up_proj.weight"].data_ptr(), "there is no second copy"
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine on weights that no other test has."""
+    monkeypatch.setattr("engines.make_backbone", lambda *_: fresh())
+    return make_engine()
+
+
+def run_to_end(engine):
+    events = []
+    while not all(job.is_terminal for job in engine.jobs.values()):
+        events += engine.step()
+        engine.check_integrity()
+    return events + engine.step()
+
+
+def test_a_job_serves_each_step_and_its_checkpoint_is_a_model(engine, tmp_path):
+    prompt = prompts_of((20,))[0]
+    engine.generate([prompt], greedy(4))  # what it computes of the prompt is kept
+    engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), job_id="job", name="mine")
+    events = run_to_end(engine)
+    losses = [event.loss for event in events if event.kind == "step"]
+    assert losses[-1] < losses[0]
+    written = engine.checkpoint("job").write(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(written).eval()
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    for adapter in (None, "mine"):
+        name = engine.add(prompt, greedy(6), adapter=adapter)
+        events = drain(engine)
+        assert tokens_by_request(events)[name] == tuple(out[0, len(prompt) :].tolist())
+        first = next(event for event in events if isinstance(event, Chunk) and event.request == name)
+        assert not first.num_cached_tokens, "what was computed with the old weights is none of its prefix"
+
+
+def test_a_job_that_resumes_ends_as_one_that_was_never_stopped(monkeypatch, tmp_path):
+    results = []
+    for stops in (False, True):
+        monkeypatch.setattr("engines.make_backbone", lambda *_: fresh())
+        engine = make_engine()
+        engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), job_id="job", name="mine")
+        if stops:
+            while engine.jobs["job"].num_steps_done < 3:
+                engine.step()
+            checkpoint = engine.checkpoint("job").write(tmp_path / "stopped")
+            engine = make_engine()
+            engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), checkpoint=checkpoint, job_id="job", name="mine")
+        run_to_end(engine)
+        results.append(AutoModelForCausalLM.from_pretrained(engine.checkpoint("job").write(tmp_path / str(stops))))
+    for ours, theirs in zip(*(model.parameters() for model in results), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_adapters_and_full_weights_keep_out_of_each_others_way(engine, tmp_path):
+    directory = str(tmp_path / "adapter")
+    save_adapter(make_adapter(fresh()), directory)
+    engine.load_adapter("old", directory)
+    with pytest.raises(AdapterError, match="would change the weights that others were trained on: old@0"):
+        engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), job_id="first", name="first")
+    engine.unload_adapter("old")
+    engine.step()
+    engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), job_id="job", name="mine")
+    with pytest.raises(AdapterError, match="job job has changed the weights of"):
+        engine.load_adapter("old", directory)
+
+
+def test_too_little_memory_is_refused_with_what_is_missing(engine, monkeypatch):
+    monkeypatch.setattr("coserve.devices.adapter_memory.available_bytes", lambda device: 1000)
+    with pytest.raises(AdapterTooLargeError, match=r"[\d,]+ bytes are missing"):
+        engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), job_id="job", name="mine")
+
+
+def test_int8_weights_cannot_be_trained():
+    backbone = load_backbone(str(model_directory()), dtype="float32", weights="int8")
+    with pytest.raises(AdapterError, match="int8 weights cannot be trained"):
+        full_of(backbone)
