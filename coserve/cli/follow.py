@@ -1,8 +1,11 @@
 """Follows a fine-tuning job on a server until it is over: its progress, and what requests see meanwhile."""
 
+import signal
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
+from threading import Event
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -19,20 +22,41 @@ _POLL_S = 0.5
 _MOST_SILENCE_S = 120.0
 
 
-def follow(client: Client, job: dict[str, Any], console: Console) -> JobProgress:
-    """Show a job until it is over; KeyboardInterrupt leaves it as it is. On a terminal a view that moves, elsewhere
-    lines (`worth_a_line`).
+@contextmanager
+def ctrl_c() -> Iterator[Event]:
+    """An event that the first Ctrl-C sets; a second raises KeyboardInterrupt, for who waits for a server that hangs.
+
+    Not an exception at once: Python drops one that is raised in a callback of the interpreter (`__del__`, the lock of
+    an import), and then nobody stops.
+    """
+    stop = Event()
+
+    def interrupted(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def follow(client: Client, job: dict[str, Any], console: Console, stop: Event) -> JobProgress:
+    """Show a job until it is over, or `stop` is set, which leaves it as it is. On a terminal a view that moves,
+    elsewhere lines (`worth_a_line`).
 
     Raises:
         ServerError: the server is gone, and does not come back.
     """
     progress = JobProgress(job=job)
     if not console.is_terminal:
-        for event in worth_a_line(chain.from_iterable(_polls(client, progress))):
+        for event in worth_a_line(chain.from_iterable(_polls(client, progress, stop))):
             console.print(event_line(event), soft_wrap=True)
         return progress
     with Live(view(progress, console.width), console=console, refresh_per_second=4, transient=False) as live:
-        for events in _polls(client, progress):
+        for events in _polls(client, progress, stop):
             for event in events:
                 if event.get("type") != "metrics":
                     live.console.print(event_line(event))
@@ -79,10 +103,12 @@ def _meanwhile(requests: dict[str, Any], slos: dict[str, Any]) -> Text:
     return text.append(", then ").append_text(against(means, slos.get("tpot_ms")))
 
 
-def _polls(client: Client, progress: JobProgress) -> Iterator[list[dict[str, Any]]]:
-    """The new events of each poll, until the job is over; a server that is busy starting again is waited for."""
+def _polls(client: Client, progress: JobProgress, stop: Event) -> Iterator[list[dict[str, Any]]]:
+    """The new events of each poll, until the job is over or `stop` is set; a server that is busy starting again is
+    waited for.
+    """
     gone_since_s: float | None = None
-    while True:
+    while not stop.is_set():
         try:
             yield progress.poll(client)
             gone_since_s = None
@@ -92,7 +118,7 @@ def _polls(client: Client, progress: JobProgress) -> Iterator[list[dict[str, Any
                 raise
         if progress.is_terminal:
             return
-        time.sleep(_POLL_S)
+        stop.wait(_POLL_S)
 
 
 def worth_a_line(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -193,12 +193,42 @@ def test_ctrl_c_as_soon_as_the_job_is_told_leaves_it_running_too(monkeypatch, ca
         def print(self, *told: Any, **settings: Any) -> None:
             super().print(*told, **settings)
             if "keeps running" not in str(told):
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(tables, "console", Interrupted)
     watch(Client("http://127.0.0.1:9"), {"id": "ftjob-1", "model": "small", "status": "running"}, as_json=True)
     out = capsys.readouterr().out
     assert "coserve jobs follow ftjob-1" in out and json.loads(out.splitlines()[-1])["status"] == "left running"
+
+
+def test_ctrl_c_is_heeded_where_python_drops_an_exception(capsys):
+    class Fallible:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    class Answering(Client):
+        asked = 0
+
+        def get(self, path: str, **params: Any) -> Any:
+            self.asked += 1
+            if self.asked == 1:
+                Fallible()
+            return {"id": "ftjob-1", "status": "running", "data": [], "has_more": False}
+
+    watch(Answering("http://127.0.0.1:9"), {"id": "ftjob-1", "model": "small", "status": "running"}, as_json=True)
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["status"] == "left running" and told.err == ""
+
+
+def test_a_second_ctrl_c_leaves_a_server_that_does_not_answer(capsys):
+    class Hanging(Client):
+        def get(self, path: str, **params: Any) -> Any:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+            raise AssertionError("nobody was interrupted")
+
+    watch(Hanging("http://127.0.0.1:9"), {"id": "ftjob-1", "model": "small", "status": "running"}, as_json=True)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["status"] == "left running"
 
 
 @pytest.mark.long

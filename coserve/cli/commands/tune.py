@@ -1,6 +1,7 @@
 """`coserve tune`: a file becomes a model that answers, on a server that keeps serving meanwhile."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 from coserve.cli.adapter_settings import adapter_settings
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url, base_model
 from coserve.client.http import Client
+from coserve.client.job_progress import OVER
 from coserve.errors import JobError
 
 
@@ -156,19 +158,21 @@ def tune(
 
 def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
     """Follow a job to its end, and say how it ended; JobError if it failed."""
-    from coserve.cli.follow import follow
+    from coserve.cli.follow import ctrl_c, follow
     from coserve.cli.tables import console
 
     screen = console()
-    try:
+    ended = job
+    with ctrl_c() as stop, suppress(KeyboardInterrupt):
         screen.print(f"job {job['id']} on {job['model']}", soft_wrap=True)
-        progress = follow(client, job, screen)
-    except KeyboardInterrupt:
-        screen.print(f"\nThe job keeps running on the server.\n{_afterwards(job['id'])}", soft_wrap=True)
+        progress = follow(client, job, screen, stop)
+        ended = progress.job
+    if ended["status"] not in OVER:
+        # A console of its own: what an interrupt left in the other's buffer would hold this back.
+        console().print(f"\nThe job keeps running on the server.\n{_afterwards(job['id'])}", soft_wrap=True)
         if as_json:
             print(json.dumps({"job": job["id"], "status": "left running"}))
         return
-    ended = progress.job
     if ended["status"] == "failed":
         if as_json:
             print(json.dumps(progress.summary()), flush=True)
