@@ -83,6 +83,8 @@ def view(progress: JobProgress, width: int) -> RenderableType:
         learning.append_text(sparkline(resampled(list(progress.losses.values()), room), room, low=0.0))
         if progress.validation_loss is not None:
             learning.append(f"  validation {progress.validation_loss:.4g}")
+        for name, share in progress.answers.items():
+            learning.append(f"  {name.removeprefix('valid_').replace('_', ' ')} {share:.0%}")
         if progress.reward_margin is not None:
             learning.append(f"  reward margin {progress.reward_margin:.4g}")
         if progress.tokens_per_s is not None:

@@ -8,6 +8,7 @@ from coserve.client.http import Client
 
 OVER = ("succeeded", "failed", "cancelled")
 _EVENTS_PER_CALL = 100
+ANSWERS = ("valid_exact_match", "valid_json_valid", "valid_json_match")
 
 
 @dataclass(kw_only=True)
@@ -22,6 +23,7 @@ class JobProgress:
     validation_loss: float | None = None
     tokens_per_s: float | None = None
     reward_margin: float | None = None  # of a job that learns preferences
+    answers: dict[str, float] = field(default_factory=dict)  # metrics of its answers to the validation file
     _last_event: str | None = None
 
     @property
@@ -60,6 +62,7 @@ class JobProgress:
             self.losses[data["step"]] = data["train_loss"]
         if data.get("valid_loss") is not None:
             self.validation_loss = data["valid_loss"]
+        self.answers |= {name: data[name] for name in ANSWERS if data.get(name) is not None}
 
     def summary(self) -> dict[str, Any]:
         """As JSON."""
@@ -71,6 +74,7 @@ class JobProgress:
             "steps": self.step,
             "train_loss": self.loss,
             "valid_loss": self.validation_loss,
+            **self.answers,
         } | ({} if self.reward_margin is None else {"reward_margin": self.reward_margin})
 
 

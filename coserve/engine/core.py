@@ -14,6 +14,7 @@ from coserve.devices.base import Device
 from coserve.devices.matching import Vocabulary
 from coserve.devices.messages import OpenGrammar, SaveAdapter, SetVocabulary, StepResult
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.answers import Answers, Decode
 from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.checks import check_adapter_name, check_examples
 from coserve.engine.command_queue import CommandQueue
@@ -47,6 +48,9 @@ from coserve.tuning.examples import Example
 
 Event = Chunk | JobEvent
 
+# Within which answers to a validation set should be there: the time of a batch.
+_ANSWERS_S = 86_400.0
+
 
 class EngineCore:
     """Requests of token ids, and jobs of tokenized examples, on a device."""
@@ -59,11 +63,12 @@ class EngineCore:
         *,
         end_tokens: Iterable[int] = (),
         text_stream: TextStreamMaker | None = None,
+        decode: Decode | None = None,
         keep_profile: Callable[[Profile], None] | None = None,
     ) -> None:
         """end_tokens: ids that end every request. text_stream: makes text of a request's tokens, given its prompt and
-        params; without it there is none, and no stop strings. keep_profile: told what the device's profile should be
-        if steps have long shown that it is something else.
+        params; without it there is none, and no stop strings. decode: the text of answers to validation sets.
+        keep_profile: told what the device's profile should be if steps have long shown that it is something else.
         """
         info, policy = device.info, make_policy(config.policy, config.policy_settings)
         self.device, self.latency, self.config = device, latency, config
@@ -82,9 +87,6 @@ class EngineCore:
         self._outbox: list[Event] = []
         commands = CommandQueue()
         emit, send = self._outbox.append, commands.send
-        self.jobs = JobSet(
-            device, self.pages, self.swap, self.adapters, self.counters, latency, owed=owed, emit=emit, send=send
-        )
         self._serving = Serving(
             info,
             self.requests,
@@ -92,6 +94,26 @@ class EngineCore:
             self.counters,
             end_tokens=end_tokens,
             text_stream=text_stream,
+            emit=self._emit,
+            send=send,
+        )
+        self._answers = Answers(
+            self.adapters,
+            max_positions=info.max_positions,
+            add=self._ask,
+            cancel=self._serving.cancel,
+            decode=decode,
+            end_tokens=self._serving.end_tokens,
+        )
+        self.jobs = JobSet(
+            device,
+            self.pages,
+            self.swap,
+            self.adapters,
+            self.counters,
+            latency,
+            owed=owed,
+            answers=self._answers,
             emit=emit,
             send=send,
         )
@@ -257,6 +279,26 @@ class EngineCore:
             batch_due_s=batch_due_s,
         )
         return name
+
+    def _ask(self, name: str, prompt: Sequence[int], params: SamplingParams, adapter: str, tenant: str) -> None:
+        """A question of a job's validation set, as batch work."""
+        now_s = self.device.clock.now()
+        self._serving.add(
+            name,
+            prompt,
+            params,
+            adapter=adapter,
+            slo=None,
+            default_slo=self.slo,
+            latency=self.latency,
+            arrival_s=now_s,
+            tenant=tenant,
+            batch_due_s=now_s + _ANSWERS_S,
+        )
+
+    def _emit(self, chunk: Chunk) -> None:
+        if not self._answers.take(chunk):
+            self._outbox.append(chunk)
 
     def hold(self, request: str) -> None:
         """A request that waits is not to start before `arrive`: another instance computes its prompt

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -63,14 +63,18 @@ class Engine(EngineCore):
         config: EngineConfig | None = None,
         *,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
+        answers_tokenizer: "Callable[[], PreTrainedTokenizerBase | None] | None" = None,
         end_tokens: Iterable[int] = (),
         latency: LatencyModel | None = None,
     ) -> None:
         """device: whose memory and pages are those that the config asks for (`open_device`).
 
+        answers_tokenizer: reads one for answers to validation sets, where the engine has none for text otherwise.
         end_tokens: ids that end a text; those that the model does not have are of no effect. latency: default, what the
         device's profile says.
         """
+        self.tokenizer = tokenizer
+        self.answers_tokenizer = cache(answers_tokenizer or (lambda: tokenizer))
         path = device.info.profile_path
         super().__init__(
             device,
@@ -78,9 +82,9 @@ class Engine(EngineCore):
             config or EngineConfig(),
             end_tokens=end_tokens,
             text_stream=None if tokenizer is None else partial(_text_stream, tokenizer),
+            decode=None if answers_tokenizer is None and tokenizer is None else self._decode,
             keep_profile=partial(correct_profile, Path(path)) if path else None,
         )
-        self.tokenizer = tokenizer
 
     @classmethod
     def from_backbone(
@@ -89,6 +93,7 @@ class Engine(EngineCore):
         config: EngineConfig | None = None,
         *,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
+        answers_tokenizer: "Callable[[], PreTrainedTokenizerBase | None] | None" = None,
         end_tokens: Iterable[int] = (),
         latency: LatencyModel | None = None,
         progress: LoadProgress | None = None,
@@ -113,7 +118,14 @@ class Engine(EngineCore):
             progress=_stage(progress, "measuring this device"),
         )
         wrapped = device if wrap is None else wrap(device)
-        return cls(wrapped, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
+        return cls(
+            wrapped,
+            config,
+            tokenizer=tokenizer,
+            answers_tokenizer=answers_tokenizer,
+            end_tokens=end_tokens,
+            latency=latency,
+        )
 
     @classmethod
     def load(
@@ -153,6 +165,7 @@ class Engine(EngineCore):
             backbone,
             config,
             tokenizer=tokenizer if with_text else None,
+            answers_tokenizer=None if tokenizer is None else partial(load_tokenizer, source),
             end_tokens=ends,
             progress=progress,
             wrap=wrap,
@@ -305,6 +318,10 @@ class Engine(EngineCore):
         if num_empty == _MOST_EMPTY_STEPS:
             raise RequestError(f"the request does not move on: policy {self.config.policy} runs no requests")
         return num_empty
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        tokenizer = self.tokenizer or self.answers_tokenizer()
+        return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _examples(self, data: Data, config: TuningConfig, model: str) -> list[Example]:
         tokenizer = self.tokenizer

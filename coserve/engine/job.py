@@ -26,6 +26,7 @@ from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.plan import JobPhase, JobView
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.cursor import Cursor, LayerwiseCursor
+from coserve.tuning.evaluation import Question
 from coserve.tuning.examples import Example
 from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.order import PackMembers, TrainingOrder, packs_of
@@ -54,9 +55,9 @@ class JobEvent:
     """Something happened to a job after `step` optimizer steps.
 
     loss, token_accuracy: means over trained tokens (or the units of the objective, which are as they should be), of the
-    step or of the validation set; metrics: of the objective, likewise. num_tokens (trained or not),
-    learning_rate, norm (of the gradient before clipping; None: it was not finite, and the step was skipped): of a step.
-    seconds: of a step. version: its label.
+    step or of the validation set; metrics: of the objective, likewise, and of answers to the validation set. num_tokens
+    (trained or not), learning_rate, norm (of the gradient before clipping; None: it was not finite, and the step was
+    skipped): of a step. seconds: of a step. version: its label.
     """
 
     job: str
@@ -89,8 +90,11 @@ class Job:
         costs: TrainerOpened,
         tenant: str = "",
         model: str = "",
+        questions: Sequence[Question] = (),
     ) -> None:
-        """costs: what the device said of its trainer. model: that it trains, if that is not the one that serves."""
+        """costs: what the device said of its trainer. model: that it trains, if that is not the one that serves.
+        questions: of the validation set, to be answered with each evaluation.
+        """
         self.id, self.name, self.config, self.costs, self.tenant = id, name, config, costs, tenant
         self.model = model
         self.state: JobState = "running"
@@ -104,7 +108,9 @@ class Job:
         self.memory_failures = MemoryFailures()
         self.error: str | None = None
         self.joined: frozenset[str] = frozenset()  # whose tasklets were one batch with its last ones, its own included
+        self.questions = questions
         self.evaluating = False
+        self.answers_due = False  # whether only its answers are missing to an evaluation
         self.follow_due = False  # whether what its last optimizer step brings with it is still to come
         self.evaluated = False  # whether the validation set was measured after that step, before it was resumed
         self.sums = LossSums()  # of the packs that are done, of the step or the evaluation
@@ -376,8 +382,9 @@ class Job:
         self._waiting.extend(packs_of(self._validation, self.config))
         return True
 
-    def finish_evaluation(self, now_s: float) -> JobEvent:
-        sums, self.sums, self.evaluating = self.sums, LossSums(), False
+    def finish_evaluation(self, now_s: float, answers: Mapping[str, float]) -> JobEvent:
+        """answers: what came of the questions, by the metric's name."""
+        sums, self.sums, self.evaluating, self.answers_due = self.sums, LossSums(), False, False
         return JobEvent(
             job=self.id,
             kind="evaluation",
@@ -386,7 +393,7 @@ class Job:
             loss=sums.mean_loss,
             token_accuracy=sums.token_accuracy,
             num_trained=sums.num_trained,
-            metrics=sums.mean_metrics,
+            metrics={**sums.mean_metrics, **answers},
         )
 
     def start_step(self) -> bool:

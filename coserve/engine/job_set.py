@@ -13,6 +13,7 @@ from coserve.devices.messages import (
     TakeCheckpoint,
     TrainerOpened,
 )
+from coserve.engine.answers import Answers
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.checks import check_examples, with_virtual_tokens
 from coserve.engine.host_swap import HostOwner, HostSwap
@@ -25,12 +26,13 @@ from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import WindowUse
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.engine.step_shares import joined_jobs, largest_pieces, shares_of_time
-from coserve.errors import DeviceGoneError, DeviceMemoryError, JobError
+from coserve.errors import DataError, DeviceGoneError, DeviceMemoryError, JobError
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView
 from coserve.tuning.config import TuningConfig
+from coserve.tuning.evaluation import Question, questions_of
 from coserve.tuning.examples import Example
 
 
@@ -52,14 +54,16 @@ class JobSet(Mapping[str, Job]):
         latency: LatencyModel,
         *,
         owed: OwedCommands,
+        answers: Answers,
         emit: Callable[[JobEvent], None],
         send: Callable[[Command], None],
     ) -> None:
-        """owed: what the device must do, shared with others. emit: takes events. send: has the device do a command with
-        the next step.
+        """owed: what the device must do, shared with others. answers: to validation sets. emit: takes events. send:
+        has the device do a command with the next step.
         """
         self._device, self._pages, self._swap = device, pages, swap
         self._adapters, self._counters, self._emit, self._send = adapters, counters, emit, send
+        self._answers = answers
         self._jobs: dict[str, Job] = {}
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_checkpoints = self._num_turns = 0
         self.window_use = WindowUse()
@@ -159,6 +163,7 @@ class JobSet(Mapping[str, Job]):
         tenant: str,
     ) -> Job:
         """Start a job, or resume one; see `EngineCore.submit_examples`."""
+        questions = _questions(validation, config, start.model)
         self.settle()
         try:
             costs = self._device.execute(start.trainer)
@@ -177,6 +182,7 @@ class JobSet(Mapping[str, Job]):
                 costs=costs,
                 tenant=tenant,
                 model=start.model,
+                questions=questions,
             )
             if start.position is not None:
                 job.resume(start.position)
@@ -200,6 +206,7 @@ class JobSet(Mapping[str, Job]):
         if job.state == "running":
             self._counters.leave(job.tenant)
         job.state = "paused"
+        self._answers.cancel(job)
         self._optimizers.put_away(job)
         self.settle()
 
@@ -245,6 +252,8 @@ class JobSet(Mapping[str, Job]):
                 self._bring_back_optimizer(job)
             if job.follow_due and not job.is_terminal:
                 self._follow_update(job)
+            if job.answers_due and job.state == "running":
+                self._follow_questions(job)
         self.settle()
 
     def settle(self) -> None:
@@ -303,9 +312,12 @@ class JobSet(Mapping[str, Job]):
             self._counters.charge(job.tenant, tuning=job.count_rows(now_s))
         for job_id, sums in result.packs.items():
             job = self._jobs[job_id]
-            if job.finish_pack(sums):
-                self._emit(job.finish_evaluation(now_s))
-                self._next_step(job)
+            if not job.finish_pack(sums):
+                continue
+            if job.questions:
+                job.answers_due = True
+            else:
+                self._finish_evaluation(job, {})
         self.catch_up()
 
     def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
@@ -358,6 +370,20 @@ class JobSet(Mapping[str, Job]):
         if not (due and not job.evaluated and job.start_evaluation()):
             self._next_step(job)
 
+    def _follow_questions(self, job: Job) -> None:
+        """Have the questions of its validation set answered, or continue if they are."""
+        try:
+            self._answers.begin(job)
+        except DeviceMemoryError as error:
+            self._fail(job, f"out of memory where {job.name}@{job.num_steps_done} was to be evaluated: {error}")
+            return
+        if (found := self._answers.found(job)) is not None:
+            self._finish_evaluation(job, found)
+
+    def _finish_evaluation(self, job: Job, answers: Mapping[str, float]) -> None:
+        self._emit(job.finish_evaluation(self._device.clock.now(), answers))
+        self._next_step(job)
+
     def _next_step(self, job: Job) -> None:
         """The next optimizer step, or the end."""
         if not job.start_step():
@@ -385,6 +411,7 @@ class JobSet(Mapping[str, Job]):
         if job.state == "running":
             self._counters.leave(job.tenant)
         job.end(state)
+        self._answers.cancel(job)
         self._swap.release_pack(job.id)
         self._optimizers.let_go(job)
         if not any(other.costs.other and not other.is_terminal for other in self._jobs.values()):
@@ -402,3 +429,14 @@ class JobSet(Mapping[str, Job]):
         if job.is_terminal:
             raise JobError(f"job {job_id!r} is over: its state is {job.state}")
         return job
+
+
+def _questions(validation: Sequence[Example], config: TuningConfig, model: str) -> Sequence[Question]:
+    if model and config.evaluation.asks:
+        raise JobError(
+            f"{config.evaluation.metric} needs answers of model {model!r}, which is trained here, not served"
+        )
+    try:
+        return questions_of(validation, config.evaluation) if validation else ()
+    except DataError as error:
+        raise JobError(f"the validation set: {error}") from None

@@ -177,6 +177,7 @@ class RecordingEngine(Engine):
             RecordingDevice(plain.device, writer),
             plain.config,
             tokenizer=plain.tokenizer,
+            answers_tokenizer=plain.answers_tokenizer,
             end_tokens=tuple(sorted(plain.end_tokens)),
             latency=plain.latency,
         )

@@ -138,6 +138,12 @@ class JobManager:
         """
         if settings.live and base != self.models.served.name:
             raise JobError(f"{base} is trained here and not served: live must be false", param="coserve.live")
+        if settings.evaluation.asks and base != self.models.served.name:
+            asked = settings.evaluation.metric
+            raise JobError(
+                f"{base} is trained here and not served: it answers no questions, as the metric {asked} would have it",
+                param="coserve.evaluation.metric",
+            )
         if start is not None and start.directory is None:
             raise JobError(f"{model} is still being trained: wait for it, or name a checkpoint", param="model")
         record = JobRecord(

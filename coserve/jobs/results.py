@@ -8,7 +8,10 @@ from typing import Any
 
 from coserve.engine.job import JobEvent
 from coserve.jobs.records import EventRecord
+from coserve.tuning.evaluation import METRICS
 
+# Metrics of answers, as events name them.
+ANSWERS = tuple(f"valid_{name}" for name in METRICS)
 FILENAME = "step_metrics.csv"
 _MARGIN = "reward_margin"
 _COLUMNS = {
@@ -49,7 +52,8 @@ def message_of(event: JobEvent, num_steps: int) -> str:
     loss = "no number" if _number(event.loss) is None else f"{event.loss:.4g}"
     skipped = " (the gradient was not finite: skipped)" if event.kind == "step" and event.norm is None else ""
     margin = f", reward margin={event.metrics[_MARGIN]:.4g}" if _MARGIN in event.metrics else ""
-    return f"Step {event.step}/{num_steps}: {what} loss={loss}{margin}{skipped}"
+    answers = "".join(f", {name}={event.metrics[name]:.4g}" for name in METRICS if name in event.metrics)
+    return f"Step {event.step}/{num_steps}: {what} loss={loss}{margin}{answers}{skipped}"
 
 
 def by_step(events: Sequence[EventRecord]) -> dict[int, dict[str, Any]]:
@@ -65,9 +69,11 @@ def results_csv(events: Sequence[EventRecord]) -> bytes:
     """The result file of a job; what was not measured is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    for data in by_step(events).values():
-        writer.writerow(["" if (value := data.get(name)) is None else value for name in _COLUMNS.values()])
+    steps = by_step(events)
+    columns = _COLUMNS | {name: name for name in ANSWERS if any(name in data for data in steps.values())}
+    writer.writerow(columns)
+    for data in steps.values():
+        writer.writerow(["" if (value := data.get(name)) is None else value for name in columns.values()])
     return text.getvalue().encode()
 
 

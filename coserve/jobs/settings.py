@@ -17,6 +17,7 @@ from coserve.errors import AdapterError, JobError
 from coserve.models.base import Architecture
 from coserve.settings import MOST_WHOLE, check_number, check_whole, shown
 from coserve.tuning.config import OptimizerConfig, TuningConfig
+from coserve.tuning.evaluation import EvaluationConfig
 from coserve.tuning.objectives import SUPERVISED, make_objective
 
 _Settings = TypeVar("_Settings")
@@ -34,10 +35,10 @@ _LONGEST_NAME = 64
 class Extension:
     """The `coserve` field of a job; see `TuningConfig`.
 
-    adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings.
-    checkpoint_every_steps: optimizer steps from one listed checkpoint to the next (0: after the last alone).
-    evaluate_every_steps: None: with every checkpoint. strict: a file with an example whose prompt alone is too long is
-    refused; else such ones are left out. max_recompute: see `TuningConfig`.
+    adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings. checkpoint_every_steps:
+    optimizer steps from one listed checkpoint to the next (0: after the last alone). evaluate_every_steps: None: with
+    every checkpoint. evaluation: see `EvaluationConfig`. strict: a file with an example whose prompt alone is too long
+    is refused; else such ones are left out. max_recompute: see `TuningConfig`.
     """
 
     adapter: Mapping[str, Any] | None = None
@@ -46,6 +47,7 @@ class Extension:
     shuffle: bool = True
     checkpoint_every_steps: int = 50
     evaluate_every_steps: int | None = None
+    evaluation: Mapping[str, Any] | None = None
     live: bool = False
     strict: bool = False
     max_recompute: float = 0.0
@@ -67,6 +69,7 @@ class JobSettings:
     seed: int = 0
     checkpoint_every_steps: int = 50
     evaluate_every_steps: int = 50
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     live: bool = False
     strict: bool = False
     max_recompute: float = 0.0
@@ -85,6 +88,7 @@ class JobSettings:
             shuffle=self.shuffle,
             seed=self.seed,
             evaluate_every_steps=self.evaluate_every_steps,
+            evaluation=self.evaluation,
             live=self.live,
             max_recompute=self.max_recompute,
             objective=self.objective,
@@ -123,6 +127,7 @@ def job_settings(
     architecture: Architecture,
     is_fresh: bool,
     objective: str = SUPERVISED,
+    has_validation: bool = False,
 ) -> JobSettings:
     """The settings of a job.
 
@@ -131,6 +136,7 @@ def job_settings(
         extension: the `coserve` field.
         architecture: of the model, which the adapter must fit.
         is_fresh: whether it makes an adapter, or trains one further.
+        has_validation: whether it has a validation file.
 
     Raises:
         JobError: names the field, and what would be right.
@@ -157,6 +163,7 @@ def job_settings(
     if not is_fresh and asked.adapter is not None:
         _refuse("coserve.adapter", "must not be given where the model is an adapter: that one is trained further")
     every = asked.checkpoint_every_steps
+    evaluation = _evaluation({} if asked.evaluation is None else asked.evaluation, objective, has_validation)
     known = _hyperparameters(hyperparameters)
     own = {
         name: value for name, value in hyperparameters.items() if name not in _OPENAIS and value not in (None, "auto")
@@ -173,6 +180,7 @@ def job_settings(
         seed=seed,
         checkpoint_every_steps=every,
         evaluate_every_steps=every if asked.evaluate_every_steps is None else asked.evaluate_every_steps,
+        evaluation=evaluation,
         live=asked.live,
         strict=asked.strict,
         max_recompute=float(asked.max_recompute),
@@ -200,6 +208,16 @@ def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
             check_number("hyperparameters.learning_rate_multiplier", factor, above=0, most=_MOST_MULTIPLIER)
         known["learning_rate_multiplier"] = float(factor)
     return known
+
+
+def _evaluation(given: Any, objective: str, has_validation: bool) -> EvaluationConfig:
+    where = "coserve.evaluation"
+    found = _build(EvaluationConfig, given, where)
+    if found.asks and objective != SUPERVISED:
+        _refuse(f"{where}.metric", f"{found.metric} goes with the method supervised alone")
+    if found.asks and not has_validation:
+        _refuse(f"{where}.metric", f"{found.metric} needs a validation_file, whose questions are asked")
+    return found
 
 
 def _adapter(given: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:

@@ -209,5 +209,6 @@ def _values(event: JobEvent) -> dict[str, float]:
         f"{side}/mean_token_accuracy": event.token_accuracy,
         "train/learning_rate": event.learning_rate if event.kind == "step" else None,
         "train/gradient_norm": event.norm if event.kind == "step" else None,
+        **{f"{side}/{name}": value for name, value in event.metrics.items()},
     }
     return {name: float(value) for name, value in given.items() if value is not None and isfinite(value)}

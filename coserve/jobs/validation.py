@@ -15,6 +15,7 @@ from coserve.jobs.folders import Folders
 from coserve.jobs.models import BaseModel, JobModels
 from coserve.jobs.records import FileRecord, JobRecord
 from coserve.jobs.settings import JobSettings
+from coserve.tuning.evaluation import questions_of
 from coserve.tuning.examples import Example
 from coserve.tuning.order import TrainingOrder
 
@@ -73,7 +74,12 @@ def validate(
     examples = read("training_file", training, 0)
     write_examples_file(folders.examples(job.id), examples)
     if validation is not None:
-        write_examples_file(folders.validation(job.id), read("validation_file", validation, training.num_bytes))
+        held_out = read("validation_file", validation, training.num_bytes)
+        try:
+            questions_of(held_out, settings.evaluation)
+        except DataError as error:
+            raise JobError(f"validation_file {validation.id}: {error}", param="validation_file") from None
+        write_examples_file(folders.validation(job.id), held_out)
     return Validated(
         num_examples=len(examples),
         num_tokens=sum(len(example.tokens) for example in examples),

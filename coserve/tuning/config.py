@@ -6,6 +6,7 @@ from math import ceil, cos, pi
 from typing import TYPE_CHECKING
 
 from coserve.settings import MOST_WHOLE, check_number, check_whole, is_number, shown
+from coserve.tuning.evaluation import EvaluationConfig
 from coserve.tuning.objectives import SUPERVISED, make_objective
 
 if TYPE_CHECKING:
@@ -88,11 +89,12 @@ class TuningConfig:
     to which an example is cut. max_pack_tokens: the most tokens that lie end to end in a pack (None: 1,024, or the
     longest example). shuffle, seed: the order of examples in each epoch, the adapter's initial values, dropout.
     evaluate_every_steps: optimizer steps from one measurement of the validation set's loss to the next (0: at the end
-    alone). publish_every_steps: optimizer steps from one version `name@step` to serve to the next (0: at the end
-    alone). live: serve every step at once. max_recompute: the most FLOPs that may be spent on computing activations
-    again, as a share of the forward and backward pass: the job keeps as little as that allows between the two (FlexLLM
-    section 5.2); 0 keeps all that the backward pass reads, `coserve inspect` shows what more would save. objective,
-    objective_settings: what is trained for (`tuning.objectives`); batch_size then counts its examples (pairs, say).
+    alone). evaluation: what else is measured of it then. publish_every_steps: optimizer steps from one version
+    `name@step` to serve to the next (0: at the end alone). live: serve every step at once. max_recompute: the most
+    FLOPs that may be spent on computing activations again, as a share of the forward and backward pass: the job keeps
+    as little as that allows between the two (FlexLLM section 5.2); 0 keeps all that the backward pass reads, `coserve
+    inspect` shows what more would save. objective, objective_settings: what is trained for (`tuning.objectives`);
+    batch_size then counts its examples (pairs, say).
     """
 
     num_epochs: int = 1
@@ -102,6 +104,7 @@ class TuningConfig:
     shuffle: bool = True
     seed: int = 0
     evaluate_every_steps: int = 0
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     publish_every_steps: int = 0
     live: bool = False
     max_recompute: float = 0.0
@@ -127,8 +130,11 @@ class TuningConfig:
                 raise ValueError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         if not isinstance(self.optimizer, OptimizerConfig):
             raise ValueError(f"optimizer must be an OptimizerConfig, not {self.optimizer!r}")
-
+        if not isinstance(self.evaluation, EvaluationConfig):
+            raise ValueError(f"evaluation must be an EvaluationConfig, not {self.evaluation!r}")
         self.make_objective()
+        if self.objective != SUPERVISED and self.evaluation.asks:
+            raise ValueError(f"metric {self.evaluation.metric} goes with the method supervised alone")
 
     def make_objective(self) -> "Objective | None":
         """None for the next-token loss; ValueError names what is wrong."""

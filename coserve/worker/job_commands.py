@@ -110,6 +110,8 @@ class JobCommands:
         """What the files of a job hold; from any thread. DataError."""
         if job.checkpoint is not None:
             _read_ahead(Path(job.checkpoint))
+        if job.config.evaluation.asks:
+            self._engine.answers_tokenizer()  # here, and not within the first step that needs it
         return JobFiles(
             examples=read_examples_file(job.examples),
             validation=[] if job.validation is None else read_examples_file(job.validation),

@@ -264,6 +264,11 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"hyperparameters": {"learning_rate_multiplier": 0}}, "hyperparameters.learning_rate_multiplier"),
         ({"coserve": {"colour": 1}}, "coserve.colour"),
         ({"coserve": {"live": 1}}, "coserve.live"),
+        ({"coserve": {"evaluation": {"metric": "bleu"}}}, "coserve.evaluation"),
+        ({"coserve": {"evaluation": {"metric": "exact_match"}}}, "coserve.evaluation.metric"),
+        ({"coserve": {"evaluation": {"max_tokens": 0}}}, "coserve.evaluation"),
+        ({"coserve": {"evaluation": {"colour": 0}}}, "coserve.evaluation.colour"),
+        ({"coserve": {"evaluation": []}}, "coserve.evaluation"),
         ({"coserve": {"max_sequence_length": 513}}, "coserve.max_sequence_length"),
         ({"coserve": {"max_sequence_length": 1}}, "coserve.max_sequence_length"),
         ({"coserve": {"checkpoint_every_steps": -1}}, "coserve.checkpoint_every_steps"),
@@ -395,3 +400,50 @@ def test_preferences_are_learned_and_margins_shown(served, client):
     assert len(margins) == 8
     assert margins[0] == pytest.approx(0, abs=1e-3)
     assert margins[-1] > 0.5, "what is preferred has become likelier"
+
+
+@pytest.mark.parametrize("metric", ["exact_match", "json_match"])
+def test_answers_to_the_validation_file_are_judged(metric, served, client):
+    """By what a client gets of the same checkpoints; the figures are in events, checkpoints and the result file."""
+    answers = (("Hello", "1"), ("quick", "[2]"), ("weights", '"x"'), ("learns", "null"))
+    lines = [{"prompt": f"{word}? ", "completion": answer} for word, answer in answers]
+    never = {"prompt": "Who? ", "completion": "nobody"}
+    settings = {
+        "adapter": {**ADAPTER, "r": 16, "alpha": 16, "target_modules": "all-linear"},
+        "optimizer": {"learning_rate": 1e-2, "schedule": "cosine"},
+        "checkpoint_every_steps": 5,
+        "evaluation": {"metric": metric, "max_tokens": 16},
+    }
+    content = ["".join(json.dumps(line) + "\n" for line in each).encode() for each in (lines, [*lines, never])]
+    training, validation = (upload(client, each).id for each in content)
+    job = create(
+        client, n_epochs=30, batch_size=4, coserve=settings, training_file=training, validation_file=validation
+    )
+    job = finished(served, client, job)
+    assert job.status == "succeeded", job.error
+    name = f"valid_{metric}"
+    found = {e.data["step"]: e.data[name] for e in all_events(client, job) if name in (e.data or {})}
+    assert list(found) == [5, 10, 15, 20, 25, 30]
+    assert found[30] == 0.8
+    assert any(f", {metric}=0.8" in event.message for event in all_events(client, job))
+    for checkpoint in client.fine_tuning.jobs.checkpoints.list(job.id):
+        assert getattr(checkpoint.metrics, name) == found[checkpoint.step_number]
+        given = [
+            client.completions.create(
+                model=checkpoint.fine_tuned_model_checkpoint, prompt=line["prompt"], max_tokens=16, temperature=0
+            )
+            for line in lines
+        ]
+        num_right = sum(each.choices[0].text == line["completion"] for each, line in zip(given, lines, strict=True))
+        assert found[checkpoint.step_number] == num_right / 5
+    rows = list(csv.DictReader(io.StringIO(client.files.content(job.result_files[0]).read().decode())))
+    assert [float(row[name]) for row in rows if row[name]] == list(found.values())
+    assert "answers" not in served.get("/v1/models", headers={"Authorization": "Bearer key-1"}).text
+
+
+def test_a_validation_file_without_questions_is_refused_for_answers(served, client):
+    settings = {**QUICK, "evaluation": {"metric": "json_valid"}}
+    texts = upload(client, b'{"text": "all of it is learned"}\n').id
+    job = finished(served, client, create(client, validation_file=texts, coserve=settings))
+    assert (job.status, job.error.param) == ("failed", "validation_file")
+    assert "json_valid needs examples with a prompt and a whole answer; none of these 1 has both" in job.error.message

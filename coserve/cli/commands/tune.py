@@ -35,6 +35,13 @@ def tune(
     validation: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Examples that are never learned, only measured.")
     ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of answers to the validation file, beside its loss: exact_match, json_valid or json_match.",
+        ),
+    ] = None,
     epochs: Annotated[
         int | None,
         typer.Option(
@@ -133,6 +140,7 @@ def tune(
             checkpoint_every_steps=checkpoint_every,
             live=live or None,
             max_recompute=max_recompute,
+            evaluation=None if metric is None else {"metric": metric},
         ),
     }
     if extensions["adapter"] or adapter:

@@ -20,7 +20,7 @@ from coserve.errors import EngineGoneError
 from coserve.jobs.folders import entries
 from coserve.jobs.names import SUFFIX, organization
 from coserve.jobs.records import AdapterRef, CheckpointRecord, EventRecord, JobRecord, Page
-from coserve.jobs.results import by_step
+from coserve.jobs.results import ANSWERS, by_step
 from coserve.jobs.settings import JobSettings, job_settings
 from coserve.jobs.trackers import has_wandb
 from coserve.server.bodies import JsonRoute
@@ -259,6 +259,7 @@ def _read(body: CreateJobBody, context: ServerContext, tenant: str) -> tuple[str
         architecture=context.jobs.models[base].architecture,
         is_fresh=start is None,
         objective=SUPERVISED if body.method is None else body.method.objective,
+        has_validation=body.validation_file is not None,
     )
     integrations = tuple(each.model_dump(exclude_none=True) for each in body.integrations or ())
     check_texts(list(integrations), param="integrations")
@@ -417,6 +418,7 @@ def _event(event: EventRecord) -> dict[str, Any]:
 def _checkpoint(checkpoint: CheckpointRecord, events: tuple[EventRecord, ...]) -> dict[str, Any]:
     known = by_step(events).get(checkpoint.step, {})
     names = [f"{kind}_{what}" for kind in ("train", "valid", "full_valid") for what in ("loss", "mean_token_accuracy")]
+    names += ANSWERS
     return {
         "object": "fine_tuning.job.checkpoint",
         "id": checkpoint.id,

@@ -1,0 +1,122 @@
+"""Answers to the questions of jobs' validation sets: greedy, by the adapter as it is, as requests that no client sent.
+
+They run as batch work does, in what requests leave over; the job waits for them. Nobody else sees them: their chunks
+end here, and the version of the adapter that they read has a name that no client can ask for.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.job import Job
+from coserve.engine.request import Chunk
+from coserve.engine.served_adapters import ServedAdapters
+from coserve.errors import AdapterError, RequestError
+from coserve.tuning.evaluation import is_right
+
+_log = logging.getLogger(__name__)
+
+# Queues a request: its name, prompt, params, adapter, and whose it is. RequestError: it could never be served.
+Add = Callable[[str, Sequence[int], SamplingParams, str, str], None]
+# The text of tokens, without those that are special.
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(kw_only=True)
+class _Round:
+    """The questions of a job, asked once. left: those that are not answered yet. own: a version to let go of then."""
+
+    left: set[int]
+    own: str | None
+    num_right: int = 0
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Answers:
+    """Of all jobs that are being evaluated."""
+
+    def __init__(
+        self,
+        adapters: ServedAdapters,
+        *,
+        max_positions: int,
+        add: Add,
+        cancel: Callable[[str], object],
+        decode: Decode | None,
+        end_tokens: Iterable[int],
+    ) -> None:
+        """decode: None: answers are written, and not judged (a recording that is run again has no use for it)."""
+        self._adapters, self._add, self._cancel, self._decode = adapters, add, cancel, decode
+        self._max_positions, self._end_tokens = max_positions, frozenset(end_tokens)
+        self._rounds: dict[str, _Round] = {}
+        self._asked: dict[str, tuple[Job, int]] = {}  # by the name of the request
+
+    def begin(self, job: Job) -> None:
+        """Ask a job's questions, unless that is under way. DeviceMemoryError: there is no room for the version."""
+        if job.id in self._rounds:
+            return
+        own = None if job.config.live else f"{job.name}@answers"
+        if own is not None:
+            self._adapters.publish(job.id, own, job.num_steps_done, costs=job.costs, transient=False, model=job.model)
+        self._rounds[job.id] = _Round(left=set(range(len(job.questions))), own=own)
+        for index, question in enumerate(job.questions):
+            name = f"{job.id}@answers/{index}"
+            room = self._max_positions - len(question.prompt) - job.costs.num_virtual_tokens
+            params = SamplingParams(temperature=0.0, max_tokens=min(job.config.evaluation.max_tokens, room), seed=0)
+            self._asked[name] = job, index
+            try:
+                self._add(name, question.prompt, params, own or job.name, job.tenant)
+            except (RequestError, AdapterError) as error:
+                del self._asked[name]
+                self._close(job, index, str(error))
+
+    def found(self, job: Job) -> dict[str, float] | None:
+        """The metric by its name, once all is answered; then it can be asked anew."""
+        asked = self._rounds.get(job.id)
+        if asked is None or asked.left:
+            return None
+        self._end(job)
+        return {} if self._decode is None else {job.config.evaluation.metric: asked.num_right / len(job.questions)}
+
+    def cancel(self, job: Job) -> None:
+        """Nobody wants them any more, or not now."""
+        if job.id in self._rounds:
+            for index in sorted(self._rounds[job.id].left):
+                self._cancel(f"{job.id}@answers/{index}")
+            self._end(job)
+
+    def take(self, chunk: Chunk) -> bool:
+        """Whether this chunk is of an answer."""
+        if chunk.request not in self._asked:
+            return False
+        job, index = self._asked[chunk.request]
+        asked = self._rounds[job.id]
+        asked.tokens.setdefault(index, []).extend(chunk.tokens)
+        if chunk.finish_reason is not None:
+            del self._asked[chunk.request]
+            self._close(job, index, chunk.error)
+        return True
+
+    def _close(self, job: Job, index: int, error: str | None) -> None:
+        asked = self._rounds[job.id]
+        asked.left.discard(index)
+        tokens = asked.tokens.pop(index, [])
+        if error is not None:
+            _log.warning(
+                "job %s: a question of its validation set has no answer, and counts as wrong: %s", job.id, error
+            )
+        elif self._decode is not None:
+            expected = self._text(job.questions[index].expected)
+            asked.num_right += is_right(job.config.evaluation.metric, expected, self._text(tokens))
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Up to the first token that ends a text, which need not be a special one."""
+        assert self._decode is not None
+        end = next((place for place, token in enumerate(tokens) if token in self._end_tokens), len(tokens))
+        return self._decode(tokens[:end])
+
+    def _end(self, job: Job) -> None:
+        asked = self._rounds.pop(job.id)
+        if asked.own is not None:
+            self._adapters.unload(asked.own)
