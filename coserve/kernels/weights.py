@@ -195,7 +195,7 @@ class JoinedWeight(Weight):
             return super().products(backend, x, weights, biases)
         if any(map(_is_other, biases, piece.biases)):
             return super().products(backend, x, weights, biases)
-        return torch.split(piece.whole.product(backend, x, piece.bias), piece.sizes, -1)
+        return piece.whole.product(backend, x, piece.bias).split_with_sizes(piece.sizes, -1)
 
 
 class _Piece:

@@ -51,6 +51,8 @@ class PagedKv:
             .view(num_pages, num_layers, 2, block_tokens, width)
             .permute(1, 2, 0, 3, 4)
         )
+        # Keys and values of each layer: made once, since every step asks for all of them.
+        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.pages]
 
     def rows(self, sequences: Sequence[SequenceRows], bypasses: Bypasses | None = None) -> Span:
         """A span of the rows of some sequences that use one adapter."""
@@ -121,8 +123,7 @@ class _CacheRows(BatchRows):
         return _keep(self._cache, part, self._pages, self._offsets)
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = self._cache.pages[layer]
-        return keys, values
+        return self._cache.layers[layer]
 
 
 def _segment(pages: Sequence[int], start: int, tokens: Sequence[int], block_tokens: int) -> Segment:
@@ -139,4 +140,4 @@ def _keep(cache: PagedKv, part: Part, pages: Tensor, offsets: Tensor) -> Keep:
     if not isinstance(part, int):
         return Keep()
     names = cache.backbone.architecture.graphs[part].kv_tensors
-    return Keep(rows={name: _Rows(x, pages, offsets) for name, x in zip(names, cache.pages[part], strict=True)})
+    return Keep(rows={name: _Rows(x, pages, offsets) for name, x in zip(names, cache.layers[part], strict=True)})

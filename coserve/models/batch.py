@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coserve.graph.execute import run_graph, run_node, run_nodes
-from coserve.graph.ir import Node
+from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.models.backbone import Backbone
@@ -115,7 +115,7 @@ def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypass
     context, values = Context(backend=backbone.backend, block_rows=backbone.block_rows), {"x": hidden}
     graph, runs = backbone.architecture.graphs["head"], backbone.architecture.place_runs["head"]
     weights = backbone.weights["head"]
-    run_graph(graph, values, weights, context, _AfterNode("head", (), adapters, runs, weights, context))
+    run_graph(graph, values, weights, context, _AfterNode("head", graph, (), adapters, runs, weights, context))
     return values[graph.outputs[0]]
 
 
@@ -166,7 +166,7 @@ class _Batch:
         attention = self._attention(part)
         context = Context(backend=backbone.backend, block_rows=backbone.block_rows, attention=attention)
         runs, weights = backbone.architecture.place_runs[part], backbone.weights[part]
-        after = _AfterNode(part, self._keepers, self._adapters, runs, weights, context)
+        after = _AfterNode(part, graph, self._keepers, self._adapters, runs, weights, context)
         values: dict[str, Tensor] = dict(self._constants)
         if x is not None:
             values["x"] = x
@@ -201,13 +201,14 @@ class _AfterNode:
     def __init__(
         self,
         part: Part,
+        graph: Graph,
         keepers: Sequence[_Keeper],
         adapters: RowAdapters,
         runs: Sequence[PlaceRun],
         weights: Mapping[str, Any],
         context: Context,
     ) -> None:
-        """weights: of the part."""
+        """graph, weights: of the part."""
         self._context, self._weights = context, weights
         self._part = part
         self._low_rank = batch = adapters.low_rank
@@ -225,7 +226,14 @@ class _AfterNode:
             for sign, node in saved.keep.packed_signs.items():
                 self._signs.setdefault(node.inputs[0][1], []).append((saved, sign, node))
 
+        # Nodes after which there is anything to do.
+        producer = graph.producer
+        self._nodes = {*self._runs, *self._groups}
+        self._nodes |= {producer[name].name for name in (*self._savers, *self._signs) if name in producer}
+
     def __call__(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
+        if node.name not in self._nodes:
+            return
         if (run := self._runs.get(node.name)) is not None:
             assert self._low_rank is not None
             outputs = [values[name] for name in run.outputs]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.cpu import CpuBackend
+from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.cpu.rows import fit
 from coserve.kernels.plain import PlainBackend
 
@@ -14,6 +15,12 @@ DEVICE = torch.device("cpu")
 PLAIN = PlainBackend(DEVICE)
 CPU = CpuBackend(DEVICE) if CpuBackend.is_available(DEVICE) else PLAIN
 EPS = 1e-6
+
+
+def has_amx() -> bool:
+    kernels = compiled_kernels()
+    return kernels is not None and kernels.has_amx
+
 
 pytestmark = pytest.mark.skipif(CPU is PLAIN, reason="needs g++")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,9 +154,40 @@ def test_cross_entropy(dtype, n, num_threads, vocabulary):
     check_rows(lambda *inputs: [CPU.cross_entropy_gradient(*inputs)], list(arguments), [])
 
 
+@pytest.mark.skipif(not has_amx(), reason="needs AMX, whose products leave logits so")
+@pytest.mark.parametrize(("n", "num_threads"), [(16, 1), (13, 2), (250, 2), (33, 5)])
+@pytest.mark.parametrize("vocabulary", [49152, 1, 45, 5003])
+def test_cross_entropy_of_logits_that_lie_by_columns(n, num_threads, vocabulary):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    rows, targets = torch.randn(n, vocabulary).bfloat16() * 4, torch.randint(vocabulary, (n,))
+    logits, loss_grad = rows.T.contiguous().T, torch.randn(n)
+    loss, correct, log_sum = CPU.cross_entropy(logits, targets)
+    twin_loss, twin_correct, twin_log_sum = PLAIN.cross_entropy(rows, targets)
+    torch.testing.assert_close(loss, twin_loss, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(log_sum, twin_log_sum, rtol=1e-6, atol=2e-6)
+    assert torch.equal(correct, twin_correct)
+    exact = (rows.double() - log_sum.double()[:, None]).exp()
+    exact[torch.arange(n), targets] -= 1
+    grad = CPU.cross_entropy_gradient(logits, targets, log_sum, loss_grad)
+    if vocabulary > 1:
+        twin = PLAIN.cross_entropy_gradient(rows, targets, log_sum, loss_grad)
+        check_close(grad, twin, exact * loss_grad[:, None])
+
+
+@pytest.mark.skipif(not has_amx(), reason="needs AMX")
+def test_many_rows_of_a_wide_vocabulary_lie_by_columns_and_are_the_products_of_each():
+    torch.manual_seed(0)
+    x, weight = torch.randn(250, 64).bfloat16(), torch.randn(40000, 64).bfloat16()
+    logits = CPU.product(x, weight)
+    assert logits.T.is_contiguous()
+    torch.testing.assert_close(logits, (x.float() @ weight.float().T).bfloat16(), rtol=8e-3, atol=1e-2)
+
+
 @dtypes
+@pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("place", [0, 40, 99])
-def test_cross_entropy_of_logits_that_are_not_finite(dtype, place):
+def test_cross_entropy_of_logits_that_are_not_finite(dtype, place, by_columns):
     torch.manual_seed(0)
     logits = torch.randn(8, 100).to(dtype)
     targets = torch.tensor([place, 3, place, 3, place, 3, 3, 3])
@@ -157,6 +195,8 @@ def test_cross_entropy_of_logits_that_are_not_finite(dtype, place):
     logits[6] = float("-inf")
     logits[7] = float("-inf")
     logits[7, place] = 1.0
+    if by_columns:
+        logits = logits.T.contiguous().T
     ours = CPU.cross_entropy(logits, targets)
     twins = PLAIN.cross_entropy(logits, targets)
     for one, twin in zip(ours, twins, strict=True):

@@ -142,11 +142,11 @@ class CpuBackend(PlainBackend):
         return rows.rope(self._kernels, grad, cos, sin, reverse=True) if fits else super().rope_gradient(grad, cos, sin)
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        fits = rows.fit(logits)
+        fits = rows.fit(logits) or rows.fit_by_columns(self._kernels, logits)
         return rows.cross_entropy(self._kernels, logits, targets) if fits else super().cross_entropy(logits, targets)
 
     def cross_entropy_gradient(self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor) -> Tensor:
-        if not rows.fit(logits):
+        if not (rows.fit(logits) or rows.fit_by_columns(self._kernels, logits)):
             return super().cross_entropy_gradient(logits, targets, log_sum, loss_grad)
         return rows.cross_entropy_gradient(self._kernels, logits, targets, log_sum, loss_grad)
 

@@ -33,7 +33,7 @@ class AmxProducts:
             return None
         if not weight.is_contiguous() or (bias is not None and (bias.shape != (outer,) or not bias.is_contiguous())):
             return None
-        if not _are_for_amx(x, weight, *([] if bias is None else [bias])):
+        if not (_are_for_amx(x, weight) if bias is None else _are_for_amx(x, weight, bias)):
             return None
         y = torch.empty(n, outer, dtype=x.dtype)
         self._kernels.product(
@@ -99,7 +99,10 @@ def _is_whole(matrix: Tensor, shape: tuple[int, int]) -> bool:
 
 def _are_for_amx(*tensors: Tensor) -> bool:
     """Whether all of these are bfloat16 on the CPU, and the elements of a row neighbours."""
-    return all(tensor.dtype == torch.bfloat16 and tensor.is_cpu and tensor.stride(-1) == 1 for tensor in tensors)
+    for tensor in tensors:  # a decode step asks a hundred times: a generator takes as long again
+        if tensor.dtype != torch.bfloat16 or not tensor.is_cpu or tensor.stride(-1) != 1:
+            return False
+    return True
 
 
 def _num_threads(num_elements: int) -> int:

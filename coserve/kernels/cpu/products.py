@@ -36,6 +36,9 @@ _ROUNDING = Lock()
 _FEW_ROWS = 48
 # The same for products by instructions for bfloat16.
 _FEW_BFLOAT16_ROWS = 24
+# From how many outputs on (a vocabulary) the result is left lying by columns: the product then takes half of the time,
+# and the loss of its logits, which has kernels for that, hardly more.
+_MANY_OUTPUTS = 1 << 15
 # Up to how many rows our own kernel multiplies int8 weights: with instructions for bfloat16, and without.
 _MOST_INT8_ROWS_NATIVE, _MOST_INT8_ROWS = 8, 32
 
@@ -56,6 +59,8 @@ class CpuProducts:
                 return y
             if 0 < x.shape[0] < _FEW_BFLOAT16_ROWS:
                 return left_product(x, weight, bias)
+            if self._amx is not None and weight.shape[0] >= _MANY_OUTPUTS and bias is None:
+                return torch.mm(weight, x.T).T
         return torch.nn.functional.linear(x, weight, bias)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -234,12 +239,12 @@ def rounded_factors() -> Iterator[None]:
 
 def has_native_bf16(x: Tensor) -> bool:
     """Whether it is bfloat16 on a CPU that has instructions for its products."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _multiplies_bfloat16()
+    return x.dtype == torch.bfloat16 and x.is_cpu and _multiplies_bfloat16()
 
 
 def is_emulated(x: Tensor) -> bool:
     """Whether it is bfloat16 on a CPU that has no instructions for its products."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _multiplies_bfloat16()
+    return x.dtype == torch.bfloat16 and x.is_cpu and not _multiplies_bfloat16()
 
 
 @cache

@@ -16,7 +16,10 @@ def fit(first: Tensor, *others: Tensor) -> bool:
     dtype = first.dtype
     if dtype not in _DTYPES or not first.is_cpu or first.stride(-1) != 1:
         return False
-    return all(tensor.dtype == dtype and tensor.is_cpu and tensor.stride(-1) == 1 for tensor in others)
+    for tensor in others:  # noqa: SIM110 (a decode step asks some hundred times: a generator takes twice as long)
+        if tensor.dtype != dtype or not tensor.is_cpu or tensor.stride(-1) != 1:
+            return False
+    return True
 
 
 def rms_norm(kernels: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,11 +88,22 @@ def rope(kernels: Library, x: Tensor, cos: Tensor, sin: Tensor, *, reverse: bool
     return y
 
 
+def fit_by_columns(kernels: Library, logits: Tensor) -> bool:
+    """Whether logits lie column after column, and there are kernels of the loss for that (`logit_columns.cpp`)."""
+    return kernels.has_amx and logits.dtype == torch.bfloat16 and logits.is_cpu and logits.T.is_contiguous()
+
+
 def cross_entropy(kernels: Library, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `Backend.cross_entropy`; IndexError for a target that is not in the vocabulary."""
     targets = _checked(targets, logits)
     loss, log_sum = (torch.empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
     correct = torch.empty(logits.shape[0], dtype=torch.bool)
+    if logits.stride(1) != 1:
+        kernels.cross_entropy_of_columns(
+            *(logits.data_ptr(), targets.data_ptr(), loss.data_ptr(), correct.data_ptr(), log_sum.data_ptr()),
+            *(*logits.shape, torch.get_num_threads()),
+        )
+        return loss, correct, log_sum
     kernels.cross_entropy(
         *(logits.data_ptr(), logits.stride(0), targets.data_ptr(), loss.data_ptr(), correct.data_ptr()),
         *(log_sum.data_ptr(), *logits.shape, logits.dtype == torch.bfloat16, torch.get_num_threads()),
@@ -103,6 +117,12 @@ def cross_entropy_gradient(
     """See `Backend.cross_entropy_gradient`; IndexError for a target that is not in the vocabulary."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     targets, log_sum, loss_grad = _checked(targets, logits), log_sum.contiguous(), loss_grad.contiguous()
+    if logits.stride(1) != 1:
+        kernels.cross_entropy_gradient_of_columns(
+            *(logits.data_ptr(), targets.data_ptr(), log_sum.data_ptr(), loss_grad.data_ptr(), grad.data_ptr()),
+            *(*logits.shape, torch.get_num_threads()),
+        )
+        return grad
     kernels.cross_entropy_gradient(
         *(logits.data_ptr(), logits.stride(0), targets.data_ptr(), log_sum.data_ptr(), loss_grad.data_ptr()),
         *(grad.data_ptr(), *logits.shape, logits.dtype == torch.bfloat16, torch.get_num_threads()),
