@@ -9,11 +9,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from math import isfinite
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coserve.engine.job import JobEvent
@@ -33,6 +35,8 @@ _ENDS = ("succeeded", "failed", "cancelled")
 TENSORBOARD = "tensorboard"
 # How long what was measured may be in memory alone; each time, the disk is waited for.
 _FLUSH_S = 2.0
+# How long the end of a server waits for what is on its way to a service that may be gone.
+_CLOSE_S = 20.0
 _numbers = count()  # of files, which may be begun within one second
 
 
@@ -57,23 +61,33 @@ class Trackers:
     def __init__(self, store: Store, directory: Path) -> None:
         """directory: where jobs have their folders."""
         self._store, self._directory = store, directory
-        self._thread = ThreadPoolExecutor(1, "trackers")
         self._open: dict[str, list[Tracker]] = {}
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # One that nobody waits for when the process ends.
+        self._thread = Thread(target=self._run, name="trackers", daemon=True)
+        self._thread.start()
 
     def take(self, events: Sequence[JobEvent]) -> None:
         """What an engine reports."""
         found = [event for event in events if event.kind in ("step", "evaluation", *_ENDS)]
         if found:
-            self._thread.submit(self._guarded, self._take, found)
+            self._calls.put(partial(self._take, found))
 
     def rest(self) -> None:
         """The engine has died: its jobs will report again, from where they resume."""
-        self._thread.submit(self._guarded, self._close_all)
+        self._calls.put(self._close_all)
 
-    def close(self) -> None:
-        """Write all that has come. Blocks."""
-        self._thread.submit(self._guarded, self._close_all)
-        self._thread.shutdown(wait=True)
+    def close(self, limit_s: float = _CLOSE_S) -> None:
+        """Write all that has come. Blocks, but no longer than this: a service that does not answer keeps no server."""
+        self._calls.put(self._close_all)
+        self._calls.put(None)
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            _log.warning("metrics of jobs were still on their way after %g s: not all have been passed on", limit_s)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._guarded(call)
 
     def _guarded(self, do: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -162,3 +163,21 @@ def test_a_full_disk_holds_nobody_up_and_later_steps_are_written(tmp_path: Path,
     files = [scalars(path)["train/loss"] for path in (tmp_path / "tensorboard").iterdir()]
     assert sorted(files, key=min) == [{1: 1.0}, {41: 41.0, 42: 42.0}]
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "No space left" in caplog.text
+
+
+def test_a_service_that_does_not_answer_keeps_no_server_from_ending(monkeypatch: Any):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are taken by the system, and nobody reads
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_MODE", "online")
+        with serving() as server:
+            client: Any = server.client()
+            job = client.fine_tuning.jobs.create(
+                model="small",
+                training_file=client.files.create(file=("data.jsonl", DATA), purpose="fine-tune").id,
+                integrations=[{"type": "wandb", "wandb": {"project": "pirates"}}],
+                extra_body={"coserve": QUICK},
+            )
+            server.wait_until(lambda: client.fine_tuning.jobs.retrieve(job.id).status == "succeeded")
+            assert server.stop() == 0, "within a minute"
+            assert "metrics of jobs were still on their way" in server.log.read_text()
