@@ -16,7 +16,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+# Not pictures, which lie in docs/ and which MkDocs checks itself.
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def _pages() -> dict[str, str]:

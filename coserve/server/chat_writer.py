@@ -56,6 +56,7 @@ class ChatWriter:
             "choices": choices,
             "usage": self._usage.to_json(),
             **self._details.prompt_ids(self._generation.prompts[0]),
+            "prompt_logprobs": None,
             **self._details.prompt_logprobs(of_prompt),
         }
 
@@ -91,17 +92,16 @@ class ChatWriter:
 
     def _deltas(self, chunk: Chunk) -> list[dict[str, Any]]:
         """What a chunk adds to a stream: its text, if only an empty one (clients count the steps that made a token),
-        and by itself why it was the last.
+        with why it was the last.
         """
-        choice, found = self._choices[chunk.index], []
+        choice = self._choices[chunk.index]
         delta = choice.add(chunk.text, is_last=chunk.finish_reason is not None)
-        if delta or chunk.tokens:
-            logprobs = logprobs_of(self._details, list(chunk.logprobs)) if self._with_logprobs else None
-            more = _delta(chunk.index, delta or {"content": ""}, logprobs=logprobs)
-            found.append({**more, **self._details.ids(chunk.tokens)})
-        if chunk.finish_reason is not None:
-            found.append(_delta(chunk.index, {}, reason=choice.reason(chunk.finish_reason)))
-        return found
+        reason = None if chunk.finish_reason is None else choice.reason(chunk.finish_reason)
+        if not (delta or chunk.tokens):
+            return [] if reason is None else [_delta(chunk.index, {}, reason=reason)]
+        logprobs = logprobs_of(self._details, list(chunk.logprobs)) if self._with_logprobs else None
+        made = _delta(chunk.index, delta or {"content": ""}, logprobs=logprobs, reason=reason)
+        return [{**made, **self._details.ids(chunk.tokens)}]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -122,7 +122,7 @@ def _delta(
 def logprobs_of(details: TokenDetails, found: Sequence[TokenLogprob]) -> dict[str, Any]:
     """As OpenAI gives them in a chat."""
     content = [
-        {**_one(details, each.token, each.logprob), "top_logprobs": [_one(details, *top) for top in each.top]}
+        {**_one(details, each.token, each.logprob), "top_logprobs": [_one(details, *top) for top in details.top(each)]}
         for each in found
     ]
     return {"content": content, "refusal": None}

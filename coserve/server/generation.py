@@ -30,6 +30,8 @@ _SAME = (
 )
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
 _LEAST_LOGPROB = -9999.0
+# Of what is wrong in one field, in one message.
+_MOST_NAMED = 8
 
 
 class HasPriority(Protocol):
@@ -140,7 +142,8 @@ def sampling_params(
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     """JSON's keys are strings."""
     if wrong := [token for token in given if not (token.isascii() and token.isdigit() and len(token) < 20)]:
-        raise ValueError(f"logit_bias must map token ids to numbers, not {wrong[0]!r} to one")
+        named = ", ".join(map(repr, wrong[:_MOST_NAMED]))
+        raise ValueError(f"logit_bias must map token ids to numbers, not {named}")
     return {int(token): bias for token, bias in given.items()}
 
 
@@ -213,7 +216,9 @@ def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param:
         )
     wrong = next((token for token in tokens if not 0 <= token < ready.vocab_size), None)
     if wrong is not None:
-        raise ApiError(f"the prompt has token {wrong}; the model has {ready.vocab_size} tokens", param=param)
+        raise ApiError(
+            f"token {wrong} of the prompt is out of vocabulary; the model has {ready.vocab_size} tokens", param=param
+        )
 
 
 def most_tokens(ready: Ready) -> int:

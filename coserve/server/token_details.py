@@ -13,13 +13,15 @@ from coserve.server.schemas import SamplingBody
 @dataclass(frozen=True, kw_only=True)
 class TokenDetails:
     """with_ids: of prompt and answer. named_by_ids: log-probabilities say `token_id:7` in place of a token's text.
-    of_prompt: log-probabilities of the prompt's tokens are part of the answer.
+    of_prompt: log-probabilities of the prompt's tokens are part of the answer. of_named: those of tokens that the
+    request names stand in place of the likeliest.
     """
 
     prompts: Prompts
     with_ids: bool = False
     named_by_ids: bool = False
     of_prompt: bool = False
+    of_named: bool = False
 
     @classmethod
     def of(cls, body: SamplingBody, prompts: Prompts) -> Self:
@@ -29,11 +31,18 @@ class TokenDetails:
             with_ids=bool(body.return_token_ids),
             named_by_ids=bool(body.return_tokens_as_token_ids),
             of_prompt=body.prompt_logprobs is not None,
+            of_named=bool(body.logprob_token_ids),
         )
 
     def name(self, token: int, text: str) -> str:
         """How log-probabilities call a token that has this text."""
         return f"token_id:{token}" if self.named_by_ids else text
+
+    def top(self, found: TokenLogprob) -> Sequence[tuple[int, float]]:
+        """The others that a chat's answer shows beside a token; beside those that were named, itself, as vLLM does."""
+        if not self.of_named or any(token == found.token for token, _ in found.top):
+            return found.top
+        return [(found.token, found.logprob), *found.top]
 
     def ids(self, tokens: Sequence[int]) -> dict[str, Any]:
         """Of what was added to an answer."""

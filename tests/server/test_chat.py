@@ -39,7 +39,8 @@ def test_a_stream_begins_with_the_role_and_ends_with_a_reason(client: OpenAI):
     assert text == whole.choices[0].message.content
     logprobs = [each.logprob for e in events[:-1] if e.choices[0].logprobs for each in e.choices[0].logprobs.content]
     assert logprobs == pytest.approx([each.logprob for each in whole.choices[0].logprobs.content], abs=1e-5)
-    assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert events[-2].choices[0].delta.content, "with the last of the text"
     assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert {event.id for event in events} == {events[0].id}
 

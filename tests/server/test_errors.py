@@ -32,7 +32,7 @@ def refusal(served: Served, path: str = "/v1/completions", status: int = 400, **
         ({"max_tokens": 10**30}, "prompt", "maximum context length is 512"),
         ({"logprobs": 21}, "logprobs", "from 0 to 20"),
         ({"logit_bias": [1]}, "logit_bias", "valid object"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"x": 1, "y": 2}}, "logit_bias", "token ids to numbers, not 'x', 'y'"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "the model has"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
         ({"stop": ["a"] * 1025}, "stop", "at most 1024"),

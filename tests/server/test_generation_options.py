@@ -49,8 +49,10 @@ def test_log_probabilities_by_token_ids(client: OpenAI):
     assert set(named["top_logprobs"][0]) == {"token_id:7", f"token_id:{tokens[0]}"}
     assert named["top_logprobs"][0][f"token_id:{tokens[0]}"] == pytest.approx(logprobs[0], abs=1e-4)
     assert named["top_logprobs"][0]["token_id:7"] < logprobs[0]
-    content = chat(client, logprobs=True, logprob_token_ids=[7])["choices"][0]["logprobs"]["content"]
-    assert [len(each["top_logprobs"]) for each in content] == [1] * len(content)
+    settings: dict[str, Any] = {"logprobs": True, "return_tokens_as_token_ids": True}
+    content = chat(client, logprob_token_ids=[7], **settings)["choices"][0]["logprobs"]["content"]
+    for each in content:
+        assert {top["token"] for top in each["top_logprobs"]} == {"token_id:7", each["token"]}
 
 
 def test_log_probabilities_of_the_prompt(client: OpenAI):
@@ -65,6 +67,7 @@ def test_log_probabilities_of_the_prompt(client: OpenAI):
     answer = chat(client, prompt_logprobs=0)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert complete(client)["prompt_logprobs"] is None
+    assert chat(client)["prompt_logprobs"] is None
 
 
 def test_a_prompt_is_truncated(client: OpenAI):

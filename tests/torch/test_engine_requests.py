@@ -442,8 +442,8 @@ def test_a_preempted_request_is_the_youngest_even_if_all_came_at_once():
     ("prompt", "named", "message"),
     [
         ([], {}, "the prompt has no tokens"),
-        ([1, VOCAB], {}, f"the prompt has token {VOCAB}; the model has {VOCAB} tokens"),
-        ([1, -1], {}, f"the prompt has token -1; the model has {VOCAB} tokens"),
+        ([1, VOCAB], {}, f"token {VOCAB} of the prompt is out of vocabulary; the model has {VOCAB} tokens"),
+        ([1, -1], {}, f"token -1 of the prompt is out of vocabulary; the model has {VOCAB} tokens"),
         ([1] * 100, {"max_tokens": 29}, "100 tokens of prompt and 29 to come are 129; the model has 128 positions"),
         ([1] * 60, {"max_tokens": 41}, "101 tokens need 26 pages; there are 25: give the engine more memory"),
         ([1], {"stop": ("x",)}, "stop strings need a tokenizer, and this model has none"),
