@@ -88,8 +88,8 @@ class Server:
         return str((self.get(f"/v1/fine_tuning/jobs/{job}").body or {}).get("status"))
 
     def step(self, job: str) -> int:
-        """How many optimizer steps of a job are on record."""
-        return int(self.get(f"/v1/fine_tuning/jobs/{job}").body["coserve"]["step"])
+        """How many optimizer steps of a job are on record; -1: the server does not say."""
+        return int(((self.get(f"/v1/fine_tuning/jobs/{job}").body or {}).get("coserve") or {}).get("step", -1))
 
     def until_over(self, job: str, *, limit_s: float = 120.0) -> str:
         """How a job ended."""
