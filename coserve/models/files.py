@@ -9,6 +9,7 @@ from typing import Any
 
 from coserve.errors import ModelError, UnknownModelError, UnsupportedModelError, WeightsError
 from coserve.models.families import require_family
+from coserve.models.quantised import quantisation_of
 
 _INDEX = "model.safetensors.index.json"
 # What classes that generate text end with, the usual one first: `architectures` in config.json names the class that was
@@ -35,12 +36,10 @@ def check_config(path: Path) -> None:
         raise ModelError(f"{path} must hold a JSON object, not {type(config).__name__}")
     require_family(config.get("model_type"))
     _require_generation(path, config.get("architectures"))
-    if quantised := config.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        how = f"quantised weights ({method})" if isinstance(method, str) else "quantised weights"
-        raise UnsupportedModelError(
-            f"{path} describes {how}; give the model in float32, float16 or bfloat16: --weights int8 quantises it"
-        )
+    try:
+        quantisation_of(config.get("quantization_config"))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path}: {error}") from None
 
 
 def _require_generation(path: Path, architectures: Any) -> None:

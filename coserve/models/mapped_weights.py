@@ -90,6 +90,11 @@ class MappedWeights(Mapping[Part, Mapping[str, MappedTensor]]):
                 f"{architecture.config.model_type} has {some_of(others)} in another layout; serve it to train on it"
             )
         entries = find_weights(architecture, directory)
+        if quantised := [name for name, entry in entries.items() if entry.parts]:
+            raise UnsupportedModelError(
+                f"jobs on another model than the one that serves read its weights right from its files, where "
+                f"{some_of(quantised)} are quantised; serve it to train on it"
+            )
         files = {path: MappedFile(path) for path in {entry.file for entry in entries.values()}}
         found = {
             name: files[entry.file].tensor(entry.name)

@@ -11,7 +11,7 @@ from coserve.errors import ModelError
 from coserve.models.base import Architecture
 from coserve.models.files import weight_files
 from coserve.models.source import ModelSource
-from coserve.models.weights import name_in_model, stored_head
+from coserve.models.weights import name_in_model, quantisation_of_model, stored_head
 
 # Beside the weights: configuration, tokenizer, chat template.
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -38,6 +38,11 @@ def save_model(
     """
     if source.directory is None:
         raise ModelError(f"{source.name} has no files of weights, so none can be written from it")
+    if (quantisation := quantisation_of_model(architecture)) is not None:
+        raise ModelError(
+            f"{source.name} is quantised ({quantisation.words}), and changed weights have no place in its files; "
+            "give the model that it was made from"
+        )
     table, head = stored_name(architecture, f"{architecture.embedding_name}.weight"), stored_head(architecture)
     tensors = _as_stored(architecture, changed)
     is_other = bool({table, head} & tensors.keys())

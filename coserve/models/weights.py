@@ -3,10 +3,11 @@
 One tensor is converted at a time, so nothing large ever exists twice.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,18 @@ from coserve.kernels.base import Backend
 from coserve.kernels.weights import DenseWeight, Weight, join, weight_class
 from coserve.models.base import HEAD, Architecture, Part
 from coserve.models.files import some_of, weight_files
+from coserve.models.quantised import quantisation_of
+from coserve.models.quantised.base import Quantisation
 from coserve.models.stored import AsItIs
 
 # What the nodes of a part read, by name: the weights of linear layers, and tensors (embeddings, norms, biases).
 Weights = dict[Part, dict[str, Tensor | Weight]]
 # Told how many tensors have been loaded, and of how many.
 Progress = Callable[[int, int], None]
+
+_log = logging.getLogger(__name__)
+
+_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors writes them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,23 +63,32 @@ class WeightStorage:
 def load_weights(
     architecture: Architecture, directory: Path, storage: WeightStorage, *, progress: Progress | None = None
 ) -> Weights:
-    """Read a checkpoint's weights; names, shapes and types are checked before the first tensor is read.
+    """Read a checkpoint's weights; names, shapes and types are checked before the first tensor is read. Those of a
+    quantised one are made from their tensors one by one; the log says how far they are off as they are held.
 
     Raises:
         WeightsError: a file is missing or damaged, or a tensor is missing, unknown, misshapen or not of a float type;
             the message names it.
     """
-    found = find_weights(architecture, directory)
-    loading = _Loading(architecture, storage)
+    found, quantisation = find_weights(architecture, directory), quantisation_of_model(architecture)
+    loading, rounding = _Loading(architecture, storage), Rounding()
     device, dtype = storage.backend.device, storage.dtype
     for file, entries in groupby(found.items(), key=lambda item: item[1].file):
         with _open(file) as reader:
             for name, entry in entries:
                 if name in architecture.stored_shapes:
-                    loading.take(name, reader.get_tensor(entry.name).to(device=device, dtype=dtype))
+                    if entry.parts:
+                        assert quantisation is not None
+                        weight = _dequantised(entry, reader, quantisation, device)
+                        rounding.add(name, weight, loading.take(name, weight.to(dtype)))
+                    else:
+                        loading.take(name, reader.get_tensor(entry.name).to(device=device, dtype=dtype))
                     if progress is not None:
                         progress(len(loading.weights), len(architecture.weight_shapes))
-    if architecture.tied and (head := found.get(stored_head(architecture))) is not None:
+    if quantisation is not None and rounding.num_weights:
+        _log.info("%s, %s", quantisation.words, rounding.words(storage.weight_format, dtype))
+    head = found.get(stored_head(architecture)) if architecture.tied else None
+    if head is not None and not head.parts:
         table = loading.weights[f"{architecture.embedding_name}.weight"]
         assert isinstance(table, Tensor)
         check_tied_head(head, table)
@@ -93,8 +109,8 @@ class _Loading:
         # Of weights of which some tensors are still to come: the weight, its views, and how many those are.
         self._partial: dict[str, tuple[Tensor, Sequence[Tensor], int]] = {}
 
-    def take(self, tensor_name: str, tensor: Tensor) -> None:
-        """The next tensor, in the dtype and on the device in which it stays."""
+    def take(self, tensor_name: str, tensor: Tensor) -> Tensor:
+        """The next tensor, in the dtype and on the device in which it stays. Returns it as it is held from now on."""
         name, index = self._owners[tensor_name]
         stored = self._architecture.stored[name]
         if type(stored) is not AsItIs:
@@ -105,19 +121,53 @@ class _Loading:
             views[index].copy_(tensor)
             if missing > 1:
                 self._partial[name] = weight, views, missing - 1
-                return
-            tensor = weight
-        self.weights[name] = self._storage.made(self._architecture, name, tensor)
+                return tensor
+            self.weights[name] = self._storage.made(self._architecture, name, weight)
+            return tensor  # weights of several tensors are dense
+        held = self.weights[name] = self._storage.made(self._architecture, name, tensor)
+        return held if isinstance(held, Tensor) else held.dense()
+
+
+class Rounding:
+    """How far weights are off as they are held, from those that a quantised checkpoint says."""
+
+    def __init__(self) -> None:
+        self.num_weights = 0
+        self._wrong = self._all = 0.0  # sums of squares
+        self._worst = (0.0, "")
+
+    def add(self, name: str, weight: Tensor, held: Tensor) -> None:
+        """weight: float32."""
+        wrong, whole = float((held.float() - weight).square().sum()), float(weight.square().sum())
+        self._wrong, self._all, self.num_weights = self._wrong + wrong, self._all + whole, self.num_weights + 1
+        self._worst = max(self._worst, ((wrong / whole) ** 0.5 if whole else 0.0, name))
+
+    @property
+    def share(self) -> float:
+        """The root mean square of the error over that of the weights."""
+        return (self._wrong / self._all) ** 0.5 if self._all else 0.0
+
+    def words(self, weight_format: str, dtype: torch.dtype) -> str:
+        """For the log."""
+        kind = str(dtype).removeprefix("torch.") if weight_format == "dense" else weight_format
+        most, name = self._worst
+        return (
+            f"{self.num_weights} matrices, are held as {kind}: off by {self.share:.2%} of their root mean square, at "
+            f"most by {most:.2%} ({name})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor in a file, by the file's header. name: its own, there."""
+    """A tensor in a file, by the file's header. name: its own, there. parts: of a quantised weight, those that it is
+    made from, by what their names end with.
+    """
 
     file: Path
     name: str
     shape: tuple[int, ...]
     kind: str  # as safetensors writes it: F32, BF16, I8, …
+    parts: "dict[str, Entry]" = field(default_factory=dict)
 
 
 def find_weights(architecture: Architecture, directory: Path) -> dict[str, Entry]:
@@ -125,14 +175,70 @@ def find_weights(architecture: Architecture, directory: Path) -> dict[str, Entry
     not the model's.
     """
     found: dict[str, Entry] = {}
+    quantisation = quantisation_of_model(architecture)
+    if quantisation is not None:
+        quantisation.check_layout(architecture)
     for file in weight_files(directory):
         for entry in _entries(file):
+            if quantisation is not None and entry.name.endswith(quantisation.unused):
+                continue
             name = name_in_model(architecture, entry.name)
             if name in found:
                 raise WeightsError(f"{entry.name} is in both {found[name].file} and {file}; keep one of them")
             found[name] = entry
+    if quantisation is not None:
+        found = _whole(found, quantisation, architecture)
     _check(architecture, found, directory)
     return found
+
+
+def quantisation_of_model(architecture: Architecture) -> Quantisation | None:
+    """None where its weights are floats."""
+    return quantisation_of(getattr(architecture.config, "quantization_config", None))
+
+
+def _whole(found: dict[str, Entry], quantisation: Quantisation, architecture: Architecture) -> dict[str, Entry]:
+    """With one entry in place of those of the tensors that a quantised weight is made from."""
+    groups: dict[str, dict[str, Entry]] = {}
+    plain: dict[str, Entry] = {}
+    for name, entry in found.items():
+        if (split := quantisation.split(name)) is None:
+            plain[name] = entry
+        else:
+            groups.setdefault(name_in_model(architecture, split[0]), {})[split[1]] = entry
+    for name, parts in groups.items():
+        if list(parts) == [quantisation.weight]:  # it was left out
+            plain[name] = parts[quantisation.weight]
+            continue
+        if missing := [part for part in quantisation.needed if part not in parts]:
+            raise WeightsError(f"{name} lacks {missing[0]}, which {quantisation.words} needs to make it")
+        first = parts[quantisation.needed[0]]
+        shape = quantisation.shape({part: each.shape for part, each in parts.items()})
+        shape = shape or architecture.stored_shapes.get(name, ())
+        plain[name] = Entry(file=first.file, name=name, shape=shape, kind="F32", parts=parts)
+    return dict(sorted(plain.items(), key=lambda item: str(item[1].file)))
+
+
+def _dequantised(entry: Entry, reader: Any, quantisation: Quantisation, device: torch.device) -> Tensor:
+    """A quantised weight in float32. reader: of the entry's file."""
+
+    def read(part: Entry) -> Tensor:
+        if part.file == entry.file:
+            tensor: Tensor = reader.get_tensor(part.name)
+            return tensor.to(device)
+        with _open(part.file) as other:
+            found: Tensor = other.get_tensor(part.name)
+            return found.to(device)
+
+    tensors = {name: read(part) for name, part in entry.parts.items()}
+    try:
+        weight = quantisation.dequantised(tensors, entry.shape)
+    except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise WeightsError(f"{entry.file}: the tensors of {entry.name} do not fit together: {reason}") from None
+    if tuple(weight.shape) != entry.shape:
+        raise WeightsError(f"{entry.file}: {entry.name} comes to {list(weight.shape)}; needed are {list(entry.shape)}")
+    return weight
 
 
 def name_in_model(architecture: Architecture, name: str) -> str:
@@ -166,7 +272,7 @@ def _check(architecture: Architecture, found: dict[str, Entry], directory: Path)
         entry = found[name]
         if entry.shape != shape:
             raise WeightsError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(shape)}")
-        if "F" not in entry.kind:
+        if entry.kind not in _FLOATS:
             raise WeightsError(f"{entry.file}: {name} is {entry.kind}; weights must be float32, float16 or bfloat16")
 
 

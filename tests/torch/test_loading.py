@@ -226,7 +226,7 @@ def test_a_configuration_that_is_no_json(directory):
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "a"}}, "is not valid"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 makes no model"),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "weights quantised by hqq are not read"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "rope scaling 'dynamic' is not supported; known: default, linear, llama3, yarn",

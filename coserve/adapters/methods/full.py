@@ -17,6 +17,7 @@ from coserve.errors import AdapterError
 from coserve.graph.bypass import Bypass
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
+from coserve.models.weights import quantisation_of_model
 from coserve.settings import MOST_WHOLE, is_whole, shown
 
 
@@ -48,7 +49,14 @@ class FullConfig(NamedConfig):
             raise ValueError(f"layers_to_transform must be a list of whole numbers, not {shown(layers)}")
 
     def chosen(self, architecture: Architecture) -> dict[str, tuple[Part, str]]:
-        """Full name -> (part, name in its graph) of the weights that are trained; AdapterError if there are none."""
+        """Full name -> (part, name in its graph) of the weights that are trained; AdapterError if there are none, or
+        the model's files have no place for them.
+        """
+        if (quantisation := quantisation_of_model(architecture)) is not None:
+            raise AdapterError(
+                f"full fine-tuning writes weights as floats, and this model is quantised ({quantisation.words}): serve "
+                "the model that it was made from, or train an adapter"
+            )
         found = {
             name: (part, local)
             for name, (part, local) in weight_places(architecture).items()

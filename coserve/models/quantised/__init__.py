@@ -1,0 +1,32 @@
+"""Checkpoints whose weights are quantised, one file for each `quant_method` of `quantization_config`, found by that
+name. Nothing heavy is imported before weights are read.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from coserve.discovery import variant_class, variant_names
+from coserve.errors import UnsupportedModelError
+from coserve.models.quantised.base import Quantisation
+
+
+def quantisation_methods() -> tuple[str, ...]:
+    """The names of all that are read."""
+    return variant_names(__path__)
+
+
+def quantisation_of(config: Mapping[str, Any] | None) -> Quantisation | None:
+    """Of a `quantization_config`; None without one. UnsupportedModelError says what of it is not read."""
+    if not config:
+        return None
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    if not isinstance(method, str):
+        raise UnsupportedModelError("quantization_config has no quant_method, so that its weights cannot be read")
+    names = quantisation_methods()
+    if method.replace("_", "-") not in names:
+        raise UnsupportedModelError(
+            f"weights quantised by {method} are not read; known are {', '.join(names)}; or give the model in float32, "
+            "float16 or bfloat16: --weights int8 quantises it"
+        )
+    found: type[Quantisation] = variant_class(__name__, method, Quantisation)
+    return found.read(config)
