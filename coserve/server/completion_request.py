@@ -36,6 +36,8 @@ from coserve.server.token_details import TokenDetails
 _MAX_TOKENS = 16
 # Of one request: prompts, each n times.
 _MOST_CHOICES = 2048
+# What a choice says of its prompt where that was asked for.
+_OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +154,15 @@ class CompletionWriter:
     async def whole(self) -> dict[str, Any]:
         """All at once."""
         # As vLLM has it, null where it was not asked for.
-        choices = [{**_choice(index), "prompt_logprobs": None} for index in range(len(self._logprobs))]
+        unasked = dict.fromkeys(_OF_PROMPT)
+        choices = [{**_choice(index), **unasked} for index in range(len(self._logprobs))]
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 choice = choices[piece["index"]]
                 choice["text"] += piece["text"]
                 choice["finish_reason"] = piece["finish_reason"]
                 choice["logprobs"] = _joined(choice["logprobs"], piece["logprobs"])
-                for name in ("prompt_token_ids", "prompt_logprobs"):
+                for name in _OF_PROMPT:
                     if name in piece:
                         choice[name] = piece[name]
                 if "token_ids" in piece:
@@ -249,10 +252,11 @@ class _Logprobs:
         return place
 
     def _top(self, each: TokenLogprob) -> dict[str, float]:
-        """The likeliest by their texts, and the chosen one."""
-        top = {self._name(token): finite(logprob) for token, logprob in reversed(each.top)}
-        top.setdefault(self._name(each.token), finite(each.logprob))
-        return top
+        """By their texts: the chosen one, then the likeliest; of those with one text the likeliest counts."""
+        top: dict[str, float] = {}
+        for token, logprob in each.top:
+            top.setdefault(self._name(token), finite(logprob))
+        return {self._name(each.token): finite(each.logprob), **top}
 
     def _name(self, token: int) -> str:
         return self._details.name(token, self._prompts.piece(token).name)

@@ -66,8 +66,8 @@ CLIENTS = (
     Client(name="LlamaIndex", packages=("llama-index-llms-openai-like==0.8.1",), script="llamaindex_client.py"),
     Client(name="instructor", packages=("instructor==1.17.0",), script="instructor_client.py"),
     Client(name="llm", packages=("llm==0.36",), script="llm_client.py"),
-    Client(name="aiperf", packages=("aiperf",), script="aiperf_client.py", is_heavy=True),
-    Client(name="guidellm", packages=("guidellm",), script="guidellm_client.py", is_heavy=True),
+    Client(name="aiperf", packages=("aiperf==0.13.0",), script="aiperf_client.py", is_heavy=True),
+    Client(name="guidellm", packages=("guidellm==0.8.1",), script="guidellm_client.py", is_heavy=True),
     Client(name="vLLM's load client", packages=(), script="vllm_client.py", registry="", is_heavy=True),
 )
 # For the environments that one run makes of those that are not heavy: a slow registry must not hold up all tests.

@@ -25,6 +25,7 @@ def test_token_ids(client: OpenAI):
     tokens, _ = expected(PROMPT, 8)
     choice = complete(client, return_token_ids=True)
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (PROMPT, tokens)
+    assert complete(client)["prompt_token_ids"] is None
     answer = chat(client, return_token_ids=True)
     chat_prompt = chat_tokens("Hello")
     assert answer["prompt_token_ids"] == chat_prompt
@@ -45,6 +46,10 @@ def test_log_probabilities_by_token_ids(client: OpenAI):
     found = complete(client, logprobs=1, return_tokens_as_token_ids=True)["logprobs"]
     assert found["tokens"] == [f"token_id:{token}" for token in tokens]
     assert [list(top) for top in found["top_logprobs"]] == [[f"token_id:{token}"] for token in tokens]
+    echoed = complete(client, echo=True, logprobs=2, return_tokens_as_token_ids=True)["logprobs"]
+    assert [next(iter(top)) for top in echoed["top_logprobs"][1:]] == echoed["tokens"][1:], (
+        "the token itself comes first"
+    )
     named = complete(client, logprobs=0, logprob_token_ids=[7, tokens[0]], return_tokens_as_token_ids=True)["logprobs"]
     assert set(named["top_logprobs"][0]) == {"token_id:7", f"token_id:{tokens[0]}"}
     assert named["top_logprobs"][0][f"token_id:{tokens[0]}"] == pytest.approx(logprobs[0], abs=1e-4)
