@@ -47,7 +47,11 @@ class Client:
 
     def version(self) -> str:
         """Of the client itself, in its environment."""
-        package = self.packages[0] if self.packages else "vllm"
+        if not self.packages:  # its builds have names of their own
+            code = "import vllm; print(vllm.__version__)"
+            said = subprocess.run([self.command()[0], "-c", code], capture_output=True, text=True, check=True)
+            return said.stdout.split()[-1]
+        package = self.packages[0]
         if self.registry == "npm":
             name = package.rpartition("@")[0] or package
             found = json.loads((self.directory / "node_modules" / name / "package.json").read_text())
