@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -47,6 +48,13 @@ _ROUTES = (
 )
 
 
+def _note(status: int) -> None:
+    """An answer; of a long run every thousandth is told at once, so that one that is cut short has its number too."""
+    _calls.append(status)
+    if _NUM_CALLS and len(_calls) % 1000 == 0:
+        print(f"{len(_calls):,} calls", file=sys.__stderr__, flush=True)
+
+
 @pytest.fixture(autouse=True)
 def num_calls(pytestconfig: pytest.Config) -> Iterator[None]:
     """`make fuzz` says what it has done so far."""
@@ -79,7 +87,7 @@ def _check(
         if isinstance(case.body, dict) and case.path in _LIMITS:
             case.body[_LIMITS[case.path]] = 2  # right ones would be answered at length
         answer = case.call(base_url=url, session=session, timeout=60)
-        _calls.append(answer.status_code)
+        _note(answer.status_code)
         assert answer.status_code < 500 or case.path == "/ready", (case.body, answer.text)
         if answer.status_code >= 400 and case.method != "HEAD":
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -99,7 +107,7 @@ def test_any_bytes(served: Served):
         )
         def never_fails(content: bytes, path: str, kind: str) -> None:
             answer = connection.post(path, content=content, headers={"Content-Type": kind})
-            _calls.append(answer.status_code)
+            _note(answer.status_code)
             assert 400 <= answer.status_code < 500
 
         never_fails()
@@ -122,7 +130,7 @@ def test_values_that_are_right_by_type_alone(served: Served):
         def never_fails(body: dict[str, object]) -> None:
             content = json.dumps({"max_tokens": 2, **body}).encode()
             answer = connection.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-            _calls.append(answer.status_code)
+            _note(answer.status_code)
             assert answer.status_code < 500, (body, answer.text)
 
         never_fails()
@@ -150,7 +158,7 @@ def test_headers_and_queries_of_any_bytes(served: Served):
                 answer = connection.request(
                     method, f"{path}?{query}", headers=[(name.encode(), value) for name, value in headers.items()]
                 )
-                _calls.append(answer.status_code)
+                _note(answer.status_code)
                 assert answer.status_code < 500, answer.text
 
         never_fails()
@@ -175,7 +183,7 @@ def test_json_that_is_hardly_any(served: Served):
         def never_fails(pairs: list[tuple[str, str]], path: str) -> None:
             content = "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
             answer = connection.post(path, content=content, headers={"Content-Type": "application/json"})
-            _calls.append(answer.status_code)
+            _note(answer.status_code)
             assert 400 <= answer.status_code < 500, (content, answer.text)
 
         never_fails()
