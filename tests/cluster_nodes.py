@@ -139,8 +139,11 @@ class ScriptedNode:
     # -- as a test moves it ---------------------------------------------------------------
 
     def say(self, report: Any) -> None:
+        self.say_encoded(encode(report))
+
+    def say_encoded(self, report: bytes) -> None:
         self._last += 1
-        self._reports[self._last] = encode(report)
+        self._reports[self._last] = report
         self._news.set()
 
     def answer(self, request: str, *tokens: int, finish: Any = None) -> None:

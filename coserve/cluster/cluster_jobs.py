@@ -18,11 +18,12 @@ _WAIT_S = 0.1
 
 @dataclass(kw_only=True, eq=False)
 class _Job:
-    """One that the manager has started. node: None while it waits for one. rests: it is paused. checkpoint: the newest.
-    turn: of those who change it.
+    """One that was started. excluded: nodes where it cannot go. node: None while it waits for one. rests: it is paused.
+    checkpoint: the newest. turn: of those who change it.
     """
 
     start: JobStart
+    excluded: frozenset[str] = frozenset()
     node: ClusterNode | None = None
     rests: bool = False
     checkpoint: str | None = None
@@ -51,16 +52,26 @@ class ClusterJobs:
         found = self._jobs.get(id)
         return found is not None and found.node is node
 
+    def node_of(self, id: str) -> ClusterNode | None:
+        """Where a job is; None: nowhere yet, or it is not known."""
+        found = self._jobs.get(id)
+        return None if found is None else found.node
+
+    def is_shard(self, id: str) -> bool:
+        """Whether it is a part of another job."""
+        found = self._jobs.get(id)
+        return found is not None and found.start.shard is not None
+
     def makers(self, adapter: str) -> set[ClusterNode]:
         """Nodes with a job that makes an adapter."""
         return {job.node for job in self._jobs.values() if job.start.name == adapter and job.node is not None}
 
-    # -- what the manager asks ----------------------------------------------------------
+    # -- what is asked of them ------------------------------------------------------------
 
-    async def start(self, job: JobStart) -> None:
-        """See `JobEngine`; one that must wait for a node has been taken, too."""
-        started = self._jobs[job.id] = _Job(start=job)
-        self._scheduler.submit(task_of_job(job))
+    async def start(self, job: JobStart, *, excluded: frozenset[str] = frozenset()) -> None:
+        """See `JobEngine`; one that must wait for a node has been taken, too. excluded: nodes where it cannot go."""
+        started = self._jobs[job.id] = _Job(start=job, excluded=excluded)
+        self._scheduler.submit(task_of_job(job, excluded=excluded))
         self._place()
         await self._start_when_placed(started)
 
@@ -82,15 +93,15 @@ class ClusterJobs:
             if job.node is not None:
                 await job.node.link.resume_job(id)
             elif rested:
-                self._scheduler.submit(task_of_job(job.start))
+                self._scheduler.submit(task_of_job(job.start, excluded=job.excluded))
                 self._place()
 
-    async def cancel(self, id: str) -> None:
-        """See `JobEngine`."""
+    async def cancel(self, id: str, *, keeps: bool = True) -> None:
+        """See `JobEngine`. keeps: a checkpoint."""
         job = self._find(id)
         async with job.turn:
             if job.node is not None:
-                await job.node.link.cancel_job(id)
+                await job.node.link.cancel_job(id, keeps=keeps)
             self.forget(id)
 
     async def move(self, id: str) -> None:
@@ -143,11 +154,6 @@ class ClusterJobs:
         for id in lost:
             del self._jobs[id]
         return lost
-
-    async def checkpoint_all(self) -> None:
-        """Have all rest, with checkpoints, at the end."""
-        pauses = [job.node.link.pause_job(id) for id, job in self._jobs.items() if job.node is not None]
-        await asyncio.gather(*pauses, return_exceptions=True)
 
     def close(self) -> None:
         """Nothing waits any more."""

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from coserve.cluster.cluster_jobs import ClusterJobs
+from coserve.cluster.divided_jobs import DividedJobs
 from coserve.cluster.nodes import ClusterNode, FindNodes, Nodes
 from coserve.cluster.placement import Placement
 from coserve.cluster.prefixes import prefix_keys
 from coserve.cluster.profiler import profile_of
 from coserve.cluster.scheduler import ClusterScheduler
+from coserve.cluster.shard_reports import Told
 from coserve.cluster.tasks import task_of_request
 from coserve.cluster.tracker import NodeTracker, Totals, joined_ready
 from coserve.cluster.view import ClusterView, Task
@@ -42,6 +44,7 @@ _LOOK_S = 1.0
 _MOST_TRIES = 3
 # While tasks wait for a node, placements are asked again this often.
 _WAIT_S = 0.1
+_ENDS = ("succeeded", "failed", "cancelled")
 # Checkpoints at the end, as for a single engine.
 _SHUTDOWN_S = 20.0
 
@@ -66,7 +69,8 @@ class ClusterLink:
         self._home = home
         self._scheduler = ClusterScheduler(placement)
         self._nodes = Nodes(find_nodes, self)
-        self._jobs = ClusterJobs(self._scheduler, self._place, self._job_failed)
+        self._jobs = ClusterJobs(self._scheduler, self._place, self._tell_job)
+        self._divided = DividedJobs(self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs)
         self._listeners: list[EngineListener] = []
         self._requests: dict[str, _Request] = {}
         self._totals = Totals()
@@ -139,7 +143,7 @@ class ClusterLink:
                     "device": None if status is None else status.device,
                     "restarts": None if status is None else status.num_restarts,
                     "requests": sum(each.node is node for each in self._requests.values()),
-                    "jobs": self._jobs.on(node),
+                    "jobs": [self._divided.job_of(id) for id in self._jobs.on(node)],
                     "steps": None if stats is None else stats.num_steps,
                     "pages": None if stats is None else stats.num_pages,
                     "free_pages": None if stats is None else stats.num_pages_free,
@@ -161,13 +165,21 @@ class ClusterLink:
             node.is_draining = True
             if node.tracker is not None:
                 self._view(node)
-        await asyncio.gather(*map(self._jobs.move, self._jobs.on(node)))
+        await self._divided.leave(node)
 
     @property
     def waiting(self) -> list[str]:
         """Requests and jobs that have no node yet."""
         requests = [id for id, each in self._requests.items() if each.node is None]
-        return requests + self._jobs.on(None)
+        return requests + [self._divided.job_of(id) for id in self._jobs.on(None)]
+
+    @property
+    def num_nodes(self) -> int:
+        """See `EngineAccess`."""
+        return len(self._nodes_for_jobs())
+
+    def _nodes_for_jobs(self) -> list[ClusterNode]:
+        return [node for node in self._nodes.used() if not node.is_draining]
 
     # -- life -----------------------------------------------------------------------
 
@@ -183,11 +195,11 @@ class ClusterLink:
         """See `EngineAccess`."""
         self.close_to_requests()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._jobs.checkpoint_all(), _SHUTDOWN_S)
+            await asyncio.wait_for(self._divided.checkpoint_all(), _SHUTDOWN_S)
         self.fail_open_requests("the server is shutting down")
         if self._retry is not None:
             self._retry.cancel()
-        self._jobs.close()
+        self._divided.close()
         await self._nodes.close()
 
     def close_to_requests(self) -> None:
@@ -217,6 +229,7 @@ class ClusterLink:
         for listener in self._listeners:
             listener.engine_ready(self._ready)
         self._place()
+        self._divided.grow()
 
     def _unlike(self, ready: Ready) -> str | None:
         """How an engine differs from the others in what answers depend on."""
@@ -235,17 +248,25 @@ class ClusterLink:
             return
         node.tracker = None
         self._scheduler.remove(node.name)
-        self.jobs_lost, self.jobs_at_death = frozenset(self._jobs.lose(node)), node.link.jobs_at_death
+        at_death = node.link.jobs_at_death
+        if at_death is not None:
+            at_death = tuple({self._divided.job_of(id) for id in at_death})
+        jobs = self._divided.lose(node)
         self._join()
         self._totals.restart(self._stats())
+        self._lose_jobs(jobs, at_death)
+        for id in lost:
+            self._lost(id, node)
+        self._place()
+
+    def _lose_jobs(self, jobs: frozenset[str], at_death: tuple[str, ...] | None = ()) -> None:
+        """No node has these any more: they are started again. at_death: see `EngineAccess.jobs_at_death`."""
+        self.jobs_lost, self.jobs_at_death = jobs, at_death
         for listener in self._listeners:
             listener.engine_gone()
         if self._ready is not None:
             for listener in self._listeners:
                 listener.engine_ready(self._ready)
-        for id in lost:
-            self._lost(id, node)
-        self._place()
 
     def _lost(self, id: str, node: ClusterNode) -> None:
         """A request was lost with its node."""
@@ -293,11 +314,13 @@ class ClusterLink:
         if node.tracker is None:
             return
         node.tracker.take(report, time.monotonic())
-        report = replace(
-            report,
-            job_events=[each for each in report.job_events if self._jobs.is_on(each.job, node)],
-            checkpoints=[each for each in report.checkpoints if self._jobs.is_on(each.job, node)],
-        )
+        for contributed in report.contributions:
+            if self._jobs.is_on(contributed.job, node):
+                self._divided.contributed(contributed)
+        ended = [each.job for each in report.job_events if each.kind in _ENDS and self._jobs.is_on(each.job, node)]
+        report = self._of_jobs(report, node)
+        for job in ended:
+            self._jobs.forget(job)
         if report.stats is not None:
             self._view(node)
             self._join()
@@ -316,11 +339,21 @@ class ClusterLink:
                 found.num_open -= chunk.finish_reason is not None
                 if not found.num_open:
                     self._drop(chunk.request)
-        for event in report.job_events:
-            if event.kind in ("succeeded", "failed", "cancelled"):
-                self._jobs.forget(event.job)
         if (has_begun or report.stats is not None) and self._scheduler.num_waiting:
             self._place()
+
+    def _of_jobs(self, report: StepReport, node: ClusterNode) -> StepReport:
+        """With what it says of jobs that the node has, as of whole jobs."""
+        steps = [each for each in report.job_events if each.kind not in _ENDS]
+        ends = [each for each in report.job_events if each.kind in _ENDS]
+        said: list[Told] = [*steps, *report.checkpoints, *ends]  # its last checkpoint is told before a job's end
+        told = [each for one in said if self._jobs.is_on(one.job, node) for each in self._divided.take(one)]
+        return replace(
+            report,
+            job_events=[each for each in told if isinstance(each, JobEvent)],
+            checkpoints=[each for each in told if not isinstance(each, JobEvent)],
+            contributions=[],
+        )
 
     # -- requests -------------------------------------------------------------------
 
@@ -431,20 +464,23 @@ class ClusterLink:
     async def start_job(self, job: JobStart) -> None:
         """See `JobEngine`; one that must wait for a node has been taken, too."""
         self.require_ready()
-        await self._jobs.start(job)
+        await self._divided.start_job(job)
 
     async def pause_job(self, job: str) -> None:
         """See `JobEngine`."""
-        await self._jobs.pause(job)
+        await self._divided.pause_job(job)
 
     async def resume_job(self, job: str) -> None:
         """See `JobEngine`."""
-        await self._jobs.resume(job)
+        await self._divided.resume_job(job)
 
     async def cancel_job(self, job: str) -> None:
         """See `JobEngine`."""
-        await self._jobs.cancel(job)
+        await self._divided.cancel_job(job)
 
-    def _job_failed(self, event: JobEvent) -> None:
+    def _tell_job(self, report: Told) -> None:
+        """What is known of a job beside its node's reports."""
+        told = self._divided.take(report)
+        events = [each for each in told if isinstance(each, JobEvent)]
         for listener in self._listeners:
-            listener.engine_reported(StepReport(job_events=[event]))
+            listener.engine_reported(StepReport(job_events=events))

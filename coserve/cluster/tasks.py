@@ -26,8 +26,8 @@ def task_of_request(request: AddRequest, *, prefix: tuple[bytes, ...], excluded:
     )
 
 
-def task_of_job(job: JobStart) -> Task:
-    """It came now."""
+def task_of_job(job: JobStart, *, excluded: frozenset[str] = frozenset()) -> Task:
+    """It came now. excluded: nodes where it cannot go."""
     return Task(
         id=job.id,
         kind="training",
@@ -37,4 +37,5 @@ def task_of_job(job: JobStart) -> Task:
         adapter=job.name,
         tenant=job.tenant,
         job=job.id,
+        excluded=excluded,
     )

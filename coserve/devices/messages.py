@@ -18,6 +18,7 @@ from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.plan import Partition
 from coserve.scheduling.profile import Profile
 from coserve.tuning.config import TuningConfig
+from coserve.tuning.shard import Shard
 
 # The optimizer's state, beside an adapter's files in a checkpoint.
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -163,7 +164,7 @@ class OpenTrainer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     number of tokens that a row attends to, for choosing what to recompute.
 
     model: that it trains, where that is not the one on the device: a directory or hub id (`find_model`), whose weights
-    pass through the pages of `ResizeWindow`; "" for the one on the device.
+    pass through the pages of `ResizeWindow`; "" for the one on the device. shard: this is one node's part of the job.
 
     AdapterError: it fits nowhere on this model, or the checkpoint is damaged. ModelError: there is no such model.
     DeviceMemoryError.
@@ -176,6 +177,7 @@ class OpenTrainer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: str | None = None
     checkpoint: str | None = None
     model: str = ""
+    shard: Shard | None = None
 
 
 class ResizeWindow(msgspec.Struct, tag=True, frozen=True):
@@ -258,6 +260,35 @@ class DropCheckpoint(msgspec.Struct, tag=True, frozen=True):
     checkpoint: str
 
 
+class TakeContribution(msgspec.Struct, tag=True, frozen=True):
+    """Take what a job's other nodes are to have of it (`coserve.tuning.shard`): the gradients since the last optimizer
+    step, which are then the trainer's no more; or its progress. A copy as of `TakeCheckpoint`, with the same commands.
+    """
+
+    job: str
+    checkpoint: str
+
+
+class ReadContributions(msgspec.Struct, tag=True, frozen=True):
+    """Read what nodes have written, for `CombineContributions`; AdapterError for their files.
+
+    May come from any thread, and is done beside steps; no error if the job is not there any more.
+    """
+
+    job: str
+    directories: tuple[str, ...]
+
+
+class CombineContributions(msgspec.Struct, tag=True, frozen=True):
+    """Take in the first `number` of those that were read, and not taken in yet. meets: with them, all nodes hold the
+    same.
+    """
+
+    job: str
+    number: int
+    meets: bool = False
+
+
 Command = (
     ResizeWindow
     | OpenRequest
@@ -283,6 +314,9 @@ Command = (
     | TakeCheckpoint
     | WriteCheckpoint
     | DropCheckpoint
+    | TakeContribution
+    | ReadContributions
+    | CombineContributions
 )
 
 

@@ -17,6 +17,7 @@ from coserve.devices.messages import (
     Command,
     OpenGrammar,
     OpenVersion,
+    ReadContributions,
     Reply,
     SetVocabulary,
     StepBatch,
@@ -31,7 +32,7 @@ from coserve.devices.wire import Call, Connection, Done, LoadingProgress, Starte
 
 _log = logging.getLogger(__name__)
 
-_BESIDE_STEPS = (OpenVersion, WriteCheckpoint, SetVocabulary, OpenGrammar)
+_BESIDE_STEPS = (OpenVersion, WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar)
 
 
 def main(descriptor: int) -> None:

@@ -23,6 +23,7 @@ from coserve.devices.messages import (
     BeginPack,
     CloseRequest,
     CloseTrainer,
+    CombineContributions,
     Command,
     DropCheckpoint,
     DropPack,
@@ -35,6 +36,7 @@ from coserve.devices.messages import (
     OpenTrainer,
     OpenVersion,
     PublishVersion,
+    ReadContributions,
     Reply,
     ResizeWindow,
     SaveAdapter,
@@ -42,6 +44,7 @@ from coserve.devices.messages import (
     StepBatch,
     StepResult,
     TakeCheckpoint,
+    TakeContribution,
     TrainerOpened,
     VersionOpened,
     WriteCheckpoint,
@@ -51,7 +54,7 @@ from coserve.devices.out_of_memory import memory_errors
 from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.devices.torch_requests import TorchRequests
 from coserve.devices.torch_step import TorchStep
-from coserve.devices.torch_trainer import TorchCheckpoint, TorchTrainer, open_trainer
+from coserve.devices.torch_trainer import TorchCopy, TorchTrainer, open_trainer
 from coserve.errors import AdapterError
 from coserve.memory.host_pages import HostPages, is_away, shapes_of
 from coserve.memory.page_files import PageFiles
@@ -101,7 +104,7 @@ class TorchDevice:
         self._requests = TorchRequests(self._pages, self._versions)
         self._trainers: dict[str, TorchTrainer] = {}
         self._changed_by = ""  # the job that trains the backbone's own weights, or did
-        self._checkpoints: dict[str, TorchCheckpoint] = {}
+        self._checkpoints: dict[str, TorchCopy] = {}
         self._step: TorchStep | None = None
         self._error: Exception | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
@@ -129,6 +132,9 @@ class TorchDevice:
             TakeCheckpoint: self._take_checkpoint,
             WriteCheckpoint: lambda command: self._checkpoints[command.checkpoint].write(Path(command.directory)),
             DropCheckpoint: self._drop_checkpoint,
+            TakeContribution: self._take_contribution,
+            ReadContributions: self._read_contributions,
+            CombineContributions: self._combine_contributions,
         }
 
     def execute(self, command: Command) -> Reply:
@@ -257,6 +263,17 @@ class TorchDevice:
 
     def _take_checkpoint(self, command: TakeCheckpoint) -> None:
         self._checkpoints[command.checkpoint] = self._trainers[command.job].checkpoint()
+
+    def _take_contribution(self, command: TakeContribution) -> None:
+        self._checkpoints[command.checkpoint] = self._trainers[command.job].contribution()
+
+    def _read_contributions(self, command: ReadContributions) -> None:
+        trainer = self._trainers.get(command.job)
+        if trainer is not None and (exchange := trainer.exchange) is not None:
+            exchange.read(command.directories)
+
+    def _combine_contributions(self, command: CombineContributions) -> None:
+        self._trainers[command.job].combine(command.number, meets=command.meets)
 
     def _drop_checkpoint(self, command: DropCheckpoint) -> None:
         self._checkpoints.pop(command.checkpoint, None)

@@ -17,6 +17,7 @@ from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.counting import trainer_opened
 from coserve.devices.messages import OPTIMIZER_FILE, BeginPack, OpenTrainer, TrainerOpened
 from coserve.devices.swap_messages import MovePack
+from coserve.devices.torch_exchange import CONTRIBUTION_FILE, TorchExchange
 from coserve.errors import AdapterError
 from coserve.memory.activations import LentRuns
 from coserve.memory.host_pages import HostPages, shapes_of
@@ -30,6 +31,7 @@ from coserve.tuning.optimizer import NUM_MOMENTS, AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import evaluation_programs, training_programs
 from coserve.tuning.scores import Extras, PackScores
+from coserve.tuning.shard import Shard
 from coserve.tuning.training_pass import TrainingPass
 
 
@@ -44,14 +46,18 @@ class TorchTrainer:
         mean_context_len: float,
         window: WeightWindow | None = None,
         reparametrization: Reparametrization | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """window: that the weights of the adapter's backbone pass through; None: they are all there. reparametrization:
-        what is trained in place of the adapter's parameters.
+        what is trained in place of the adapter's parameters. shard: this is one node's part of a job.
         """
         self.adapter, self.window, self._reparametrization = adapter, window, reparametrization
         self.training_pass: TrainingPass | None = None
         trained = adapter.masters if reparametrization is None else reparametrization.parameters
         self.optimizer: AdapterOptimizer | None = AdapterOptimizer(trained, config.optimizer)
+        self.exchange: TorchExchange | None = None
+        if shard is not None:
+            self.exchange = TorchExchange(shard, adapter.masters if shard.gives_gradients else trained)
         self._programs = training_programs(
             adapter, max_recompute=config.max_recompute, mean_context_len=mean_context_len
         )
@@ -139,15 +145,37 @@ class TorchTrainer:
         """The optimizer step over the gradients of all packs since the last; returns their norm."""
         self._join_last()
         gradients, self._gradients = self._gradients, None
+        if gradients is None and self.exchange is not None:  # its part of the batch has no examples
+            gradients = {name: torch.zeros_like(master) for name, master in self.adapter.masters.items()}
         assert gradients is not None and self.optimizer is not None and self._moments_away is None
         if self._reparametrization is not None:
             gradients = self._reparametrization.pull_back(gradients, num_trained=num_trained)
         norm = self.optimizer.step(gradients, num_trained=num_trained, num_steps=num_steps)
+        self._apply()
+        return norm
+
+    def _apply(self) -> None:
+        """What is computed with is made of what was trained."""
         if self._reparametrization is None:
             self.adapter.sync_compute_copy()
         else:
             self._reparametrization.apply(self.adapter)
-        return norm
+
+    def contribution(self) -> "TorchCopy":
+        """See `TakeContribution`."""
+        assert self.exchange is not None and self.optimizer is not None
+        self._join_last()
+        gradients, self._gradients = self._gradients, None
+        moments = self.optimizer.moments | self._away_moments(on_device=False)
+        return TorchCopy(self.exchange.take(gradients, moments), self.adapter.backbone.device)
+
+    def combine(self, number: int, *, meets: bool) -> None:
+        """See `CombineContributions`."""
+        assert self.exchange is not None and self.optimizer is not None
+        if (gradients := self.exchange.combine(number, self.optimizer, meets=meets)) is not None:
+            self._gradients = gradients
+        else:
+            self._apply()
 
     def put_away_moments(self, host: HostPages, slots: tuple[int, ...]) -> None:
         """See `SwapOutTensors`."""
@@ -203,7 +231,7 @@ class TorchTrainer:
 
     def close(self) -> None:
         self.drop_pack()
-        self._gradients = self.optimizer = self._moments_away = None
+        self._gradients = self.optimizer = self.exchange = self._moments_away = None
 
 
 def _check_objective(name: str, adapter: Adapter, window: WeightWindow | None) -> None:
@@ -216,27 +244,42 @@ def _check_objective(name: str, adapter: Adapter, window: WeightWindow | None) -
         raise AdapterError(f"{name} does not train an adapter at the output layer; leave lm_head out of target_modules")
 
 
-class TorchCheckpoint:
-    """A copy of a job's tensors, which later training does not touch; may be written from any thread, beside steps."""
+class TorchCopy:
+    """A copy of tensors, which later training does not touch; may be written from any thread, beside steps."""
 
-    def __init__(self, adapter: Adapter, optimizer: dict[str, Tensor] | None) -> None:
-        self._adapter, self._optimizer = adapter, optimizer
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, file: str = CONTRIBUTION_FILE) -> None:
+        """file: that they are written to."""
+        self._tensors, self._device, self._file = tensors, device, file
         self._taken: torch.cuda.Event | None = None
-        if adapter.backbone.device.type == "cuda":
+        if device.type == "cuda":
             self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._taken.record(torch.cuda.current_stream(adapter.backbone.device))
+            self._taken.record(torch.cuda.current_stream(device))
 
     def write(self, directory: Path) -> None:
         """AdapterError or OSError if it cannot be written."""
         if self._taken is None:
             stream = None
         else:  # of its own, so that it does not wait for steps
-            stream = torch.cuda.Stream(self._adapter.backbone.device)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             stream.wait_event(self._taken)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            save_adapter(self._adapter, directory)
-            if self._optimizer is not None:
-                write_tensors(directory / OPTIMIZER_FILE, self._optimizer)
+            self._write(directory)
+
+    def _write(self, directory: Path) -> None:
+        write_tensors(directory / self._file, self._tensors)
+
+
+class TorchCheckpoint(TorchCopy):
+    """Of a job: its adapter, and the optimizer's state unless that is gone."""
+
+    def __init__(self, adapter: Adapter, optimizer: dict[str, Tensor] | None) -> None:
+        super().__init__(optimizer or {}, adapter.backbone.device, OPTIMIZER_FILE)
+        self._adapter, self._has_optimizer = adapter, optimizer is not None
+
+    def _write(self, directory: Path) -> None:
+        save_adapter(self._adapter, directory)
+        if self._has_optimizer:
+            super()._write(directory)
 
 
 def open_trainer(
@@ -272,11 +315,14 @@ def open_trainer(
         mean_context_len=command.mean_context_len,
         window=window,
         reparametrization=replaced,
+        shard=command.shard,
     )
     if checkpoint is not None:
         trainer.load_state(checkpoint / OPTIMIZER_FILE)
     if replaced is not None:
         replaced.apply(adapter)
+    if trainer.exchange is not None:
+        trainer.exchange.begin()
     return trainer
 
 

@@ -101,6 +101,24 @@ class Checkpoint:
             shutil.rmtree(part, ignore_errors=True)
 
 
+def write_contribution(state: TrainerState, directory: Path) -> Path:
+    """Write what the other nodes of a job are to have, in a directory of its own; returns that.
+
+    Raises:
+        JobError: it cannot be written; DiskFullError: there is no room.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        state.write(directory)
+    except OSError as error:
+        if is_disk_full(error):
+            raise DiskFullError(f"the disk is full: cannot write to {directory}") from error
+        raise JobError(
+            f"what a job's other nodes are to have cannot be written to {directory}: {error.strerror or error}"
+        ) from error
+    return directory
+
+
 def read_position(directory: str | Path) -> JobPosition:
     """How far the job had come; JobError if this is no checkpoint of a job."""
     path = Path(directory) / POSITION_FILE

@@ -15,7 +15,7 @@ from coserve.devices.matching import Vocabulary
 from coserve.devices.messages import OpenGrammar, SaveAdapter, SetVocabulary, StepResult
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.answers import Answers, Decode
-from coserve.engine.checkpoint import Checkpoint
+from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.checks import check_adapter_name, check_examples
 from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
@@ -45,6 +45,7 @@ from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
+from coserve.tuning.shard import Combination, Shard
 
 Event = Chunk | JobEvent
 
@@ -405,6 +406,7 @@ class EngineCore:
         tenant: str = "",
         alone_until_step: int = 0,
         model: str = "",
+        shard: Shard | None = None,
     ) -> str:
         """Start a job, or resume one; its events come out of `step`. Returns its id.
 
@@ -419,6 +421,7 @@ class EngineCore:
                 what it dies of is known.
             model: that it trains, one of the config's `trainable_models`; "" for the one that serves. The adapter that
                 comes of it cannot be served here: it is saved, and served with its own model.
+            shard: this is one node's part of it, and the caller brings it together with the others.
 
         Raises:
             JobError, AdapterError, ModelError: it could never be run, or the checkpoint is another job's; the message
@@ -442,6 +445,7 @@ class EngineCore:
             checkpoint=checkpoint,
             model=model,
             trainable_models=self.config.trainable_models,
+            shard=shard,
         )
         if start.trainer.version is not None:
             self.adapters.bring_back(start.trainer.version)
@@ -469,6 +473,14 @@ class EngineCore:
     def checkpoint(self, job_id: str) -> Checkpoint:
         """A copy of a job after its last whole optimizer step (of one that is over, without the optimizer's state)."""
         return self.jobs.checkpoint(job_id)
+
+    def contribution(self, job_id: str) -> TakenCopy:
+        """What the other nodes of a job are to have, when its event says that it is due."""
+        return self.jobs.contribution(job_id)
+
+    def combine(self, job_id: str, combination: Combination) -> None:
+        """Have a job take in what its nodes have contributed, which `ReadContributions` has read."""
+        self.jobs.combine(job_id, combination)
 
     def forget_job(self, job_id: str) -> None:
         """Let go of a job that is over; versions that it has published stay."""

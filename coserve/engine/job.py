@@ -19,6 +19,7 @@ import msgspec
 from coserve.devices.messages import BeginPack, LossRows, PackSums, Tasklets, TrainerOpened, WindowRows, group_bytes
 from coserve.devices.swap_messages import MovePack
 from coserve.engine.checkpoint import JobPosition
+from coserve.engine.exchange import Exchange
 from coserve.engine.host_swap import SwappedPack
 from coserve.engine.job_view import job_view
 from coserve.engine.memory_failures import MemoryFailures
@@ -30,9 +31,10 @@ from coserve.tuning.evaluation import Question
 from coserve.tuning.examples import Example
 from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.order import PackMembers, TrainingOrder, packs_of
+from coserve.tuning.shard import Shard
 
 JobState = Literal["running", "paused", "succeeded", "failed", "cancelled"]
-EventKind = Literal["step", "evaluation", "version", "pack_dropped", "succeeded", "failed", "cancelled"]
+EventKind = Literal["step", "evaluation", "version", "pack_dropped", "contribution", "succeeded", "failed", "cancelled"]
 
 # A gradient that is not finite skips its optimizer step; this many in a row fail the job.
 _MAX_BAD_STEPS = 5
@@ -57,7 +59,8 @@ class JobEvent:
     loss, token_accuracy: means over trained tokens (or the units of the objective, which are as they should be), of the
     step or of the validation set; metrics: of the objective, likewise, and of answers to the validation set. num_tokens
     (trained or not), learning_rate, norm (of the gradient before clipping; None: it was not finite, and the step was
-    skipped): of a step. seconds: of a step. version: its label.
+    skipped): of a step. seconds: of a step. version: its label. A contribution is due to the other nodes of a job that
+    is divided among several.
     """
 
     job: str
@@ -91,14 +94,16 @@ class Job:
         tenant: str = "",
         model: str = "",
         questions: Sequence[Question] = (),
+        shard: Shard | None = None,
     ) -> None:
         """costs: what the device said of its trainer. model: that it trains, if that is not the one that serves.
-        questions: of the validation set, to be answered with each evaluation.
+        questions: of the validation set, to be answered with each evaluation. shard: this is one node's part of it.
         """
         self.id, self.name, self.config, self.costs, self.tenant = id, name, config, costs, tenant
         self.model = model
         self.state: JobState = "running"
-        self.order = TrainingOrder(examples, config)
+        self.order = TrainingOrder(examples, config, shard)
+        self.exchange = None if shard is None else Exchange(shard, self.order.num_steps)
         self.num_steps_done = 0
         self.alone_until_step = 0  # until then, steps of the engine that work for it work for no other job
         self.num_rows_run = 0.0  # forward rows and reversed rows, for sharing the device among jobs
@@ -159,8 +164,42 @@ class Job:
 
     @property
     def update_due(self) -> bool:
+        return self._has_trained and (not self._gives_gradients or self._num_combined is not None)
+
+    @property
+    def gradients_due(self) -> bool:
+        """Whether the other nodes are to have the gradients of the step, before it can be made."""
+        if self.exchange is None or not self._gives_gradients:
+            return False
+        return self._has_trained and not self.exchange.is_waiting and self.exchange.num_trained is None
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether all packs of the optimizer step are done."""
         busy = self._pack is not None or self._waiting or self.evaluating or self.follow_due
         return self.state == "running" and not busy
+
+    @property
+    def _gives_gradients(self) -> bool:
+        return self.exchange is not None and self.exchange.shard.gives_gradients
+
+    @property
+    def _num_combined(self) -> int | None:
+        return None if self.exchange is None else self.exchange.num_trained
+
+    @property
+    def num_trained(self) -> int:
+        """Rows that the gradients of the step are of, those of other nodes included; at least 1, also of a part of a
+        batch that has no examples.
+        """
+        return max(1, self._num_combined or self.sums.num_trained)
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        """Optimizer steps that a checkpoint would have now; None: there cannot be one yet."""
+        if self.exchange is None or self._gives_gradients:
+            return self.num_steps_done
+        return None if self.exchange.common is None else self.exchange.common.position.num_steps_done
 
     def group_pages(self, num_rows: int, page_bytes: int) -> Sequence[int]:
         """Pages of each group of tensors of the next pack, if it has this many rows."""

@@ -6,11 +6,13 @@ from contextlib import suppress
 from coserve.devices.base import Device
 from coserve.devices.messages import (
     CloseTrainer,
+    CombineContributions,
     Command,
     DropTrainer,
     StepBatch,
     StepResult,
     TakeCheckpoint,
+    TakeContribution,
     TrainerOpened,
 )
 from coserve.engine.answers import Answers
@@ -34,6 +36,7 @@ from coserve.scheduling.plan import JobView
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.evaluation import Question, questions_of
 from coserve.tuning.examples import Example
+from coserve.tuning.shard import Combination
 
 
 class JobSet(Mapping[str, Job]):
@@ -183,6 +186,7 @@ class JobSet(Mapping[str, Job]):
                 tenant=tenant,
                 model=start.model,
                 questions=questions,
+                shard=start.shard,
             )
             if start.position is not None:
                 job.resume(start.position)
@@ -235,14 +239,38 @@ class JobSet(Mapping[str, Job]):
         self.settle()
 
     def checkpoint(self, job_id: str) -> Checkpoint:
-        """A copy of a job after its last whole optimizer step (of one that is over, without the optimizer's state)."""
+        """A copy of a job after its last whole optimizer step (of one that is over, without the optimizer's state).
+
+        Of one whose nodes each go their own way: as it was when they last met; JobError if they have not.
+        """
         job = self.find(job_id)
-        copy = f"{job_id}/{self._num_checkpoints}"
+        if job.checkpoint_step is None:
+            raise JobError(f"the nodes of job {job_id!r} have not met yet: it has no state to be kept")
+        if job.exchange is not None and job.exchange.common is not None:
+            return job.exchange.common
+        return self._copy(job)
+
+    def _copy(self, job: Job) -> Checkpoint:
+        return Checkpoint(position=job.position(), state=self._take(job, TakeCheckpoint))
+
+    def _take(self, job: Job, kind: type[TakeCheckpoint | TakeContribution]) -> TakenCopy:
+        copy = f"{job.id}/{self._num_checkpoints}"
         self._num_checkpoints += 1
         taken = TakenCopy(self._device, copy, self._send)  # first, so that the copy goes with it in any case
         self.settle()
-        self._device.execute(TakeCheckpoint(job_id, copy))
-        return Checkpoint(position=job.position(), state=taken)
+        self._device.execute(kind(job.id, copy))
+        return taken
+
+    def contribution(self, job_id: str) -> TakenCopy:
+        """What the other nodes of a job are to have, when its event says that it is due."""
+        return self._take(self.find(job_id), TakeContribution)
+
+    def combine(self, job_id: str, combination: Combination) -> None:
+        """What nodes have contributed has been read: take it in, and continue (when the job runs again)."""
+        exchange = self._living(job_id).exchange
+        assert exchange is not None and exchange.is_waiting, f"job {job_id} waits for nothing"
+        exchange.combination = combination
+        self.catch_up()
 
     def catch_up(self) -> None:
         """Do what is owed and due."""
@@ -250,7 +278,8 @@ class JobSet(Mapping[str, Job]):
         for job in list(self._jobs.values()):
             if job.optimizer_away and job.state == "running" and not job.memory_failures.num_turns:
                 self._bring_back_optimizer(job)
-            if job.follow_due and not job.is_terminal:
+            self._take_part(job)
+            if job.follow_due and not job.is_terminal and not (job.exchange and job.exchange.is_waiting):
                 self._follow_update(job)
             if job.answers_due and job.state == "running":
                 self._follow_questions(job)
@@ -349,17 +378,52 @@ class JobSet(Mapping[str, Job]):
         with suppress(DeviceGoneError):  # it may not take a command any more
             self.settle()
 
+    def _take_part(self, job: Job) -> None:
+        """In the exchange with the job's other nodes: contribute what is due, and take in what has come."""
+        exchange = job.exchange
+        if exchange is None or job.is_terminal:
+            return
+        if job.gradients_due:
+            self._contribute(job)
+        found = exchange.combination
+        if found is None or job.state != "running" or job.optimizer_away:
+            return
+        number = len(found.directories)
+        if not exchange.shard.gives_gradients and found.version is not None and not exchange.meets:
+            self._combine(job, found.num_in_version)
+            number -= found.num_in_version
+            if job.config.live:
+                self._publish(job, transient=True, step=found.version)
+        if number and not job.is_terminal:
+            self._combine(job, number)
+        exchange.end(found)
+        if not exchange.shard.gives_gradients and exchange.meets:
+            exchange.common = self._copy(job) if exchange.shard.index == 0 else None
+
+    def _combine(self, job: Job, number: int) -> None:
+        assert job.exchange is not None
+        self._device.execute(CombineContributions(job.id, number, meets=job.exchange.meets))
+
+    def _contribute(self, job: Job) -> None:
+        assert job.exchange is not None
+        job.exchange.begin(job.num_steps_done)
+        self._tell(job, "contribution")
+
     def _book_update(self, job: Job, norm: float | None, now_s: float) -> None:
         self._emit(job.finish_update(norm, now_s))
         if job.error is not None:
             self._fail(job, job.error)
+        elif job.exchange is not None and job.exchange.finish_update(job.num_steps_done):
+            self._contribute(job)
 
     def _follow_update(self, job: Job) -> None:
         """What an optimizer step brings with it: a version, an evaluation (unless that was done), the next step."""
         self._adapters.versions.num_model_changes += job.costs.changes_model
         step, config = job.num_steps_done, job.config
         last = step == job.order.num_steps
-        if config.live:
+        if job.exchange is not None and not job.exchange.holds_what_all_hold(step):
+            pass  # nobody else has what it has now: that has no name
+        elif config.live:
             self._publish(job, transient=not last)
         elif last or (config.publish_every_steps and step % config.publish_every_steps == 0):
             self._publish(job)
@@ -389,8 +453,9 @@ class JobSet(Mapping[str, Job]):
         if not job.start_step():
             self._end(job, "succeeded")
 
-    def _publish(self, job: Job, *, transient: bool = False) -> None:
-        step = job.num_steps_done
+    def _publish(self, job: Job, *, transient: bool = False, step: int | None = None) -> None:
+        """step: that nodes have made on the average, where that is not the job's own."""
+        step = job.num_steps_done if step is None else step
         try:
             version = self._adapters.publish(
                 job.id, job.name, step, costs=job.costs, transient=transient, model=job.model

@@ -13,6 +13,7 @@ from coserve.engine.versions import AdapterVersions
 from coserve.errors import JobError
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
+from coserve.tuning.shard import Shard
 
 
 class PeftFields(Protocol):
@@ -26,12 +27,13 @@ class PeftFields(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class JobStart:
     """trainer: what the device is told of a job. position: that it resumes from; None: it is a new one. model: that it
-    trains, by the operator's name for it, if that is not the one that serves.
+    trains, by the operator's name for it, if that is not the one that serves. shard: this is one node's part of it.
     """
 
     trainer: OpenTrainer
     position: JobPosition | None
     model: str = ""
+    shard: Shard | None = None
 
 
 def make_start(
@@ -44,6 +46,7 @@ def make_start(
     checkpoint: str | Path | None,
     model: str = "",
     trainable_models: Mapping[str, str] = MappingProxyType({}),
+    shard: Shard | None = None,
 ) -> JobStart:
     """A job begins with a checkpoint, with a version (by its label), or with a fresh adapter. JobError without any of
     them, if the checkpoint is none, or if the version is of another model than the job's.
@@ -75,9 +78,10 @@ def make_start(
         version=version,
         checkpoint=None if checkpoint is None else str(checkpoint),
         model=path,
+        shard=shard,
     )
     position = None if checkpoint is None else read_position(checkpoint)
-    return JobStart(trainer=trainer, position=position, model=model)
+    return JobStart(trainer=trainer, position=position, model=model, shard=shard)
 
 
 def path_of(model: str, trainable_models: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ from coserve.errors import DataError
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
+from coserve.tuning.shard import Shard
 
 _FORMAT = 3
 # What a directory of an adapter or a checkpoint may hold.
@@ -268,7 +269,9 @@ class RecordingEngine(Engine):
         tenant: str = "",
         alone_until_step: int = 0,
         model: str = "",
+        shard: Shard | None = None,
     ) -> str:
+        assert shard is None, "nodes of a cluster are not recorded"
         if adapter is not None and not isinstance(adapter, str | Mapping):
             adapter = adapter.to_peft()
         line = SubmitExamples(

@@ -116,7 +116,7 @@ def build_batch(
         commands=commands,
         losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses]),
         tasklets=tuple([Tasklets(part.job, part.rows, part.num_tasklets, part.group) for part in plan.tasklets]),
-        updates=tuple([Update(job, jobs[job].sums.num_trained, jobs[job].order.num_steps) for job in plan.updates]),
+        updates=tuple([Update(job, jobs[job].num_trained, jobs[job].order.num_steps) for job in plan.updates]),
         requests=tuple([rows for _, group in sorted(by_version.items()) for rows in group]),
         windows=tuple([WindowRows(rows.item, rows.rows) for rows in plan.rows if rows.kind == "window"]),
         backward_limit_s=plan.backward_limit_s,

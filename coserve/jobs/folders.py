@@ -36,6 +36,10 @@ class Folders:
         """Where the engine writes checkpoints."""
         return self._directory / job / "checkpoints"
 
+    def contributions(self, job: str) -> Path:
+        """Where the nodes of a data-parallel job exchange what they have learned, as long as it trains."""
+        return contributions_beside(self.checkpoints(job))
+
     def holds(self, directory: Path) -> bool:
         """Whether a directory is in here."""
         return self._directory in directory.parents
@@ -52,6 +56,7 @@ class Folders:
         """When no engine has the job: remove all that is not known. Of a job that is over, adapters alone are kept."""
         known = {Path(each.directory) for each in kept}
         done = [discard(path) for path in entries(self.checkpoints(job)) if path not in known]
+        done.append(discard(self.contributions(job)))
         done.append(self.thin_out(kept, ()))
         if is_terminal:
             done += [_thin_out(each) for each in kept]
@@ -79,6 +84,11 @@ class Folders:
                 for checkpoint in entries(self.checkpoints(path.name)):
                     if str(checkpoint) not in kept:
                         discard(checkpoint)
+
+
+def contributions_beside(checkpoints: Path) -> Path:
+    """Of the job that has its checkpoints there."""
+    return checkpoints.with_name("contributions")
 
 
 def entries(directory: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from coserve.jobs.records import AdapterRef
 from coserve.tuning.config import TuningConfig
+from coserve.tuning.shard import DataParallel, Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,8 @@ class JobStart:
     checkpoints: the directory in which the engine writes `step-<n>`: every `checkpoint_every_steps` optimizer steps (0:
     not while it runs), at a pause, at a cancellation, and at the end. paused: it waits to be resumed. tenant: whose it
     is. alone_until_step: until then, no step of the engine works for another job as well. model: that it trains, by the
-    engine's name for it, if that is not the one that serves.
+    engine's name for it, if that is not the one that serves. data_parallel: how it is to be divided among nodes; None:
+    not at all, and an engine alone trains all of it in any case. shard: the part that this engine gets.
     """
 
     id: str
@@ -34,6 +36,8 @@ class JobStart:
     tenant: str = ""
     alone_until_step: int = 0
     model: str = ""
+    data_parallel: DataParallel | None = None
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,19 @@ class Checkpointed:
     step: int
     directory: str
     listed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contributed:
+    """A node has written what the other nodes of a job are to have of it, and waits for the `Combination` that follows.
+    step: optimizer steps of its own before that. meets: it waits for all others. num_trained: trained rows in it.
+    """
+
+    job: str
+    step: int
+    directory: str
+    meets: bool
+    num_trained: int
 
 
 class JobEngine(Protocol):

@@ -19,11 +19,13 @@ from coserve.settings import MOST_WHOLE, check_number, check_whole, shown
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.evaluation import EvaluationConfig
 from coserve.tuning.objectives import SUPERVISED, make_objective
+from coserve.tuning.shard import SYNCHRONIZATIONS, DataParallel, Synchronization
 
 _Settings = TypeVar("_Settings")
 # Hyperparameters of every method.
 _OPENAIS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _LONGEST_SEQUENCE = 1024
+_SYNCHRONIZE_EVERY_STEPS = 8
 _MOST_MULTIPLIER = 1e6
 # Far beyond what trains anything: what is more is a slip that would fail a job much later.
 _MOST_OF_OPTIMIZER = {"learning_rate": 1e3, "eps": 1, "weight_decay": 1e3, "max_grad_norm": 1e9}
@@ -38,7 +40,9 @@ class Extension:
     adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings. checkpoint_every_steps:
     optimizer steps from one listed checkpoint to the next (0: after the last alone). evaluate_every_steps: None: with
     every checkpoint. evaluation: see `EvaluationConfig`. strict: a file with an example whose prompt alone is too long
-    is refused; else such ones are left out. max_recompute: see `TuningConfig`.
+    is refused; else such ones are left out. max_recompute: see `TuningConfig`. data_parallel: nodes of a cluster that
+    the job is divided among; synchronization, synchronize_every_steps: how they exchange what they learn, and how often
+    (see `coserve.tuning.shard`; None: 1 if synchronous, else 8).
     """
 
     adapter: Mapping[str, Any] | None = None
@@ -51,12 +55,16 @@ class Extension:
     live: bool = False
     strict: bool = False
     max_recompute: float = 0.0
+    data_parallel: int = 1
+    synchronization: str = "synchronous"
+    synchronize_every_steps: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
     """What is kept of a job's settings. adapter: PEFT's configuration of a fresh one; None: it trains another further.
-    None of n_epochs, batch_size, learning_rate_multiplier: auto. integrations: as OpenAI has them.
+    None of n_epochs, batch_size, learning_rate_multiplier: auto. integrations: as OpenAI has them. data_parallel: None:
+    it is not divided.
     """
 
     adapter: dict[str, Any] | None = None
@@ -76,6 +84,7 @@ class JobSettings:
     objective: str = SUPERVISED
     objective_settings: dict[str, float] = field(default_factory=dict)
     integrations: tuple[dict[str, Any], ...] = ()
+    data_parallel: DataParallel | None = None
 
     def tuning_config(self, num_examples: int) -> TuningConfig:
         """With every "auto" settled."""
@@ -186,6 +195,7 @@ def job_settings(
         max_recompute=float(asked.max_recompute),
         objective=objective,
         objective_settings=own,
+        data_parallel=_data_parallel(asked),
         **known,
     )
     with _of("hyperparameters"):
@@ -194,6 +204,23 @@ def job_settings(
         with _of(f"coserve.optimizer.{name}"):
             check_number(f"coserve.optimizer.{name}", getattr(optimizer, name), least=0, most=most)
     return settings
+
+
+def _data_parallel(asked: Extension) -> DataParallel | None:
+    _check_whole("coserve.data_parallel", asked.data_parallel, 1, MOST_WHOLE)
+    where, known = "coserve.synchronization", SYNCHRONIZATIONS
+    if asked.synchronization not in known:
+        _refuse(where, f"must be one of {', '.join(known)}, not {shown(asked.synchronization)}")
+    synchronization: Synchronization = known[known.index(asked.synchronization)]
+    every, is_synchronous = asked.synchronize_every_steps, synchronization == "synchronous"
+    if every is not None:
+        _check_whole("coserve.synchronize_every_steps", every, 1, MOST_WHOLE)
+        if is_synchronous and every > 1:
+            _refuse("coserve.synchronize_every_steps", "goes with local-sgd or asynchronous; synchronous is every step")
+    if asked.data_parallel == 1:
+        return None
+    every = every or (1 if is_synchronous else _SYNCHRONIZE_EVERY_STEPS)
+    return DataParallel(num_nodes=asked.data_parallel, synchronization=synchronization, every_steps=every)
 
 
 def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:

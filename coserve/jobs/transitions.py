@@ -72,6 +72,7 @@ class Transitions:
             tenant=job.tenant,
             alone_until_step=alone_until_step,
             model=model,
+            data_parallel=settings.data_parallel,
         )
 
     def require_room(self, id: str) -> None:

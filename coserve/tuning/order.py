@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example, bins_of, epoch_order
+from coserve.tuning.shard import Shard
 
 
 class PackMembers(NamedTuple):
@@ -48,9 +49,10 @@ def packs_of(examples: Sequence[Example], config: TuningConfig, *, first_row: in
 class TrainingOrder:
     """The optimizer steps of a job, each a batch of examples; an epoch's last batch may be smaller."""
 
-    def __init__(self, examples: Sequence[Example], config: TuningConfig) -> None:
+    def __init__(self, examples: Sequence[Example], config: TuningConfig, shard: Shard | None = None) -> None:
+        """shard: its part of each batch alone, which may have no examples."""
         assert examples, "a job has examples"
-        self.examples, self.config = examples, config
+        self.examples, self.config, self._shard = examples, config, shard
         self.steps_per_epoch = -(-len(examples) // config.batch_size)
         self.num_steps = self.steps_per_epoch * config.num_epochs
         self._order = lru_cache(maxsize=2)(self._epoch)
@@ -60,7 +62,10 @@ class TrainingOrder:
         epoch, batch = divmod(step, self.steps_per_epoch)
         order, rows_before = self._order(epoch)
         start = batch * self.config.batch_size
-        members = [self.examples[index] for index in order[start : start + self.config.batch_size]]
+        end = min(start + self.config.batch_size, len(order))
+        if self._shard is not None:
+            start, end = self._shard.part(start, end)
+        members = [self.examples[index] for index in order[start:end]]
         first_row = epoch * rows_before[-1] + rows_before[start]
         return packs_of(members, self.config, first_row=first_row)
 

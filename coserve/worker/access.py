@@ -43,6 +43,11 @@ class EngineAccess(JobEngine, Protocol):
         """The jobs that the last engine had that has died; None: all, since there was no other."""
         ...
 
+    @property
+    def num_nodes(self) -> int:
+        """Among which a job can be divided now."""
+        ...
+
     def require_ready(self) -> Ready:
         """EngineGoneError if there is no engine to ask now."""
         ...

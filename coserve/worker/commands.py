@@ -8,7 +8,7 @@ from typing import Any
 
 from coserve.devices.grammar import Grammar
 from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import OpenGrammar, SetVocabulary
+from coserve.devices.messages import OpenGrammar, ReadContributions, SetVocabulary
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterError, CoserveError
 from coserve.handover.base import Alone, HandoverEnd
@@ -19,6 +19,7 @@ from coserve.worker.job_commands import JobCommands
 from coserve.worker.protocol import (
     AddRequest,
     CancelRequest,
+    CombineJob,
     LoadAdapter,
     Refused,
     Reply,
@@ -161,6 +162,15 @@ class Commands:
             self._send(Reply(call))
 
     def _take_job(self, command: Any) -> None:
+        if isinstance(command, CombineJob):
+            id, directories = command.id, command.combination.directories
+            read = ReadContributions(id, directories)
+            self._queue.put(
+                (_job_key(id),),
+                lambda read: self._handle(command, read),
+                prepare=lambda: lambda: self._engine.device.execute(read),
+            )
+            return
         if not isinstance(command, StartJob):
             self._queue.put((_job_key(command.id),), lambda _: self._handle(command))
             return

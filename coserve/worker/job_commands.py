@@ -16,20 +16,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.peft_directory import adapter_config
-from coserve.engine.checkpoint import Checkpoint
+from coserve.engine.checkpoint import write_contribution
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import AdapterError, CoserveError, DiskFullError, JobOverError
 from coserve.jobs.examples import read_examples_file
-from coserve.jobs.messages import Checkpointed, JobStart
+from coserve.jobs.messages import Checkpointed, Contributed, JobStart
 from coserve.jobs.records import AdapterRef
 from coserve.tuning.examples import Example
-from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
+from coserve.worker.protocol import CancelJob, CombineJob, PauseJob, Reply, ResumeJob, StartJob
 
 _log = logging.getLogger(__name__)
 
@@ -42,20 +42,22 @@ _READ_BYTES = 1 << 20
 
 @dataclass(kw_only=True)
 class PendingReports:
-    """What is to be told of jobs, in this order: events, checkpoints, replies."""
+    """What is to be told of jobs, in this order: events, checkpoints, contributions, replies."""
 
     events: list[JobEvent] = field(default_factory=list)
     checkpoints: list[Checkpointed] = field(default_factory=list)
+    contributions: list[Contributed] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.events or self.checkpoints or self.replies)
+        return bool(self.events or self.checkpoints or self.contributions or self.replies)
 
 
 @dataclass(kw_only=True)
 class _PendingReport:
     """What is to be told when a checkpoint is on disk. written: None if there was nothing to write. is_new: whether the
-    checkpoint itself is to be told. name: of the adapter on the device that is on disk with it.
+    checkpoint itself is to be told. name: of the adapter on the device that is on disk with it. contribution: what is
+    written is one, for the other nodes of the job.
     """
 
     job: str
@@ -66,6 +68,7 @@ class _PendingReport:
     event: JobEvent | None = None
     call: int | None = None
     name: str | None = None
+    contribution: Contributed | None = None
 
 
 class JobCommands:
@@ -79,6 +82,7 @@ class JobCommands:
         self._waiting: dict[str, deque[_PendingReport]] = {}  # by job
         self._last: dict[str, _PendingReport] = {}  # checkpoint of each job
         self._held: set[str] = set()  # jobs that wait for the disk
+        self._closing = Event()
 
     # -- adapters -------------------------------------------------------------------
 
@@ -118,9 +122,10 @@ class JobCommands:
         )
 
     def handle(
-        self, command: StartJob | PauseJob | ResumeJob | CancelJob, read: "Callable[[], JobFiles] | None" = None
+        self, command: StartJob | PauseJob | ResumeJob | CancelJob | CombineJob, read: Callable[[], Any] | None = None
     ) -> None:
-        """Do it; `take_pending` brings the reply. read: gives the files of a job that starts, if they have been read.
+        """Do it; `take_pending` brings the reply. read: gives the files of a job that starts, if they have been read;
+        raises what was wrong with contributions.
 
         Raises:
             JobOverError: the job has ended. CoserveError: it is refused.
@@ -139,10 +144,14 @@ class JobCommands:
             self._engine.pause_job(command.id)
             self._held.discard(command.id)
             self._checkpoint(command.id, listed=False)
+        elif isinstance(command, CombineJob):
+            if read is not None:
+                read()
+            self._engine.combine(command.id, command.combination)
         else:
             self._urgent[command.id].set()
-            # Before the end, which the optimizer's state does not outlive.
-            self._checkpoint(command.id, listed=False)
+            if command.keeps:  # before the end, which the optimizer's state does not outlive
+                self._checkpoint(command.id, listed=False)
             self._engine.cancel_job(command.id)
             self._forget(command.id, keep_versions=False)
         self._tell(command.id, Reply(command.call))
@@ -166,6 +175,7 @@ class JobCommands:
             tenant=job.tenant,
             alone_until_step=job.alone_until_step,
             model=job.model,
+            shard=job.shard,
         )
         if job.model and job.start is not None:
             self.unload_adapter(job.start.name)  # nobody else can use it
@@ -176,6 +186,7 @@ class JobCommands:
 
     def checkpoint_all(self, call: int) -> None:
         """Of every job that is not over; the reply comes after the last."""
+        self._closing.set()
         for urgent in self._urgent.values():
             urgent.set()
         for job in self._starts:
@@ -191,8 +202,11 @@ class JobCommands:
             job = self._starts.get(event.job)
             if event.kind == "succeeded" and job is not None:
                 last = self._checkpoint(event.job, listed=True, event=event)
-                last.name = None if job.model else job.name
+                last.name = None if job.model or not _writes_checkpoints(job) else job.name
                 self._forget(event.job, keep_versions=not job.model)
+                continue
+            if event.kind == "contribution":
+                self._contribute(event)
                 continue
             self._tell_event(event)
             if job is None:
@@ -232,6 +246,7 @@ class JobCommands:
 
     def close(self) -> None:
         """End the threads, when all is written that there is room for."""
+        self._closing.set()
         for urgent in self._urgent.values():
             urgent.set()
         for writer in self._writers.values():
@@ -240,6 +255,12 @@ class JobCommands:
     def _finish(self, done: _PendingReport, pending: PendingReports) -> None:
         error: CoserveError | None = None
         directory = ""
+        if done.contribution is not None and done.written is not None:
+            if (failure := done.written.exception()) is None:
+                pending.contributions.append(done.contribution)
+            elif done.job in self._starts and not isinstance(failure, DiskFullError):  # which is waited for
+                pending.events.append(self._fail(done.job, str(failure)))
+            return
         if done.written is not None:
             try:
                 directory = str(done.written.result())
@@ -272,9 +293,14 @@ class JobCommands:
         self._waiting.setdefault(waiting.job, deque()).append(waiting)
 
     def _checkpoint(self, job: str, *, listed: bool, event: JobEvent | None = None) -> _PendingReport:
-        """Copy a job as it is now, and have it written, unless that step is on disk (or on its way) already."""
-        step, last = self._engine.job(job).num_steps_done, self._last.get(job)
-        waiting = _PendingReport(job=job, step=step, listed=listed, event=event)
+        """Copy a job as it is now, and have it written, unless that step is on disk (or on its way) already, or another
+        node writes it.
+        """
+        step, last = self._engine.job(job).checkpoint_step, self._last.get(job)
+        waiting = _PendingReport(job=job, step=step or 0, listed=listed, event=event)
+        if step is None or not _writes_checkpoints(self._starts[job]):
+            self._append(waiting)
+            return waiting
         if last is not None and last.step == step and last.listed >= listed and not _failed(last):
             waiting.written, waiting.is_new = last.written, False
         else:
@@ -285,6 +311,29 @@ class JobCommands:
             self._held.add(job)
             self._engine.pause_job(job)
         return waiting
+
+    def _contribute(self, due: JobEvent) -> None:
+        """Copy what the other nodes of a job are to have, and have it written."""
+        start, job = self._starts[due.job], self._engine.job(due.job)
+        assert start.shard is not None and job.exchange is not None
+        directory = Path(start.shard.directory) / f"{due.step}-{start.shard.index}"
+        told = Contributed(
+            job=due.job,
+            step=due.step,
+            directory=str(directory),
+            meets=job.exchange.meets,
+            num_trained=job.sums.num_trained,
+        )
+        waiting = _PendingReport(job=due.job, step=due.step, listed=False, contribution=told)
+        copy = self._engine.contribution(due.job)
+        write = partial(write_contribution, copy, directory)
+        waiting.written = self._writer(due.job).submit(_when_there_is_room, write, self._closing)
+        self._append(waiting)
+
+    def _writer(self, job: str) -> ThreadPoolExecutor:
+        if job not in self._writers:
+            self._writers[job] = ThreadPoolExecutor(1, "checkpoints")
+        return self._writers[job]
 
     def _num_copies(self, job: str) -> int:
         """Copies of a job's tensors that are not on disk yet."""
@@ -298,9 +347,15 @@ class JobCommands:
             failed: Future[Path] = Future()
             failed.set_exception(error)
             return failed
-        if job not in self._writers:
-            self._writers[job] = ThreadPoolExecutor(1, "checkpoints")
-        return self._writers[job].submit(_write, checkpoint, self._starts[job].checkpoints, self._urgent[job])
+        write = partial(checkpoint.write, self._starts[job].checkpoints)
+        return self._writer(job).submit(_when_there_is_room, write, self._urgent[job])
+
+    def _fail(self, job: str, message: str) -> JobEvent:
+        """End a job that cannot be continued; what is to be told of it."""
+        step = self._engine.job(job).num_steps_done
+        self._engine.cancel_job(job)
+        self._forget(job, keep_versions=False)
+        return JobEvent(job=job, kind="failed", step=step, now_s=self._engine.device.clock.now(), message=message)
 
     def _forget(self, job: str, *, keep_versions: bool) -> None:
         """keep_versions: of the adapter that it has made; those of a job that did not succeed cannot be asked for."""
@@ -325,12 +380,17 @@ def _is_ready(waiting: _PendingReport) -> bool:
     return waiting.written is None or waiting.written.done()
 
 
-def _write(checkpoint: Checkpoint, parent: str, urgent: Event) -> Path:
-    """Write a checkpoint, as soon as there is room for it; DiskFullError if there is none now and it is urgent."""
+def _writes_checkpoints(job: JobStart) -> bool:
+    """Of the nodes of a job, the first one does."""
+    return job.shard is None or job.shard.index == 0
+
+
+def _when_there_is_room(write: Callable[[], Path], urgent: Event) -> Path:
+    """Write as soon as there is room; DiskFullError if there is none now and it is urgent."""
     is_told = False
     while True:
         try:
-            return checkpoint.write(parent)
+            return write()
         except DiskFullError as error:
             if urgent.is_set():
                 raise

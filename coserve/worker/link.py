@@ -21,11 +21,13 @@ from coserve.engine.request import Chunk
 from coserve.errors import CoserveError, EngineGoneError
 from coserve.jobs.messages import JobStart
 from coserve.jobs.records import AdapterRef
+from coserve.tuning.shard import Combination
 from coserve.worker.launch import Launch, program
 from coserve.worker.protocol import (
     AddRequest,
     CancelJob,
     CancelRequest,
+    CombineJob,
     EngineSettings,
     LoadAdapter,
     PauseJob,
@@ -157,6 +159,11 @@ class EngineLink:
     def jobs_lost(self) -> None:
         """All: there is no other engine."""
         return None
+
+    @property
+    def num_nodes(self) -> int:
+        """One: this engine trains whole jobs."""
+        return 1
 
     @property
     def is_silent(self) -> bool:
@@ -342,9 +349,13 @@ class EngineLink:
         """See `JobEngine`."""
         await self._call(ResumeJob, job)
 
-    async def cancel_job(self, job: str) -> None:
-        """See `JobEngine`."""
-        await self._call(CancelJob, job)
+    async def cancel_job(self, job: str, *, keeps: bool = True) -> None:
+        """See `JobEngine`. keeps: a checkpoint."""
+        await self._call(CancelJob, job, keeps)
+
+    async def combine(self, job: str, combination: Combination) -> None:
+        """Have one node's part of a job take in what its nodes have contributed; errors as in `JobEngine`."""
+        await self._call(CombineJob, job, combination)
 
     async def _call(self, kind: Callable[..., Any], *fields: Any) -> None:
         """Send a command, and wait for its reply."""

@@ -197,6 +197,7 @@ class EngineProcess:
                 chunks=chunks,
                 job_events=pending.events,
                 checkpoints=pending.checkpoints,
+                contributions=pending.contributions,
                 records=records,
                 steps=self._steps,
                 stats=self._stats(),

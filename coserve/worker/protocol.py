@@ -14,10 +14,11 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.job import JobEvent
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
-from coserve.jobs.messages import Checkpointed, JobStart
+from coserve.jobs.messages import Checkpointed, Contributed, JobStart
 from coserve.jobs.records import AdapterRef
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import Slo
+from coserve.tuning.shard import Combination
 
 # -- the first line of the engine's standard input ---------------------------------------
 
@@ -127,10 +128,19 @@ class ResumeJob(msgspec.Struct, tag=True, frozen=True):
 
 
 class CancelJob(msgspec.Struct, tag=True, frozen=True):
-    """End it, and write a checkpoint."""
+    """End it, and write a checkpoint, if it is wanted."""
 
     call: int
     id: str
+    keeps: bool = True
+
+
+class CombineJob(msgspec.Struct, tag=True, frozen=True):
+    """Take in what the nodes of a job have contributed, and continue; after a `Contributed`, once."""
+
+    call: int
+    id: str
+    combination: Combination
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
@@ -146,7 +156,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 # fmt: off
 Command = (
     AddRequest | UseVocabulary | CancelRequest | StopSequence | LoadAdapter | UnloadAdapter
-    | StartJob | PauseJob | ResumeJob | CancelJob | Ping | Shutdown
+    | StartJob | PauseJob | ResumeJob | CancelJob | CombineJob | Ping | Shutdown
 )
 # fmt: on
 
@@ -228,6 +238,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     chunks: list[Chunk] = []
     job_events: list[JobEvent] = []
     checkpoints: list[Checkpointed] = []
+    contributions: list[Contributed] = []
     records: list[RequestRecord] = []
     steps: list[StepRecord] = []
     stats: EngineStats | None = None

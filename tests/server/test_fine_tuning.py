@@ -249,6 +249,8 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"metadata": {"k": "v" * 513}}, "metadata"),
         ({"metadata": {"k": "\ud800"}}, "metadata"),
         ({"colour": "red"}, "colour"),
+        ({"coserve": {"data_parallel": 0}}, "coserve.data_parallel"),
+        ({"coserve": {"data_parallel": 2}}, "coserve.data_parallel"),  # one device
         ({"integrations": [{"type": "wandb", "wandb": {"name": "p"}}]}, "integrations[0].wandb.project"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}}, "method"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"gamma": 1}}}}, "method"),

@@ -261,9 +261,24 @@ def _read(body: CreateJobBody, context: ServerContext, tenant: str) -> tuple[str
         objective=SUPERVISED if body.method is None else body.method.objective,
         has_validation=body.validation_file is not None,
     )
+    _check_data_parallel(settings, base, context)
     integrations = tuple(each.model_dump(exclude_none=True) for each in body.integrations or ())
     check_texts(list(integrations), param="integrations")
     return base, start, replace(settings, integrations=integrations)
+
+
+def _check_data_parallel(settings: JobSettings, base: str, context: ServerContext) -> None:
+    if settings.data_parallel is None:
+        return
+    asked, num_nodes = settings.data_parallel.num_nodes, context.link.num_nodes
+    if base != context.jobs.models.served.name:
+        wrong = f"{base} is trained beside the model that serves, on one node: leave it out."
+    elif num_nodes < asked:
+        nodes = "1 node that is ready" if num_nodes == 1 else f"{num_nodes} nodes that are ready"
+        wrong = f"this server has {nodes}: ask for no more, or add some with coserve cluster up."
+    else:
+        return
+    raise ApiError(f"'coserve.data_parallel' is {asked}, and {wrong}", param="coserve.data_parallel")
 
 
 def _check(body: CreateJobBody) -> None:

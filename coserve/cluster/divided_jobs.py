@@ -1,0 +1,346 @@
+"""Jobs on nodes, those among them that are divided: each node has a shard, a job of its own to `ClusterJobs`.
+
+A divided job is as many shards as it asks for, or as there are nodes. They exchange what they have learned
+(`coserve.tuning.shard`) by files; this passes on who has written what, and tells what they report as if one node had
+the whole job. When a node dies, or is to leave, all shards end, and the manager starts the job again from its newest
+checkpoint, on the nodes that are there; likewise when there is a node more for a job that has too few.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from coserve.cluster.cluster_jobs import ClusterJobs
+from coserve.cluster.contributions import Contributions
+from coserve.cluster.nodes import ClusterNode
+from coserve.cluster.shard_reports import ShardReports, Told
+from coserve.engine.job import JobEvent
+from coserve.errors import CoserveError, EngineGoneError, JobOverError
+from coserve.jobs.files import discard
+from coserve.jobs.folders import contributions_beside
+from coserve.jobs.messages import Contributed, JobStart
+from coserve.jobs.records import AdapterRef
+from coserve.tuning.shard import Combination, DataParallel, Shard
+
+_log = logging.getLogger(__name__)
+
+_WAIT_S = 0.05
+# For nodes to come as far as the one whose checkpoint is on disk.
+_CATCH_UP_S = 10.0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Divided:
+    """One whose shards have been started. asked: of it. attempt: a word for these shards, and no others. done: nodes,
+    other than the first, that have made all of it. rests: it is paused. checkpoint: the newest. turn: of those who
+    change it.
+    """
+
+    start: JobStart
+    asked: DataParallel
+    attempt: str
+    shards: list[str]
+    done: list[ClusterNode] = field(default_factory=list)
+    contributions: Contributions
+    reports: ShardReports
+    rests: bool = False
+    checkpoint: str | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def id(self) -> str:
+        return self.start.id
+
+
+class DividedJobs:
+    """Implements `JobEngine`; belongs to one event loop."""
+
+    def __init__(
+        self,
+        jobs: ClusterJobs,
+        nodes: Callable[[], Collection[ClusterNode]],
+        tell: Callable[[Told], None],
+        lost: Callable[[frozenset[str]], None],
+    ) -> None:
+        """jobs: on one node each. nodes: that jobs may have now. tell: is told what is known of a shard beside its
+        node's reports. lost: is told of jobs that no node has any more.
+        """
+        self._jobs, self._nodes, self._tell, self._lost = jobs, nodes, tell, lost
+        self._divided: dict[str, _Divided] = {}
+        self._of: dict[str, tuple[_Divided, int]] = {}  # job and number of a shard
+        self._leaving: dict[str, asyncio.Task[None]] = {}  # by job: its last shards are being ended
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- questions ------------------------------------------------------------------
+
+    def job_of(self, id: str) -> str:
+        """The job that a shard is of; any other is its own."""
+        return self._of[id][0].id if id in self._of else id
+
+    # -- what the manager asks ----------------------------------------------------------
+
+    async def start_job(self, job: JobStart) -> None:
+        """See `JobEngine`; one that must wait for nodes has been taken, too."""
+        if job.data_parallel is None or job.data_parallel.num_nodes == 1:
+            await self._jobs.start(job)
+            return
+        if (leaving := self._leaving.get(job.id)) is not None:
+            await asyncio.wait([leaving])
+        divided = self._divide(job)
+        async with divided.turn:
+            try:
+                await self._start_shard(divided, 0)
+            except EngineGoneError:  # which is told with the node's end
+                raise
+            except CoserveError:
+                await self._end(divided)
+                raise
+        for number in range(1, len(divided.shards)):
+            self._soon(self._start_later(divided, number))
+
+    async def pause_job(self, id: str) -> None:
+        """See `JobEngine`."""
+        if (job := self._divided.get(id)) is None:
+            await self._jobs.pause(id)
+            return
+        async with job.turn:
+            await self._rest(job)
+
+    async def resume_job(self, id: str) -> None:
+        """See `JobEngine`."""
+        if (job := self._divided.get(id)) is None:
+            await self._jobs.resume(id)
+            return
+        async with job.turn:
+            job.rests = False
+            await self._all(job.shards, self._jobs.resume)
+
+    async def cancel_job(self, id: str) -> None:
+        """See `JobEngine`."""
+        if (job := self._divided.get(id)) is None:
+            await self._jobs.cancel(id)
+            return
+        async with job.turn:
+            await self._all(job.shards, self._jobs.cancel)
+            self._forget(job)
+
+    # -- nodes that come and go ---------------------------------------------------------
+
+    async def leave(self, node: ClusterNode) -> None:
+        """A node drains: its jobs continue on others."""
+        await asyncio.gather(*map(self._move, {self.job_of(id) for id in self._jobs.on(node)}))
+
+    async def _move(self, id: str) -> None:
+        if (job := self._divided.get(id)) is None:
+            await self._jobs.move(id)
+        else:
+            await self._regroup(job)
+
+    def grow(self) -> None:
+        """There is a node more: jobs that have fewer than they ask for begin again with it."""
+        for job in list(self._divided.values()):
+            if len(job.shards) < min(job.asked.num_nodes, len(self._nodes())):
+                self._soon(self._regroup(job))
+
+    def lose(self, node: ClusterNode) -> frozenset[str]:
+        """A node's engine has died; jobs that no node has any more."""
+        lost = {self.job_of(id) for id in self._jobs.lose(node)}
+        for job in list(self._divided.values()):
+            waits = any(self._jobs.node_of(shard) is None for shard in job.shards)
+            if job.id in lost or (waits and len(job.shards) > len(self._nodes())):
+                lost.add(job.id)
+                self._leave(job)
+        return frozenset(lost)
+
+    async def checkpoint_all(self) -> None:
+        """Have all rest, with checkpoints, at the end."""
+        jobs = {self.job_of(id) for node in self._nodes() for id in self._jobs.on(node)}
+        await asyncio.gather(*map(self.pause_job, jobs), return_exceptions=True)
+
+    def close(self) -> None:
+        """Nothing waits any more."""
+        self._jobs.close()
+        for task in self._tasks:
+            task.cancel()
+
+    # -- what nodes report --------------------------------------------------------------
+
+    def take(self, report: Told) -> list[Told]:
+        """What is to be told of it, as of a whole job, in this order. Of shards that are no more: nothing."""
+        if report.job not in self._of:
+            return [] if self._jobs.is_shard(report.job) else [report]
+        job, number = self._of[report.job]
+        if isinstance(report, JobEvent) and report.kind == "succeeded" and number:
+            node = self._jobs.node_of(report.job)
+            job.done += [] if node is None else [node]
+        told = job.reports.take(number, report)
+        for each in told:
+            if not isinstance(each, JobEvent):
+                job.checkpoint = each.directory
+            elif each.kind == "succeeded":
+                self._keep_from_disk(job)
+                self._forget(job)
+            elif each.kind in ("failed", "cancelled"):
+                self._leave(job)
+        return told
+
+    def contributed(self, told: Contributed) -> None:
+        """A node has written what the others are to have."""
+        if told.job not in self._of:
+            return
+        job, number = self._of[told.job]
+        for other, combination in job.contributions.add(number, told).items():
+            self._soon(self._combine(job, other, combination))
+        if spent := job.contributions.take_spent():
+            self._soon(asyncio.to_thread(_discard_all, spent))
+
+    # -- shards -----------------------------------------------------------------------
+
+    def _divide(self, job: JobStart) -> _Divided:
+        asked, attempt = job.data_parallel, uuid4().hex[:8]
+        assert asked is not None
+        count = max(1, min(asked.num_nodes, len(self._nodes())))
+        divided = _Divided(
+            start=job,
+            asked=asked,
+            attempt=attempt,
+            shards=[f"{job.id}.{attempt}.{number}" for number in range(count)],
+            contributions=Contributions(count),
+            reports=ShardReports(job.id, count),
+            rests=job.paused,
+            checkpoint=job.checkpoint,
+        )
+        self._divided[job.id] = divided
+        self._of.update({shard: (divided, number) for number, shard in enumerate(divided.shards)})
+        return divided
+
+    async def _start_shard(self, job: _Divided, number: int) -> None:
+        """On a node of its own."""
+        siblings = job.shards[:number]
+        while any(self._jobs.node_of(shard) is None for shard in siblings):
+            if self._divided.get(job.id) is not job:
+                return
+            await asyncio.sleep(_WAIT_S)
+        shard = Shard(
+            index=number,
+            count=len(job.shards),
+            synchronization=job.asked.synchronization,
+            every_steps=job.asked.every_steps,
+            meet_every_steps=job.start.checkpoint_every_steps,
+            directory=str(contributions_beside(Path(job.start.checkpoints)) / job.attempt),
+        )
+        start = replace(
+            job.start,
+            id=job.shards[number],
+            validation=job.start.validation if number == 0 else None,
+            shard=shard,
+            paused=job.rests,
+        )
+        nodes = [self._jobs.node_of(each) for each in siblings]
+        await self._jobs.start(start, excluded=frozenset(node.name for node in nodes if node is not None))
+
+    async def _start_later(self, job: _Divided, number: int) -> None:
+        """What is wrong with it then is told as an event."""
+        try:
+            await self._start_shard(job, number)
+        except EngineGoneError:  # which is told with the node's end
+            return
+        except CoserveError as error:
+            self._fail(job, number, str(error))
+
+    async def _combine(self, job: _Divided, number: int, combination: Combination) -> None:
+        shard = job.shards[number]
+        node = self._jobs.node_of(shard)
+        if node is None or shard not in self._of:
+            return
+        try:
+            await node.link.combine(shard, combination)
+        except (EngineGoneError, JobOverError):
+            return
+        except CoserveError as error:
+            self._fail(job, number, str(error))
+
+    def _fail(self, job: _Divided, number: int, message: str) -> None:
+        if self._divided.get(job.id) is job:
+            self._tell(JobEvent(job=job.shards[number], kind="failed", step=0, now_s=time.monotonic(), message=message))
+
+    async def _rest(self, job: _Divided) -> None:
+        """With the checkpoint of the first one, which the others come as far as before they rest, too."""
+        job.rests = True
+        await self._all(job.shards[:1], self._jobs.pause)
+        left_s = _CATCH_UP_S
+        while job.reports.is_holding and left_s > 0:
+            await asyncio.sleep(_WAIT_S)
+            left_s -= _WAIT_S
+        await self._all(job.shards[1:], self._jobs.pause)
+
+    async def _regroup(self, job: _Divided) -> None:
+        """Have the manager start a job again, from where it is now, on the nodes that there are."""
+        async with job.turn:
+            with suppress(CoserveError):
+                await self._rest(job)
+            if self._divided.get(job.id) is not job:
+                return
+            await self._end(job)
+        self._lost(frozenset({job.id}))
+
+    async def _end(self, job: _Divided) -> None:
+        self._forget(job)
+        await self._end_shards(job)
+
+    def _leave(self, job: _Divided) -> None:
+        """The same, soon; shards of the same job wait for that."""
+        self._forget(job)
+        ending = self._leaving[job.id] = self._soon(self._end_shards(job))
+        ending.add_done_callback(lambda _: self._leaving.get(job.id) is ending and self._leaving.pop(job.id))
+
+    def _forget(self, job: _Divided) -> None:
+        """What its shards still say is too late."""
+        if self._divided.get(job.id) is job:
+            del self._divided[job.id]
+        for shard in job.shards:
+            self._of.pop(shard, None)
+
+    async def _end_shards(self, job: _Divided) -> None:
+        """So that their nodes can have others of the same job."""
+        await asyncio.gather(*(self._jobs.cancel(shard, keeps=False) for shard in job.shards), return_exceptions=True)
+        for shard in job.shards:
+            self._jobs.forget(shard)
+
+    def _keep_from_disk(self, job: _Divided) -> None:
+        """What the job has made lies on disk: nodes may let go of it when they have no room."""
+        if job.checkpoint is None:
+            return
+        adapter = AdapterRef(name=job.start.name, directory=job.checkpoint)
+        for node in job.done:
+            self._soon(_load(node, adapter))
+
+    async def _all(self, shards: Collection[str], do: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        """Raises what one of them raised; but that it is over, only if all are."""
+        outcomes = await asyncio.gather(*map(do, shards), return_exceptions=True)
+        errors = [each for each in outcomes if isinstance(each, BaseException)]
+        for error in errors:
+            if not isinstance(error, JobOverError) or len(errors) == len(shards):
+                raise error
+
+    def _soon(self, do: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(do)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _load(node: ClusterNode, adapter: AdapterRef) -> None:
+    with suppress(CoserveError):  # it is read when it is asked for
+        await node.link.load_adapter(adapter)
+
+
+def _discard_all(directories: list[str]) -> None:
+    for directory in directories:
+        discard(Path(directory))

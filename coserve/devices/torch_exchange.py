@@ -1,0 +1,85 @@
+"""What the nodes of a data-parallel job give each other of its tensors, and how that is combined; see
+`coserve.tuning.shard`.
+
+Everything is combined in the order that all nodes are told, so that all come to the same values, bit for bit where they
+compute alike.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.tensor_files import open_tensors
+from coserve.errors import AdapterError
+from coserve.tuning.optimizer import AdapterOptimizer
+from coserve.tuning.shard import Shard
+
+# In a contribution's directory.
+CONTRIBUTION_FILE = "contribution.safetensors"
+
+
+class TorchExchange:
+    """One node's end."""
+
+    def __init__(self, shard: Shard, trained: Mapping[str, Tensor]) -> None:
+        """trained: what gradients are of, or what makes progress; float32, by name."""
+        self._shard, self._trained = shard, trained
+        self._base: dict[str, Tensor] = {}  # what all contributions so far have made, in the order of all nodes
+        self._read: list[dict[str, Tensor]] = []  # on the CPU; not taken in yet
+
+    def begin(self) -> None:
+        """All nodes hold now what this one holds."""
+        if not self._shard.gives_gradients:
+            self._base = {name: tensor.detach().clone() for name, tensor in self._trained.items()}
+
+    @torch.inference_mode()
+    def take(self, gradients: Mapping[str, Tensor] | None, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the others are to have: gradients (None: it has none), or how far the values have come since nodes last
+        exchanged them, and the optimizer's moments.
+        """
+        if self._shard.gives_gradients:
+            return dict(gradients or {})
+        progress = {name: tensor - self._base[name] for name, tensor in self._trained.items()}
+        return progress | {name: tensor.clone() for name, tensor in moments.items()}
+
+    def read(self, directories: tuple[str, ...]) -> None:
+        """Read contributions, for later; from any thread. AdapterError for their files."""
+        found = []
+        for directory in directories:
+            path = Path(directory) / CONTRIBUTION_FILE
+            with open_tensors(path) as file:
+                for name, header in file.headers.items():
+                    trained = self._trained.get(name.rpartition("/")[0] or name)
+                    if trained is None or header.shape != tuple(trained.shape):
+                        raise AdapterError(f"{path} is no contribution to this job: {name}, {list(header.shape)}")
+                found.append({name: file.read(name) for name in file.headers})
+        self._read += found
+
+    @torch.inference_mode()
+    def combine(self, number: int, optimizer: AdapterOptimizer, *, meets: bool) -> dict[str, Tensor] | None:
+        """Take in the first of those that were read. Returns the sum of their gradients, or continues with their
+        progress: the values are what it has made of them; where nodes meet, so are the moments.
+        """
+        taken, self._read = self._read[:number], self._read[number:]
+        if self._shard.gives_gradients:
+            return self._sum(taken)
+        for contribution in taken:
+            for name, base in self._base.items():
+                base.add_(contribution[name].to(base.device), alpha=1.0 / self._shard.count)
+        for name, tensor in self._trained.items():
+            tensor.copy_(self._base[name])
+        if meets:
+            last = taken[-self._shard.count :]  # one of each node
+            for name, moment in optimizer.moments.items():
+                moment.copy_(torch.stack([each[name] for each in last]).mean(0))
+        return None
+
+    def _sum(self, taken: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        total: dict[str, Tensor] = {}
+        for gradients in taken:
+            for name, gradient in gradients.items():
+                on_device = gradient.to(self._trained[name].device)
+                total[name] = total[name].add_(on_device) if name in total else on_device
+        return total

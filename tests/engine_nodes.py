@@ -1,0 +1,172 @@
+"""A cluster of real engines in threads of this process, without Ray: nodes that train, answer, and die when told to."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from cluster_nodes import READY, ScriptedNode, num_ready, until
+from engines import make_engine, word_tokenizer
+from job_engine import World, world
+from msgspec.structs import replace
+
+from coserve.cluster.link import ClusterLink
+from coserve.cluster.messages import CommandBatch
+from coserve.cluster.placement import make_placement
+from coserve.engine.engine import Engine
+from coserve.worker.process import EngineProcess
+
+
+class _KilledError(BaseException):
+    """The engine's thread ends wherever it asks for a command."""
+
+
+class _Socket:
+    """What an `EngineProcess` reads commands from, and sends reports to."""
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self.commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.is_killed = False
+        self.send = send
+        self._next: bytes | None = None
+
+    def poll(self, wait_ms: int) -> bool:
+        if self._next is None:
+            with suppress(queue.Empty):
+                self._next = self.commands.get(timeout=wait_ms / 1000) if wait_ms else self.commands.get_nowait()
+        if self.is_killed:
+            raise _KilledError
+        return self._next is not None
+
+    def recv(self) -> bytes:
+        found, self._next = self._next, None
+        assert found is not None
+        return found
+
+
+class EngineNode(ScriptedNode):
+    """Implements `NodeCalls`: each session has a fresh engine, in a thread of its own."""
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        super().__init__()
+        self._make = make
+        self.engine: Engine | None = None
+        self._socket: _Socket | None = None
+        self._threads: list[threading.Thread] = []
+
+    async def attach(self, session: str) -> None:
+        self._check()
+        self.kill_engine()
+        self.engine = engine = self._make()
+        self.ready = replace(READY, num_pages=engine.device.info.num_pages)
+        loop = asyncio.get_running_loop()
+
+        def send(report: bytes) -> None:
+            if not socket.is_killed:
+                loop.call_soon_threadsafe(self._say, session, report)
+
+        socket = self._socket = _Socket(send)
+        await super().attach(session)
+        thread = threading.Thread(target=_run, args=(engine, socket), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    async def send(self, session: str, batch: CommandBatch) -> None:
+        self._check(session)
+        assert self._socket is not None
+        for each in batch.commands:
+            self._socket.commands.put(each)
+
+    def _say(self, session: str, report: bytes) -> None:
+        if session == self.session:
+            self.say_encoded(report)
+
+    def kill_engine(self) -> None:
+        """With everything that it has not said yet."""
+        if self._socket is not None:
+            self._socket.is_killed = True
+            self._socket.commands.put(b"")
+
+    def die(self) -> None:
+        self.kill_engine()
+        super().die()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def _run(engine: Engine, socket: _Socket) -> None:
+    with suppress(_KilledError):
+        EngineProcess(engine, socket).run()  # type: ignore[arg-type]  # as much of one as it uses
+
+
+def small_engine() -> Engine:
+    return make_engine(tokenizer=word_tokenizer())
+
+
+class ClusterWorld:
+    """A server's jobs on such nodes."""
+
+    def __init__(self, made: World, link: ClusterLink, nodes: dict[str, EngineNode]) -> None:
+        self.world, self.link, self.nodes = made, link, nodes
+
+    def node(self, number: int) -> EngineNode:
+        return self.nodes[f"node-{number}"]
+
+    def working(self, job: str) -> list[str]:
+        """Nodes that have a part of a job."""
+        return [each["name"] for each in self.link.describe() if job in each["jobs"]]
+
+    def num_ready(self) -> int:
+        return num_ready(self.link)
+
+    async def until(self, question: Callable[[], Any]) -> Any:
+        return await self.world.until(question)
+
+
+class _Listener:
+    def __init__(self, made: World, link: ClusterLink) -> None:
+        self._manager, self._link = made.manager, link
+
+    def engine_ready(self, ready: Any) -> None:
+        self._manager.engine_ready()
+
+    def engine_gone(self) -> None:
+        self._manager.engine_gone(self._link.jobs_at_death, self._link.jobs_lost)
+
+    def engine_reported(self, report: Any) -> None:
+        self._manager.engine_reported(report.job_events, report.checkpoints)
+
+
+@asynccontextmanager
+async def cluster_world(
+    home: Path, num_nodes: int = 3, make: Callable[[], Engine] = small_engine
+) -> AsyncIterator[ClusterWorld]:
+    """All nodes are ready."""
+    nodes = {f"node-{number}": EngineNode(make) for number in range(num_nodes)}
+
+    async def find() -> dict[str, EngineNode]:
+        return nodes
+
+    async with world(home, alive=False) as made:
+        link = ClusterLink(find, make_placement("round-robin"))
+        found = ClusterWorld(made, link, nodes)
+        running = asyncio.create_task(link.run())
+        try:
+            await until(lambda: found.num_ready() == num_nodes)
+            made.link.engine = link
+            link.listen(_Listener(made, link))
+            made.manager.engine_ready()
+            yield found
+        finally:
+            made.link.engine = None
+            await link.stop()
+            await running
+            for node in nodes.values():
+                node.kill_engine()
+                node.join()

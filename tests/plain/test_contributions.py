@@ -1,0 +1,126 @@
+"""What nodes of a data-parallel job take in of one another, and what is told of their steps: plain bookkeeping."""
+
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+
+from coserve.cluster.contributions import Contributions
+from coserve.cluster.shard_reports import ShardReports
+from coserve.engine.job import JobEvent
+from coserve.jobs.messages import Checkpointed, Contributed
+from coserve.tuning.shard import Combination, Shard
+
+
+def contributed(node: int, step: int, *, meets: bool = True, num_trained: int = 1) -> Contributed:
+    return Contributed(job="j", step=step, directory=f"{step}-{node}", meets=meets, num_trained=num_trained)
+
+
+def shard(**settings: Any) -> Shard:
+    usual = {"index": 0, "count": 3, "synchronization": "synchronous", "every_steps": 1, "meet_every_steps": 0}
+    return Shard(**{"directory": "/none", **usual, **settings})
+
+
+@pytest.mark.parametrize(("number", "count"), [*product(range(9), (1, 2, 3, 5))])
+def test_the_parts_of_a_batch_are_all_of_it_once_and_nearly_the_same_size(number: int, count: int):
+    parts = [range(*shard(index=index, count=count).part(10, 10 + number)) for index in range(count)]
+    assert [index for part in parts for index in part] == list(range(10, 10 + number))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_asynchronous_nodes_meet_where_a_checkpoint_is_due_and_others_whenever_they_contribute():
+    def steps(of: Shard, question: str) -> list[int]:
+        return [step for step in range(1, 11) if getattr(of, question)(step, 10)]
+
+    local = shard(synchronization="local-sgd", every_steps=4, meet_every_steps=6)
+    assert steps(local, "contributes_after") == [4, 6, 8, 10]
+    assert all(local.meets_after(step, 10) for step in (4, 6, 8, 10))
+    free = shard(synchronization="asynchronous", every_steps=4, meet_every_steps=6)
+    assert steps(free, "contributes_after") == [4, 6, 8, 10]
+    assert steps(free, "meets_after") == [6, 10]
+
+
+def test_nodes_that_meet_take_in_what_all_have_brought_in_one_order():
+    log = Contributions(3)
+    assert log.add(2, contributed(2, 1, num_trained=5)) == {}
+    assert log.add(0, contributed(0, 1, num_trained=2)) == {}
+    found = log.add(1, contributed(1, 1, num_trained=0))
+    whole = Combination(directories=("1-0", "1-1", "1-2"), num_trained=7, version=1, num_in_version=3)
+    assert found == dict.fromkeys(range(3), whole)
+
+
+def test_a_node_that_waits_for_nobody_takes_in_what_has_come_so_far():
+    log = Contributions(2)
+    first = log.add(0, contributed(0, 4, meets=False))
+    assert first == {0: Combination(directories=("4-0",), num_trained=1)}
+    second = log.add(0, contributed(0, 8, meets=False))
+    assert second == {0: Combination(directories=("8-0",), num_trained=1, version=4, num_in_version=1)}
+    late = log.add(1, contributed(1, 4, meets=False))
+    assert late == {1: Combination(directories=("4-0", "8-0", "4-1"), num_trained=3, version=4, num_in_version=2)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_version_is_made_of_the_same_contributions_on_every_node(seed: int):
+    random, num_nodes = Random(seed), 3
+    log, rounds = Contributions(num_nodes), [4, 6, 8, 10]
+    done, waits = [0] * num_nodes, [False] * num_nodes
+    taken: list[list[str]] = [[] for _ in range(num_nodes)]
+    versions: dict[int, list[str]] = {}
+    removed: set[str] = set()
+    while any(number < len(rounds) for number in done):
+        node = random.choice([each for each in range(num_nodes) if not waits[each] and done[each] < len(rounds)])
+        step, done[node], waits[node] = rounds[done[node]], done[node] + 1, True
+        for other, found in log.add(node, contributed(node, step, meets=step in (6, 10))).items():
+            assert not removed & set(found.directories)
+            waits[other] = False
+            if found.version is not None:
+                whole = taken[other] + list(found.directories[: found.num_in_version])
+                assert versions.setdefault(found.version, whole) == whole
+                assert len(whole) == num_nodes * (rounds.index(found.version) + 1)
+            taken[other] += found.directories
+        removed |= set(log.take_spent())
+    assert taken[0] == taken[1] == taken[2]
+    assert sorted(taken[0]) == sorted(f"{step}-{node}" for step in rounds for node in range(num_nodes))
+    assert {6, 10} <= versions.keys()
+
+
+def event(kind: Any, step: int, **fields: Any) -> JobEvent:
+    return JobEvent(job="j.a.0", kind=kind, step=step, now_s=0.0, **fields)
+
+
+def test_a_step_is_told_when_all_nodes_have_made_it_with_the_means_of_all_tokens():
+    reports = ShardReports("j", 3)
+    few = event("step", 1, loss=1.0, token_accuracy=0.0, num_trained=1, num_tokens=2, norm=1.0)
+    many = event("step", 1, loss=4.0, token_accuracy=1.0, num_trained=3, num_tokens=5, norm=1.0)
+    none = event("step", 1, loss=float("nan"), token_accuracy=float("nan"), num_tokens=0, norm=1.0)
+    assert reports.take(0, few) == reports.take(2, none) == []
+    [told] = reports.take(1, many)
+    assert isinstance(told, JobEvent)
+    assert (told.job, told.loss, told.token_accuracy) == ("j", 3.25, 0.75)
+    assert (told.num_trained, told.num_tokens, told.norm) == (4, 7, 1.0)
+
+
+def test_a_checkpoint_is_told_after_its_step_and_an_end_when_all_have_ended():
+    reports = ShardReports("j", 2)
+    checkpoint = Checkpointed(job="j.a.0", step=1, directory="/c", listed=True)
+    assert reports.take(0, event("step", 1, loss=1.0, num_trained=1)) == []
+    assert reports.take(0, checkpoint) == []
+    assert reports.is_holding
+    told = reports.take(1, event("step", 1, loss=1.0, num_trained=1))
+    assert [(type(each).__name__, each.job, each.step) for each in told] == [
+        ("JobEvent", "j", 1),
+        ("Checkpointed", "j", 1),
+    ]
+    assert not reports.is_holding
+    assert reports.take(1, event("succeeded", 1)) == []
+    assert [each.job for each in reports.take(0, event("succeeded", 1))] == ["j"]
+
+
+def test_a_version_is_told_when_all_nodes_have_one_as_new():
+    reports = ShardReports("j", 2)
+    assert reports.take(0, event("version", 4, version="ft:a@b@4")) == []
+    assert reports.take(0, event("version", 8, version="ft:a@b@8")) == []
+    [told] = reports.take(1, event("version", 9, version="ft:a@b@4"))
+    assert isinstance(told, JobEvent)
+    assert (told.version, told.step) == ("ft:a@b@4", 4)
