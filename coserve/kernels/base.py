@@ -105,6 +105,14 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def int8_grouped_product(self, x: Tensor, values: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+        """`grouped_product` with weights of int8 values [groups, out, in] and float32 scales [groups, out]."""
+
+    @abstractmethod
+    def int8_grouped_input_gradient(self, grad: Tensor, values: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+        """dx = dy W of each group with such weights; grad [m, out] -> [m, in]."""
+
+    @abstractmethod
     def grouped_weight_gradient(self, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         """`weight_gradient` of each group: grad [m, out], x [m, in] -> float32 [groups, out, in]."""
 

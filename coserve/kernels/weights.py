@@ -1,8 +1,8 @@
 """Weights of linear layers: dense, several in one piece, quantised. Who reads one never asks which it is.
 
-A weight is [out, in] and multiplies rows [n, in]. It knows how it is stored; how fast that is multiplied is the
-backend's business, so each class asks the backend for the products of its own storage. Another kind of storage is one
-class more, with a `format` by which it is asked for.
+A weight is [out, in] and multiplies rows [n, in]; that of experts is [experts, out, in]. It knows how it is stored; how
+fast that is multiplied is the backend's business, so each class asks the backend for the products of its own storage.
+Another kind of storage is one class more, with a `format` by which it is asked for.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Weight(ABC):
-    """A matrix [out, in] of a linear layer.
+    """A matrix [out, in] of a linear layer, or those of experts [experts, out, in].
 
     format: what `--weights` calls this storage; "" for what is only made of other weights.
     """
@@ -28,13 +28,13 @@ class Weight(ABC):
 
     @classmethod
     def from_dense(cls, weight: Tensor, backend: "Backend") -> "Weight":
-        """A float weight [out, in], stored so."""
+        """A float weight, stored so."""
         raise AssertionError(f"{cls.__name__} is not asked for by name")
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
+    def shape(self) -> tuple[int, ...]:
+        """(out, in), after the number of experts if it is of those."""
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
@@ -42,7 +42,7 @@ class Weight(ABC):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The matrix itself [out, in], in the compute dtype (of a quantised weight: dequantised)."""
+        """The matrix itself, in the compute dtype (of a quantised weight: dequantised)."""
 
     @abstractmethod
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,6 +51,14 @@ class Weight(ABC):
     @abstractmethod
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         """dx = dy W; grad [n, out] -> [n, in], added to `onto` in place if that is given."""
+
+    def grouped_product(self, backend: "Backend", x: Tensor, ends: Tensor) -> Tensor:
+        """Of experts: each group of rows with its own matrix; see `Backend.grouped_product`."""
+        return backend.grouped_product(x, self.dense(), ends)
+
+    def grouped_input_gradient(self, backend: "Backend", grad: Tensor, ends: Tensor) -> Tensor:
+        """Of experts: dx = dy W of each group; grad [m, out] -> [m, in]."""
+        return backend.grouped_product(grad, self.dense().mT, ends)
 
     @abstractmethod
     def joined(self, others: Sequence["Weight"], backend: "Backend") -> tuple["Weight", list["Weight"]]:
@@ -81,9 +89,8 @@ class DenseWeight(Weight):
         self.tensor = tensor
 
     @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.tensor.shape
-        return rows, columns
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.tensor,)
@@ -105,7 +112,8 @@ class DenseWeight(Weight):
 
 
 class Int8Weight(Weight):
-    """Whole numbers from -127 to 127 and one scale per output channel: W[i, j] = values[i, j] * scales[i].
+    """Whole numbers from -127 to 127 and one scale per output channel: W[i, j] = values[i, j] * scales[i]; of experts,
+    of each.
 
     Weight-only: rows stay in the compute dtype, and sums are float32.
     """
@@ -113,12 +121,16 @@ class Int8Weight(Weight):
     format = "int8"
 
     def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        """values int8 [out, in], scales float32 [out]; dtype: the compute dtype."""
+        """values int8 [..., out, in], scales float32 [..., out]; dtype: the compute dtype."""
         self.values, self.scales, self._dtype = values, scales, dtype
 
     @classmethod
     def quantised(cls, weight: Tensor) -> "Int8Weight":
-        """The nearest of a float weight [out, in]: symmetric, a channel's largest magnitude becomes 127."""
+        """The nearest of a float weight: symmetric, a channel's largest magnitude becomes 127."""
+        if weight.ndim > 2:  # one expert after the other, so that little is in float32 at a time
+            parts = zip(*(cls.quantised(one).tensors() for one in weight), strict=True)
+            values, scales = (torch.stack(each) for each in parts)
+            return cls(values, scales, weight.dtype)
         wide = weight.float()
         scales = wide.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny).div_(127)
         values = (wide / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
@@ -129,15 +141,14 @@ class Int8Weight(Weight):
         return cls.quantised(weight)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.values.shape
-        return rows, columns
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.values, self.scales
 
     def dense(self) -> Tensor:
-        return (self.values.float() * self.scales[:, None]).to(self._dtype)
+        return (self.values.float() * self.scales[..., None]).to(self._dtype)
 
     @property
     def max_rounding(self) -> float:
@@ -148,6 +159,12 @@ class Int8Weight(Weight):
 
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         return backend.int8_input_gradient(grad, self.values, self.scales, onto)
+
+    def grouped_product(self, backend: "Backend", x: Tensor, ends: Tensor) -> Tensor:
+        return backend.int8_grouped_product(x, self.values, self.scales, ends)
+
+    def grouped_input_gradient(self, backend: "Backend", grad: Tensor, ends: Tensor) -> Tensor:
+        return backend.int8_grouped_input_gradient(grad, self.values, self.scales, ends)
 
     def joined(self, others: Sequence[Weight], backend: "Backend") -> tuple[Weight, list[Weight]]:
         values, scales = (torch.cat(parts) for parts in zip(*(w.tensors() for w in (self, *others)), strict=True))
@@ -165,7 +182,7 @@ class JoinedWeight(Weight):
         self._own, self._piece = own, piece
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return self._own.shape
 
     def tensors(self) -> tuple[Tensor, ...]:

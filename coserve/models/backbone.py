@@ -10,7 +10,7 @@ from coserve.errors import ModelError, UnsupportedModelError
 from coserve.graph.blocks import split_rows
 from coserve.kernels import find_backend
 from coserve.kernels.base import Backend
-from coserve.kernels.weights import Weight, weight_formats
+from coserve.kernels.weights import Weight
 from coserve.models.base import Architecture, Part
 from coserve.models.families import build_architecture
 from coserve.models.rope import RotaryTable
@@ -126,12 +126,6 @@ def build_backbone(
 ) -> Backbone:
     """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size."""
     architecture = build_architecture(source.config)
-    possible = architecture.weight_formats
-    if possible is not None and weight_format in weight_formats() and weight_format not in possible:
-        raise UnsupportedModelError(
-            f"{source.name} is a {architecture.config.model_type}, which is not held as {weight_format}; weights must "
-            f"be {' or '.join(possible)}"
-        )
     compute_dtype, rotary = resolve_dtype(source, dtype), architecture.rotary_tables()
     storage = WeightStorage(dtype=compute_dtype, weight_format=weight_format, backend=find_backend(device, kernels))
     if device.type == "meta":

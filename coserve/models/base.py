@@ -69,8 +69,6 @@ class Architecture(ABC):
     block_prefix: ClassVar[str] = "model.layers"
     # The configuration's field for the longest sequence.
     max_positions_name: ClassVar[str] = "max_position_embeddings"
-    # How its linear weights may be held, of what `coserve.kernels.weights` has; None: in any of these ways.
-    weight_formats: ClassVar[tuple[str, ...] | None] = None
     # Whether a row's results can be made the same in any company (`Backbone.deterministic`).
     can_be_deterministic: ClassVar[bool] = True
     # A regular expression of tensors in checkpoints that nothing reads: buffers of older versions of transformers.

@@ -11,7 +11,6 @@ class MixtureDecoder(RotaryDecoder):
     experts_per_row: to how many a row goes. all_scores: whether their shares are of a softmax over all experts.
     """
 
-    weight_formats = ("dense",)
     can_be_deterministic = False  # how many rows meet in an expert depends on the company
     router = "mlp.gate"
     router_bias: bool = False

@@ -51,12 +51,18 @@ class WeightStorage:
         """The weight of a linear layer as it is stored."""
         return weight_class(self.weight_format).from_dense(tensor, self.backend)
 
+    def experts(self, tensor: Tensor) -> "Tensor | Weight":
+        """The matrices of experts as they are stored: of floats they stay a tensor."""
+        return tensor if self.weight_format == DenseWeight.format else self.linear(tensor)
+
     def made(self, architecture: Architecture, name: str, tensor: Tensor) -> "Tensor | Weight":
         """A tensor of the checkpoint as it is held. The table of embeddings that is also the head stays a tensor, in
         the layout of a weight.
         """
         if name.removesuffix(".weight") in architecture.linear_sites and name.endswith(".weight"):
             return self.linear(tensor)
+        if name.removesuffix(".weight") in architecture.expert_sites and name.endswith(".weight"):
+            return self.experts(tensor)
         return self.backend.layout(tensor) if architecture.is_tied_table(name) else tensor
 
 

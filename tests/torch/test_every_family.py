@@ -2,6 +2,7 @@
 the modules that PEFT finds has PEFT's gradients, and goes to PEFT and back; int8 weights give what they stand for.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from support import (
     fresh_peft_twin,
+    make_adapter,
     make_backbone,
     make_model,
     model_directory,
@@ -25,10 +27,12 @@ from support import (
 from coserve.adapters import Adapter, LoraConfig, load_adapter, save_adapter
 from coserve.adapters.base import PEFT_PREFIX
 from coserve.engine.job import JobEvent
-from coserve.errors import AdapterError, UnsupportedModelError
+from coserve.errors import AdapterError
 from coserve.kernels import backend_names
-from coserve.kernels.weights import Weight
+from coserve.kernels.weights import DenseWeight, Weight
 from coserve.models import CachedSequence, forward, load_backbone, logits
+from coserve.models.stored import Transposed
+from coserve.models.weights import weight_tensors
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.examples import epoch_order
@@ -181,12 +185,8 @@ def test_experts_that_are_not_there_are_named():
         Adapter(make_backbone("phi3"), LoraConfig(target_modules=("o_proj",), target_parameters=("experts",)))
 
 
-@pytest.mark.parametrize("name", some(MORE_CONFIGS, of={"gpt2", "falcon-new", "gemma2", "phi3", "mixtral"}))
+@pytest.mark.parametrize("name", some(MORE_CONFIGS, of={"gpt2", "falcon-new", "gemma2", "phi3", "mixtral", "gpt-oss"}))
 def test_int8_weights_give_the_logits_of_what_they_stand_for(name):
-    if "int8" not in (make_backbone(name).architecture.weight_formats or ("int8",)):
-        with pytest.raises(UnsupportedModelError, match="which is not held as int8; weights must be dense"):
-            load_backbone(str(model_directory(name)), dtype="float32", weights="int8")
-        return
     backbone = load_backbone(str(model_directory(name)), dtype="float32", weights="int8")
     model, architecture = make_model(name), backbone.architecture
     parameters = dict(model.named_parameters())
@@ -196,7 +196,43 @@ def test_int8_weights_give_the_logits_of_what_they_stand_for(name):
         parameter = parameters.get(f"{module}.weight")
         if parameter is not None:
             parameter.data.copy_(architecture.stored_as(f"{module}.weight").views(weight.dense())[0])
+    for module, (part, node) in architecture.expert_sites.items():
+        weight = backbone.weights[part][f"{node}.weight"]
+        assert isinstance(weight, Weight) and weight.tensors()[0].dtype == torch.int8
+        is_turned = type(architecture.stored_as(f"{module}.weight")) is Transposed
+        parameters[module].data.copy_(weight.dense().mT if is_turned else weight.dense())
     if architecture.tied:
         return  # the table stays as it is, and is the head's twin in transformers
     tokens = random_tokens(10, 1)
     torch.testing.assert_close(our_logits(backbone, tokens), transformers_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adapters_on_int8_experts_train_as_on_what_these_stand_for(name, backend):
+    directory = str(model_directory(name))
+    int8 = load_backbone(directory, dtype="float32", weights="int8", kernels=backend)
+    exact = {
+        part: {name: DenseWeight(held.dense()) if isinstance(held, Weight) else held for name, held in weights.items()}
+        for part, weights in int8.weights.items()
+    }
+    meant = replace(int8, weights=exact)
+    sequences, gradients = random_sequences((7, 11, 1, 5)), []
+    for backbone in (int8, meant):
+        adapter = make_adapter(backbone, seed=1, target_modules=("q_proj",), target_parameters=EXPERTS)
+        training = TrainingPass(adapter, training_programs(adapter), make_pack(sequences))
+        run_alone(training, forward_rows=5, backward_rows=7)
+        gradients.append(training.gradients)
+    assert worst_error(*gradients) < 1e-4
+
+
+def test_int8_experts_take_a_quarter_of_the_bytes_of_float32():
+    directory = str(model_directory("mixtral"))
+    sizes = []
+    for weights in ("int8", "dense"):
+        backbone = load_backbone(directory, dtype="float32", weights=weights)
+        experts = [
+            backbone.weights[part][f"{node}.weight"] for part, node in backbone.architecture.expert_sites.values()
+        ]
+        sizes.append(sum(tensor.nbytes for each in experts for tensor in weight_tensors({"": each})))
+    assert 0.25 < sizes[0] / sizes[1] < 0.3, "and a scale for each row, of rows that are short here"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Context, Operator, RowWise, Shape, Shapes, Values
 from coserve.graph.tensors import TensorSpec
+from coserve.kernels.weights import as_weight
 
 
 class Route(Operator):
@@ -92,9 +93,9 @@ class ExpertLinear(Operator):
         return {"y": ((shapes["experts"][0] * shapes["weight"][1],), None)}
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        experts, weight, bias = values["experts"], values["weight"], values.get("bias")
+        experts, weight, bias = values["experts"], as_weight(values["weight"]), values.get("bias")
         groups = _Groups(experts, weight.shape[0])
-        y = context.backend.grouped_product(groups.take(values["x"], weight.shape[2]), weight, groups.ends)
+        y = weight.grouped_product(context.backend, groups.take(values["x"], weight.shape[2]), groups.ends)
         if bias is not None:
             y = y + bias[groups.experts]
         return {"y": groups.put(y)}
@@ -109,11 +110,11 @@ class ExpertLinear(Operator):
             parts = dy.float().view(experts.numel(), -1)
             result["bias"] = total.index_add_(0, experts.flatten(), parts)
         if "x" in wanted or "weight" in wanted:
-            weight: Tensor = values["weight"]
+            weight = as_weight(values["weight"])
             groups = _Groups(experts, weight.shape[0])
             grad = groups.take(dy, weight.shape[1])
             if "x" in wanted:
-                dx = groups.put(context.backend.grouped_product(grad, weight.mT, groups.ends))
+                dx = groups.put(weight.grouped_input_gradient(context.backend, grad, groups.ends))
                 result["x"] = dx.view(*experts.shape, -1).sum(1) if attributes["shared"] else dx
             if "weight" in wanted:
                 x = groups.take(values["x"], weight.shape[2])

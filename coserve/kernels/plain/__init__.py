@@ -45,6 +45,12 @@ class PlainBackend(Backend):
     def grouped_product(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return experts.grouped_product(x, weight, ends)
 
+    def int8_grouped_product(self, x: Tensor, values: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+        return experts.int8_grouped_product(x, values, scales, ends)
+
+    def int8_grouped_input_gradient(self, grad: Tensor, values: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+        return experts.int8_grouped_input_gradient(grad, values, scales, ends)
+
     def grouped_weight_gradient(self, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         return experts.grouped_weight_gradient(grad, x, ends)
 

@@ -24,6 +24,25 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
+def int8_grouped_product(x: Tensor, values: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+    """See `Backend.int8_grouped_product`. The whole numbers are exact in every compute dtype; scales go onto the sums.
+    Only matrices that rows meet are made wide, a tile of them at a time.
+    """
+    groups, y = _groups(x.shape[0], ends), x.new_empty(x.shape[0], values.shape[1])
+    for rows, some, ends_here in _runs_of_groups(ends, values[0].numel()):
+        y[rows] = grouped_product(x[rows], values[some].to(x.dtype), ends_here)
+    return (y.float() * scales[groups]).to(x.dtype)
+
+
+def int8_grouped_input_gradient(grad: Tensor, values: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+    """See `Backend.int8_grouped_input_gradient`. Scales go onto the gradient."""
+    scaled = (grad.float() * scales[_groups(grad.shape[0], ends)]).to(grad.dtype)
+    dx = grad.new_empty(grad.shape[0], values.shape[2])
+    for rows, some, ends_here in _runs_of_groups(ends, values[0].numel()):
+        dx[rows] = grouped_product(scaled[rows], values[some].to(grad.dtype).mT, ends_here)
+    return dx
+
+
 def grouped_weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """See `Backend.grouped_weight_gradient`."""
     if _fits(x.itemsize, grad.shape[1], x.shape[1]):
@@ -42,6 +61,19 @@ def _fits(itemsize: int, *widths: int) -> bool:
 def _groups(num_rows: int, ends: Tensor) -> Tensor:
     """Which group each row is of, int64 [m]."""
     return torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
+
+
+def _runs_of_groups(ends: Tensor, num_elements: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Groups that have rows, as many at a time as a tile may hold: their rows, their numbers, and where each one's rows
+    end among those.
+    """
+    bounds = [0, *ends.tolist()]
+    busy = [group for group in range(len(bounds) - 1) if bounds[group + 1] > bounds[group]]
+    for tile in _tiles(len(busy), num_elements):
+        some = busy[tile]
+        rows = slice(bounds[some[0]], bounds[some[-1] + 1])
+        numbers = torch.tensor(some, device=ends.device)
+        yield rows, numbers, ends[numbers] - rows.start
 
 
 def _tiles(num_rows: int, num_elements: int) -> Iterator[slice]:
