@@ -61,7 +61,7 @@ def ask(world: RayWorld, prompt: str, num_tokens: int, model: str = "tiny") -> s
     return found.choices[0].text
 
 
-def train(world: RayWorld, number: int, num_steps: int) -> str:
+def train(world: RayWorld, number: int, num_steps: int, **extension: Any) -> str:
     rows = [json.dumps({"prompt": f"{i} and {number} ", "completion": f"make {i + number}"}) for i in range(8)]
     file = world.client.files.create(file=("train.jsonl", "\n".join(rows).encode()), purpose="fine-tune")
     job = world.client.fine_tuning.jobs.create(
@@ -69,7 +69,7 @@ def train(world: RayWorld, number: int, num_steps: int) -> str:
         training_file=file.id,
         seed=number,
         hyperparameters={"n_epochs": num_steps // 2, "batch_size": 4},
-        extra_body={"coserve": {"checkpoint_every_steps": 10}},
+        extra_body={"coserve": {"checkpoint_every_steps": 10} | extension},
     )
     return job.id
 
@@ -132,6 +132,25 @@ def test_every_node_answers_as_a_single_engine_for_every_adapter_version(world: 
             assert {ask(world, prompt, 12, version) for _ in range(3)} == {alone(engine, prompt, 12, version)}
 
 
+@pytest.mark.parametrize("synchronization", ["synchronous", "local-sgd", "asynchronous"])
+def test_three_nodes_learn_one_job_and_serve_it(world: RayWorld, engine: Any, synchronization: str):
+    asked = {"data_parallel": 3, "live": True, "synchronization": synchronization}
+    world.until(lambda: world.num_ready() == 3)
+    id = train(world, 5, 60, **asked)
+    world.until(
+        lambda: sum(id in node["jobs"] for node in world.status()["nodes"]) == 3 or job_of(world, id).finished_at
+    )
+    job = finished(world, id)
+    assert steps_of(world, id) == list(range(1, 61))
+    engine.load_adapter(job.fine_tuned_model, str(world.config.directory / "jobs" / id / "checkpoints" / "step-60"))
+    for prompt in PROMPTS[:2]:
+        expected = alone(engine, prompt, 12, job.fine_tuned_model)
+        assert {ask(world, prompt, 12, job.fine_tuned_model) for _ in range(3)} == {expected}
+    too_many = {"data_parallel": 4}
+    with pytest.raises(openai.BadRequestError, match="this server has 3 nodes that are ready"):
+        train(world, 5, 60, **too_many)
+
+
 class Streams:
     """Clients that read one answer after the other; what came of each is compared with a single engine's."""
 
@@ -175,7 +194,9 @@ class Streams:
 def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(world: RayWorld, engine: Any):
     expected = {prompt: alone(engine, prompt, 48) for prompt in PROMPTS}
     streams = Streams(world, expected, 48)
-    jobs = [train(world, number, NUM_STEPS) for number in range(NUM_JOBS)]
+    world.until(lambda: world.num_ready() == 3)
+    jobs = [train(world, number, NUM_STEPS) for number in range(NUM_JOBS - 1)]
+    jobs.append(train(world, NUM_JOBS - 1, NUM_STEPS, data_parallel=3))
     kills = [world.kill_engine, world.kill_actor, world.kill_machine, world.kill_front]
     took: dict[str, list[float]] = {}
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
