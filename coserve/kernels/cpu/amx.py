@@ -29,16 +29,24 @@ class AmxProducts:
     def skinny_gemm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """x W^T + b: x [n, in] of at most 192 rows, weight [out, in] -> [n, out]; in and out are multiples of 32."""
         (n, inner), outer = x.shape, weight.shape[0]
-        if not 0 < n <= _MOST_ROWS or inner % 32 or outer % 32 or weight.shape != (outer, inner):
-            return None
-        if not weight.is_contiguous() or (bias is not None and (bias.shape != (outer,) or not bias.is_contiguous())):
-            return None
-        if not (_are_for_amx(x, weight) if bias is None else _are_for_amx(x, weight, bias)):
+        if not _is_skinny(x, weight, bias) or not _are_for_amx(weight):
             return None
         y = torch.empty(n, outer, dtype=x.dtype)
         self._kernels.product(
             *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
             *(n, inner, outer, torch.get_num_threads()),
+        )
+        return y
+
+    def int8_skinny_gemm(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        """(x W^T) s + b: the same with int8 values [out, in] and float32 scales [out]."""
+        (n, inner), outer = x.shape, values.shape[0]
+        if not _is_skinny(x, values, bias) or not scales.is_contiguous():
+            return None
+        y = torch.empty(n, outer, dtype=x.dtype)
+        self._kernels.int8_product_by_tiles(
+            *(x.data_ptr(), x.stride(0), values.data_ptr(), scales.data_ptr()),
+            *(None if bias is None else bias.data_ptr(), y.data_ptr(), n, inner, outer, torch.get_num_threads()),
         )
         return y
 
@@ -87,6 +95,16 @@ class AmxProducts:
             *(n, width, rank, _num_threads(n * width)),
         )
         return grad
+
+
+def _is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether these are few rows, and a weight [out, in] and a bias of a shape that is cut into whole tiles."""
+    (n, inner), outer = x.shape, weight.shape[0]
+    if not 0 < n <= _MOST_ROWS or inner % 32 or outer % 32 or weight.shape != (outer, inner):
+        return False
+    if not weight.is_contiguous() or (bias is not None and (bias.shape != (outer,) or not bias.is_contiguous())):
+        return False
+    return _are_for_amx(x) if bias is None else _are_for_amx(x, bias)
 
 
 def _is_low(rank: int, width: int) -> bool:

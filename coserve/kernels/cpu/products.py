@@ -7,8 +7,8 @@ Which way is fastest depends on the processor, the dtype and the number of rows;
   kernels (`amx.py`) take half to three quarters of what PyTorch's then takes.
 - A CPU that has no such instruction emulates them at a quarter of its float32 speed; there the wide functions convert a
   tile of the weight at a time, and multiply in float32.
-- int8 weights: with few rows a kernel of our own reads them once as they lie (`int8.cpp`); with many, a tile at a time
-  becomes a dense weight.
+- int8 weights: with few rows kernels of our own read them once as they lie (`int8.cpp`; `products.cpp` with AMX); with
+  many, a tile at a time becomes a dense weight.
 - Otherwise the choice is PyTorch's.
 
 In every case the sums are float32, and a product is rounded once.
@@ -80,6 +80,9 @@ class CpuProducts:
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Backend.int8_product`."""
         has_native = has_native_bf16(x)
+        amx = self._amx if has_native else None
+        if amx is not None and (y := amx.int8_skinny_gemm(x, values, scales, bias)) is not None:
+            return y
         if 0 < x.shape[0] <= (_MOST_INT8_ROWS_NATIVE if has_native else _MOST_INT8_ROWS) and _is_for_int8(x, bias):
             return self._int8_skinny_gemm(x, values, scales, bias)
         if not has_native:
