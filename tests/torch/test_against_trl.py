@@ -1,6 +1,6 @@
 """Objectives against TRL's own trainers: the loss of a batch, and the gradient of every parameter of the adapter.
 
-Needs `pip install trl==1.16.0`, and is skipped without. Where TRL's loss is another by design, the test says how.
+Skipped where TRL is not installed. Where its loss is another by design, the test says how.
 """
 
 import importlib
