@@ -36,7 +36,11 @@ def ctrl_c() -> Iterator[Event]:
             raise KeyboardInterrupt
         stop.set()
 
-    before = signal.signal(signal.SIGINT, interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:  # by who runs it in the background
+        yield stop
+        return
+    signal.signal(signal.SIGINT, interrupted)
     try:
         yield stop
     finally:

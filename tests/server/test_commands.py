@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +169,9 @@ def test_bad_examples_are_named_and_a_job_that_is_not_there_is_said(coserve, tmp
     assert status == 1 and "ftjob-nothing" in err and err.count("\n") == 1
 
 
-def _heed_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# Who runs the tests in the background has SIGINT ignored, and so would a command. A program of its own, not something
+# to be done between fork and exec: these tests' process may be too large to be forked.
+HEEDING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 @pytest.mark.long
@@ -177,8 +179,7 @@ def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(served, many_examples
     environment = {**os.environ, "COSERVE_URL": served.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "coserve", "tune", str(many_examples), "--epochs", "50", "--batch-size", "1"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Who runs the tests in the background has SIGINT ignored, and so would the command.
-    with subprocess.Popen(command, env=environment, preexec_fn=_heed_interrupts, **pipes) as run:
+    with subprocess.Popen([sys.executable, "-c", HEEDING, *command], env=environment, **pipes) as run:
         job = run.stdout.readline().split()[1]
         served.wait_until(lambda: "running" in served.get(f"/v1/fine_tuning/jobs/{job}").text)
         run.send_signal(signal.SIGINT)
@@ -188,7 +189,15 @@ def test_ctrl_c_leaves_the_job_running_and_says_what_to_do(served, many_examples
     assert served.post(f"/v1/fine_tuning/jobs/{job}/cancel").json()["status"] == "cancelled", "it was still there"
 
 
-def test_ctrl_c_as_soon_as_the_job_is_told_leaves_it_running_too(monkeypatch, capsys):
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Also where the tests run in the background, and SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_as_soon_as_the_job_is_told_leaves_it_running_too(interruptible, monkeypatch, capsys):
     class Interrupted(Console):
         def print(self, *told: Any, **settings: Any) -> None:
             super().print(*told, **settings)
@@ -201,7 +210,7 @@ def test_ctrl_c_as_soon_as_the_job_is_told_leaves_it_running_too(monkeypatch, ca
     assert "coserve jobs follow ftjob-1" in out and json.loads(out.splitlines()[-1])["status"] == "left running"
 
 
-def test_ctrl_c_is_heeded_where_python_drops_an_exception(capsys):
+def test_ctrl_c_is_heeded_where_python_drops_an_exception(interruptible, capsys):
     class Fallible:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
@@ -220,7 +229,7 @@ def test_ctrl_c_is_heeded_where_python_drops_an_exception(capsys):
     assert json.loads(told.out.splitlines()[-1])["status"] == "left running" and told.err == ""
 
 
-def test_a_second_ctrl_c_leaves_a_server_that_does_not_answer(capsys):
+def test_a_second_ctrl_c_leaves_a_server_that_does_not_answer(interruptible, capsys):
     class Hanging(Client):
         def get(self, path: str, **params: Any) -> Any:
             for _ in range(2):

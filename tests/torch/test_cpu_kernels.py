@@ -447,6 +447,7 @@ def test_the_header_states_the_arguments_of_every_kernel():
 def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_loaded(afresh, caplog):
     declared = compiled.signatures()
     amx = {"attention_forward", "attention_backward", "product", "to_low_rank", "from_low_rank", "low_rank_gradient"}
+    amx |= {"int8_product_by_tiles", "cross_entropy_of_columns", "cross_entropy_gradient_of_columns"}
     assert compiled.kernels_for_amx() == amx and amx <= declared.keys()
     afresh.setattr(compiled, "signatures", lambda: {**declared, "softmax": [ctypes.c_void_p]})
     with caplog.at_level(logging.WARNING):
