@@ -72,8 +72,8 @@ void cross_entropy_gradient(const void* logits, i64 step, const i64* targets, co
 void argmax(const void* x, i64 step, i64* places, i64 num_rows, i64 width, i64 is_bfloat16, i64 num_threads);
 
 // logit_columns.cpp (AMX)
-void cross_entropy_of_columns(const bf16* logits, const i64* targets, float* loss, bool* correct, float* log_sum,
-                              i64 n, i64 vocabulary, i64 num_threads);
+void cross_entropy_of_columns(const bf16* logits, const i64* targets, float* loss, bool* correct, float* log_sum, i64 n,
+                              i64 vocabulary, i64 num_threads);
 void cross_entropy_gradient_of_columns(const bf16* logits, const i64* targets, const float* log_sum,
                                        const float* loss_grad, bf16* grad, i64 n, i64 vocabulary, i64 num_threads);
 
