@@ -72,6 +72,13 @@ class Backend(ABC):
         """What its speed depends on beside the device, in a few words."""
         return type(self).__name__
 
+    @property
+    def for_losses(self) -> "Backend":
+        """The backend for a head whose logits only a loss reads: its products may lie in memory as the loss reads them
+        best. Here the backend itself.
+        """
+        return self
+
     # -- products with the weights of the backbone ------------------------------------
 
     @abstractmethod

@@ -49,7 +49,7 @@ def loss_and_gradient(
     num_chunks = ceil(hidden.shape[0] / max_rows)
     names, tensors = ["x", *constants], [hidden, *constants.values()]
     chunks = zip(*(torch.tensor_split(tensor, num_chunks) for tensor in tensors), strict=True)
-    context = Context(backend=backend)
+    context = Context(backend=backend.for_losses)
     found = [_chunk(program, dict(zip(names, each, strict=True)), weights, accumulators, context) for each in chunks]
     losses, correct, gradients = zip(*found, strict=True)
     return torch.cat(losses), torch.cat(correct), torch.cat(gradients)

@@ -176,12 +176,16 @@ def test_cross_entropy_of_logits_that_lie_by_columns(n, num_threads, vocabulary)
 
 
 @pytest.mark.skipif(not has_amx(), reason="needs AMX")
-def test_many_rows_of_a_wide_vocabulary_lie_by_columns_and_are_the_products_of_each():
+@pytest.mark.parametrize("n", [2, 8, 20, 64, 250])
+def test_logits_lie_by_columns_for_a_loss_and_by_rows_for_whoever_chooses_tokens(n):
     torch.manual_seed(0)
-    x, weight = torch.randn(250, 64).bfloat16(), torch.randn(40000, 64).bfloat16()
-    logits = CPU.product(x, weight)
-    assert logits.T.is_contiguous()
-    torch.testing.assert_close(logits, (x.float() @ weight.float().T).bfloat16(), rtol=8e-3, atol=1e-2)
+    x, weight = torch.randn(n, 64).bfloat16(), torch.randn(40000, 64).bfloat16()
+    of_requests, of_loss = CPU.product(x, weight), CPU.for_losses.product(x, weight)
+    assert of_requests.is_contiguous()
+    assert n < 250 or of_loss.T.is_contiguous()
+    exact = (x.float() @ weight.float().T).bfloat16()
+    for logits in (of_requests, of_loss):
+        torch.testing.assert_close(logits, exact, rtol=8e-3, atol=1e-2)
 
 
 @dtypes

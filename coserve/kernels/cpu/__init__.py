@@ -5,6 +5,7 @@ It is available where g++ compiles the kernels (`compiled.py`); elsewhere `plain
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -36,10 +37,18 @@ class CpuBackend(PlainBackend):
         self._kernels = kernels
         self._products = CpuProducts(kernels)
         self._attention = CpuAttention(kernels)
+        self._for_losses = self
+        if kernels.has_amx:
+            self._for_losses = copy(self)
+            self._for_losses._products = CpuProducts(kernels, may_lie_by_columns=True)
 
     @classmethod
     def is_available(cls, device: torch.device) -> bool:
         return device.type == "cpu" and compiled_kernels() is not None
+
+    @property
+    def for_losses(self) -> "CpuBackend":
+        return self._for_losses
 
     def layout(self, weight: Tensor) -> Tensor:
         return layout(weight)

@@ -36,18 +36,24 @@ _ROUNDING = Lock()
 _FEW_ROWS = 48
 # The same for products by instructions for bfloat16.
 _FEW_BFLOAT16_ROWS = 24
-# From how many outputs on (a vocabulary) the result is left lying by columns: the product then takes half of the time,
-# and the loss of its logits, which has kernels for that, hardly more.
+# From how many outputs on (a vocabulary) a result for a loss is left lying by columns: the product then takes half of
+# the time, and the loss of its logits, which has kernels for that, hardly more. Whoever chooses a token of each row
+# would take forty times as long to read them.
 _MANY_OUTPUTS = 1 << 15
 # Up to how many rows our own kernel multiplies int8 weights: with instructions for bfloat16, and without.
 _MOST_INT8_ROWS_NATIVE, _MOST_INT8_ROWS = 8, 32
 
 
 class CpuProducts:
-    """The products of a CPU backend: by AMX where there is one, by PyTorch elsewhere."""
+    """The products of a CPU backend: by AMX where there is one, by PyTorch elsewhere.
 
-    def __init__(self, kernels: Library) -> None:
+    Args:
+        may_lie_by_columns: products of many outputs may be left with their columns contiguous instead of their rows.
+    """
+
+    def __init__(self, kernels: Library, *, may_lie_by_columns: bool = False) -> None:
         self._kernels = kernels
+        self._may_lie_by_columns = may_lie_by_columns
         self._amx = AmxProducts(kernels) if kernels.has_amx else None
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,7 +65,7 @@ class CpuProducts:
                 return y
             if 0 < x.shape[0] < _FEW_BFLOAT16_ROWS:
                 return left_product(x, weight, bias)
-            if self._amx is not None and weight.shape[0] >= _MANY_OUTPUTS and bias is None:
+            if self._may_lie_by_columns and weight.shape[0] >= _MANY_OUTPUTS and bias is None:
                 return torch.mm(weight, x.T).T
         return torch.nn.functional.linear(x, weight, bias)
 
