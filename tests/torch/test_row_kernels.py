@@ -177,7 +177,7 @@ def test_cross_entropy_of_logits_that_lie_by_columns(n, num_threads, vocabulary)
 
 @pytest.mark.skipif(not has_amx(), reason="needs AMX")
 @pytest.mark.parametrize("n", [2, 8, 20, 64, 250])
-def test_logits_lie_by_columns_for_a_loss_and_by_rows_for_whoever_chooses_tokens(n):
+def test_logits_lie_by_columns_for_a_loss_and_by_rows_for_choosing_tokens(n):
     torch.manual_seed(0)
     x, weight = torch.randn(n, 64).bfloat16(), torch.randn(40000, 64).bfloat16()
     of_requests, of_loss = CPU.product(x, weight), CPU.for_losses.product(x, weight)

@@ -37,8 +37,8 @@ _FEW_ROWS = 48
 # The same for products by instructions for bfloat16.
 _FEW_BFLOAT16_ROWS = 24
 # From how many outputs on (a vocabulary) a result for a loss is left lying by columns: the product then takes half of
-# the time, and the loss of its logits, which has kernels for that, hardly more. Whoever chooses a token of each row
-# would take forty times as long to read them.
+# the time, and the loss of its logits, which has kernels for that, hardly more. Choosing a token of each row from it
+# would take forty times as long.
 _MANY_OUTPUTS = 1 << 15
 # Up to how many rows our own kernel multiplies int8 weights: with instructions for bfloat16, and without.
 _MOST_INT8_ROWS_NATIVE, _MOST_INT8_ROWS = 8, 32
