@@ -30,8 +30,9 @@ from coserve.devices.messages import (
 )
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore, Event
+from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
+from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling import LatencyModel

@@ -5,20 +5,23 @@ end here, and the version of the adapter that they read has a name that no clien
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from coserve.devices.base import Device
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.job import Job
 from coserve.engine.request import Chunk
 from coserve.engine.served_adapters import ServedAdapters
+from coserve.engine.serving import Serving
 from coserve.errors import AdapterError, RequestError
 from coserve.tuning.evaluation import is_right
 
 _log = logging.getLogger(__name__)
 
-# Queues a request: its name, prompt, params, adapter, and whose it is. RequestError: it could never be served.
-Add = Callable[[str, Sequence[int], SamplingParams, str, str], None]
+# Within which answers to a validation set should be there: the time of a batch.
+_ANSWERS_S = 86_400.0
+
 # The text of tokens, without those that are special.
 Decode = Callable[[Sequence[int]], str]
 
@@ -36,19 +39,9 @@ class _Round:
 class Answers:
     """Of all jobs that are being evaluated."""
 
-    def __init__(
-        self,
-        adapters: ServedAdapters,
-        *,
-        max_positions: int,
-        add: Add,
-        cancel: Callable[[str], object],
-        decode: Decode | None,
-        end_tokens: Iterable[int],
-    ) -> None:
+    def __init__(self, adapters: ServedAdapters, serving: Serving, device: Device, *, decode: Decode | None) -> None:
         """decode: None: answers are written, and not judged (a recording that is run again has no use for it)."""
-        self._adapters, self._add, self._cancel, self._decode = adapters, add, cancel, decode
-        self._max_positions, self._end_tokens = max_positions, frozenset(end_tokens)
+        self._adapters, self._serving, self._device, self._decode = adapters, serving, device, decode
         self._rounds: dict[str, _Round] = {}
         self._asked: dict[str, tuple[Job, int]] = {}  # by the name of the request
 
@@ -62,7 +55,7 @@ class Answers:
         self._rounds[job.id] = _Round(left=set(range(len(job.questions))), own=own)
         for index, question in enumerate(job.questions):
             name = f"{job.id}@answers/{index}"
-            room = self._max_positions - len(question.prompt) - job.costs.num_virtual_tokens
+            room = self._device.info.max_positions - len(question.prompt) - job.costs.num_virtual_tokens
             params = SamplingParams(temperature=0.0, max_tokens=min(job.config.evaluation.max_tokens, room), seed=0)
             self._asked[name] = job, index
             try:
@@ -83,7 +76,7 @@ class Answers:
         """Nobody wants them any more, or not now."""
         if job.id in self._rounds:
             for index in sorted(self._rounds[job.id].left):
-                self._cancel(f"{job.id}@answers/{index}")
+                self._serving.cancel(f"{job.id}@answers/{index}")
             self._end(job)
 
     def take(self, chunk: Chunk) -> bool:
@@ -97,6 +90,18 @@ class Answers:
             del self._asked[chunk.request]
             self._close(job, index, chunk.error)
         return True
+
+    def _add(self, name: str, prompt: Sequence[int], params: SamplingParams, adapter: str, tenant: str) -> None:
+        now_s = self._device.clock.now()
+        self._serving.add(
+            name,
+            prompt,
+            params,
+            adapter=adapter,
+            arrival_s=now_s,
+            tenant=tenant,
+            batch_due_s=now_s + _ANSWERS_S,
+        )
 
     def _close(self, job: Job, index: int, error: str | None) -> None:
         asked = self._rounds[job.id]
@@ -113,7 +118,7 @@ class Answers:
     def _text(self, tokens: Sequence[int]) -> str:
         """Up to the first token that ends a text, which need not be a special one."""
         assert self._decode is not None
-        end = next((place for place, token in enumerate(tokens) if token in self._end_tokens), len(tokens))
+        end = next((place for place, token in enumerate(tokens) if token in self._serving.end_tokens), len(tokens))
         return self._decode(tokens[:end])
 
     def _end(self, job: Job) -> None:

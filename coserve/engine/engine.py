@@ -15,8 +15,9 @@ from coserve.devices.messages import TokenLogprob
 from coserve.devices.profile_store import correct_profile
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore, Event
+from coserve.engine.core import EngineCore
 from coserve.engine.job import JobEvent
+from coserve.engine.outbox import Event
 from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
 from coserve.engine.request import Chunk, FinishReason
 from coserve.engine.text import TextStream
@@ -83,6 +84,7 @@ class Engine(EngineCore):
             end_tokens=end_tokens,
             text_stream=None if tokenizer is None else partial(_text_stream, tokenizer),
             decode=None if answers_tokenizer is None and tokenizer is None else self._decode,
+            find_pieces=None if tokenizer is None else lambda: TokenBytes(tokenizer).all(device.info.vocab_size),
             keep_profile=partial(correct_profile, Path(path)) if path else None,
         )
 
@@ -205,12 +207,12 @@ class Engine(EngineCore):
             num_empty = 0
             while any(name in self.requests for name in collected.names):
                 num_empty = self._serve(num_empty)
-                for event in self._take(collected.wants):
+                for event in self.outbox.take(collected.wants):
                     collected.take(event)
         finally:
             for name in collected.names:
                 self.cancel(name)
-            self._take(collected.wants)
+            self.outbox.take(collected.wants)
         return [completion for name in collected.names for completion in collected.completions(name)]
 
     def stream(
@@ -223,7 +225,7 @@ class Engine(EngineCore):
         name = self.add(prompt, params, adapter=adapter)
 
         def take() -> list[Chunk]:
-            mine = self._take(lambda event: isinstance(event, Chunk) and event.request == name)
+            mine = self.outbox.take(lambda event: isinstance(event, Chunk) and event.request == name)
             return [chunk for chunk in mine if isinstance(chunk, Chunk)]
 
         try:
@@ -239,12 +241,6 @@ class Engine(EngineCore):
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt."""
         return tokens_of(prompt, self.tokenizer, self.device.info.model)
-
-    def _find_vocabulary(self) -> None:
-        if self.tokenizer is None:
-            super()._find_vocabulary()
-        else:
-            self.use_vocabulary(*TokenBytes(self.tokenizer).all(self.device.info.vocab_size))
 
     # -- adapters and jobs ------------------------------------------------------------
 
@@ -302,14 +298,15 @@ class Engine(EngineCore):
             if num_empty == _MOST_EMPTY_STEPS:
                 self.cancel_job(job_id)
                 raise JobError(f"job {job_id} does not move on: policy {self.config.policy} runs no jobs")
-            events += self._take(lambda event: isinstance(event, JobEvent) and event.job == job_id)
+            events += self.outbox.take(lambda event: isinstance(event, JobEvent) and event.job == job_id)
         if self.jobs[job_id].state != "succeeded":
             raise JobError(f"job {job_id} has {self.jobs[job_id].state}: {self.jobs[job_id].error or ''}")
         return [event for event in events if isinstance(event, JobEvent)]
 
     def _turn(self, num_empty: int) -> int:
         """A step. Returns how many steps in a row have run nothing; num_empty: before this one."""
-        self._advance()
+        self.begin_step()
+        self.loop.finish()
         return num_empty + 1 if self.last_plan.runs_nothing else 0
 
     def _serve(self, num_empty: int) -> int:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from coserve.devices.base import Device
 from coserve.devices.messages import (
@@ -13,30 +15,28 @@ from coserve.devices.messages import (
     StepResult,
     TakeCheckpoint,
     TakeContribution,
-    TrainerOpened,
 )
 from coserve.engine.answers import Answers
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
-from coserve.engine.checks import check_examples, with_virtual_tokens
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.job import EventKind, Job, JobEvent
+from coserve.engine.job_opening import JobOpener
 from coserve.engine.job_packs import JobPacks
-from coserve.engine.job_start import JobStart, with_pack_size
+from coserve.engine.job_start import PeftFields
 from coserve.engine.optimizer_swap import OptimizerSwap
 from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import WindowUse
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.engine.step_shares import joined_jobs, largest_pieces, shares_of_time
-from coserve.errors import DataError, DeviceGoneError, DeviceMemoryError, JobError
+from coserve.errors import DeviceGoneError, DeviceMemoryError, JobError
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView
 from coserve.tuning.config import TuningConfig
-from coserve.tuning.evaluation import Question, questions_of
 from coserve.tuning.examples import Example
-from coserve.tuning.shard import Combination
+from coserve.tuning.shard import Combination, Shard
 
 
 class JobSet(Mapping[str, Job]):
@@ -57,6 +57,7 @@ class JobSet(Mapping[str, Job]):
         latency: LatencyModel,
         *,
         owed: OwedCommands,
+        opener: JobOpener,
         answers: Answers,
         emit: Callable[[JobEvent], None],
         send: Callable[[Command], None],
@@ -70,7 +71,7 @@ class JobSet(Mapping[str, Job]):
         self._jobs: dict[str, Job] = {}
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_checkpoints = self._num_turns = 0
         self.window_use = WindowUse()
-        self._owed = owed
+        self._owed, self._opener = owed, opener
         self._optimizers = OptimizerSwap(device, swap, owed, latency)
         self._packs = JobPacks(
             device,
@@ -162,43 +163,34 @@ class JobSet(Mapping[str, Job]):
         examples: Sequence[Example],
         validation: Sequence[Example],
         *,
-        start: JobStart,
+        adapter: PeftFields | Mapping[str, Any] | str | None,
+        checkpoint: str | Path | None,
         tenant: str,
-    ) -> Job:
+        alone_until_step: int,
+        model: str,
+        shard: Shard | None,
+    ) -> None:
         """Start a job, or resume one; see `EngineCore.submit_examples`."""
-        questions = _questions(validation, config, start.model)
-        self.settle()
-        try:
-            costs = self._device.execute(start.trainer)
-            assert isinstance(costs, TrainerOpened)
-            if costs.other is not None:
-                check_examples([*examples, *validation], costs.other)
-            positions = (costs.other or self._device.info).max_positions
-            examples = with_virtual_tokens(examples, costs.num_virtual_tokens, positions)
-            validation = with_virtual_tokens(validation, costs.num_virtual_tokens, positions)
-            job = Job(
-                id=job_id,
-                name=name,
-                config=with_pack_size(config, costs, self._pages, [*examples, *validation], start.model),
-                examples=examples,
-                validation=validation,
-                costs=costs,
-                tenant=tenant,
-                model=start.model,
-                questions=questions,
-                shard=start.shard,
-            )
-            if start.position is not None:
-                job.resume(start.position)
-                self._num_tokens_forgotten -= job.num_tokens_trained  # another engine's
-        except BaseException:
-            self._owed.add(DropTrainer(job_id))
-            with suppress(DeviceGoneError):
-                self.settle()
-            raise
+        if job_id in self._jobs:
+            raise JobError(f"there is a job {job_id!r} already")
+        job = self._opener.open(
+            job_id,
+            name,
+            config,
+            examples,
+            validation,
+            adapter=adapter,
+            checkpoint=checkpoint,
+            tenant=tenant,
+            model=model,
+            shard=shard,
+            others=self._jobs.values(),
+        )
+        job.alone_until_step = alone_until_step
+        self._num_tokens_forgotten -= job.num_tokens_trained  # of one that is resumed: another engine's
         self._jobs[job_id] = job
         self._counters.arrive(tenant)
-        return job
+        self.catch_up()
 
     def pause(self, job_id: str) -> None:
         """Let it rest where it is; its pack goes to the host, or goes, and is begun again later; its optimizer goes to
@@ -494,14 +486,3 @@ class JobSet(Mapping[str, Job]):
         if job.is_terminal:
             raise JobError(f"job {job_id!r} is over: its state is {job.state}")
         return job
-
-
-def _questions(validation: Sequence[Example], config: TuningConfig, model: str) -> Sequence[Question]:
-    if model and config.evaluation.asks:
-        raise JobError(
-            f"{config.evaluation.metric} needs answers of model {model!r}, which is trained here, not served"
-        )
-    try:
-        return questions_of(validation, config.evaluation) if validation else ()
-    except DataError as error:
-        raise JobError(f"the validation set: {error}") from None

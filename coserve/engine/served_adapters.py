@@ -9,7 +9,7 @@ from itertools import count
 from typing import Self
 
 from coserve.devices.base import Device
-from coserve.devices.messages import DropVersion, OpenVersion, PublishVersion, TrainerOpened, VersionOpened
+from coserve.devices.messages import DropVersion, OpenVersion, PublishVersion, SaveAdapter, TrainerOpened, VersionOpened
 from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.owed_commands import OwedCommands
@@ -114,6 +114,12 @@ class ServedAdapters:
         """No new request finds it; those that use it run to their end."""
         self.versions.unload(name)
         self._on_disk.pop(name, None)
+
+    def save(self, label: str, directory: str) -> None:
+        """Write a version (`name` or `name@step`) in PEFT's format."""
+        key = self.versions.resolve(label).key
+        self.bring_back(key)
+        self._device.execute(SaveAdapter(key, directory))
 
     def take_unread(self) -> list[DropVersion]:
         """What the device is to let go of: versions that no request reads and no name finds any more."""

@@ -1,24 +1,27 @@
 """The life of requests: how they come, what a step brings them, how they end."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
 from msgspec import structs
 
-from coserve.devices.messages import Command, DeviceInfo, StepBatch, StepResult
+from coserve.devices.base import Device
+from coserve.devices.messages import Command, StepBatch, StepResult
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checks import check_request
+from coserve.engine.grammars import Grammars
 from coserve.engine.records import RequestRecord, record_of
 from coserve.engine.request import Chunk, Request
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersions
+from coserve.errors import RequestError
 from coserve.scheduling.attainment import RecentNeed, TakenTime
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.slo import Slo, feasible_slo
+from coserve.scheduling.slo import DefaultSlo, Slo, feasible_slo
 
 _NUM_RECORDS = 10_000
 
@@ -35,22 +38,26 @@ class Serving:
 
     def __init__(
         self,
-        info: DeviceInfo,
+        device: Device,
         queue: RequestQueue,
         versions: AdapterVersions,
         counters: TokenCounters,
+        latency: LatencyModel,
+        default_slo: DefaultSlo,
+        grammars: Grammars,
         *,
-        end_tokens: Iterable[int],
+        end_tokens: frozenset[int],
         text_stream: TextStreamMaker | None,
         emit: Callable[[Chunk], None],
         send: Callable[[Command], None],
     ) -> None:
-        """end_tokens, text_stream: see `EngineCore`. emit: takes chunks. send: has the device do a command with the
-        next step.
+        """end_tokens: ids of the model that end every request. text_stream: see `EngineCore`. emit: takes chunks. send:
+        has the device do a command with the next step.
         """
-        self._info, self._queue, self._versions, self._counters = info, queue, versions, counters
+        self._device, self._queue, self._versions, self._counters = device, queue, versions, counters
+        self._latency, self._default_slo, self._grammars = latency, default_slo, grammars
         self._text_stream, self._emit, self._send = text_stream, emit, send
-        self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
+        self.end_tokens = end_tokens
         self.records: deque[RequestRecord] = deque(maxlen=_NUM_RECORDS)
         self.num_slos_clamped = 0
         self.taken_time, self.need = TakenTime(), RecentNeed()
@@ -63,25 +70,32 @@ class Serving:
         params: SamplingParams,
         *,
         adapter: str | None,
-        slo: Slo | None,
-        default_slo: Slo,
-        latency: LatencyModel,
-        arrival_s: float,
         tenant: str,
+        slo: Slo | None = None,
+        arrival_s: float | None = None,
         priority: int = 0,
         batch_due_s: float | None = None,
     ) -> None:
         """Queue the sequences of a request; see `EngineCore.add_tokens`."""
+        if name in self._queue:
+            raise RequestError(f"there is a request {name!r} already")
+        if params.grammar is not None:
+            self._grammars.open(params.grammar)
+        if arrival_s is None:
+            arrival_s = self._device.clock.now()
         version = None if adapter is None else self._versions.resolve_served(adapter)
         num_virtual = 0 if version is None else version.num_virtual_tokens
-        check_request(prompt, params, self._info, has_text=self._text_stream is not None, num_virtual=num_virtual)
+        check_request(
+            prompt, params, self._device.info, has_text=self._text_stream is not None, num_virtual=num_virtual
+        )
         base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        default_slo = self._default_slo.value
         asked_slo = slo or default_slo
         most = max(1, params.max_tokens)
         if batch_due_s is not None:
             left_s = max(default_slo.ttft_s, batch_due_s - arrival_s)
             asked_slo = Slo(ttft_s=left_s, tpot_s=max(default_slo.tpot_s, left_s / most))
-        slo = feasible_slo(asked_slo, default_slo, latency, num_prompt_tokens=len(prompt), max_tokens=most)
+        slo = feasible_slo(asked_slo, default_slo, self._latency, num_prompt_tokens=len(prompt), max_tokens=most)
         self.num_slos_clamped += slo != asked_slo
         members: list[Request] = []
         for index in range(params.n):

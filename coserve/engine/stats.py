@@ -1,27 +1,14 @@
 """Counts of an engine as of now, from its parts."""
 
-from coserve.engine.host_swap import HostSwap
-from coserve.engine.job_set import JobSet
-from coserve.engine.page_broker import PageBroker
+from coserve.engine.parts import EngineParts
 from coserve.engine.records import EngineStats
-from coserve.engine.request_queue import RequestQueue
-from coserve.engine.serving import Serving
-from coserve.engine.step_loop import StepLoop
 from coserve.memory.pack_pages import OWNER as PACK_OWNER
-from coserve.scheduling.latency import LatencyModel
 
 
-def take_stats(
-    *,
-    loop: StepLoop,
-    requests: RequestQueue,
-    serving: Serving,
-    jobs: JobSet,
-    pages: PageBroker,
-    swap: HostSwap,
-    latency: LatencyModel,
-) -> EngineStats:
+def take_stats(parts: EngineParts) -> EngineStats:
     """See `EngineStats`."""
+    loop, requests, serving, jobs = parts.loop, parts.requests, parts.serving, parts.jobs
+    pages, swap = parts.pages, parts.swap
     owned = pages.pool.num_pages_by_owner()
     num_batch_running, num_batch_waiting = requests.num_batch()
     return EngineStats(
@@ -40,9 +27,9 @@ def take_stats(
         num_pages_by_owner=owned,
         num_pages_for_requests=pages.num_available + owned.get(PACK_OWNER, 0),
         slack=max(0.0, 1 - loop.last_need.time),
-        margin=latency.corrections.margin,
+        margin=parts.latency.corrections.margin,
         num_slos_clamped=serving.num_slos_clamped,
-        slo=loop.slo,
+        slo=parts.default_slo.value,
         joined_jobs=jobs.joined,
         num_swapped_out=swap.num_swapped_out,
         num_swapped_in=swap.num_swapped_in,

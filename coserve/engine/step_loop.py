@@ -30,10 +30,10 @@ from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import NeedView, Plan, View
 from coserve.scheduling.policies import Policy
 from coserve.scheduling.profile import Profile
-from coserve.scheduling.slo import Slo, default_tpot_s
+from coserve.scheduling.slo import DefaultSlo
 
-# How often the default SLO follows what steps really take, and from what share of it on.
-_STEPS_PER_LOOK, _SLO_CHANGE = 64, 0.05
+# How often the default SLO follows what steps really take.
+_STEPS_PER_LOOK = 64
 
 
 class _Begun(msgspec.Struct, frozen=True):
@@ -48,8 +48,8 @@ class _Begun(msgspec.Struct, frozen=True):
 class StepLoop:
     """One step after the other, of all requests and jobs of an engine.
 
-    slo: of requests that bring none. num_steps: that the device has done. last_result: of the last plan; None if that
-    ran nothing, or the device failed. last_need: what requests needed of their SLOs when the last step was planned.
+    num_steps: that the device has done. last_result: of the last plan; None if that ran nothing, or the device failed.
+    last_need: what requests needed of their SLOs when the last step was planned.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class StepLoop:
         config: EngineConfig,
         *,
         policy: Policy,
+        default_slo: DefaultSlo,
         pages: PageBroker,
         swap: HostSwap,
         handed: HandedOver,
@@ -78,8 +79,8 @@ class StepLoop:
         self._requests, self._serving = requests, serving
         self._adapters, self._jobs, self._counters = adapters, jobs, counters
         self._commands, self._keep_profile = commands, keep_profile
+        self._default_slo = default_slo
         self.policy = policy
-        self.slo = Slo(ttft_s=config.ttft_s, tpot_s=config.tpot_s or default_tpot_s(latency))
         self.num_steps = 0
         self.last_plan = Plan()
         self.last_result: StepResult | None = None
@@ -241,8 +242,8 @@ class StepLoop:
             num_free_pages=self._pages.num_available,
             num_pages=self._pages.pool.num_pages,
             block_tokens=self._config.block_tokens,
-            ttft_s=self.slo.ttft_s,
-            tpot_s=self.slo.tpot_s,
+            ttft_s=self._default_slo.value.ttft_s,
+            tpot_s=self._default_slo.value.tpot_s,
             max_rows=self._max_step_rows,
             max_requests=self._config.max_requests,
             need=self.last_need,
@@ -298,9 +299,7 @@ class StepLoop:
         """The default SLO, and the profile on disk, by what steps really take."""
         if self.num_steps % _STEPS_PER_LOOK:
             return
-        tpot_s = self._config.tpot_s or default_tpot_s(self._latency)
-        if abs(tpot_s - self.slo.tpot_s) > _SLO_CHANGE * self.slo.tpot_s:
-            self.slo = Slo(ttft_s=self._config.ttft_s, tpot_s=tpot_s)
+        self._default_slo.follow_device()
         # Ever more rarely: after 512 steps, 1024, 2048, …
         if self.num_steps & (self.num_steps - 1) or self._keep_profile is None:
             return

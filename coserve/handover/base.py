@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from coserve.engine.core import Event
+from coserve.engine.outbox import Event
 from coserve.engine.records import HandoverStats
 
 

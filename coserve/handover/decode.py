@@ -14,8 +14,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from coserve.engine.core import EngineCore, Event
+from coserve.engine.core import EngineCore
 from coserve.engine.handed_over import HandedBlocks
+from coserve.engine.outbox import Event
 from coserve.engine.records import HandoverStats
 from coserve.engine.request import Request
 from coserve.errors import CoserveError

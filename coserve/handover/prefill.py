@@ -12,7 +12,8 @@ from typing import Any
 
 from coserve.devices.messages import ExportPages
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.core import EngineCore, Event
+from coserve.engine.core import EngineCore
+from coserve.engine.outbox import Event
 from coserve.engine.records import HandoverStats
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, CoserveError

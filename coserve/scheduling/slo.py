@@ -12,6 +12,8 @@ SOLO_CONTEXT = 512
 # No promise is tighter than what the request takes alone on the device, times this: predictions err, and steps that run
 # when it arrives must end first.
 LEAST_TIMES_ALONE = 1.25
+# From what share of it on a default TPOT is changed, when predictions change.
+_LEAST_CHANGE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,21 @@ class Slo:
 def default_tpot_s(latency: LatencyModel) -> float:
     """The TPOT of requests that bring none, by what is known of the device now."""
     return max(LEAST_DEFAULT_TPOT_S, DEFAULT_TPOT_STEPS * latency.decode_s(num_requests=1, context=SOLO_CONTEXT))
+
+
+class DefaultSlo:
+    """The SLO of requests that bring none. value: as of now."""
+
+    def __init__(self, latency: LatencyModel, *, ttft_s: float, tpot_s: float | None) -> None:
+        """tpot_s: None: by what is known of the device."""
+        self._latency, self._ttft_s, self._tpot_s = latency, ttft_s, tpot_s
+        self.value = Slo(ttft_s=ttft_s, tpot_s=tpot_s or default_tpot_s(latency))
+
+    def follow_device(self) -> None:
+        """Predictions have changed: so may what follows from them."""
+        tpot_s = self._tpot_s or default_tpot_s(self._latency)
+        if abs(tpot_s - self.value.tpot_s) > _LEAST_CHANGE * self.value.tpot_s:
+            self.value = Slo(ttft_s=self._ttft_s, tpot_s=tpot_s)
 
 
 def feasible_slo(slo: Slo, default: Slo, latency: LatencyModel, *, num_prompt_tokens: int, max_tokens: int) -> Slo:

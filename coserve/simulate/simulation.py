@@ -7,7 +7,8 @@ from random import Random
 import msgspec
 
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.core import EngineCore, Event
+from coserve.engine.core import EngineCore
+from coserve.engine.outbox import Event
 from coserve.scheduling.slo import Slo
 from coserve.simulate.modelled_device import ModelledDevice
 

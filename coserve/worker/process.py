@@ -23,9 +23,9 @@ from coserve.devices.messages import StepResult
 from coserve.devices.parent_death import end_with_parent
 from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
 from coserve.devices.profiling import device_name
-from coserve.engine.core import Event
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
+from coserve.engine.outbox import Event
 from coserve.engine.recording import record
 from coserve.engine.records import EngineStats, HandoverStats
 from coserve.engine.request import Chunk

@@ -21,8 +21,9 @@ from coserve.adapters import LoraConfig
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore, Event
+from coserve.engine.core import EngineCore
 from coserve.engine.job import JobEvent
+from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import CoserveError, DeviceGoneError

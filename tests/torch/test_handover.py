@@ -33,8 +33,9 @@ from coserve.devices.loading import torch_device
 from coserve.devices.messages import ImportPages
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore, Event
+from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
+from coserve.engine.outbox import Event
 from coserve.engine.recording import read_recording, record
 from coserve.engine.replay import replay
 from coserve.engine.request import Chunk

@@ -8,9 +8,9 @@ from engines import drain, examples_of, expected_tokens, greedy, make_engine, pr
 
 from coserve.adapters import LoraConfig
 from coserve.devices.messages import BeginPack, StepBatch, StepFailure
-from coserve.engine.core import Event
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
+from coserve.engine.outbox import Event
 from coserve.engine.step_shares import largest_pieces
 from coserve.errors import DeviceMemoryError, JobError
 from coserve.tuning.config import TuningConfig

@@ -11,7 +11,8 @@ import pytest
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore, Event
+from coserve.engine.core import EngineCore
+from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel, View

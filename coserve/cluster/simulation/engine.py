@@ -7,8 +7,9 @@ from coserve.adapters.methods.lora import LoraConfig
 from coserve.cluster.simulation.node import Progress
 from coserve.cluster.view import NodeProfile, NodeView, Placed, Task
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.core import EngineCore, Event
+from coserve.engine.core import EngineCore
 from coserve.engine.job import JobEvent
+from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.scheduling.slo import Slo
 from coserve.simulate.modelled_device import ModelledDevice
