@@ -141,14 +141,25 @@ def serve(table: Table, result: dict[str, Any]) -> None:
 
 def cluster(table: Table, result: dict[str, Any]) -> None:
     """Each placement in the mean over the settings, and the most that it reaches over separate nodes."""
-    for name in ("placement", "tasks/s", "utilisation", "attainment", "loss", "scheduling ms/task", "over separate"):
+    names = (
+        "placement",
+        "tasks/s",
+        "utilisation",
+        "attainment",
+        "loss",
+        "scheduling ms/task",
+        "overloaded",
+        "over separate",
+    )
+    for name in names:
         table.add_column(name, justify="left" if name == "placement" else "right")
     for row in result["rows"]:
         over = result["over_separate"].get(row["placement"])
         table.add_row(
             row["placement"],
             *(f"{row['throughput']:.2f}", f"{row['utilisation']:.0%}", f"{row['attainment']:.1%}"),
-            *(f"{row['inference_loss']:.3f}", f"{result['scheduling_ms'][row['placement']]:.3f}"),
+            f"{row['inference_loss']:.3f}",
+            *(f"{result[each][row['placement']]:.3f}" for each in ("scheduling_ms", "scheduling_overload_ms")),
             f"{over['throughput']:.2f} × tasks/s, {over['attainment']:.2f} × attainment" if over else "",
         )
     paper = result["paper_over_separate"]

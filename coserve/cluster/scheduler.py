@@ -14,7 +14,7 @@ from typing import get_args
 from msgspec.structs import replace
 
 from coserve.cluster.placement.base import Placement
-from coserve.cluster.view import ClusterView, Lengths, NodeView, Placed, PlannedTask, Task, TaskKind, Waits
+from coserve.cluster.view import ClusterView, Lengths, NodeView, Placed, PlannedTask, Task, TaskKind
 
 # Requests of this many seconds make the rate.
 _RATE_S = 2.0
@@ -95,6 +95,7 @@ class ClusterScheduler:
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
+        self._order = placement.queue()
         self._nodes: dict[str, _Node] = {}
         self._ranks: dict[str, int] = {}  # of nodes that there ever were: one that comes back has its place again
         self._waiting: dict[TaskKind, dict[str, Task]] = {kind: {} for kind in get_args(TaskKind)}
@@ -104,6 +105,9 @@ class ClusterScheduler:
         self._arrivals_s: deque[float] = deque()
         self._num_placed = {"request": 0, "training": 0}
         self._node_of: dict[str, str] = {}
+        self._num_changes = 0  # of what is known of nodes
+        # Of each kind, the task that was last told to wait, until when, and the number of changes by then.
+        self._told_to_wait: dict[TaskKind, tuple[str, float, int]] = {}
 
     # -- questions ----------------------------------------------------------------------
 
@@ -135,6 +139,7 @@ class ClusterScheduler:
 
     def report(self, node: NodeView) -> None:
         """What a node says of itself, the first time or again."""
+        self._num_changes += 1
         if (known := self._nodes.get(node.id)) is None:
             self._ranks.setdefault(node.id, len(self._ranks))
             nodes = self._nodes | {node.id: _Node(node)}
@@ -144,6 +149,7 @@ class ClusterScheduler:
 
     def remove(self, node: str) -> tuple[str, ...]:
         """A node is gone. Returns the ids of the tasks that it had; no error if it was not there."""
+        self._num_changes += 1
         gone = self._nodes.pop(node, None)
         tasks = tuple(gone.tasks) if gone is not None else ()
         for task in tasks:
@@ -157,6 +163,7 @@ class ClusterScheduler:
         assert task.id not in self._waiting[task.kind], f"{task.id} waits already"
         self._came_after_s[task.id], self._last_arrival_s = self._last_arrival_s, task.arrival_s
         self._waiting[task.kind][task.id], self._queues[task.kind] = task, None
+        self._order.add(task)
         if not task.trains:
             self._arrivals_s.append(task.arrival_s)
 
@@ -164,8 +171,9 @@ class ClusterScheduler:
         """A task that waits is not wanted any more; returns whether it waited."""
         self._came_after_s.pop(task, None)
         for kind, waiting in self._waiting.items():
-            if waiting.pop(task, None) is not None:
+            if (found := waiting.pop(task, None)) is not None:
                 self._queues[kind] = None
+                self._order.remove(found)
                 return True
         return False
 
@@ -174,28 +182,41 @@ class ClusterScheduler:
 
         Of each kind of task, those after one that waits wait too, but for one that excludes nodes, which holds up none.
         """
-        stopped = set[str]()
-        for task in self.placement.order(self.view(now_s)):
+        stopped = set[TaskKind]()
+        for task in self._order.order(self.view(now_s), stopped):
             if len(stopped) == _NUM_KINDS:
                 return
             if task.kind in stopped:
                 continue
-            decision = self.placement.place(self.view(now_s, task.id), task)
-            if isinstance(decision, Waits):
+            if self._still_waits(task, now_s) or (decision := self._decide(task, now_s)) is None:
                 if not task.excluded:
                     stopped.add(task.kind)
                 continue
             self._place(task, decision)
             yield task, decision
 
+    def _still_waits(self, task: Task, now_s: float) -> bool:
+        """Whether the placement need not be asked: it has said how long this task waits, and no node has changed."""
+        id, until_s, num_changes = self._told_to_wait.get(task.kind, ("", 0.0, 0))
+        return id == task.id and now_s < until_s and num_changes == self._num_changes
+
+    def _decide(self, task: Task, now_s: float) -> Placed | None:
+        decision = self.placement.place(self.view(now_s, task.id), task)
+        if isinstance(decision, Placed):
+            return decision
+        self._told_to_wait[task.kind] = task.id, now_s + decision.seconds, self._num_changes
+        return None
+
     def calibrate(self, path: PlannedTask) -> None:
         """What a task really took in place of what was planned (LeMix algorithm 2, lines 14 and 17)."""
         if (node := self._node_of.get(path.task)) is not None:
+            self._num_changes += 1
             self._nodes[node].calibrate(path)
 
     def begin(self, task: str, now_s: float) -> None:
         """A request has its first token: it does not wait any more, and its forward pass took until now."""
         if (node := self._node_of.get(task)) is not None:
+            self._num_changes += 1
             self._nodes[node].begin(task, now_s)
 
     def num_tasks(self, node: str) -> int:
@@ -205,6 +226,7 @@ class ClusterScheduler:
     def finish(self, task: str) -> None:
         """A task that was placed has ended, well or not; no error if it is not known."""
         if (node := self._node_of.pop(task, None)) is not None:
+            self._num_changes += 1
             self._nodes[node].finish(task)
 
     def _queue(self, kind: TaskKind) -> tuple[Task, ...]:
@@ -215,7 +237,9 @@ class ClusterScheduler:
         return queue
 
     def _place(self, task: Task, decision: Placed) -> None:
+        self._num_changes += 1
         del self._waiting[task.kind][task.id]
+        self._order.remove(task)
         self._queues[task.kind] = None
         self._came_after_s.pop(task.id, None)
         self._num_placed[task.kind] += 1

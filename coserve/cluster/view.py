@@ -201,7 +201,7 @@ class Placed(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """A task stays in the queue. reason: for those who ask. seconds: after which to ask again, if nothing has changed
+    """A task stays in the queue. reason: for those who ask. seconds: after which to ask again, if no node has changed
     before.
     """
 

@@ -147,7 +147,7 @@ def test_the_experiment_says_what_each_placement_comes_to():
     for row in found["rows"]:
         assert row["throughput"] > 0 and 0 < row["utilisation"] <= 1 and 0 <= row["attainment"] <= 1
         assert POINTS[-1][1] <= row["inference_loss"] <= POINTS[0][1]
-    assert set(found["scheduling_ms"]) == set(cluster.PLACEMENTS)
+    assert set(found["scheduling_ms"]) == set(found["scheduling_overload_ms"]) == set(cluster.PLACEMENTS)
     again = cluster.run(config)
     assert found["cells"] == again["cells"], "the same seed gives the same"
 

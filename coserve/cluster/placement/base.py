@@ -3,9 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import merge
 from typing import ClassVar
 
+from coserve.cluster.queues import ArrivalQueue, TaskQueue
 from coserve.cluster.view import ClusterView, Decision, NodeView, Task, Waits
 from coserve.settings import HasSettings
 
@@ -18,8 +18,8 @@ class Placement(HasSettings, ABC):
     """A placement is a subclass in a file of its own in this folder, found by the file's name. Its fields are
     `coserve.settings.setting`s.
 
-    `order` and `place` read no clock, do no I/O and keep nothing between calls: the same view and task give the same
-    decision. ValueError when created names a setting and its range.
+    `place` reads no clock, does no I/O and keeps nothing between calls: the same view and task give the same decision.
+    ValueError when created names a setting and its range.
     """
 
     kind: ClassVar[str] = "placement"
@@ -27,9 +27,18 @@ class Placement(HasSettings, ABC):
     uses_prefixes: ClassVar[bool] = False
     """Whether it asks what is cached of a task's prefix: to know that, a front hashes every prompt."""
 
+    def queue(self) -> TaskQueue:
+        """What waiting tasks are kept in, in the order in which they are to be placed: as they came, unless a subclass
+        says otherwise.
+        """
+        return ArrivalQueue()
+
     def order(self, view: ClusterView) -> Iterable[Task]:
-        """Waiting tasks in the order in which they are to be placed: as they came, unless a subclass says otherwise."""
-        return merge(view.requests, view.training, key=lambda task: task.arrival_s)
+        """The waiting tasks of a view, as a queue of this placement has them."""
+        queue = self.queue()
+        for task in (*view.requests, *view.training):
+            queue.add(task)
+        return queue.order(view)
 
     def place(self, view: ClusterView, task: Task) -> Decision:
         """Which node gets a task now, if any. A node that drains, or that the task excludes, never does."""

@@ -19,14 +19,14 @@ Where this differs from the page:
 - The page says nothing on nodes that have run nothing: their LC is that of a deviation as large as the length.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import exp, pi, sqrt
 from typing import ClassVar
 
 from coserve.cluster.placement.base import Placement
 from coserve.cluster.planning import Path, plan_path
+from coserve.cluster.queues import RequestsFirst, TaskQueue
 from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
 from coserve.settings import setting
 
@@ -48,9 +48,9 @@ class Lemix(Placement):
     slo_times: float = setting(5.0, "τ_R: the SLO of requests that bring none, in forward passes of theirs.", least=1)
     max_defer_s: float = setting(60.0, "A training task that has waited this long is placed whatever it delays.")
 
-    def order(self, view: ClusterView) -> Iterable[Task]:
+    def queue(self) -> TaskQueue:
         """Requests before training (queue-level priorities): what a training task delays is known when it is placed."""
-        return chain(view.requests, view.training)
+        return RequestsFirst()
 
     def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
         waited_s = view.now_s - task.arrival_s

@@ -12,14 +12,14 @@ What is beyond LeMix:
   `scheduling.deadlines`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import ClassVar
 
 from coserve.cluster.placement.base import Placement
 from coserve.cluster.placement.lemix import typical_length, typical_request
 from coserve.cluster.planning import Path, plan_path
+from coserve.cluster.queues import DeadlineQueue, TaskQueue
 from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
 from coserve.settings import setting
 
@@ -45,24 +45,9 @@ class SlackAffinity(Placement):
     reserve: float = setting(0.2, "Of a request's SLO, what training must leave.", most=1.0)
     max_defer_s: float = setting(60.0, "What has waited this long is placed before all else.")
 
-    def order(self, view: ClusterView) -> Iterable[Task]:
+    def queue(self) -> TaskQueue:
         """Aged tasks, requests that can be in time by their deadlines, training, late requests."""
-        if all(node.num_waiting >= self.most_waiting for node in view.nodes):
-            return ()
-        aged_s = view.now_s - self.max_defer_s
-        aged = [task for task in (*view.requests, *view.training[:1]) if task.arrival_s <= aged_s]
-        kinds = list({(node.num_stages, node.profile.forward): None for node in view.nodes})
-        timely, late = [], []
-        for task in view.requests:
-            alone_s = min([n * forward.seconds(task.num_tokens, task.batch_size) for n, forward in kinds], default=0.0)
-            due_s = task.arrival_s + (task.ttft_s or self.slo_times * alone_s)
-            if task.arrival_s > aged_s and view.now_s + alone_s <= due_s:
-                timely.append((due_s, task))
-            elif task.arrival_s > aged_s:
-                late.append(task)
-        timely.sort(key=lambda pair: pair[0])
-        rest = view.training[1:] if view.training and view.training[0] in aged else view.training
-        return chain(aged, [task for _, task in timely], rest, late)
+        return DeadlineQueue(slo_times=self.slo_times, max_defer_s=self.max_defer_s, most_waiting=self.most_waiting)
 
     def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
         if all(node.num_waiting >= self.most_waiting for node in nodes):
@@ -82,8 +67,10 @@ class SlackAffinity(Placement):
             if not planned:
                 return Waits("requests would miss their SLO", _CHECK_S)
         node, path = min(planned, key=lambda pair: self._cost(task, pair[0], pair[1]))
-        if not task.trains and self._queue_s(view, task, node, path) > self.backlog * self._mean_s(task, node):
-            return Waits("every node has enough to do", _CHECK_S)
+        if not task.trains:
+            early_s = self._queue_s(view, task, node, path) - self.backlog * self._mean_s(task, node)
+            if early_s > 0:
+                return Waits("every node has enough to do", early_s)
         return Placed(node.id, path.task, offloads=not fitting)
 
     def _plan(self, view: ClusterView, task: Task, node: NodeView) -> Path:
