@@ -91,6 +91,17 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "phi3": {"model_type": "phi3", **_SHAPE},
     "phi3-mini4": {"model_type": "phi3", **_SHAPE, "partial_rotary_factor": 0.75, "head_dim": 8, "sliding_window": 6},
+    "phi3-128k": {  # every sequence of more than two tokens is a long one
+        "model_type": "phi3",
+        **_SHAPE,
+        "original_max_position_embeddings": 2,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.3, 1.5],
+            "long_factor": [1.2, 2.0, 5.0, 9.0],
+        },
+    },
     "olmo2": {"model_type": "olmo2", **_SHAPE},
     "smollm3": {"model_type": "smollm3", **_SHAPE, "no_rope_layers": [1, 0], "tie_word_embeddings": False},
     "smollm3-sliding": {

@@ -54,11 +54,11 @@ class HandMade:
             "status": status,
         }
         record = JobRecord(**given | fields)
-        with self.store.write() as transaction:
-            transaction.add_job(record)
-        if not record.is_terminal:
+        if not record.is_terminal:  # on disk first, as the manager has it: a backup may be made between the two
             self.folder(record).mkdir(parents=True)
             (self.folder(record) / "examples.msgpack").write_bytes(b"examples")
+        with self.store.write() as transaction:
+            transaction.add_job(record)
         return record
 
     def folder(self, job: JobRecord) -> Path:

@@ -101,7 +101,7 @@ def trainer_opened(
     if window is not None:
         other = OtherModel(
             vocab_size=architecture.vocab_size,
-            max_positions=architecture.max_positions,
+            max_positions=adapter.backbone.max_positions,
             forward_turns=len(architecture.parts) - 1,
             loss_turns=num_loss_turns(adapter, programs),
             evaluation_loss_turns=num_loss_turns(adapter, evaluation),
@@ -141,7 +141,7 @@ def device_info(
         device=str(backbone.device),
         threads=threads,
         vocab_size=backbone.architecture.vocab_size,
-        max_positions=backbone.architecture.max_positions,
+        max_positions=backbone.max_positions,
         num_layers=backbone.architecture.num_layers,
         weight_bytes=sum(tensor.nbytes for tensor in weights.values()),
         num_pages=num_pages,

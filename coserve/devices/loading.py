@@ -31,6 +31,7 @@ def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) 
         device=find_device(settings.device),
         seed=settings.seed,
         weight_format=settings.weights,
+        max_positions=settings.max_positions,
         progress=_stage(progress, "loading weights"),
     )
     return torch_device(

@@ -69,7 +69,7 @@ class OtherModels:
         if source.directory is None:
             raise ModelError(f"{name} has no weights in files; a model that is trained through a window needs them")
         served, architecture = self._served, build_architecture(source.config)
-        rotary = architecture.rotary_tables()
+        rotary, max_positions = architecture.rotary_tables(), architecture.max_positions
         mapped = MappedWeights(architecture, source.directory)
         window = WeightWindow(architecture, mapped, self._storage, dtype=served.dtype)
         self._windows[name] = window
@@ -77,7 +77,8 @@ class OtherModels:
             name=name,
             architecture=architecture,
             weights=window,
-            rotary={prefix: table.to(served.device) for prefix, table in rotary.items()},
+            rotary={prefix: table.up_to(max_positions).to(served.device) for prefix, table in rotary.items()},
+            max_positions=max_positions,
             dtype=served.dtype,
             device=served.device,
             backend=served.backend,

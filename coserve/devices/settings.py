@@ -16,9 +16,9 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     model: a directory, a hub id, or a preset (see `coserve.models.source`). dtype: "float32", "bfloat16", "float16", or
     "auto" for the model's own. weights: how those of linear layers are stored: "dense" or "int8". device: such as "cpu"
     or "cuda:0"; "auto" takes a GPU if there is one. seed: of random weights. threads: of the CPU; None: those that
-    PyTorch has. memory_bytes: of the page pool; None: a share of what is free. block_tokens: tokens of a page.
-    host_memory_bytes: for pages that give way (`SwapOut`); 0: none. profile: None: from disk, or measured at the start.
-    deterministic: see `EngineConfig`.
+    PyTorch has. max_positions: see `load_backbone`. memory_bytes: of the page pool; None: a share of what is free.
+    block_tokens: tokens of a page. host_memory_bytes: for pages that give way (`SwapOut`); 0: none. profile: None: from
+    disk, or measured at the start. deterministic: see `EngineConfig`.
     """
 
     model: str
@@ -27,6 +27,7 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     device: str = "auto"
     seed: int = 0
     threads: int | None = None
+    max_positions: int | None = None
     memory_bytes: int | None = None
     host_memory_bytes: int = 0
     block_tokens: int = 16

@@ -139,6 +139,7 @@ class Engine(EngineCore):
         weights: str = "dense",
         device: str = "auto",
         seed: int = 0,
+        max_positions: int | None = None,
         with_text: bool = True,
         progress: LoadProgress | None = None,
         wrap: Callable[[Device], Device] | None = None,
@@ -149,6 +150,8 @@ class Engine(EngineCore):
             dtype: "float32", "bfloat16", "float16", or "auto" for the model's own.
             weights: how those of linear layers are stored: "dense" in the dtype, or quantised to "int8".
             device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one.
+            max_positions: tokens of the longest sequence, prompt and answer or an example; None: as many as the model
+                was made for. Of a model with LongRoPE it decides which of its two sets of factors is used.
             with_text: whether chunks have text; without, there are token ids alone, in and out, and no stop strings.
             progress: told what is being done, how much of it is done, and how much there is.
             wrap: puts something between the engine and the device.
@@ -159,7 +162,13 @@ class Engine(EngineCore):
         place = find_device(device)
         weights_progress = _stage(progress, "loading weights")
         backbone = build_backbone(
-            source, dtype=dtype, weight_format=weights, device=place, seed=seed, progress=weights_progress
+            source,
+            dtype=dtype,
+            weight_format=weights,
+            device=place,
+            seed=seed,
+            max_positions=max_positions,
+            progress=weights_progress,
         )
         tokenizer = load_tokenizer(source)
         ends = _end_tokens(source, tokenizer)

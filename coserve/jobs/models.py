@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModel:
-    """What jobs must know of a model. name: as clients and jobs call it."""
+    """What jobs must know of a model. name: as clients and jobs call it. max_positions: of the longest example; None:
+    as many as the model was made for.
+    """
 
     name: str
     architecture: Architecture
     tokenizer: "PreTrainedTokenizerBase | None"
+    max_positions: int | None = None
 
 
 class JobModels:

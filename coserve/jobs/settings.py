@@ -135,6 +135,7 @@ def job_settings(
     seed: int,
     architecture: Architecture,
     is_fresh: bool,
+    max_positions: int | None = None,
     objective: str = SUPERVISED,
     has_validation: bool = False,
 ) -> JobSettings:
@@ -144,6 +145,7 @@ def job_settings(
         hyperparameters: OpenAI's, with those of the objective; "auto", None or nothing for auto.
         extension: the `coserve` field.
         architecture: of the model, which the adapter must fit.
+        max_positions: of the longest example; None: as many as the model was made for.
         is_fresh: whether it makes an adapter, or trains one further.
         has_validation: whether it has a validation file.
 
@@ -163,7 +165,7 @@ def job_settings(
             _refuse(f"coserve.{name}", f"must be true or false, not {shown(getattr(asked, name))}")
     with _of("coserve.max_recompute"):
         check_number("coserve.max_recompute", asked.max_recompute, least=0, most=1)
-    positions = architecture.max_positions
+    positions = max_positions or architecture.max_positions
     if is_fresh and _trains_model(asked.adapter) and not asked.live:
         _refuse("coserve.live", "must be true for full fine-tuning: there is one copy of the weights, which serves")
     length = asked.max_sequence_length or min(_LONGEST_SEQUENCE, positions)

@@ -35,14 +35,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Backbone:
     """Read-only once it is loaded; requests and jobs share it.
 
-    rotary: see `Architecture.rotary_tables`. block_rows: see `Context`; of forward passes of requests (None: rows run
-    as they come).
+    rotary: see `Architecture.rotary_tables`. max_positions: of the longest sequence that is run. block_rows: see
+    `Context`; of forward passes of requests (None: rows run as they come).
     """
 
     name: str
     architecture: Architecture
     weights: Mapping[Part, Mapping[str, Tensor | Weight]] = field(repr=False)
     rotary: Mapping[str, RotaryTable]
+    max_positions: int
     dtype: torch.dtype
     device: torch.device
     backend: Backend = field(repr=False)
@@ -86,6 +87,7 @@ def load_backbone(
     seed: int = 0,
     weights: str = "dense",
     kernels: str | None = None,
+    max_positions: int | None = None,
 ) -> Backbone:
     """Load a model by name (see `find_model`).
 
@@ -94,10 +96,17 @@ def load_backbone(
         weights: how the weights of linear layers are stored: "dense" in the dtype, or "int8" (see `Int8Weight`).
         kernels: the name of a backend (see `find_backend`); None for the best one.
         seed: of the random weights of a `dummy:` model.
+        max_positions: of the longest sequence that will be run; None: as long as the model was made for. It decides
+            which of LongRoPE's two sets of frequencies is used.
     """
-    source = find_model(model)
     return build_backbone(
-        source, dtype=dtype, device=find_device(device), seed=seed, weight_format=weights, kernels=kernels
+        find_model(model),
+        dtype=dtype,
+        device=find_device(device),
+        seed=seed,
+        weight_format=weights,
+        kernels=kernels,
+        max_positions=max_positions,
     )
 
 
@@ -123,9 +132,13 @@ def build_backbone(
     progress: Progress | None = None,
     weight_format: str = "dense",
     kernels: str | None = None,
+    max_positions: int | None = None,
 ) -> Backbone:
     """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size."""
     architecture = build_architecture(source.config)
+    if max_positions is not None and max_positions > architecture.max_positions:
+        raise ModelError(f"{max_positions} positions are more than the {architecture.max_positions} of {source.name}")
+    max_positions = max_positions or architecture.max_positions
     compute_dtype, rotary = resolve_dtype(source, dtype), architecture.rotary_tables()
     storage = WeightStorage(dtype=compute_dtype, weight_format=weight_format, backend=find_backend(device, kernels))
     if device.type == "meta":
@@ -138,7 +151,8 @@ def build_backbone(
         name=source.name,
         architecture=architecture,
         weights=weights,
-        rotary={prefix: table.to(device) for prefix, table in rotary.items()},
+        rotary={prefix: table.up_to(max_positions).to(device) for prefix, table in rotary.items()},
+        max_positions=max_positions,
         dtype=compute_dtype,
         device=device,
         backend=storage.backend,

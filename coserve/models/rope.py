@@ -1,6 +1,7 @@
 """Rotary angles: from a configuration to cos and sin for any positions."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,9 @@ from coserve.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Those whose frequencies do not depend on the length of the sequence at hand, so that a cached key stays right.
-_SCALED = ("linear", "llama3", "yarn")
+# Those whose frequencies do not depend on the length of the sequence at hand, so that a cached key stays right; of
+# LongRoPE's two sets one is chosen.
+_SCALED = ("linear", "llama3", "longrope", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +23,25 @@ class RotaryTable:
 
     scale_beta, scale_after: both grow with the position p, too: by 1 + beta * log(1 + floor(p / after)), as queries do
     in Llama 4 and Ministral 3.
+
+    short_frequencies, short_positions: of LongRoPE: other inverse frequencies, for sequences of up to this many tokens.
     """
 
     inverse_frequencies: Tensor
     factor: float = 1.0
     scale_beta: float = 0.0
     scale_after: int = 1
+    short_frequencies: Tensor | None = None
+    short_positions: int = 0
+
+    def up_to(self, max_positions: int) -> "RotaryTable":
+        """The table of a model whose sequences have at most `max_positions` tokens: one set of frequencies for all of
+        them, since keys that are cached stay as they are when their sequence grows.
+        """
+        if self.short_frequencies is None:
+            return self
+        chosen = self.short_frequencies if max_positions <= self.short_positions else self.inverse_frequencies
+        return replace(self, inverse_frequencies=chosen, short_frequencies=None)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Positions int64 [n] -> cos and sin [n, D], computed in float32, both halves alike."""
@@ -58,7 +73,16 @@ def rotary_table(config: "PretrainedConfig", head_dim: int, layer_type: str | No
             exponents = torch.arange(0, num_rotated, 2, dtype=torch.float32) / num_rotated
             return RotaryTable(inverse_frequencies=1.0 / (parameters["rope_theta"] ** exponents))
         of_layers = {} if layer_type is None else {"layer_type": layer_type}
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), **of_layers)
-    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        init = partial(ROPE_INIT_FUNCTIONS[kind], config, device=torch.device("cpu"), **of_layers)
+        if kind == "longrope":
+            original = parameters["original_max_position_embeddings"]
+            (long, factor), (short, _) = init(seq_len=original + 1), init(seq_len=original)
+            if {len(parameters["long_factor"]), len(parameters["short_factor"])} != {len(long)}:
+                raise ValueError(f"long_factor and short_factor must have {len(long)} numbers each")
+            return RotaryTable(
+                inverse_frequencies=long, factor=factor, short_frequencies=short, short_positions=original
+            )
+        frequencies, factor = init()
+    except (TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
         raise UnsupportedModelError(f"rope scaling {dict(parameters)} is not valid: {error!r}") from None
     return RotaryTable(inverse_frequencies=frequencies, factor=factor)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,8 @@ def _models(context: ServerContext) -> JobModels:
         raise ModelError(f"--trainable-model {clashing[0]}=… has the name of the model that serves: choose another")
     served = context.prompts.source
     others = [_base_model(name, source, load_tokenizer(source)) for name, source in _found(paths)]
-    return JobModels(_base_model(context.model_name, served, context.prompts.tokenizer), others)
+    model = _base_model(context.model_name, served, context.prompts.tokenizer)
+    return JobModels(replace(model, max_positions=context.config.max_model_len), others)
 
 
 def _found(paths: Mapping[str, str]) -> Iterator[tuple[str, ModelSource]]:

@@ -29,7 +29,7 @@ from coserve.engine.outbox import Event
 from coserve.engine.recording import record
 from coserve.engine.records import EngineStats, HandoverStats
 from coserve.engine.request import Chunk
-from coserve.errors import CoserveError, ModelError
+from coserve.errors import CoserveError
 from coserve.handover.base import Alone, HandoverEnd
 from coserve.logs import configure_logs
 from coserve.worker.activity import Activity, WatchedDevice
@@ -266,13 +266,14 @@ def start(
             dtype=settings.dtype,
             weights=settings.weights,
             device=settings.device,
+            max_positions=settings.max_model_len,
             with_text=False,
             progress=progress,
             wrap=lambda device: WatchedDevice(device, activity),
         )
         if settings.record is not None:
             engine = record(engine, settings.record)
-        ready = _ready(engine, settings.max_model_len)
+        ready = _ready(engine)
         handover = open_handover(engine, settings)
     except (CoserveError, ValueError, MemoryError, OSError) as error:
         _log.debug("the engine cannot start", exc_info=True)
@@ -282,10 +283,8 @@ def start(
     return engine, handover
 
 
-def _ready(engine: Engine, max_model_len: int | None) -> Ready:
+def _ready(engine: Engine) -> Ready:
     info = engine.device.info
-    if max_model_len is not None and max_model_len > info.max_positions:
-        raise ModelError(f"--max-model-len {max_model_len} is more than the model's {info.max_positions} positions")
     return Ready(
         model=info.model,
         dtype=info.dtype,
@@ -293,7 +292,7 @@ def _ready(engine: Engine, max_model_len: int | None) -> Ready:
         threads=info.threads,
         slo=engine.slo,
         vocab_size=info.vocab_size,
-        max_positions=max_model_len or info.max_positions,
+        max_positions=info.max_positions,
         num_pages=info.num_pages,
         page_bytes=info.page_bytes,
         block_tokens=info.block_tokens,

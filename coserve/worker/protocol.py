@@ -27,7 +27,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine's process is to be, as JSON. address: of the socket that the server has bound. activity: a file
     for `coserve.worker.activity`. threads: of the CPU; None: as many as the model is worth. record: a file to write all
     that the engine does to. role, prefill_socket, prefill_min_tokens: see `coserve.worker.handover`. max_model_len:
-    tokens of a request that the server takes, prompt and answer; None: as many as the model has positions. log_format,
+    tokens of a request, prompt and answer, and of an example; None: as many as the model has positions. log_format,
     log_level: see `coserve.logs`.
     """
 

@@ -15,14 +15,21 @@ from coserve.jobs.settings import JobSettings, job_settings
 from coserve.tuning.examples import Example
 
 
-def settings(extension=None, *, is_fresh=True, seed=3, **hyperparameters):
+def settings(extension=None, *, is_fresh=True, seed=3, max_positions=None, **hyperparameters):
     return job_settings(
         hyperparameters=hyperparameters,
         extension=extension or {},
         seed=seed,
         architecture=make_backbone().architecture,
         is_fresh=is_fresh,
+        max_positions=max_positions,
     )
+
+
+def test_examples_are_no_longer_than_what_the_server_takes():
+    assert settings(max_positions=64).max_sequence_length == 64
+    with pytest.raises(JobError, match=r"coserve\.max_sequence_length is 65; the model has 64 positions"):
+        settings({"max_sequence_length": 65}, max_positions=64)
 
 
 def test_auto_means_what_it_says():

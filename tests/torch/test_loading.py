@@ -229,7 +229,7 @@ def test_a_configuration_that_is_no_json(directory):
         ({"quantization_config": {"quant_method": "hqq"}}, "weights quantised by hqq are not read"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope scaling 'dynamic' is not supported; known: default, linear, llama3, yarn",
+            "rope scaling 'dynamic' is not supported; known: default, linear, llama3, longrope, yarn",
         ),
     ],
 )

@@ -67,7 +67,7 @@ def _open(header: "Header", device: On) -> "Device":
         from coserve.models.backbone import load_backbone
         from coserve.simulate.modelled_device import ModelledDevice
 
-        backbone = load_backbone(info.model, dtype=info.dtype, device="meta")
+        backbone = load_backbone(info.model, dtype=info.dtype, device="meta", max_positions=info.max_positions)
         return ModelledDevice(
             backbone,
             info.profile,
@@ -81,6 +81,7 @@ def _open(header: "Header", device: On) -> "Device":
         weights=info.weights,
         device=info.device,
         threads=info.threads,
+        max_positions=info.max_positions,
         memory_bytes=info.num_pages * info.page_bytes,
         host_memory_bytes=info.num_host_pages * info.page_bytes,
         block_tokens=info.block_tokens,

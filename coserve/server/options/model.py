@@ -24,7 +24,7 @@ class ModelOptions(OptionGroup):
     max_model_len: int | None = option(
         None,
         "--max-model-len",
-        "Tokens of a prompt and its answer together.",
+        "Tokens of a prompt and its answer together, and of an example of a job.",
         parse=int,
         metavar="N",
         shown="what the model and the pool allow",

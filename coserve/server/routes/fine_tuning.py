@@ -252,11 +252,13 @@ def _read(body: CreateJobBody, context: ServerContext, tenant: str) -> tuple[str
     """The model underneath, the adapter that the job trains further, and its settings."""
     _check(body)
     base, start = _start(context, tenant, body.model)
+    model = context.jobs.models[base]
     settings = job_settings(
         hyperparameters=_hyperparameters(body),
         extension=body.coserve or {},
         seed=secrets.randbelow(_MOST_SEED + 1) if body.seed is None else body.seed,
-        architecture=context.jobs.models[base].architecture,
+        architecture=model.architecture,
+        max_positions=model.max_positions,
         is_fresh=start is None,
         objective=SUPERVISED if body.method is None else body.method.objective,
         has_validation=body.validation_file is not None,
