@@ -143,8 +143,13 @@ class ServerContext:
         return model if model in others else None
 
     async def adapters(self, tenant: str) -> list[AdapterRecord]:
-        """All that it can name."""
-        return await asyncio.to_thread(lambda: [known for each in self.catalogues for known in each.list(tenant)])
+        """All that it can name, the oldest first: of one second, those that the server was started with."""
+
+        def listed() -> list[AdapterRecord]:
+            found = [known for each in reversed(self.catalogues) for known in each.list(tenant)]
+            return sorted(found, key=lambda known: known.created_at)
+
+        return await asyncio.to_thread(listed)
 
     def open(
         self,

@@ -7,6 +7,7 @@ from coserve.server.errors import ApiError
 from coserve.server.generation import new_id
 from coserve.server.response_schemas import ContentPart, InputItem
 from coserve.server.texts import check_texts
+from coserve.server.tool_namespaces import flat_name
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -54,7 +55,7 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
         elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": flat_name(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             if thought or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
@@ -93,6 +94,7 @@ def _item(item: InputItem, where: str) -> dict[str, Any]:
         return {
             **found,
             "name": _required(item.name, f"{where}.name"),
+            **({} if item.namespace is None else {"namespace": item.namespace}),
             "arguments": _required(item.arguments, f"{where}.arguments"),
         }
     output = _required(item.output, f"{where}.output")

@@ -1,6 +1,6 @@
 """The output of /v1/responses, item by item, and the events that tell of it as it comes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coserve.server.response_items import new_item_id
@@ -14,7 +14,9 @@ class ResponseOutput:
     taken out of them, and its text is a message.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Mapping[str, dict[str, str]]) -> None:
+        """apart: names of functions in namespaces, see `tool_namespaces.apart`."""
+        self._apart = apart
         self._items: list[dict[str, Any]] = []
         self._dropped: set[int] = set()
 
@@ -27,8 +29,8 @@ class ResponseOutput:
         """The events that a part makes. call_id: of a call that begins. logprobs: of content."""
         if isinstance(part, CallBegins):
             yield from self.close()
-            arguments = {"call_id": call_id, "name": part.name, "arguments": ""}
-            yield from self._open("function_call", arguments)
+            names = self._apart.get(part.name, {"name": part.name})
+            yield from self._open("function_call", {"call_id": call_id, **names, "arguments": ""})
         elif isinstance(part, Arguments):
             item = self._items[-1]
             item["arguments"] += part.text

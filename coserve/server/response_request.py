@@ -9,9 +9,10 @@ from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.generation import new_id
 from coserve.server.response_items import messages_of
-from coserve.server.response_schemas import FunctionTool, ResponseBody, TextFormat
+from coserve.server.response_schemas import ResponseBody, TextFormat
 from coserve.server.schemas import ChatBody, SamplingBody
 from coserve.server.texts import check_texts
+from coserve.server.tool_namespaces import choice_of, functions_of
 
 _NOT_THERE = ("prompt", "context_management", "moderation", "n", "max_tokens", "response_format")
 _INSTEAD = {
@@ -133,8 +134,8 @@ def _chat_body(body: ResponseBody, items: Sequence[dict[str, Any]]) -> ChatBody:
     more: dict[str, Any] = {
         "messages": [*instructions, *messages_of(items)],
         "max_completion_tokens": body.max_output_tokens,
-        "tools": None if not body.tools else [_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools)],
-        "tool_choice": _tool_choice(body.tool_choice),
+        "tools": functions_of(body.tools) or None,
+        "tool_choice": choice_of(body.tool_choice, body.tools),
         "parallel_tool_calls": body.parallel_tool_calls,
         "logprobs": with_logprobs,
         "top_logprobs": (body.top_logprobs or 0) if with_logprobs else None,
@@ -143,26 +144,6 @@ def _chat_body(body: ResponseBody, items: Sequence[dict[str, Any]]) -> ChatBody:
         "response_format": None if body.text is None or body.text.format is None else _format(body.text.format),
     }
     return body_of(ChatBody, {**same, **more})
-
-
-def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
-    if tool.type != "function":
-        raise ApiError(
-            f"{where}.type is {tool.type[:100]!r}, which is not supported: it must be function",
-            param=f"{where}.type",
-            code="unsupported_parameter",
-        )
-    names = ("name", "description", "parameters", "strict")
-    return {
-        "type": "function",
-        "function": {name: value for name in names if (value := getattr(tool, name)) is not None},
-    }
-
-
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
 
 
 def _format(asked: TextFormat) -> dict[str, Any]:

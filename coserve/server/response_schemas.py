@@ -45,6 +45,7 @@ class InputItem(Body):
     content: str | List[ContentPart] | None = None
     call_id: Name | None = None
     name: Name | None = None
+    namespace: Name | None = None
     arguments: str | None = None
     output: str | List[ContentPart] | None = None
     summary: List[ContentPart] | None = None
@@ -76,7 +77,7 @@ class TextConfig(Body):
 
 
 class FunctionTool(Body):
-    """A function; other types are refused by name."""
+    """A function, or a namespace with `tools`, which are functions; other types are refused by name."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -85,6 +86,7 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: "List[FunctionTool] | None" = None
 
 
 class ConversationRef(Body):

@@ -14,7 +14,8 @@ from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error
 from coserve.server.generation import Usage, chunks_of
 from coserve.server.response_output import Event, ResponseOutput
-from coserve.server.response_schemas import ResponseBody
+from coserve.server.response_schemas import FunctionTool, ResponseBody
+from coserve.server.tool_namespaces import apart
 from coserve.server.tool_parsers.base import CallBegins, Content
 
 Response = dict[str, Any]
@@ -27,7 +28,7 @@ class ResponseWriter:
     def __init__(self, context: ServerContext, body: ResponseBody, chat: ChatRequest, keep: Keep) -> None:
         """keep: told the response when it is over, before clients are."""
         self._context, self._chat, self._keep = context, chat, keep
-        self._output, self._reader = ResponseOutput(), AnswerReader(chat.tools, chat.frame)
+        self._output, self._reader = ResponseOutput(apart(body.tools)), AnswerReader(chat.tools, chat.frame)
         self._usage = Usage(num_prompt=len(chat.generation.prompts[0]))
         self._num_reasoning = self._number = 0
         self._logprobs: list[dict[str, Any]] = []
@@ -165,12 +166,16 @@ def _fresh(body: ResponseBody, chat: ChatRequest) -> Response:
         "temperature": generation.params.temperature,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [
-            {"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()
-        ],
+        "tools": [_shown(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": generation.params.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
+
+
+def _shown(tool: FunctionTool) -> dict[str, Any]:
+    """As OpenAI gives it back."""
+    fields = tool.model_dump(exclude_none=True)
+    return fields if tool.type == "namespace" else {"parameters": None, "strict": None, **fields}

@@ -39,6 +39,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ]
     options = [option for module in modules for option in ("--lora-modules", module)]
     keys = keys_file(directory, "", ann="key-of-ann", bob="key-of-bob")
+    options += ["--allow-adapter-paths", str(adapter_root())]
     with serving("--chat-template", str(path), *options, "--api-keys-file", str(keys)) as running:
         yield running
 
@@ -59,6 +60,14 @@ def test_all_tenants_may_ask_for_the_adapters(given: Served):
             found = client.completions.create(model=name, prompt="The quick", max_tokens=8, temperature=0)
             texts.add((name, found.choices[0].text))
     assert len(texts) == len({text for _, text in texts}) == 3
+
+
+def test_models_are_listed_in_the_order_in_which_they_came(given: Served):
+    headers = {"Authorization": "Bearer key-of-ann"}
+    body = {"lora_name": "a-later-one", "lora_path": str(adapter_root() / "pirate")}
+    assert given.post("/v1/load_lora_adapter", json=body, headers=headers).status_code == 200
+    listed = [model.id for model in given.client("key-of-ann").models.list()]
+    assert listed == ["small", "mine", "other", "a-later-one"]
 
 
 def test_structured_output_comes_after_the_reasoning_that_the_prompt_opened(given: Served):

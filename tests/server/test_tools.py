@@ -314,6 +314,50 @@ def test_a_broken_call_is_text_of_the_response(client: Any):
         assert [item.type for item in response.output] == ["message"]
 
 
+HOME: Any = {"type": "namespace", "name": "home", "description": "Where you are.", "tools": [RESPONSE_TOOLS[0]]}
+AWAY: Any = {**HOME, "name": "away"}
+
+
+def test_a_function_of_a_namespace_is_called_and_sent_back_by_two_names(client: Any):
+    asked: dict[str, Any] = {**RESPONSE, "input": "weather", "tools": [HOME, RESPONSE_TOOLS[1]]}
+    for choice in ({"type": "function", "name": "weather"}, {"type": "function", "name": "home__weather"}):
+        made = client.responses.create(**asked, tool_choice=choice)
+        [call] = made.output
+        assert (call.namespace, call.name) == ("home", "weather")
+        assert json.loads(call.arguments) is not None
+        assert made.tools[0].tools[0].name == "weather"
+    with client.responses.stream(**asked, tool_choice={"type": "function", "name": "weather"}) as stream:
+        items = [event.item for event in stream if event.type.startswith("response.output_item.")]
+    assert [(item.namespace, item.name) for item in items] == [("home", "weather")] * 2, "from the first event on"
+    plain = client.responses.create(**asked, tool_choice={"type": "function", "name": "clock"})
+    assert (plain.output[0].namespace, plain.output[0].name) == (None, "clock")
+    # The model is shown the call that it made, by the name that it knows.
+    said: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    counted = [
+        client.responses.input_tokens.count(model="caller", input=[*question("weather"), each, said]).input_tokens
+        for each in (call.model_dump(), {**call.model_dump(), "namespace": None, "name": "home__weather"})
+    ]
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        ([HOME, AWAY], {"type": "function", "name": "weather"}, "tool_choice"),
+        ([HOME], {"type": "function", "name": "clock"}, "tool_choice"),
+        ([HOME, HOME], "auto", "tools[1].tools[0].name"),
+        ([{**HOME, "name": None}], "auto", "tools[0].name"),
+        ([{**HOME, "tools": [AWAY]}], "auto", "tools[0].tools[0].type"),
+        ([{**HOME, "tools": [{"type": "function"}]}], "auto", "tools[0].tools[0].name"),
+    ],
+)
+def test_what_is_wrong_with_a_namespace_is_named(client: Any, tools: Any, choice: Any, param: str):
+    body = {**RESPONSE, "input": "weather", "tools": tools, "tool_choice": choice}
+    with pytest.raises(BadRequestError) as raised:
+        client.post("/responses", body=body, cast_to=object)
+    assert raised.value.param == param
+
+
 ANTHROPIC: dict[str, Any] = {
     "model": "caller",
     "extra_body": {"temperature": 0},  # the client has no word for it any more
