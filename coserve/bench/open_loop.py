@@ -106,7 +106,7 @@ class OpenLoop:
         engine, played = self._engine, self.played
         num_evictions, num_drops = engine.num_preemptions, engine.jobs.num_packs_dropped
         end_s = played.seconds + drain_s
-        while (now_s := self._now_s()) < played.seconds or (self._open and now_s < end_s):
+        while (now_s := self._now_s()) < played.seconds or self._is_due() or (self._open and now_s < end_s):
             if self._num_missed > most_missed:
                 break
             self._arrive(now_s)
@@ -128,8 +128,12 @@ class OpenLoop:
     def _num_trained(self) -> float:
         return sum(job.num_tokens_done for job in self._engine.jobs.values())
 
+    def _is_due(self) -> bool:
+        """Whether a request of the time that counts has not come yet: a step may last beyond the end of that time."""
+        return self._next < len(self._trace) and self._trace[self._next].at_s < self.played.seconds
+
     def _arrive(self, now_s: float) -> None:
-        while self._next < len(self._trace) and self._trace[self._next].at_s <= now_s:
+        while self._is_due() and self._trace[self._next].at_s <= now_s:
             index, request = self._next, self._trace[self._next]
             self._next += 1
             tokens = Random(f"{self._seed}/{index}").choices(range(self._vocab_size), k=request.num_prompt_tokens)
