@@ -61,7 +61,9 @@ def test_requests_that_come_during_the_last_step_are_answered_too(place):
     long = TracedRequest(at_s=0.0, num_prompt_tokens=2000, num_output_tokens=2)
     alone = play(place, [long], seconds=0.1)
     step_s = alone.outcomes[0].ttft_s
-    others = [TracedRequest(at_s=share * step_s, num_prompt_tokens=20, num_output_tokens=2) for share in (0.5, 0.6, 0.9)]
+    others = [
+        TracedRequest(at_s=share * step_s, num_prompt_tokens=20, num_output_tokens=2) for share in (0.5, 0.6, 0.9)
+    ]
     played = play(place, [long, *others], seconds=0.7 * step_s)
     assert [each.index for each in played.outcomes] == [0, 1, 2], "the last comes after the trace's end"
     assert all(each.error is None for each in played.outcomes)
