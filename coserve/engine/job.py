@@ -7,26 +7,21 @@ begun again, or comes back from the host as it was, and everything else stands. 
 device's.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from math import inf
 from typing import Literal
 
 import msgspec
 
-from coserve.devices.messages import BeginPack, LossRows, PackSums, Tasklets, TrainerOpened, WindowRows, group_bytes
-from coserve.devices.swap_messages import MovePack
+from coserve.devices.messages import PackSums, TrainerOpened
 from coserve.engine.checkpoint import JobPosition
 from coserve.engine.exchange import Exchange
-from coserve.engine.host_swap import SwappedPack
 from coserve.engine.job_view import job_view
 from coserve.engine.memory_failures import MemoryFailures
-from coserve.memory.pack_pages import PackPages
+from coserve.engine.pack_queue import PackQueue
 from coserve.scheduling.plan import JobPhase, JobView
 from coserve.tuning.config import TuningConfig
-from coserve.tuning.cursor import Cursor, LayerwiseCursor
 from coserve.tuning.evaluation import Question
 from coserve.tuning.examples import Example
 from coserve.tuning.loss_sums import LossSums
@@ -120,17 +115,12 @@ class Job:
         self.evaluated = False  # whether the validation set was measured after that step, before it was resumed
         self.sums = LossSums()  # of the packs that are done, of the step or the evaluation
         self.seconds = StepSeconds()  # of the step so far
-        self.pack_pages: PackPages | None = None
-        self.swapped: SwappedPack | None = None  # of the pack to begin next
         self.optimizer_away = False  # whether its moments lie on the host
-        self._cursor: Cursor | None = None
-        self._group_pages = lru_cache(maxsize=64)(partial(_pages_of, costs))  # asked of packs that wait, for every view
         self._validation = tuple(validation)
         self._num_bad_steps = 0
         self._num_tokens_at_step = 0  # those of them in whole optimizer steps
-        self._num_rows_counted = 0.0  # of the pack, in num_rows_run
-        self._waiting: deque[PackMembers] = deque(self.order.packs(0))
-        self._pack: PackMembers | None = None
+        self.packs = PackQueue(id, costs)
+        self.packs.extend(self.order.packs(0))
 
     # -- questions ----------------------------------------------------------------
 
@@ -146,21 +136,18 @@ class Job:
     @property
     def wants_pack(self) -> PackMembers | None:
         """The pack to begin next, if it is time for one."""
-        if self.state != "running" or self._pack is not None or not self._waiting:
-            return None
-        return self._waiting[0]
+        return self.packs.next if self.state == "running" else None
 
     @property
     def has_pack(self) -> bool:
-        return self._pack is not None
+        return self.packs.current is not None
 
     @property
     def num_tokens_done(self) -> float:
         """Tokens trained, with what is done of the pack in memory, half of it forward and half backward; work that was
         dropped is not among them.
         """
-        begun = self._num_rows_counted / 2 if (self.has_pack or self.swapped) and not self.evaluating else 0.0
-        return self.num_tokens_trained + begun
+        return self.num_tokens_trained + self.packs.num_rows_begun
 
     @property
     def update_due(self) -> bool:
@@ -176,7 +163,7 @@ class Job:
     @property
     def _has_trained(self) -> bool:
         """Whether all packs of the optimizer step are done."""
-        busy = self._pack is not None or self._waiting or self.evaluating or self.follow_due
+        busy = bool(self.packs) or self.evaluating or self.follow_due
         return self.state == "running" and not busy
 
     @property
@@ -201,48 +188,25 @@ class Job:
             return self.num_steps_done
         return None if self.exchange.common is None else self.exchange.common.position.num_steps_done
 
-    def group_pages(self, num_rows: int, page_bytes: int) -> Sequence[int]:
-        """Pages of each group of tensors of the next pack, if it has this many rows."""
-        return self._group_pages(self._measures, num_rows, page_bytes)
-
-    @property
-    def num_trained_parts(self) -> int:
-        """Parts of the model that the next pack runs backward."""
-        return 0 if self._measures else self.costs.trained_parts
-
-    @property
-    def _measures(self) -> bool:
-        """Whether the pack that is begun, or else the next one, runs nothing backward."""
-        pack = self._pack or (self._waiting[0] if self._waiting else None)
-        return self.evaluating or (pack is not None and pack.is_reference)
-
     @property
     def phase(self) -> JobPhase | None:
         """What it is at; None: nothing that a step could do."""
         if self.state != "running":
             return None
-        if self._cursor is None:
-            return "pack" if self._waiting else "update" if self.update_due else None
-        return self._cursor.phase
-
-    @property
-    def num_loss_rows_left(self) -> int:
-        """Trained rows of its pack that are still to go through the loss."""
-        assert self._cursor is not None
-        return self._cursor.num_trained - self._cursor.num_loss_rows
+        if (cursor := self.packs.cursor) is not None:
+            return cursor.phase
+        return "pack" if self.packs else "update" if self.update_due else None
 
     def view(self, now_s: float, num_pages: int) -> JobView | None:
         """What a policy may do with it now; None: nothing. num_pages: of the pack in memory, or of the next one."""
         if (phase := self.phase) is None:
             return None
-        pack, cursor = self._pack or self.wants_pack, self._cursor
-        if pack is not None and cursor is None:
-            cursor = self._new_cursor(pack) if self.swapped is None else self.swapped.cursor
+        pack = self.packs.current or self.packs.next
         return job_view(
             self.id,
             self.costs.counts,
             phase=phase,
-            cursor=cursor,
+            cursor=self.packs.begins_at,
             mean_context_len=0.0 if pack is None else pack.mean_context_len,
             waited_s=max(0.0, now_s - self.moved_s),
             tenant=self.tenant,
@@ -250,42 +214,7 @@ class Job:
             num_rows_run=self.num_rows_run,
         )
 
-    def _new_cursor(self, pack: PackMembers) -> Cursor:
-        if (other := self.costs.other) is not None:
-            return LayerwiseCursor(
-                num_rows=pack.num_rows,
-                forward_turns=other.forward_turns,
-                loss_turns=other.evaluation_loss_turns if self._measures else other.loss_turns,
-                num_parts=self.num_trained_parts,
-            )
-        return Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=self.num_trained_parts)
-
     # -- what happened ------------------------------------------------------------
-
-    def next_pack(self, pages: PackPages) -> BeginPack | MovePack:
-        """What to tell the device about the next pack, which has these pages; `begin_pack` once it has begun."""
-        pack, runs = self._waiting[0], tuple((run.start, len(run)) for run in pages.runs if run is not None)
-        if self.swapped is not None:
-            return MovePack(self.id, runs)
-        return BeginPack(
-            job=self.id,
-            sequences=tuple(sequence for example in pack.examples for sequence in example.sequences),
-            first_row=pack.first_row,
-            runs=runs,
-            evaluate=self._measures,
-            is_reference=pack.is_reference,
-            values=tuple(numbers for example in pack.examples for numbers in example.values),
-            labels=tuple(label for example in pack.examples for label in example.labels),
-        )
-
-    def begin_pack(self, pages: PackPages) -> None:
-        """The device has begun the next pack, or has it again."""
-        pack = self._pack = self._waiting.popleft()
-        self.pack_pages = pages
-        if self.swapped is not None:
-            self._cursor, self.swapped = self.swapped.cursor, None
-        else:
-            self._cursor, self._num_rows_counted = self._new_cursor(pack), 0.0
 
     def count_seconds(self, started_s: float, **seconds: float) -> None:
         """A step that began then has taken this for it, by the names of `StepSeconds`."""
@@ -297,22 +226,6 @@ class Job:
             backward_s=so_far.backward_s + seconds.get("backward_s", 0.0),
             update_s=so_far.update_s + seconds.get("update_s", 0.0),
         )
-
-    def run_window(self, rows: WindowRows) -> None:
-        """Rows have been through the forward pass."""
-        assert self._cursor is not None
-        self._cursor.advance_forward(rows.num_rows)
-
-    def run_loss(self, rows: LossRows) -> None:
-        """Trained rows have been through the loss."""
-        assert self._cursor is not None
-        start, end = self._cursor.next_loss(rows.num_rows)
-        self._cursor.advance_loss(end - start)
-
-    def run_tasklets(self, tasklets: Tasklets, num_run: int) -> None:
-        """Of these tasklets, some have run."""
-        assert self._cursor is not None
-        self._cursor.advance_tasklets(tasklets.num_rows, num_run)
 
     def position(self) -> JobPosition:
         """How far it has come in whole optimizer steps."""
@@ -335,55 +248,35 @@ class Job:
         self.num_tokens_trained = self._num_tokens_at_step = position.num_tokens_trained
         self._num_bad_steps = position.num_bad_steps
         if self.num_steps_done:
-            self._waiting.clear()
+            self.packs.clear()
             self.follow_due, self.evaluated = True, position.evaluated
 
     def drop_pack(self) -> None:
-        """Give the pack's memory back, in memory or on the host; it will be begun again."""
-        if self.swapped is not None:
-            self.swapped = None
-        else:
-            assert self._pack is not None
-            self._waiting.appendleft(self._pack)
-            self._release_pack()
+        """Give its pack's memory back, in memory or on the host; it will be begun again."""
+        self.packs.drop()
         self.num_drops += 1
 
-    def swap_pack(self) -> None:
-        """Give the pack's memory back; what was in it lies on the host, and the pack will resume where it is."""
-        assert self._pack is not None and self._cursor is not None and self.pack_pages is not None
-        self.swapped = SwappedPack(cursor=self._cursor, group_pages=self.pack_pages.group_pages)
-        self._waiting.appendleft(self._pack)
-        self._release_pack()
-
     def count_rows(self, now_s: float) -> float:
-        """Some of the pack has been run; returns how many rows. A row counts once forward, and once for the loss and
-        all parts backward.
-        """
+        """Some of the pack has been run; returns how many rows (see `PackQueue.count_rows`)."""
         self.moved_s = now_s
-        cursor = self._cursor
-        assert cursor is not None and self.pack_pages is not None
-        num_rows = cursor.num_rows_run(self.costs.counts.num_parts)
-        num_new, self._num_rows_counted = num_rows - self._num_rows_counted, num_rows
+        num_new = self.packs.count_rows()
         self.num_rows_run += num_new
-        self.pack_pages.follow(cursor)
         return num_new
 
     def finish_pack(self, sums: PackSums) -> bool:
         """Collect the sums of a pack that is done. Returns whether an evaluation is complete with it."""
-        assert self._pack is not None
+        pack = self.packs.finish()
         self.memory_failures.note_pack()
-        if not self._pack.is_reference:
+        if not pack.is_reference:
             found = LossSums(loss=sums.loss, num_correct=sums.num_correct, num_trained=sums.num_trained)
             found.metrics.update(sums.metrics)
             self.sums.add(found)
-            self.num_tokens_trained += 0 if self.evaluating else self._pack.num_rows
-        self._release_pack()
-        return self.evaluating and not self._waiting
+            self.num_tokens_trained += 0 if self.evaluating else pack.num_rows
+        return self.evaluating and not self.packs
 
-    def _release_pack(self) -> None:
-        if self.pack_pages is not None:
-            self.pack_pages.release()
-        self._pack = self._cursor = self.pack_pages = None
+    def event(self, kind: EventKind, now_s: float, *, version: str | None = None, message: str = "") -> JobEvent:
+        """Something that has no numbers but these."""
+        return JobEvent(job=self.id, kind=kind, step=self.num_steps_done, now_s=now_s, version=version, message=message)
 
     def finish_update(self, norm: float | None, now_s: float) -> JobEvent:
         """An optimizer step has been made (norm None: skipped, since the gradient was not finite)."""
@@ -418,7 +311,7 @@ class Job:
         if not self._validation:
             return False
         self.evaluating = True
-        self._waiting.extend(packs_of(self._validation, self.config))
+        self.packs.extend(packs_of(self._validation, self.config), evaluate=True)
         return True
 
     def finish_evaluation(self, now_s: float, answers: Mapping[str, float]) -> JobEvent:
@@ -439,18 +332,11 @@ class Job:
         """Turn to the packs of the next optimizer step; False if all are done."""
         if self.num_steps_done == self.order.num_steps:
             return False
-        self._waiting.extend(self.order.packs(self.num_steps_done))
+        self.packs.extend(self.order.packs(self.num_steps_done))
         self.seconds = StepSeconds()
         return True
 
     def end(self, state: JobState) -> None:
         """It is over: its pages go back."""
         self.state = state
-        self._release_pack()
-        self._waiting.clear()
-        self.swapped = None
-
-
-def _pages_of(costs: TrainerOpened, evaluate: bool, num_rows: int, page_bytes: int) -> tuple[int, ...]:
-    groups = costs.evaluation if evaluate else costs.training
-    return tuple([-(-group_bytes(row_bytes, num_rows) // page_bytes) for row_bytes in groups])
+        self.packs.clear()

@@ -32,27 +32,27 @@ class JobPacks:
 
     def num_pages(self, job: Job) -> int:
         """Of its pack in memory, or of its next one; 0 without any."""
-        if (pack_pages := job.pack_pages or job.swapped) is not None:
+        if (pack_pages := job.packs.pages or job.packs.swapped) is not None:
             return pack_pages.num_pages + self._num_window_pages(job)
         pack = job.wants_pack
         if pack is None:
             return 0
-        return sum(job.group_pages(pack.num_rows, self._pages.pool.page_bytes)) + self._num_window_pages(job)
+        return sum(job.packs.group_pages(pack.num_rows, self._pages.pool.page_bytes)) + self._num_window_pages(job)
 
     def begin(self, job: Job, others: Iterable[Job]) -> bool:
         """Give a job the memory of its next pack; False, and it has none, if it cannot be had now."""
         other_model = job.costs.other
         if (pack := job.wants_pack) is None or _waits_for_another(job, others):
             return False
-        away = job.swapped
+        away = job.packs.swapped
         if away is not None and not self._swap.has_pack(job.id, away.num_pages):
             self.drop(job)  # copies were lost; the plan is for a pack that was further
             return False
-        whole = job.group_pages(pack.num_rows, self._pages.pool.page_bytes)
+        whole = job.packs.group_pages(pack.num_rows, self._pages.pool.page_bytes)
         try:
             sizes = whole if away is None else away.group_pages
             window = None if other_model is None else self._pages.window_need(other_model)
-            pages = self._pages.take_pack(sizes, job.num_trained_parts, window)
+            pages = self._pages.take_pack(sizes, job.packs.num_trained_parts, window)
         except BudgetError:  # enough pages, but not side by side
             return False
         try:
@@ -61,7 +61,7 @@ class JobPacks:
             if away is not None:
                 self._swap.bring_back_pack(job.id, pages.pages)
             self._swap.flush(self._device)  # what lay in its pages leaves them first
-            self._device.execute(job.next_pack(pages))
+            self._device.execute(job.packs.command_to_begin(pages))
         except DeviceMemoryError as error:  # no memory beside the pages
             pages.release()
             self._on_memory_error(job, str(error))
@@ -70,16 +70,16 @@ class JobPacks:
         except BaseException:
             pages.release()
             raise
-        job.begin_pack(pages)
+        job.packs.begin(pages)
         self._swap.release_pack(job.id)
         return True
 
     def put_away(self, job: Job, now_s: float) -> None:
         """Take the pages of its pack, which goes to the host if that is worth it."""
-        assert job.pack_pages is not None
-        view = job.view(now_s, job.pack_pages.num_pages)
-        if view is not None and self._swap.keep_pack(view, job.pack_pages.pages):
-            job.swap_pack()
+        assert job.packs.pages is not None
+        view = job.view(now_s, job.packs.pages.num_pages)
+        if view is not None and self._swap.keep_pack(view, job.packs.pages.pages):
+            job.packs.swap_out()
         else:
             self.drop(job)
 

@@ -33,7 +33,7 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
         job = jobs[part.job]
         _check_size(policy, part.job, min(part.rows, part.num_tasklets))
         # Losses come first in a step: tasklets may follow the last piece of it.
-        ends_loss = job.phase == "loss" and losses.get(part.job, 0) >= job.num_loss_rows_left
+        ends_loss = job.phase == "loss" and losses.get(part.job, 0) >= job.packs.num_loss_rows_left
         if not ends_loss:
             _check_phase(policy, "tasklets", job, "backward")
     if plan.partition is not None:
