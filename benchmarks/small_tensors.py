@@ -12,7 +12,7 @@ from math import prod
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.devices.counting import trainer_opened
-from coserve.devices.messages import group_bytes
+from coserve.devices.job_messages import group_bytes
 from coserve.memory.activations import Shapes
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import load_backbone

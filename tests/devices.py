@@ -5,20 +5,10 @@ from itertools import count
 from typing import Any
 
 from coserve.devices.base import Device
-from coserve.devices.messages import (
-    BeginPack,
-    LossRows,
-    OpenRequest,
-    OpenTrainer,
-    RequestRows,
-    StepBatch,
-    StepResult,
-    Tasklets,
-    TrainerOpened,
-    WindowRows,
-    group_bytes,
-)
+from coserve.devices.job_messages import BeginPack, OpenTrainer, TrainerOpened, group_bytes
+from coserve.devices.messages import OpenRequest
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.step_messages import LossRows, RequestRows, StepBatch, StepResult, Tasklets, WindowRows
 from coserve.tuning.config import TuningConfig
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[bool]]]

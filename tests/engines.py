@@ -14,21 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from coserve.devices.base import Clock, Device
+from coserve.devices.job_messages import PublishVersion
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import (
-    CloseRequest,
-    Command,
-    DropVersion,
-    OpenRequest,
-    OpenVersion,
-    PublishVersion,
-    Reply,
-    RequestRows,
-    StepBatch,
-    StepFailure,
-    StepResult,
-)
+from coserve.devices.messages import CloseRequest, Command, DropVersion, OpenRequest, OpenVersion, Reply
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.step_messages import RequestRows, StepBatch, StepFailure, StepResult
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine

@@ -16,14 +16,8 @@ import torch
 from engines import make_engine, watched
 
 from coserve.adapters import LoraConfig
-from coserve.devices.messages import (
-    DropCheckpoint,
-    DropTrainer,
-    DropVersion,
-    OpenTrainer,
-    PublishVersion,
-    TakeCheckpoint,
-)
+from coserve.devices.job_messages import DropCheckpoint, DropTrainer, OpenTrainer, PublishVersion, TakeCheckpoint
+from coserve.devices.messages import DropVersion
 from coserve.devices.process_memory import give_back_freed_memory, keep_freed_memory
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine

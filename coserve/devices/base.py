@@ -2,7 +2,8 @@
 
 from typing import Protocol
 
-from coserve.devices.messages import Command, DeviceInfo, Reply, StepBatch, StepResult
+from coserve.devices.messages import Command, DeviceInfo, Reply
+from coserve.devices.step_messages import StepBatch, StepResult
 
 
 class Clock(Protocol):

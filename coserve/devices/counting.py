@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter
-from coserve.devices.messages import DeviceInfo, OtherModel, TrainerOpened
+from coserve.devices.job_messages import OtherModel, TrainerOpened
+from coserve.devices.messages import DeviceInfo
 from coserve.graph.operators.base import Load
 from coserve.memory.activations import Shapes
 from coserve.memory.paged_kv import kv_page_bytes

@@ -15,8 +15,9 @@ from threading import Lock, Thread
 import msgspec
 
 from coserve.devices.clock import WallClock
-from coserve.devices.messages import Command, Reply, StepBatch, StepResult
+from coserve.devices.messages import Command, Reply
 from coserve.devices.settings import DeviceSettings, LoadProgress
+from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.wire import Call, Connection, Done, FromDevice, LoadingProgress, Raised, Started
 from coserve.errors import DeviceGoneError
 

@@ -17,19 +17,9 @@ import msgspec
 from msgspec.structs import replace
 
 from coserve.devices.base import Clock, Device
-from coserve.devices.messages import (
-    Command,
-    DropCheckpoint,
-    ExportPages,
-    ImportPages,
-    OpenGrammar,
-    Reply,
-    SaveAdapter,
-    SetVocabulary,
-    StepBatch,
-    StepResult,
-    WriteCheckpoint,
-)
+from coserve.devices.job_messages import DropCheckpoint, WriteCheckpoint
+from coserve.devices.messages import Command, ExportPages, ImportPages, OpenGrammar, Reply, SaveAdapter, SetVocabulary
+from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.wire import Raised, raised
 
 _LENGTH = struct.Struct("<Q")

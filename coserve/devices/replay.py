@@ -11,20 +11,10 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from coserve.devices.base import Clock, Device
-from coserve.devices.messages import (
-    Command,
-    DeviceInfo,
-    ImportPages,
-    OpenGrammar,
-    OpenTrainer,
-    OpenVersion,
-    PackSums,
-    Reply,
-    SetVocabulary,
-    StepBatch,
-    StepResult,
-)
+from coserve.devices.job_messages import OpenTrainer
+from coserve.devices.messages import Command, DeviceInfo, ImportPages, OpenGrammar, OpenVersion, Reply, SetVocabulary
 from coserve.devices.recording import ClockRead, Collected, Executed, Submitted, leaves_a_trace, with_trace
+from coserve.devices.step_messages import PackSums, StepBatch, StepResult
 
 
 class DivergedError(Exception):

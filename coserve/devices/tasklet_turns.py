@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from coserve.devices.messages import Tasklets
+from coserve.devices.step_messages import Tasklets
 
 
 def tasklet_turns(tasklets: Sequence[Tasklets], num_parts_done: Callable[[str], int]) -> Iterator[list[Tasklets]]:

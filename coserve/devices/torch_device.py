@@ -19,38 +19,39 @@ from coserve.devices.base import Clock
 from coserve.devices.beside import Beside, num_units_of
 from coserve.devices.clock import WallClock
 from coserve.devices.counting import device_info
-from coserve.devices.messages import (
+from coserve.devices.job_messages import (
     BeginPack,
-    CloseRequest,
     CloseTrainer,
     CombineContributions,
-    Command,
     DropCheckpoint,
     DropPack,
     DropTrainer,
+    OpenTrainer,
+    PublishVersion,
+    ReadContributions,
+    ResizeWindow,
+    TakeCheckpoint,
+    TakeContribution,
+    TrainerOpened,
+    WriteCheckpoint,
+)
+from coserve.devices.messages import (
+    CloseRequest,
+    Command,
     DropVersion,
     ExportPages,
     ImportPages,
     OpenGrammar,
     OpenRequest,
-    OpenTrainer,
     OpenVersion,
-    PublishVersion,
-    ReadContributions,
     Reply,
-    ResizeWindow,
     SaveAdapter,
     SetVocabulary,
-    StepBatch,
-    StepResult,
-    TakeCheckpoint,
-    TakeContribution,
-    TrainerOpened,
     VersionOpened,
-    WriteCheckpoint,
 )
 from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
+from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.devices.torch_requests import TorchRequests
 from coserve.devices.torch_step import TorchStep

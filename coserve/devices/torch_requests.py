@@ -13,9 +13,10 @@ from torch.profiler import record_function
 from coserve.adapters.base import Adapter
 from coserve.devices.grammar import CANNOT_FOLLOW
 from coserve.devices.matching import Grammars, Matcher
-from coserve.devices.messages import OpenRequest, RequestRows, TokenLogprob
+from coserve.devices.messages import OpenRequest
 from coserve.devices.readout import Pending, Readout
 from coserve.devices.sampling import SamplingRow, TokenCounts, sample
+from coserve.devices.step_messages import RequestRows, TokenLogprob
 from coserve.kernels.transfer import on_device
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone

@@ -8,17 +8,10 @@ from math import inf, isfinite
 import torch
 
 from coserve.devices.beside import Beside
-from coserve.devices.messages import (
-    LossRows,
-    PackSums,
-    StepBatch,
-    StepFailure,
-    StepResult,
-    Tasklets,
-)
 from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
 from coserve.devices.readout import Pending, Readout
+from coserve.devices.step_messages import LossRows, PackSums, StepBatch, StepFailure, StepResult, Tasklets
 from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.devices.timing import StepTimer, step_timer
 from coserve.devices.torch_requests import RequestsResult, TorchRequests

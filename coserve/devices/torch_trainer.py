@@ -15,7 +15,7 @@ from coserve.adapters.peft_directory import adapter_config, load_adapter, save_a
 from coserve.adapters.tensor_files import open_tensors, write_tensors
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.counting import trainer_opened
-from coserve.devices.messages import OPTIMIZER_FILE, BeginPack, OpenTrainer, TrainerOpened
+from coserve.devices.job_messages import OPTIMIZER_FILE, BeginPack, OpenTrainer, TrainerOpened
 from coserve.devices.swap_messages import MovePack
 from coserve.devices.torch_exchange import CONTRIBUTION_FILE, TorchExchange
 from coserve.errors import AdapterError

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from coserve import errors
-from coserve.devices.messages import Command, DeviceInfo, Reply, StepBatch, StepResult
+from coserve.devices.messages import Command, DeviceInfo, Reply
 from coserve.devices.settings import DeviceSettings
+from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.errors import CoserveError
 from coserve.home import is_disk_full
 

@@ -17,7 +17,8 @@ from typing import Protocol
 from uuid import uuid4
 
 from coserve.devices.base import Device
-from coserve.devices.messages import OPTIMIZER_FILE, Command, DropCheckpoint, WriteCheckpoint
+from coserve.devices.job_messages import OPTIMIZER_FILE, DropCheckpoint, WriteCheckpoint
+from coserve.devices.messages import Command
 from coserve.errors import DiskFullError, JobError
 from coserve.home import is_disk_full
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from coserve.devices.messages import DeviceInfo, OtherModel
+from coserve.devices.job_messages import OtherModel
+from coserve.devices.messages import DeviceInfo
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.job import Job
 from coserve.engine.request import virtual_tokens

@@ -12,8 +12,8 @@ from typing import Any
 
 from coserve.devices.base import Device
 from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import StepResult
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.step_messages import StepResult
 from coserve.engine.answers import Decode
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.checks import check_adapter_name

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Self
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.base import Device
-from coserve.devices.messages import TokenLogprob
 from coserve.devices.profile_store import correct_profile
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.step_messages import TokenLogprob
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.job import JobEvent

@@ -14,7 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from coserve.devices.messages import PackSums, TrainerOpened
+from coserve.devices.job_messages import TrainerOpened
+from coserve.devices.step_messages import PackSums
 from coserve.engine.checkpoint import JobPosition
 from coserve.engine.exchange import Exchange
 from coserve.engine.job_view import job_view

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from coserve.devices.base import Device
-from coserve.devices.messages import Command, TakeCheckpoint, TakeContribution
+from coserve.devices.job_messages import TakeCheckpoint, TakeContribution
+from coserve.devices.messages import Command
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.job import Job
 from coserve.engine.owed_commands import OwedCommands

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from coserve.devices.base import Device
-from coserve.devices.messages import CloseTrainer
+from coserve.devices.job_messages import CloseTrainer
 from coserve.engine.answers import Answers
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import EventKind, Job, JobEvent

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from coserve.devices.base import Device
-from coserve.devices.messages import CombineContributions
+from coserve.devices.job_messages import CombineContributions
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_copies import JobCopies
 from coserve.engine.job_milestones import JobMilestones

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve.devices.base import Device
-from coserve.devices.messages import DropTrainer, TrainerOpened
+from coserve.devices.job_messages import DropTrainer, TrainerOpened
 from coserve.engine.checks import check_adapter_name, check_examples, with_virtual_tokens
 from coserve.engine.job import Job
 from coserve.engine.job_start import JobStart, PeftFields, make_start, with_pack_size

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from coserve.devices.base import Device
-from coserve.devices.messages import DropPack
+from coserve.devices.job_messages import DropPack
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import Job
 from coserve.engine.owed_commands import OwedCommands

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from coserve.devices.messages import StepBatch, StepResult
+from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_endings import JobEndings
 from coserve.engine.job_exchange import JobExchange

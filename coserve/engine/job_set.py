@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from coserve.devices.base import Device
-from coserve.devices.messages import Command, DropTrainer, StepBatch, StepResult
+from coserve.devices.job_messages import DropTrainer
+from coserve.devices.messages import Command
+from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.engine.answers import Answers
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.host_swap import HostOwner, HostSwap

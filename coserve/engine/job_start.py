@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from coserve.devices.messages import OpenTrainer, OtherModel, TrainerOpened, group_bytes
+from coserve.devices.job_messages import OpenTrainer, OtherModel, TrainerOpened, group_bytes
 from coserve.engine.checkpoint import JobPosition, read_position
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.versions import AdapterVersions

@@ -3,7 +3,7 @@
 from collections import deque
 
 from coserve.devices.base import Device
-from coserve.devices.messages import CloseTrainer, DropPack, DropTrainer
+from coserve.devices.job_messages import CloseTrainer, DropPack, DropTrainer
 from coserve.devices.swap_messages import SwapOutTensors
 from coserve.engine.host_swap import HostSwap
 from coserve.errors import DeviceGoneError

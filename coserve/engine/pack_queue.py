@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 
-from coserve.devices.messages import BeginPack, LossRows, Tasklets, TrainerOpened, WindowRows, group_bytes
+from coserve.devices.job_messages import BeginPack, TrainerOpened, group_bytes
+from coserve.devices.step_messages import LossRows, Tasklets, WindowRows
 from coserve.devices.swap_messages import MovePack
 from coserve.engine.host_swap import SwappedPack
 from coserve.memory.pack_pages import PackPages

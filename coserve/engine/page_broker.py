@@ -5,7 +5,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from coserve.devices.base import Device
-from coserve.devices.messages import Command, OtherModel, ResizeWindow
+from coserve.devices.job_messages import OtherModel, ResizeWindow
+from coserve.devices.messages import Command
 from coserve.errors import BudgetError
 from coserve.memory.kv_cache import OWNER as KV_OWNER
 from coserve.memory.kv_cache import KvCache

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from coserve.devices.messages import OPTIMIZER_FILE, DeviceInfo, OpenVersion
+from coserve.devices.job_messages import OPTIMIZER_FILE
+from coserve.devices.messages import DeviceInfo, OpenVersion
 from coserve.devices.recording import DeviceLine, Executed, FrameWriter, RecordingDevice, read_frames
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import POSITION_FILE, Checkpoint

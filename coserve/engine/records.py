@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coserve.devices.messages import StepResult
+from coserve.devices.step_messages import StepResult
 from coserve.engine.request import Request
 from coserve.scheduling.slo import Slo
 

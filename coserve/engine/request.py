@@ -5,8 +5,9 @@ from typing import Literal
 
 import msgspec
 
-from coserve.devices.messages import CloseRequest, OpenRequest, RequestRows, TokenLogprob
+from coserve.devices.messages import CloseRequest, OpenRequest
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.step_messages import RequestRows, TokenLogprob
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion
 from coserve.memory.kv_cache import PagedSequence

@@ -9,7 +9,8 @@ from itertools import count
 from typing import Self
 
 from coserve.devices.base import Device
-from coserve.devices.messages import DropVersion, OpenVersion, PublishVersion, SaveAdapter, TrainerOpened, VersionOpened
+from coserve.devices.job_messages import PublishVersion, TrainerOpened
+from coserve.devices.messages import DropVersion, OpenVersion, SaveAdapter, VersionOpened
 from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.owed_commands import OwedCommands

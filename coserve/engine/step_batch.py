@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from coserve.devices.messages import Command, LossRows, RequestRows, StepBatch, StepResult, Tasklets, Update, WindowRows
+from coserve.devices.messages import Command
+from coserve.devices.step_messages import LossRows, RequestRows, StepBatch, StepResult, Tasklets, Update, WindowRows
 from coserve.engine.job import Job
 from coserve.engine.job_set import JobSet
 from coserve.engine.plan_checks import check_plan

@@ -10,7 +10,9 @@ from collections.abc import Callable
 import msgspec
 
 from coserve.devices.base import Device
-from coserve.devices.messages import ImportPages, OpenRequest, ResizeWindow, StepBatch, StepResult
+from coserve.devices.job_messages import ResizeWindow
+from coserve.devices.messages import ImportPages, OpenRequest
+from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig

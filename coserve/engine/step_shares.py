@@ -1,6 +1,6 @@
 """What a step was to each of its jobs: the rows of its pieces, its company, its share of the time."""
 
-from coserve.devices.messages import StepBatch, StepResult
+from coserve.devices.step_messages import StepBatch, StepResult
 
 
 def largest_pieces(batch: StepBatch) -> dict[str, int]:

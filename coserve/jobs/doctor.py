@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from coserve.devices.messages import OPTIMIZER_FILE
+from coserve.devices.job_messages import OPTIMIZER_FILE
 from coserve.engine.checkpoint import POSITION_FILE
 from coserve.errors import StoreError
 from coserve.home import closed_mode

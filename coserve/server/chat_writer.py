@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from coserve.devices.messages import TokenLogprob
+from coserve.devices.step_messages import TokenLogprob
 from coserve.engine.request import Chunk
 from coserve.server.chat_choice import ChatChoice
 from coserve.server.chat_request import ChatRequest

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from coserve.devices.messages import TokenLogprob
+from coserve.devices.step_messages import TokenLogprob
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.generation import (

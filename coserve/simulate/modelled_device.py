@@ -13,40 +13,44 @@ from typing import Any
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import adapter_config, read_config
 from coserve.devices.counting import device_info, trainer_opened
-from coserve.devices.matching import Grammars, Matcher
-from coserve.devices.messages import (
+from coserve.devices.job_messages import (
     BeginPack,
-    CloseRequest,
     CloseTrainer,
     CombineContributions,
-    Command,
     DropCheckpoint,
     DropPack,
     DropTrainer,
+    OpenTrainer,
+    PublishVersion,
+    ReadContributions,
+    TakeCheckpoint,
+    TakeContribution,
+    TrainerOpened,
+    WriteCheckpoint,
+)
+from coserve.devices.matching import Grammars, Matcher
+from coserve.devices.messages import (
+    CloseRequest,
+    Command,
     DropVersion,
     ExportPages,
     ImportPages,
     OpenGrammar,
     OpenRequest,
-    OpenTrainer,
     OpenVersion,
-    PackSums,
-    PublishVersion,
-    ReadContributions,
     Reply,
-    RequestRows,
     SaveAdapter,
     SetVocabulary,
+    VersionOpened,
+)
+from coserve.devices.step_messages import (
+    PackSums,
+    RequestRows,
     StepBatch,
     StepFailure,
     StepResult,
-    TakeCheckpoint,
-    TakeContribution,
     Tasklets,
     TokenLogprob,
-    TrainerOpened,
-    VersionOpened,
-    WriteCheckpoint,
 )
 from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.devices.tasklet_turns import tasklet_turns

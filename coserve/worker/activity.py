@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from coserve.devices.base import Clock, Device
-from coserve.devices.messages import Command, Reply, StepBatch, StepResult
+from coserve.devices.messages import Command, Reply
+from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.errors import CoserveError
 
 # The process, and which of two slots counts: it may die while it writes the other.

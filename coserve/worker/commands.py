@@ -7,8 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 from coserve.devices.grammar import Grammar
+from coserve.devices.job_messages import ReadContributions
 from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import OpenGrammar, ReadContributions, SetVocabulary
+from coserve.devices.messages import OpenGrammar, SetVocabulary
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterError, CoserveError
 from coserve.handover.base import Alone, HandoverEnd

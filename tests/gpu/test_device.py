@@ -7,8 +7,8 @@ from support import FAMILIES, make_adapter, model_directory, random_sequences, r
 
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import RequestRows, Tasklets, Update
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.step_messages import RequestRows, Tasklets, Update
 from coserve.kernels import find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
 from coserve.kernels.base import Backend

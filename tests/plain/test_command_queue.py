@@ -1,6 +1,7 @@
 """What the device is told, and in which order."""
 
-from coserve.devices.messages import CloseRequest, Command, DropPack, OpenRequest
+from coserve.devices.job_messages import DropPack
+from coserve.devices.messages import CloseRequest, Command, OpenRequest
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.command_queue import CommandQueue
 

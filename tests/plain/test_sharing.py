@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from coserve.devices.messages import RequestRows, StepBatch, StepResult, Tasklets
 from coserve.devices.replay import as_it_ran
+from coserve.devices.step_messages import RequestRows, StepBatch, StepResult, Tasklets
 from coserve.engine.step_batch import observe
 from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.counts import JobCounts, ModelCounts

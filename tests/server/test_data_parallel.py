@@ -12,7 +12,8 @@ from engine_nodes import ClusterWorld, cluster_world, small_engine
 from job_data import DATA, adapter_in, distance, steps_of
 from job_engine import World, world
 
-from coserve.devices.messages import PublishVersion, SaveAdapter, TakeContribution
+from coserve.devices.job_messages import PublishVersion, TakeContribution
+from coserve.devices.messages import SaveAdapter
 from coserve.engine.engine import Engine
 from coserve.errors import JobError
 from coserve.jobs.records import JobRecord

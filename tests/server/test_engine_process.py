@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from random_plans import PlannedBy
 
 from coserve.adapters import LoraConfig
-from coserve.devices.messages import DropCheckpoint, DropTrainer, StepFailure, TakeCheckpoint
+from coserve.devices.job_messages import DropCheckpoint, DropTrainer, TakeCheckpoint
+from coserve.devices.step_messages import StepFailure
 from coserve.engine.engine import Engine
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart

@@ -9,19 +9,9 @@ from random import Random
 from msgspec.structs import replace
 from storm.ledger import LedgerDevice
 
-from coserve.devices.messages import (
-    BeginPack,
-    Command,
-    OpenTrainer,
-    OpenVersion,
-    PublishVersion,
-    Reply,
-    StepBatch,
-    StepFailure,
-    StepResult,
-    TakeCheckpoint,
-    WriteCheckpoint,
-)
+from coserve.devices.job_messages import BeginPack, OpenTrainer, PublishVersion, TakeCheckpoint, WriteCheckpoint
+from coserve.devices.messages import Command, OpenVersion, Reply
+from coserve.devices.step_messages import StepBatch, StepFailure, StepResult
 from coserve.devices.swap_messages import SwapInTensors
 from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError
 

@@ -15,30 +15,21 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coserve.devices.messages import (
+from coserve.devices.job_messages import (
     OPTIMIZER_FILE,
     BeginPack,
-    CloseRequest,
     CloseTrainer,
-    Command,
     DropCheckpoint,
     DropPack,
     DropTrainer,
-    DropVersion,
-    OpenRequest,
     OpenTrainer,
-    OpenVersion,
     PublishVersion,
-    Reply,
-    RequestRows,
-    SaveAdapter,
-    StepBatch,
-    StepResult,
     TakeCheckpoint,
     TrainerOpened,
-    Update,
     WriteCheckpoint,
 )
+from coserve.devices.messages import CloseRequest, Command, DropVersion, OpenRequest, OpenVersion, Reply, SaveAdapter
+from coserve.devices.step_messages import RequestRows, StepBatch, StepResult, Update
 from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.memory.pack_pages import PackPages
 from coserve.memory.pages import PagePool

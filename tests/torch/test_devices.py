@@ -31,31 +31,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coserve.adapters import LoraConfig
 from coserve.devices.base import Device
-from coserve.devices.loading import torch_device
-from coserve.devices.messages import (
-    CloseRequest,
+from coserve.devices.job_messages import (
     CloseTrainer,
     DropCheckpoint,
     DropPack,
     DropTrainer,
-    DropVersion,
-    LossRows,
-    OpenRequest,
-    OpenVersion,
     PublishVersion,
-    RequestRows,
-    SaveAdapter,
-    StepBatch,
-    StepResult,
     TakeCheckpoint,
-    Tasklets,
-    Update,
-    WindowRows,
     WriteCheckpoint,
 )
+from coserve.devices.loading import torch_device
+from coserve.devices.messages import CloseRequest, DropVersion, OpenRequest, OpenVersion, SaveAdapter
 from coserve.devices.process_device import ProcessDevice
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
+from coserve.devices.step_messages import LossRows, RequestRows, StepBatch, StepResult, Tasklets, Update, WindowRows
 from coserve.devices.torch_device import TorchDevice
 from coserve.devices.torch_trainer import TorchTrainer
 from coserve.devices.wire import Connection, FromDevice, Started

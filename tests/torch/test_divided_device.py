@@ -16,8 +16,8 @@ from coserve import models
 from coserve.adapters import LoraConfig
 from coserve.devices.base import Device
 from coserve.devices.loading import torch_device as make_device
-from coserve.devices.messages import LossRows, RequestRows, StepResult, Tasklets, Update, WindowRows
 from coserve.devices.recording import Submitted
+from coserve.devices.step_messages import LossRows, RequestRows, StepResult, Tasklets, Update, WindowRows
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.recording import read_recording, record

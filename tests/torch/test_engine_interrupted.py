@@ -22,19 +22,18 @@ from safetensors.torch import load_file
 from support import RaisingMode
 
 from coserve.adapters import LoraConfig
-from coserve.devices.messages import (
+from coserve.devices.job_messages import (
     BeginPack,
     CloseTrainer,
     DropCheckpoint,
     DropPack,
     DropTrainer,
-    DropVersion,
     OpenTrainer,
-    OpenVersion,
     PublishVersion,
-    StepFailure,
     TakeCheckpoint,
 )
+from coserve.devices.messages import DropVersion, OpenVersion
+from coserve.devices.step_messages import StepFailure
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk

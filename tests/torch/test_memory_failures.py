@@ -7,7 +7,8 @@ import pytest
 from engines import drain, examples_of, expected_tokens, greedy, make_engine, prompts_of, tokens_by_request, watched
 
 from coserve.adapters import LoraConfig
-from coserve.devices.messages import BeginPack, StepBatch, StepFailure
+from coserve.devices.job_messages import BeginPack
+from coserve.devices.step_messages import StepBatch, StepFailure
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.outbox import Event

@@ -10,20 +10,10 @@ from support import make_backbone
 
 from coserve.adapters import LoraConfig
 from coserve.devices.base import Device
+from coserve.devices.job_messages import DropPack, TrainerOpened, group_bytes
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import (
-    DropPack,
-    LossRows,
-    RequestRows,
-    StepFailure,
-    StepResult,
-    Tasklets,
-    TrainerOpened,
-    Update,
-    WindowRows,
-    group_bytes,
-)
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.step_messages import LossRows, RequestRows, StepFailure, StepResult, Tasklets, Update, WindowRows
 from coserve.memory.pack_pages import PackPages, take_runs
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.pages import PagePool

@@ -15,10 +15,10 @@ from coserve.adapters.methods.lora import LoraConfig
 from coserve.cli.main import app
 from coserve.devices.clock import WallClock
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import StepBatch, StepFailure
 from coserve.devices.profile_store import write_profile
 from coserve.devices.recording import Collected, Executed, FrameWriter, RecordingDevice, Submitted
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.step_messages import StepBatch, StepFailure
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.recording import AddTokens, RecordingEngine, read_recording, record

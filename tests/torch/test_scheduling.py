@@ -16,7 +16,7 @@ from support import make_backbone
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.devices.counting import job_counts, model_counts
-from coserve.devices.messages import Tasklets
+from coserve.devices.step_messages import Tasklets
 from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.models import Backbone, load_backbone
 from coserve.models.weights import weight_tensors

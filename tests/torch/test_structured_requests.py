@@ -19,10 +19,11 @@ from served import tokenizer
 from coserve.devices.base import Device
 from coserve.devices.grammar import Grammar
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import OpenRequest, StepFailure
+from coserve.devices.messages import OpenRequest
 from coserve.devices.process_device import ProcessDevice
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
+from coserve.devices.step_messages import StepFailure
 from coserve.devices.swap_messages import SwapIn
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine

@@ -24,7 +24,8 @@ from random_plans import random_policy
 from safetensors.torch import load_file
 
 from coserve.adapters import LoraConfig
-from coserve.devices.messages import DropPack, StepBatch
+from coserve.devices.job_messages import DropPack
+from coserve.devices.step_messages import StepBatch
 from coserve.devices.swap_messages import MovePack, SwapIn, SwapOut
 from coserve.engine.engine import Engine
 from coserve.models import load_backbone

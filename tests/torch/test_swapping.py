@@ -29,9 +29,9 @@ from support import FAMILIES, make_backbone, model_directory, random_tokens
 from coserve.adapters import LoraConfig
 from coserve.devices.clock import WallClock
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import StepFailure
 from coserve.devices.process_device import ProcessDevice
 from coserve.devices.settings import DeviceSettings
+from coserve.devices.step_messages import StepFailure
 from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore

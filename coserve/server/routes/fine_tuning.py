@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response
 
-from coserve.devices.messages import OPTIMIZER_FILE
+from coserve.devices.job_messages import OPTIMIZER_FILE
 from coserve.engine.checkpoint import POSITION_FILE
 from coserve.errors import EngineGoneError
 from coserve.jobs.folders import entries
