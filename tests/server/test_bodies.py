@@ -13,7 +13,7 @@ from coserve.server import bodies, faults
 from coserve.server.bodies import BodyReader, read_body
 from coserve.server.body_limit import BodyLimitMiddleware
 from coserve.server.errors import ApiError
-from coserve.server.routes.fine_tuning import CreateJobBody
+from coserve.server.fine_tuning_schemas import CreateJobBody
 from coserve.server.schemas import ChatBody, CompletionBody
 
 NUM = 3000

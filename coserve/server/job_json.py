@@ -1,0 +1,87 @@
+"""Fine-tuning jobs, their events and checkpoints as clients see them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from coserve.jobs.names import organization
+from coserve.jobs.records import CheckpointRecord, EventRecord, JobRecord
+from coserve.jobs.results import ANSWERS, by_step
+from coserve.jobs.settings import JobSettings
+from coserve.server.context import ServerContext
+
+
+def job_json(context: ServerContext, job: JobRecord) -> dict[str, Any]:
+    """Blocks."""
+    [found] = jobs_json(context, [job])
+    return found
+
+
+def jobs_json(context: ServerContext, jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
+    """Blocks."""
+    with context.jobs.store.read() as transaction:
+        losses = transaction.last_losses([job.id for job in jobs])
+    return [_json(context, job, losses.get(job.id)) for job in jobs]
+
+
+def _json(context: ServerContext, job: JobRecord, loss: float | None) -> dict[str, Any]:
+    settings = JobSettings.from_data(job.settings)
+    hyperparameters, method = settings.hyperparameters(job.num_examples), settings.objective.replace("-", "_")
+    return {
+        "object": "fine_tuning.job",
+        "id": job.id,
+        "created_at": job.created_at,
+        "finished_at": job.finished_at,
+        "estimated_finish": context.jobs.estimated_finish(job),
+        "status": job.status,
+        "error": job.error,
+        "model": job.model,
+        "fine_tuned_model": job.name if job.status == "succeeded" else None,
+        "organization_id": f"org-{organization(job.tenant)}",
+        "training_file": job.training_file,
+        "validation_file": job.validation_file,
+        "result_files": [] if job.result_file is None else [job.result_file],
+        "trained_tokens": job.trained_tokens,
+        "hyperparameters": hyperparameters,
+        "method": {"type": method, method: {"hyperparameters": hyperparameters}},
+        "seed": job.seed,
+        "user_provided_suffix": job.suffix,
+        "metadata": job.metadata,
+        "integrations": list(settings.integrations),
+        "coserve": {
+            "step": job.num_steps_done,
+            "total_steps": job.num_steps or None,
+            "train_loss": loss,
+            "adapter": job.name,
+            "queue_position": context.jobs.queue_position(job),
+            "share_validated": context.jobs.share_validated(job),
+        },
+    }
+
+
+def event_json(event: EventRecord) -> dict[str, Any]:
+    """OpenAI's `fine_tuning.job.event`."""
+    return {
+        "object": "fine_tuning.job.event",
+        "id": event.id,
+        "created_at": event.created_at,
+        "level": event.level,
+        "message": event.message,
+        "type": "metrics" if event.kind else "message",
+        "data": event.data,
+    }
+
+
+def checkpoint_json(checkpoint: CheckpointRecord, events: tuple[EventRecord, ...]) -> dict[str, Any]:
+    """OpenAI's `fine_tuning.job.checkpoint`; events: with the metrics of its step."""
+    known = by_step(events).get(checkpoint.step, {})
+    names = [f"{kind}_{what}" for kind in ("train", "valid", "full_valid") for what in ("loss", "mean_token_accuracy")]
+    names += ANSWERS
+    return {
+        "object": "fine_tuning.job.checkpoint",
+        "id": checkpoint.id,
+        "created_at": checkpoint.created_at,
+        "fine_tuned_model_checkpoint": checkpoint.name,
+        "fine_tuning_job_id": checkpoint.job,
+        "step_number": checkpoint.step,
+        "metrics": {"step": checkpoint.step, **{name: known[name] for name in names if known.get(name) is not None}},
+    }
