@@ -24,7 +24,7 @@ from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
 from coserve.server.home_lock import lock_home
 from coserve.server.job_service import start_jobs, stop_jobs
-from coserve.server.serve import close_context, engine_settings, server_context
+from coserve.server.serve import check_certificate, close_context, engine_settings, server_context
 
 _log = logging.getLogger(__name__)
 
@@ -47,17 +47,29 @@ class Front:
         self._running: asyncio.Task[None] | None = None
         self._context: ServerContext | None = None
 
-    async def start(self) -> FastAPI:
-        """The application; it answers from now on, and is ready as soon as a node is.
+    async def prepare(self) -> None:
+        """Read all that needs no home: of the model, and of what it was started with. Errors as of `start`."""
+        self._open.enter_context(private_files())
+        try:
+            self._context = context = server_context(self.config, self.link)
+            await context.prompts.load()
+        except BaseException:
+            await self._close()
+            raise
+
+    async def start(self, wait_s: float = _LOCK_WAIT_S) -> FastAPI:
+        """The application; it answers from now on, and is ready as soon as a node is. wait_s: for the home.
 
         Raises:
             CoserveError: the home is another's, the store cannot be opened, or there is no such model.
         """
-        self._open.enter_context(private_files())
+        if self._context is None:
+            await self.prepare()
+        context = self._context
+        assert context is not None
         try:
-            await self._lock()
-            self._context = context = server_context(self.config, self.link)
-            await context.prompts.load()
+            await self._lock(wait_s)
+            context.keys.reload()  # it may have stood by for a long time
             await start_jobs(context)
         except BaseException:
             await self._close()
@@ -66,6 +78,11 @@ class Front:
         app = create_app(context)
         app.include_router(router)
         return app
+
+    def reload_keys(self) -> None:
+        """Read the keys' file again."""
+        if self._context is not None:
+            self._context.keys.reload()
 
     async def stop(self) -> None:
         """Let jobs have their checkpoints, and give the home back."""
@@ -83,9 +100,9 @@ class Front:
             await close_context(context)
         self._open.close()
 
-    async def _lock(self) -> None:
+    async def _lock(self, wait_s: float) -> None:
         """The home's; another front may be just about to end."""
-        directory, left_s = self.config.directory, _LOCK_WAIT_S
+        directory, left_s = self.config.directory, wait_s
         while True:
             try:
                 self._open.enter_context(lock_home(directory))
@@ -107,6 +124,7 @@ def check_config(config: ServerConfig) -> None:
     for name, option in _OF_ONE_DEVICE.items():
         if getattr(config, name) != getattr(ServerConfig(), name):
             raise CoserveError(f"{option} is for coserve up, the server of one device; leave it out")
+    check_certificate(config.ssl_certfile, config.ssl_keyfile)
     for path in config.allow_adapter_paths:
         if not Path(path).is_dir():
             raise CoserveError(f"--allow-adapter-paths {path} is no directory here; every node must be able to read it")
@@ -117,6 +135,4 @@ _OF_ONE_DEVICE = {
     "role": "--role",
     "prefill_socket": "--prefill-socket",
     "prefill_min_tokens": "--prefill-min-tokens",
-    "ssl_certfile": "--ssl-certfile",
-    "ssl_keyfile": "--ssl-keyfile",
 }

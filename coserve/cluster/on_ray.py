@@ -1,4 +1,4 @@
-"""The one place that touches Ray: nodes are its actors, the front is an application of Ray Serve.
+"""The one place that touches Ray, but for `ray_machine`: nodes are its actors, the front is Ray Serve's application.
 
 Ray keeps both alive: it starts an actor again wherever there is a free device (`DEVICE`, a resource of Ray's own), and
 a front where its files are. Ray Serve's interfaces are used as of the version that pyproject.toml pins.
@@ -8,38 +8,37 @@ import asyncio
 import logging
 import os
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import ray
-from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import ActorUnavailableError, RayError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.util import list_named_actors
 
 from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
 from coserve.cluster.messages import CommandBatch, NodeCalls, NodeReports, NodeSettings, NodeStatus
 from coserve.cluster.node_actor import NodeActor
 from coserve.cluster.nodes import NODE, node_names
+from coserve.cluster.ray_machine import DEVICE
+from coserve.cluster.standby import StandbyFront, choose_front
 from coserve.errors import ClusterError, CoserveError, EngineGoneError
 from coserve.logs import configure_logs
 from coserve.server.config import ServerConfig
+from coserve.server.home_lock import lock_home
 
 _log = logging.getLogger(__name__)
 
 NAMESPACE = "coserve"
 APPLICATION, FRONT = "coserve", "front"
-# Ray's resource: as many of a machine as it has devices for nodes.
-DEVICE = "coserve_device"
-DEFAULT_PORT = 6379
 # How often Ray is asked for devices that have joined, and Ray Serve looks whether the front lives.
 _COUNT_S, _HEALTH_S = 2.0, 1.0
-_CONNECT_S, _START_S, _CALL_S = 3.0, 300.0, 10.0
+_START_S, _CALL_S = 300.0, 10.0
 
 
 class RayNode:
@@ -113,17 +112,33 @@ class RayNodes:
                 self._found[name] = RayNode(made.remote(self._settings))
 
 
-class FrontApplication:
-    """A `Front` as a deployment of Ray Serve."""
+class FrontRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """Has Ray Serve give every request, and every call, to the front that answers."""
 
-    async def __init__(self, config: ServerConfig, placement: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        return [choose_front({replica: replica.routing_stats for replica in candidate_replicas})]
+
+
+class FrontApplication:
+    """A `StandbyFront` as a deployment of Ray Serve."""
+
+    async def __init__(self, config: ServerConfig, placement: str, num_fronts: int) -> None:  # type: ignore[misc]  # Serve awaits it
         configure_logs(config.log_format, config.log_level)
         nodes = RayNodes(node_settings(config), uses_gpu=config.device != "cpu")
-        self._front = Front(config, nodes.find, placement)
-        self._app = await self._front.start()
+        self._standby = StandbyFront(Front(config, nodes.find, placement))
+        self._front = self._standby.front
+        await self._standby.begin(others=num_fronts > 1)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._app
+    def __serve_build_asgi_app__(self) -> StandbyFront:
+        return self._standby
+
+    def record_routing_stats(self) -> dict[str, bool]:
+        return self._standby.stats
+
+    def check_health(self) -> None:
+        self._standby.check()
 
     async def describe(self) -> dict[str, Any]:
         """For those who ask without HTTP."""
@@ -137,73 +152,15 @@ class FrontApplication:
             return str(error)
         return None
 
+    async def reload_keys(self) -> None:
+        """See `Front.reload_keys`."""
+        self._front.reload_keys()
+
     async def __del__(self) -> None:
-        await self._front.stop()
+        await self._standby.stop()
 
 
 # -- what commands do ---------------------------------------------------------------------
-
-
-@contextmanager
-def ray_machine(address: str | None, num_devices: int, *, host: str, port: int = DEFAULT_PORT) -> Iterator[str]:
-    """Have this machine be one of Ray's while the context lasts: the first of a new cluster, or one that joins. Returns
-    the cluster's address.
-
-    Raises:
-        ClusterError: there is no cluster at the address, or Ray cannot be started.
-    """
-    if address is not None:
-        check_address(address)
-        if not num_devices:
-            yield address
-            return
-        command = ["--address", address]
-    else:
-        # Ray's machines find one another by an address that each can reach.
-        own = "127.0.0.1" if host in ("127.0.0.1", "localhost", "::1") else ray.util.get_node_ip_address()
-        address = f"{own}:{port}"
-        command = ["--head", "--node-ip-address", own, "--port", str(port), "--include-dashboard=false"]
-    resources = msgspec.json.encode({DEVICE: num_devices}).decode()
-    program = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    process = subprocess.Popen(
-        [*program, *command, "--resources", resources], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        _wait_for_ray(process, address)
-        yield address
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_START_S)
-        process.kill()
-
-
-def _wait_for_ray(process: "subprocess.Popen[str]", address: str) -> None:
-    until_s = time.monotonic() + _START_S
-    while time.monotonic() < until_s:
-        if process.poll() is not None:
-            assert process.stderr is not None
-            lines = [line for line in process.stderr.read().splitlines() if line.strip()]
-            raise ClusterError(f"Ray cannot be started here: {lines[-1] if lines else 'see its log'}")
-        with suppress(ClusterError):
-            check_address(address)
-            return
-        time.sleep(0.2)
-    raise ClusterError(f"Ray has not started within {_START_S:g} s")
-
-
-def check_address(address: str) -> None:
-    """ClusterError unless something listens there."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        raise ClusterError(f"--address must be HOST:PORT, as the first coserve cluster up prints it, not {address!r}")
-    try:
-        socket.create_connection((host, int(port)), _CONNECT_S).close()
-    except OSError as error:
-        raise ClusterError(
-            f"there is no Ray cluster at {address}: {error.strerror or error}; start one with coserve cluster up "
-            "there, or leave out --address to start one here"
-        ) from None
 
 
 def connect(address: str) -> None:
@@ -265,18 +222,26 @@ def this_machine() -> dict[str, float]:
     return {f"node:{ray.util.get_node_ip_address()}": 0.001}
 
 
-def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float]) -> None:
-    """Have Ray Serve run the front. resources: of Ray's, that it needs. ClusterError if it cannot start."""
+def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float], num_fronts: int = 1) -> None:
+    """Have Ray Serve run the front. resources: of Ray's, that each of the fronts needs. ClusterError if it cannot
+    start.
+    """
+    if num_fronts > 1:  # those would wait for it without a word
+        with lock_home(config.directory):
+            pass
     serve.start(
         proxy_location="HeadOnly",
         http_options={
             "host": config.host,
             "port": config.port,
             "keep_alive_timeout_s": int(config.timeout_keep_alive_s),
+            # One file may have both, which Serve does not know.
+            "ssl_certfile": config.ssl_certfile,
+            "ssl_keyfile": config.ssl_keyfile or config.ssl_certfile,
         },
     )
     try:
-        serve.run(application(config, placement, resources), name=APPLICATION, route_prefix="/")
+        serve.run(application(config, placement, resources, num_fronts), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         reason = front_error() or _first_line(error)
         with suppress(Exception):
@@ -284,31 +249,36 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float])
         raise ClusterError(f"the front cannot start: {reason}") from None
 
 
-def application(config: ServerConfig, placement: str, resources: dict[str, float]) -> Any:
-    """The front, for Ray Serve. resources: of Ray's, that it needs."""
+def application(config: ServerConfig, placement: str, resources: dict[str, float], num_fronts: int) -> Any:
+    """The front, for Ray Serve. resources: of Ray's, that each of the fronts needs."""
     front = serve.deployment(
         serve.ingress()(FrontApplication),
         name=FRONT,
-        num_replicas=1,
+        num_replicas=num_fronts,
         max_ongoing_requests=config.max_connections,
         ray_actor_options={"num_cpus": 0, "resources": resources},
         health_check_period_s=_HEALTH_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class=FrontRouter, request_routing_stats_period_s=_HEALTH_S
+        ),
         graceful_shutdown_timeout_s=config.drain_s,
         max_constructor_retry_count=2,
     )
-    return front.bind(config, placement)
+    return front.bind(config, placement, num_fronts)
 
 
 def serve_application(arguments: dict[str, Any]) -> Any:
-    """The front, for configuration files of Ray Serve's. arguments: fields of `ServerConfig`, and "placement"."""
+    """The front, for configuration files of Ray Serve's. arguments: fields of `ServerConfig`, "placement" and
+    "fronts".
+    """
     given = dict(arguments)
-    placement = given.pop("placement", DEFAULT_PLACEMENT)
+    placement, num_fronts = given.pop("placement", DEFAULT_PLACEMENT), given.pop("fronts", 1)
     try:
         config = ServerConfig(**given)
     except (TypeError, ValueError) as error:
         raise ClusterError(f"the arguments of the application {APPLICATION} cannot be used: {error}") from None
     check_config(config)
-    return application(config, placement, {})
+    return application(config, placement, {}, num_fronts)
 
 
 def front_error() -> str | None:
@@ -350,6 +320,14 @@ def drain(name: str, limit_s: float) -> None:
         raise ClusterError(f"the node {name} has not drained: {_first_line(error)}") from None
     if wrong is not None:
         raise ClusterError(wrong)
+
+
+def reload_keys() -> None:
+    """Have the front read its keys' file again. ClusterError if it does not answer."""
+    try:
+        serve.get_app_handle(APPLICATION).reload_keys.remote().result(timeout_s=_CALL_S)
+    except (RayError, TimeoutError, RuntimeError) as error:
+        raise ClusterError(f"the keys have not been read again: {_first_line(error)}") from None
 
 
 def drain_here(limit_s: float) -> None:

@@ -3,19 +3,26 @@
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from certificates import make_certificate
+from openai import DefaultHttpxClient, OpenAI
 
 from coserve.server.config import ServerConfig
+from coserve.server.keys import digest_of
 
 HEAD = {"coserve_head": 1.0}
 START_S = 280.0
+KEY, OTHER_KEY = "a key of this test alone", "another one"
+# One answers, the other stands by.
+NUM_FRONTS = 2
 
 
 def free_port() -> int:
@@ -32,12 +39,29 @@ class RayWorld:
         from coserve.cluster import on_ray
 
         self.on_ray, self.cluster, self.config = on_ray, cluster, config
-        self.url = f"http://127.0.0.1:{config.port}/v1"
-        self.client = OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=120)
+        self.url = f"https://127.0.0.1:{config.port}/v1"
+        assert config.ssl_certfile is not None
+        self._trusting = ssl.create_default_context(cafile=config.ssl_certfile)
+        self._clients: list[OpenAI] = []
+        self.client = self.client_of(KEY)
         self.machines: list[Any] = []
 
+    def client_of(self, key: str) -> OpenAI:
+        """A client with a key."""
+        pool = DefaultHttpxClient(verify=self._trusting)
+        made = OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=120, http_client=pool)
+        self._clients.append(made)
+        return made
+
+    def close(self) -> None:
+        """The connections of all clients."""
+        for client in self._clients:
+            client.close()
+
     def add_machine(self) -> None:
-        self.machines.append(self.cluster.add_node(num_cpus=1, resources={self.on_ray.DEVICE: 1}))
+        from coserve.cluster.ray_machine import DEVICE
+
+        self.machines.append(self.cluster.add_node(num_cpus=1, resources={DEVICE: 1}))
 
     # -- questions ----------------------------------------------------------------------
 
@@ -124,6 +148,12 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def write_keys(path: Path, key: str) -> None:
+    """The one key that the front takes, which is an operator's."""
+    path.write_text(f'[keys]\n"{digest_of(key)}" = "ann"\n[tenants.ann]\noperator = true\n')
+    path.chmod(0o600)
+
+
 @contextmanager
 def ray_world(
     home: Path, num_machines: int = 3, *, placement: str = "round-robin", **settings: Any
@@ -136,6 +166,10 @@ def ray_world(
 
     usual: dict[str, Any] = {"model": "tiny", "dtype": "float32", "memory_bytes": 16_000_000, "device": "cpu"}
     config = ServerConfig(**usual | {"home": str(home), "port": free_port(), "tpot_s": 1.0, "ttft_s": 5.0} | settings)
+    cert, key = make_certificate(home)
+    write_keys(home / "keys.toml", KEY)
+    tls: dict[str, Any] = {"ssl_certfile": str(cert), "ssl_keyfile": str(key), "api_keys_file": str(home / "keys.toml")}
+    config = replace(config, **tls)
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 2, "resources": HEAD, "include_dashboard": False}
     )
@@ -144,9 +178,10 @@ def ray_world(
         for _ in range(num_machines):
             world.add_machine()
         on_ray.connect(cluster.address)
-        on_ray.deploy(config, placement, resources={"coserve_head": 0.01})
+        on_ray.deploy(config, placement, resources={"coserve_head": 0.01}, num_fronts=NUM_FRONTS)
         on_ray.wait_for_nodes(lambda: False)
         yield world
+        world.close()
         on_ray.undeploy()
     finally:
         on_ray.disconnect()

@@ -16,9 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
-from cluster.ray_world import RayWorld, ray_world
+from cluster.ray_world import KEY, OTHER_KEY, RayWorld, ray_world, write_keys
 
 pytestmark = [
     pytest.mark.cluster,
@@ -117,6 +118,25 @@ def test_the_openai_client_finds_one_server(world: RayWorld):
     world.until(lambda: not any(node["requests"] for node in world.status()["nodes"]))
 
 
+def test_the_front_has_tls_and_keys(world: RayWorld):
+    stranger = world.client_of(OTHER_KEY)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with pytest.raises(httpx.TransportError):
+        httpx.get(world.url.replace("https", "http") + "/models")
+    with pytest.raises(httpx.ConnectError, match="certificate"):
+        httpx.get(world.url + "/models")
+    path = Path(str(world.config.api_keys_file))
+    write_keys(path, OTHER_KEY)
+    world.on_ray.reload_keys()
+    assert [each.id for each in stranger.models.list()] == ["tiny"]
+    with pytest.raises(openai.AuthenticationError):
+        world.client.models.list()
+    write_keys(path, KEY)
+    world.on_ray.reload_keys()
+    assert [each.id for each in world.client.models.list()] == ["tiny"]
+
+
 def test_every_node_answers_as_a_single_engine_for_every_adapter_version(world: RayWorld, engine: Any):
     for prompt in PROMPTS:
         assert {ask(world, prompt, 12) for _ in range(3)} == {alone(engine, prompt, 12)}
@@ -161,7 +181,7 @@ class Streams:
 
     def run(self, seed: int) -> None:
         chosen = random.Random(seed)
-        client = openai.OpenAI(base_url=self._world.url, api_key="none", max_retries=0, timeout=120)
+        client = self._world.client_of(KEY)
         while not self._ended.is_set():
             prompt, text = chosen.choice(list(self._expected)), ""
             try:
@@ -230,12 +250,13 @@ def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(w
 
 
 def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path):
+    from coserve.cluster.ray_machine import check_address
     from coserve.errors import ClusterError
 
     with pytest.raises(ClusterError, match="there is no Ray cluster at"):
-        world.on_ray.check_address("127.0.0.1:1")
+        check_address("127.0.0.1:1")
     with pytest.raises(ClusterError, match="--address must be HOST:PORT"):
-        world.on_ray.check_address("nowhere")
+        check_address("nowhere")
     assert set(world.on_ray.served_models()) == {"tiny"}
     # The last of all: it takes the front's place, and leaves none.
     config = replace(world.config, home=str(tmp_path), database=f"sqlite:///{tmp_path}/nowhere/jobs.db")

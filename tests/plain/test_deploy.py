@@ -75,7 +75,7 @@ def test_its_application_is_a_server():
     ],
 )
 def test_workers_offer_devices(read_groups: Any):
-    source = (ROOT / "coserve" / "cluster" / "on_ray.py").read_text()
+    source = (ROOT / "coserve" / "cluster" / "ray_machine.py").read_text()
     device = re.search(r'^DEVICE = "(\w+)"$', source, re.MULTILINE)[1]
     for group in read_groups():
         text = group["rayStartParams"]["resources"]

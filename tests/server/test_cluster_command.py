@@ -37,7 +37,7 @@ def test_without_ray_it_says_how_to_get_it(command: str):
         (("up", "--address", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: Connection refused"),
         (("up", "--address", "nowhere"), "--address must be HOST:PORT"),
         (("up", "--placement", "best"), "placement 'best' is not one of "),
-        (("up", "--ssl-certfile", "a.pem"), "--ssl-certfile is for coserve up, the server of one device"),
+        (("up", "--ssl-certfile", "a.pem"), "--ssl-certfile a.pem cannot be used: No such file or directory"),
         (("up", "--record", "a.rec"), "--record is for coserve up"),
         (("status", "--address", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1"),
     ],

@@ -1,16 +1,15 @@
 """The edge of the server: names, ids, TLS, time limits and queues."""
 
 import json
-import shutil
 import socket
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from certificates import make_certificate
 from openai import DefaultHttpxClient, OpenAI
 from served import Served, serving
 
@@ -184,15 +183,7 @@ def test_a_chat_that_must_be_too_long_is_refused_by_its_characters(client: OpenA
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    directory = tmp_path_factory.mktemp("tls")
-    files = directory / "cert.pem", directory / "key.pem"
-    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-out", str(files[0]), "-keyout", str(files[1])]
-    subprocess.run(command, check=True, capture_output=True)
-    return files
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 def test_tls(certificate: tuple[Path, Path]):

@@ -3,8 +3,10 @@
 import inspect
 import json
 import signal
+import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -44,6 +46,16 @@ _Placement = Annotated[
     str | None,
     typer.Option("--placement", metavar="NAME", help="Which node gets a request or a job.", show_default="round-robin"),
 ]
+_Fronts = Annotated[
+    int | None,
+    typer.Option(
+        "--fronts",
+        min=1,
+        metavar="N",
+        help="Fronts: one answers, the others stand by to take over when it dies.",
+        show_default="1",
+    ),
+]
 
 _Known = Annotated[
     str, typer.Option("--address", envvar="COSERVE_CLUSTER", metavar="HOST:PORT", help="Of the Ray cluster.")
@@ -58,7 +70,13 @@ def cluster() -> None:
     """One server whose engines are many nodes, on Ray."""
 
 
-def _up(address: str | None = None, nodes: int | None = None, placement: str | None = None, **given: Any) -> None:
+def _up(
+    address: str | None = None,
+    nodes: int | None = None,
+    placement: str | None = None,
+    fronts: int | None = None,
+    **given: Any,
+) -> None:
     """Serve MODEL on many nodes: start a cluster here, or join one with this machine's devices.
 
     The first one starts Ray and the front, which answers as `coserve up` does, and prints the command for others.
@@ -67,6 +85,10 @@ def _up(address: str | None = None, nodes: int | None = None, placement: str | N
     """
     _require_ray()
     config = server_config(**given)
+    from coserve.cluster.ray_machine import check_address, ray_machine
+
+    if address is not None:  # before all else, which takes seconds to import
+        check_address(address)
     from coserve.cluster import on_ray
     from coserve.cluster.front import DEFAULT_PLACEMENT, check_config
     from coserve.cluster.placement import placement_class
@@ -84,7 +106,7 @@ def _up(address: str | None = None, nodes: int | None = None, placement: str | N
     number = _num_devices(config.device) if nodes is None else nodes
     with ExitStack() as leaving:
         ended = leaving.enter_context(_Signals())
-        found = leaving.enter_context(on_ray.ray_machine(address, number, host=config.host))
+        found = leaving.enter_context(ray_machine(address, number, host=config.host))
         on_ray.connect(found)
         leaving.callback(on_ray.disconnect)
         if served := on_ray.served_models():
@@ -92,7 +114,9 @@ def _up(address: str | None = None, nodes: int | None = None, placement: str | N
             print(f"{number} {'device joins' if number == 1 else 'devices join'} {found}", flush=True)
         else:
             leaving.callback(on_ray.undeploy)
-            on_ray.deploy(config, placement, resources={} if config.database else on_ray.this_machine())
+            where = {} if config.database else on_ray.this_machine()
+            on_ray.deploy(config, placement, resources=where, num_fronts=fronts or 1)
+            leaving.enter_context(_reloading(on_ray.reload_keys, config.api_keys_file))
             print(_start_line(config, found), flush=True)
         if (ready := on_ray.wait_for_nodes(ended.is_set)) is not None:
             print(f"{ready} {'node is' if ready == 1 else 'nodes are'} ready", flush=True)
@@ -112,8 +136,9 @@ def _check_joins(address: str, served: list[str], given: dict[str, Any], model: 
 
 
 def _start_line(config: Any, address: str) -> str:
+    scheme = "http" if config.ssl_certfile is None else "https"
     return (
-        f"coserve serves {config.model} at http://{config.host}:{config.port}/v1; other machines join it with "
+        f"coserve serves {config.model} at {scheme}://{config.host}:{config.port}/v1; other machines join it with "
         f"coserve cluster up --address {address}"
     )
 
@@ -124,6 +149,7 @@ _NEW = [
         ("address", None, _Address),
         ("nodes", None, _Nodes),
         ("placement", None, _Placement),
+        ("fronts", None, _Fronts),
     )
 ]
 app.command("up")(with_server_options(_up, _NEW))
@@ -138,8 +164,9 @@ def status(
     _require_ray()
     from coserve.cli.tables import console, table
     from coserve.cluster import on_ray
+    from coserve.cluster.ray_machine import check_address
 
-    on_ray.check_address(address)
+    check_address(address)
     on_ray.connect(address)
     try:
         found = on_ray.status()
@@ -167,8 +194,9 @@ def drain(
     """Have a node get nothing more, and its jobs continue on others from their checkpoints."""
     _require_ray()
     from coserve.cluster import on_ray
+    from coserve.cluster.ray_machine import check_address
 
-    on_ray.check_address(address)
+    check_address(address)
     on_ray.connect(address)
     try:
         on_ray.drain(node, _DRAIN_S)
@@ -189,6 +217,30 @@ def _num_devices(device: str) -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
+
+
+@contextmanager
+def _reloading(reload: Callable[[], None], keys_file: str | None) -> Iterator[None]:
+    """Have the keys' file read again on SIGHUP; without one, SIGHUP ends the command as it ends others."""
+    if keys_file is None:
+        yield
+        return
+
+    def read(number: int, frame: object) -> None:
+        threading.Thread(target=_told, args=(reload,)).start()  # the main thread may be anywhere now
+
+    before = signal.signal(signal.SIGHUP, read)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _told(reload: Callable[[], None]) -> None:
+    try:
+        reload()
+    except ClusterError as error:
+        print(error, file=sys.stderr, flush=True)
 
 
 class _Signals:

@@ -1,0 +1,81 @@
+"""Fronts of which one answers: whichever has the home. The others stand by, with what they read of the model, and one
+of them takes over when that one's process ends.
+
+More than one cannot answer: the placement's queue, tenants' limits and jobs are in one place, so that all requests see
+the same nodes, wait in the same order and are held to the same limits.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from math import inf
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coserve.cluster.front import Front
+from coserve.server.errors import ApiError
+from coserve.server.responses import json_response
+
+_log = logging.getLogger(__name__)
+
+# In what a front says of itself to those who choose one.
+ANSWERS = "answers"
+
+
+class StandbyFront:
+    """A front that answers as soon as it has the home. Belongs to one event loop; an ASGI application."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self._app: ASGIApp | None = None
+        self._taking_over: asyncio.Task[None] | None = None
+
+    @property
+    def stats(self) -> dict[str, bool]:
+        """What it says of itself."""
+        return {ANSWERS: self._app is not None}
+
+    async def begin(self, *, others: bool) -> None:
+        """Answer from now on. others: there are other fronts; then this returns at once, if one of them has the home.
+
+        Raises:
+            CoserveError: see `Front.start`.
+        """
+        if not others:
+            self._app = await self.front.start()
+            return
+        await self.front.prepare()
+        self._taking_over = asyncio.create_task(self._take_over())
+
+    async def _take_over(self) -> None:
+        self._app = await self.front.start(inf)
+        _log.warning("this front answers from now on")
+
+    def check(self) -> None:
+        """CoserveError if it cannot answer, though it has the home."""
+        if self._taking_over is not None and self._taking_over.done():
+            self._taking_over.result()
+
+    async def stop(self) -> None:
+        """See `Front.stop`."""
+        if self._taking_over is not None:
+            self._taking_over.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await self._taking_over
+        await self.front.stop()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            error = ApiError("This front stands by for another: try again in a few seconds.", status=503)
+            await json_response(error.body(), error.status, {"Retry-After": "1"})(scope, receive, send)
+
+
+def choose_front(said: Mapping[Any, Mapping[str, Any]]) -> list[Any]:
+    """Of fronts, by what each last said of itself, those that a request may go to: the one that answers; none while
+    nobody does, unless there is but one, which knows best.
+    """
+    return list(said) if len(said) == 1 else [front for front, stats in said.items() if stats.get(ANSWERS)]

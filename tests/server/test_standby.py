@@ -1,0 +1,69 @@
+"""Of several fronts one answers, and another takes over when it is gone."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_nodes import ScriptedNode, until
+from httpx import ASGITransport, AsyncClient
+from served import model_directory
+
+from coserve.cluster.front import Front
+from coserve.cluster.standby import StandbyFront, choose_front
+from coserve.errors import StoreError
+from coserve.server.config import ServerConfig
+
+
+def make_front(home: Path, **settings: Any) -> StandbyFront:
+    node = ScriptedNode()
+
+    async def find() -> dict[str, ScriptedNode]:
+        return {"node-0": node}
+
+    config = ServerConfig(model=str(model_directory()), home=str(home), **settings)
+    return StandbyFront(Front(config, find, "round-robin"))
+
+
+async def status_of(front: StandbyFront) -> int:
+    transport = ASGITransport(front)
+    async with AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        return (await client.get("/v1/models")).status_code
+
+
+def test_requests_go_to_the_one_that_answers_and_wait_while_nobody_does():
+    assert choose_front({"a": {"answers": False}, "b": {"answers": True}, "c": {}}) == ["b"]
+    assert choose_front({"a": {"answers": False}, "b": {}}) == []
+    assert choose_front({"a": {}}) == ["a"], "it is the only one, and answers once it has started"
+
+
+def test_another_front_takes_over_when_one_is_gone(tmp_path: Path):
+    async def test() -> None:
+        first, second = make_front(tmp_path), make_front(tmp_path)
+        await first.begin(others=True)
+        await until(lambda: first.stats["answers"])
+        await second.begin(others=True)
+        assert await status_of(first) == 200
+        assert not second.stats["answers"] and await status_of(second) == 503
+        await first.stop()
+        await until(lambda: second.stats["answers"])
+        assert await status_of(second) == 200
+        second.check()
+        third = make_front(tmp_path)
+        await third.begin(others=True)
+        await third.stop()
+        await second.stop()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_front_that_has_the_home_and_cannot_answer_is_not_well(tmp_path: Path):
+    async def test() -> None:
+        front = make_front(tmp_path, database=f"sqlite:///{tmp_path}/nowhere/jobs.db")
+        await front.begin(others=True)
+        with pytest.raises(StoreError, match="cannot be opened"):
+            await until(front.check)
+        assert not front.stats["answers"]
+        await front.stop()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
