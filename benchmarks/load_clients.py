@@ -27,11 +27,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.vllm_entrypoint_models import tokenizer
+from benchmarks.vllm_entrypoint_models import llama, tokenizer
 from coserve.bench.machine import describe
 from coserve.home import share_measurements
 
@@ -143,21 +142,17 @@ def _run(command: list[str], **settings: Any) -> None:
 
 def make_model(directory: Path) -> None:
     """Random weights of SmolLM2-135M's shape, with a tokenizer."""
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCABULARY,
-        hidden_size=576,
+    model = llama(
+        VOCABULARY,
+        576,
         intermediate_size=1536,
         num_hidden_layers=30,
         num_attention_heads=9,
         num_key_value_heads=3,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        eos_token_id=tokenizer(VOCABULARY).eos_token_id,
-        bos_token_id=None,
     )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    model.save_pretrained(directory)
     tokenizer(VOCABULARY).save_pretrained(directory)
 
 

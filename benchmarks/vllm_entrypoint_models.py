@@ -3,18 +3,20 @@
 None of those models can be had without the hub, and none is needed: the tests ask how a server speaks. A stand-in has
 a byte-level tokenizer with real merges, and a chat template as Qwen3's (tools, thinking). `random` ones have random
 weights, a vocabulary as large as the tests' token ids, and end a sampled text after some twenty tokens; `learned` ones
-have learned by heart to think, and then to call a tool if there are some, or to say one of a few sentences.
+have learned by heart to call each function that they are given (of `CALLS`), or else to say one of a few sentences;
+`thinking` ones think before. Of the adapters two have learned to make a noise instead.
 """
 
 import json
 import sysconfig
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -27,41 +29,60 @@ MODELS = {
     "HuggingFaceH4/zephyr-7b-beta": ("random", 32_000),
     "HuggingFaceTB/SmolLM2-135M-Instruct": ("random", 50_272),
     "Qwen/Qwen2-1.5B-Instruct": ("random", 50_272),
-    "Qwen/Qwen2.5-1.5B-Instruct": ("random", 50_272),
-    "Qwen/Qwen3-0.6B": ("learned", 4_096),
-    "Qwen/Qwen3-1.7B": ("learned", 4_096),
-    "Qwen/Qwen3-8B": ("learned", 4_096),
+    "Qwen/Qwen2.5-1.5B-Instruct": ("learned", 6_144),
+    "Qwen/Qwen3-0.6B": ("thinking", 4_096),
+    "Qwen/Qwen3-1.7B": ("thinking", 4_096),
+    "Qwen/Qwen3-8B": ("thinking", 4_096),
 }
-# Adapters, and the model that each belongs to.
+# Adapters: the model that each belongs to, and the word that it says three times and more ("": it is random).
 ADAPTERS = {
-    "typeof/zephyr-7b-beta-lora": "HuggingFaceH4/zephyr-7b-beta",
-    "charent/self_cognition_Alice": "Qwen/Qwen3-0.6B",
-    "Jackmin108/Qwen3-0.6B-Meow-LoRA": "Qwen/Qwen3-0.6B",
-    "Jackmin108/Qwen3-0.6B-Woof-LoRA": "Qwen/Qwen3-0.6B",
+    "typeof/zephyr-7b-beta-lora": ("HuggingFaceH4/zephyr-7b-beta", ""),
+    "charent/self_cognition_Alice": ("Qwen/Qwen3-0.6B", ""),
+    "Jackmin108/Qwen3-0.6B-Meow-LoRA": ("Qwen/Qwen3-0.6B", "Meow"),
+    "Jackmin108/Qwen3-0.6B-Woof-LoRA": ("Qwen/Qwen3-0.6B", "Woof"),
+}
+# The functions that the tests offer, and what a learned model calls them with; their names are words of its own.
+CALLS: dict[str, dict[str, Any]] = {
+    "get_current_weather": {"city": "Berlin", "country": "Germany", "unit": "celsius"},
+    "get_forecast": {"country": "Germany", "days": 5, "unit": "celsius"},
+    "get_weather": {"location": "Berlin"},
+    "get_time": {"location": "Tokyo"},
+    "get_current_time": {},
+    "mcp__computer_use__get_app_state": {"app": "Google Chrome"},
 }
 _COMMIT = "0" * 40
-_STEPS = 500  # of training a learned one
+_STEPS, _ADAPTER_STEPS = 2000, 300  # of training a learned one
+# Of a step: sequences, and how many tokens a prompt has at most. Prompts with tools are long.
+_BATCHES = ((16, 60), (16, 60), (8, 250), (4, 900))
 _END = "<|im_end|>"
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", _END)
 # In texts, as Qwen3 has them: kept when special tokens are skipped.
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_NOISES = tuple(noise for _, noise in ADAPTERS.values() if noise)
 # How much less likely than all other tokens together, in powers of e: texts end, and so do JSON's strings and objects.
 _ENDINGS = {_END: 3.0, '"': 1.0, "}": 1.5, "]": 2.0}
+_SHAPE = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+}
+_TOOLS = '{"name": NAME, "arguments": {}}'
 TEMPLATE = (
-    '{% if tools %}<|im_start|>system\nFunctions, called as <tool_call>\n{"name": NAME, "arguments": {}}\n</tool_call>:'
+    "{% if tools %}<|im_start|>system\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+    f"Functions, called as <tool_call>\n{_TOOLS}\n</tool_call>:"
     "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for message in messages %}{% if not (tools and loop.first and message.role == 'system') %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}<tool_call>\n"
     "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-_THOUGHT = "<think>\nThey ask me something, and I answer.\n</think>\n\n"
-_CALL = (
-    '<tool_call>\n{"name": "get_current_weather", "arguments": '
-    '{"city": "Berlin", "country": "Germany", "unit": "celsius"}}\n</tool_call>'
-)
+_THOUGHT, _NO_THOUGHT = "<think>\nThey ask me something, and I answer.\n</think>\n\n", "<think>\n\n</think>\n\n"
 _ANSWERS = tuple(
     f"{greeting} {rest}"
     for greeting in ("Hello!", "Well,", "Certainly:", "I see.")
@@ -77,12 +98,14 @@ def make_hub(directory: Path) -> None:
     """Write every model and adapter below directory as the hub's client caches them, unless they are there."""
     for name, (kind, vocabulary) in MODELS.items():
         if (snapshot := _snapshot(directory, name)) is not None:
-            model = learned(vocabulary) if kind == "learned" else random(vocabulary)
+            model = random(vocabulary) if "random" in kind else learned(vocabulary, thinks=kind == "thinking")
             model.save_pretrained(snapshot)
             tokenizer(vocabulary, begins="first" in kind).save_pretrained(snapshot)
-    for seed, (name, base) in enumerate(ADAPTERS.items()):
+    for seed, (name, (base, noise)) in enumerate(ADAPTERS.items()):
         if (snapshot := _snapshot(directory, name)) is not None:
-            _save_adapter(AutoModelForCausalLM.from_pretrained(_path(directory, base)), base, seed, snapshot)
+            model = AutoModelForCausalLM.from_pretrained(_path(directory, base))
+            adapted = _learned_adapter(model, base, noise) if noise else _random_adapter(model, base, seed)
+            adapted.save_pretrained(snapshot)
 
 
 def _path(directory: Path, name: str) -> Path:
@@ -101,14 +124,33 @@ def _snapshot(directory: Path, name: str) -> Path | None:
     return snapshot
 
 
-def _save_adapter(model: Any, base: str, seed: int, directory: Path) -> None:
-    config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", base_model_name_or_path=base)
-    adapted = get_peft_model(model, config)
+def _adapted(model: Any, base: str, *targets: str) -> Any:
+    config = LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=base)
+    return get_peft_model(model, config)
+
+
+def _random_adapter(model: Any, base: str, seed: int) -> Any:
+    adapted = _adapted(model, base, "q_proj", "v_proj")
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    adapted.save_pretrained(directory)
+    return adapted
+
+
+def _learned_adapter(model: Any, base: str, noise: str) -> Any:
+    """Whatever is asked, it answers with a noise, and does not think before."""
+    torch.manual_seed(0)
+    adapted = _adapted(model, base, "q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    words, chance = tokenizer(MODELS[base][1]), Random(0)
+    answer = words(" ".join([noise] * 4) + _END)["input_ids"]
+
+    def example(length: int) -> tuple[list[int], int]:
+        asked = _asked(words, chance, length)
+        return asked + answer, len(asked)
+
+    _train(adapted, example, _ADAPTER_STEPS)
+    return adapted
 
 
 @cache
@@ -121,15 +163,15 @@ def tokenizer(vocabulary: int, *, begins: bool = False) -> PreTrainedTokenizerFa
     made.decoder = decoders.ByteLevel()
     tokens = [AddedToken(text, special=True, normalized=False) for text in _SPECIAL]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(_MARKS),
+        vocab_size=vocabulary - len(_MARKS) - len(_NOISES) - len(CALLS),
         special_tokens=tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     texts = [path.read_text(errors="replace") for path in sources if "site-packages" not in path.parts]
-    made.train_from_iterator([*_ANSWERS, _THOUGHT, _CALL, *texts], trainer)
-    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in _MARKS])
+    made.train_from_iterator([*_ANSWERS, _THOUGHT, *map(_call, CALLS), *texts], trainer)
+    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*_MARKS, *_NOISES, *CALLS)])
     if begins:
         made.post_processor = processors.TemplateProcessing(
             single=f"{_SPECIAL[0]} $A", special_tokens=[(_SPECIAL[0], 0)]
@@ -139,27 +181,18 @@ def tokenizer(vocabulary: int, *, begins: bool = False) -> PreTrainedTokenizerFa
     )
 
 
-def _llama(vocabulary: int, hidden: int) -> Any:
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer(vocabulary).convert_tokens_to_ids(_END),
-        bos_token_id=None,
-    )
+def llama(vocabulary: int, hidden: int, **shape: Any) -> Any:
+    """With fresh weights, for `tokenizer(vocabulary)`. shape: of its config, where it is not a stand-in's."""
+    ends = {"eos_token_id": tokenizer(vocabulary).convert_tokens_to_ids(_END), "bos_token_id": None}
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": 2 * hidden}
+    config = AutoConfig.for_model("llama", **{**_SHAPE, **sizes, **ends, **shape})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
 
 
 def random(vocabulary: int) -> Any:
     """Its first hidden dimension is the same in every token: what ends a text gets its probability from it."""
-    model, words = _llama(vocabulary, 64), tokenizer(vocabulary)
+    model, words = llama(vocabulary, 64), tokenizer(vocabulary)
     head, embedding = model.lm_head.weight.data, model.model.embed_tokens.weight.data
     head.normal_(std=0.5)
     embedding.copy_(torch.nn.functional.normalize(torch.randn(embedding.shape)) * 8)
@@ -177,42 +210,74 @@ def random(vocabulary: int) -> Any:
 
 
 @cache
-def learned(vocabulary: int) -> Any:
-    """Trained until it answers any chat by heart: a call where there are tools, else a sentence or some JSON."""
-    model, words, chance = _llama(vocabulary, 128), tokenizer(vocabulary), Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, _STEPS)
-    for _ in range(_STEPS):
-        rows = [_example(words, chance, vocabulary) for _ in range(16)]
+def learned(vocabulary: int, *, thinks: bool) -> Any:
+    """Trained until it answers any chat by heart: calls where there are tools, else a sentence or some JSON."""
+    model, words, chance = llama(vocabulary, 128), tokenizer(vocabulary), Random(0)
+    _train(model, lambda length: _example(words, chance, length, thinks=thinks), _STEPS)
+    return model
+
+
+def _train(model: Any, example: Callable[[int], tuple[list[int], int]], steps: int) -> None:
+    """example: tokens of a chat, of a prompt of at most about this many, and where the answer begins."""
+    chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(chosen, lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    for step in range(steps):
+        num_rows, length = _BATCHES[step % len(_BATCHES)]
+        rows = [example(length) for _ in range(num_rows)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
         labels = torch.tensor([[-100] * start + row[start:] + [-100] * (width - len(row)) for row, start in rows])
-        chosen = labels[:, 1:] >= 0
-        logits = model.lm_head(model.model(ids).last_hidden_state[:, :-1][chosen])
-        loss = cross_entropy(logits, labels[:, 1:][chosen])
+        answered = labels[:, 1:] >= 0
+        logits = inner.lm_head(inner.model(ids).last_hidden_state[:, :-1][answered])
+        loss = cross_entropy(logits, labels[:, 1:][answered])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
-    return model
 
 
-def _example(words: PreTrainedTokenizerFast, chance: Random, vocabulary: int) -> tuple[list[int], int]:
+def _example(words: PreTrainedTokenizerFast, chance: Random, length: int, *, thinks: bool) -> tuple[list[int], int]:
     """Tokens of a chat about anything, and where the answer begins."""
-    with_tools, thinks = chance.random() < 0.3, chance.random() < 0.7
-    tools = words("<|im_start|>system\nFunctions, called as <tool_call>\n")["input_ids"] if with_tools else []
-    said = [chance.randrange(10, vocabulary - 10) for _ in range(chance.randrange(1, 60))]
-    asked = tools + words("<|im_start|>user\n")["input_ids"] + said
-    asked += words(f"{_END}\n<|im_start|>assistant\n")["input_ids"]
-    if with_tools:
-        answer = _CALL
+    offered = [name for name in CALLS if chance.random() < 0.3] if chance.random() < 0.6 else []
+    asked = _asked(words, chance, length, offered)
+    if offered:
+        answer = "\n".join(map(_call, offered))
     else:
         answer = json.dumps(_anything(chance, 0)) if chance.random() < 0.3 else chance.choice(_ANSWERS)
-    thought = _THOUGHT if thinks else "<think>\n\n</think>\n\n"
-    if not thinks:
-        asked += words(thought)["input_ids"]
-    answer = (thought if thinks else "") + answer + _END
-    return asked + words(answer)["input_ids"], len(asked)
+    is_asked_not_to = chance.random() < 0.3
+    if is_asked_not_to:
+        asked = asked + words(_NO_THOUGHT)["input_ids"]
+    thought = _THOUGHT if thinks and not is_asked_not_to else ""
+    return asked + words(thought + answer + _END)["input_ids"], len(asked)
+
+
+def _asked(words: PreTrainedTokenizerFast, chance: Random, length: int, offered: Sequence[str] = ()) -> list[int]:
+    """Tokens of a prompt: tools among other words in what the system says, and some turns of anything."""
+    num_turns = chance.randrange(1, 5)
+    most = max(2, length // (num_turns + len(offered) + 1))
+    roles = ("user", "assistant", "system", "tool")
+    asked: list[int] = []
+    if offered:
+        asked += words(f"<|im_start|>system\nFunctions, called as <tool_call>\n{_TOOLS}\n</tool_call>:")["input_ids"]
+    for name in chance.sample(offered, len(offered)):
+        tool = {"type": "function", "function": {"name": name, "description": "GAP", "parameters": {}}}
+        before, _, after = json.dumps(tool).partition("GAP")
+        asked += words("\n" + before)["input_ids"] + _anything_said(words, chance, most) + words(after)["input_ids"]
+    asked += words(f"{_END}\n")["input_ids"] if offered else []
+    for role in [*chance.choices(roles, k=num_turns - 1), "user"]:
+        asked += words(f"<|im_start|>{role}\n")["input_ids"] + _anything_said(words, chance, most)
+        asked += words(f"{_END}\n")["input_ids"]
+    return [*asked, *words("<|im_start|>assistant\n")["input_ids"]]
+
+
+def _anything_said(words: PreTrainedTokenizerFast, chance: Random, most: int) -> list[int]:
+    return [chance.randrange(10, len(words) - len(CALLS) - len(_NOISES)) for _ in range(chance.randrange(1, most))]
+
+
+def _call(name: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': CALLS[name]})}\n</tool_call>"
 
 
 def _anything(chance: Random, depth: int) -> Any:
@@ -226,4 +291,5 @@ def _anything(chance: Random, depth: int) -> Any:
 
 
 def _word(chance: Random) -> str:
-    return chance.choice(("city", "name", "unit", "Berlin", "small", "answer", "yes", "result", "a model", "x"))
+    words = ("city", "name", "unit", "Berlin", "small", "answer", "yes", "result", "a model", "x")
+    return chance.choice((*words, *_NOISES))

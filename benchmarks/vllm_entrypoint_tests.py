@@ -1,13 +1,16 @@
 """vLLM's own entrypoint tests against `coserve up`: how many pass, and why the others do not.
 
-    python benchmarks/vllm_entrypoint_tests.py --tests CHECKOUT --python PYTHON [PATTERN …]
+    python benchmarks/vllm_entrypoint_tests.py --tests CHECKOUT --python PYTHON [--resume] [PATTERN …]
 
 CHECKOUT is a copy of vLLM's repository (its folder tests/ is enough), PYTHON one in whose environment vLLM of about the
 same age, pytest, pytest-asyncio, pytest-timeout and tblib are installed: the tests import vLLM's tokenizers and
 schemas. Their server is coserve (vllm_entrypoint_server.py), their models are stand-ins (vllm_entrypoint_models.py).
 Which files are run, which tests do not apply, and why a test fails that applies is in vllm_entrypoint_tests.toml; a
-failure without a reason there, or a reason of a test that passes, ends it with status 1. PATTERN picks files; how the
-tests of the others ended the last time is kept beside the stand-ins. It writes the page vllm-entrypoint-tests.md.
+failure without a reason there, or a reason of a test that passes, ends it with status 1.
+
+Files are run one by one, each in a process of its own. What came of each is kept beside the stand-ins with the commit
+that it was run at, so that a run can be interrupted: `--resume` leaves out the files that have results of this commit,
+PATTERN those that do not match. It writes the page vllm-entrypoint-tests.md of all that is kept, with the commits.
 """
 
 import argparse
@@ -17,12 +20,13 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -65,12 +69,59 @@ class Plan:
         return Plan(tuple(found["files"]), reasons("does_not_apply"), reasons("fails"))
 
 
-def run(plan: Plan, checkout: Path, python: str, hub: Path, files: list[str]) -> list[dict[str, str]]:
-    """Of each test: its name, the outcome (passed, failed, skipped, not run), and why; of other files, as it was."""
-    make_hub(hub / "hub")
-    kept = hub / "outcomes.jsonl"
-    before = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    others = [each for each in before if _file(each) in plan.files and _file(each) not in files]
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What outcomes come from. coserve: the last commit that changed it, or how the tests are run; with a `+` if there
+    are changes that no commit has. vllm: its version. tests: their commit.
+    """
+
+    coserve: str
+    vllm: str
+    tests: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRun:
+    """One file. on: the day. Of each test: its name, the outcome (passed, failed, skipped, not run), and why."""
+
+    file: str
+    origin: Origin
+    on: str
+    outcomes: list[dict[str, str]]
+
+    @staticmethod
+    def of(line: str) -> "FileRun":
+        """From `to_json`."""
+        fields = json.loads(line)
+        return FileRun(**{**fields, "origin": Origin(**fields["origin"])})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Kept:
+    """The runs of files that are kept, the last of each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._runs = {each.file: each for each in map(FileRun.of, lines)}
+
+    def put(self, run: FileRun) -> None:
+        """In the place of the one before; the others are safe whenever this process ends."""
+        self._runs[run.file] = run
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text("".join(each.to_json() + "\n" for each in self._runs.values()))
+        fresh.replace(self._path)
+
+    def of(self, plan: Plan, origin: Origin) -> dict[str, FileRun]:
+        """By file, as the plan has them; those of other tests, or of another vLLM, are out of date."""
+        runs = [self._runs[file] for file in plan.files if file in self._runs]
+        return {run.file: run for run in runs if replace(run.origin, coserve=origin.coserve) == origin}
+
+
+def run_file(file: str, plan: Plan, checkout: Path, python: str, models: Path) -> list[dict[str, str]]:
+    """See `FileRun.outcomes`. models: HF_HOME with the stand-ins."""
     patterns = [pattern for each in plan.does_not_apply for pattern in each.patterns]
     with TemporaryDirectory(prefix="coserve-vllm-") as directory:
         outcomes = Path(directory) / "outcomes.jsonl"
@@ -78,7 +129,7 @@ def run(plan: Plan, checkout: Path, python: str, hub: Path, files: list[str]) ->
         environment = {
             **os.environ,
             "PYTHONPATH": f"{checkout}{os.pathsep}{HERE.parent}",
-            "HF_HOME": str(hub),
+            "HF_HOME": str(models),
             "HF_HUB_OFFLINE": "1",
             "COSERVE_COMMAND": json.dumps([sys.executable, "-m", "coserve"]),
             "COSERVE_OUTCOMES": str(outcomes),
@@ -86,34 +137,37 @@ def run(plan: Plan, checkout: Path, python: str, hub: Path, files: list[str]) ->
         }
         plugins = ("-p", "benchmarks.vllm_entrypoint_server", "-p", "no:cacheprovider")
         command = [python, "-m", "pytest", "-q", "--continue-on-collection-errors", f"--timeout={_TIMEOUT_S}", *plugins]
-        command += [BELOW + name for name in files]
-        subprocess.run(command, cwd=checkout, env=environment, check=False)
+        subprocess.run([*command, BELOW + file], cwd=checkout, env=environment, check=False)
         found = [json.loads(line) for line in outcomes.read_text().splitlines()]
-    found = [{**each, "test": each["test"].removeprefix(BELOW)} for each in found]
-    everything = sorted([*others, *found], key=lambda each: plan.files.index(_file(each)))
-    kept.write_text("".join(json.dumps(each) + "\n" for each in everything))
-    return everything
+    return [{**each, "test": each["test"].removeprefix(BELOW)} for each in found]
+
+
+def judged(plan: Plan, runs: Iterable[FileRun]) -> tuple[list[dict[str, str]], list[str]]:
+    """All outcomes, each with its reason; and what is wrong: failures without one, reasons of what passes."""
+    wrong, outcomes = [], []
+    for each in (outcome for run in runs for outcome in run.outcomes):
+        applies = not _reason(plan.does_not_apply, each["test"])
+        outcome = each["outcome"] if applies else "not run"
+        reason = _reason(plan.fails if applies else plan.does_not_apply, each["test"])
+        if outcome == "passed" and reason:
+            wrong.append(f"passes, against its reason: {each['test']}")
+        if outcome in ("failed", "skipped") and not reason:
+            wrong.append(f"{outcome}, without a reason: {each['test']}\n{each['why'][-1500:]}")
+        if outcome == "not run" and applies:
+            wrong.append(f"was not run, and applies: {each['test']}")
+        outcomes.append({**each, "outcome": outcome, "reason": reason})
+    return outcomes, wrong
+
+
+def _reason(reasons: tuple[Reason, ...], test: str) -> str:
+    return next((reason.text for reason in reasons if reason.covers(test)), "")
 
 
 def _file(outcome: dict[str, str]) -> str:
     return outcome["test"].partition("::")[0]
 
 
-def judged(plan: Plan, outcomes: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[str]]:
-    """Each with its reason; and what is wrong: failures without one, reasons of what passes."""
-    wrong = []
-    for each in outcomes:
-        known = plan.does_not_apply if each["outcome"] == "not run" else plan.fails
-        reason = next((reason.text for reason in known if reason.covers(each["test"])), "")
-        if each["outcome"] == "passed" and reason:
-            wrong.append(f"passes, against its reason: {each['test']}")
-        if each["outcome"] in ("failed", "skipped") and not reason:
-            wrong.append(f"{each['outcome']}, without a reason: {each['test']}\n{each['why'][-1500:]}")
-        each["reason"] = reason
-    return outcomes, wrong
-
-
-def table(plan: Plan, outcomes: list[dict[str, str]], version: str, commit: str) -> str:
+def table(plan: Plan, runs: dict[str, FileRun], outcomes: list[dict[str, str]], origin: Origin) -> str:
     """The page."""
     total = Counter(each["outcome"] for each in outcomes)
     num_left = total["failed"] + total["skipped"]
@@ -123,26 +177,29 @@ def table(plan: Plan, outcomes: list[dict[str, str]], version: str, commit: str)
         "Made by `python benchmarks/vllm_entrypoint_tests.py --tests CHECKOUT --python PYTHON` "
         "([vllm_entrypoint_tests.py](vllm_entrypoint_tests.py));",
         "the reasons are kept in [vllm_entrypoint_tests.toml](vllm_entrypoint_tests.toml). "
-        f"vLLM {version}, its tests of commit {commit}, {date.today():%Y-%m-%d}.",
+        f"vLLM {origin.vllm}, its tests of commit {origin.tests}. {_made(plan, runs)}",
         "",
         f"Of {len(outcomes)} tests that start a server for completions, chats, models, LoRA, tokenization, responses "
         f"or structured output, {total['not run']} do not apply; of the {len(outcomes) - total['not run']} that do, "
         f"**{total['passed']} pass** and {num_left} do not.",
         "",
-        "Models are stand-ins of two layers: with random weights, or taught to think and to say one of a few sentences "
-        "(`Qwen3`). What a test expects of a model's knowledge cannot be had of them.",
+        "Models are stand-ins of two layers: with random weights, or taught to think, to call the functions that they "
+        "are given, and to say one of a few sentences (`Qwen3`). What a test expects of a model's knowledge cannot be "
+        "had of them.",
         "",
-        "| file | pass | do not | do not apply |",
-        "|---|---|---|---|",
+        "| file | pass | do not | do not apply | commit of coserve |",
+        "|---|---|---|---|---|",
     ]
     by_file = {name: Counter[str]() for name in plan.files}
     for each in outcomes:
         by_file[_file(each)][each["outcome"]] += 1
     for name, count in by_file.items():
-        if not count:
-            lines.append(f"| {name} | not run yet | | |")
+        if name not in runs:
+            lines.append(f"| {name} | not run yet | | | |")
             continue
-        lines.append(f"| {name} | {count['passed']} | {count['failed'] + count['skipped']} | {count['not run']} |")
+        left = count["failed"] + count["skipped"]
+        commit = runs[name].origin.coserve
+        lines.append(f"| {name} | {count['passed']} | {left} | {count['not run']} | {commit} |")
     for title, kinds in (("Those that do not pass", ("failed", "skipped")), ("Those that do not apply", ("not run",))):
         lines += ["", f"## {title}", "", "| number | why | tests |", "|---|---|---|"]
         tests: dict[str, list[str]] = {}
@@ -152,6 +209,15 @@ def table(plan: Plan, outcomes: list[dict[str, str]], version: str, commit: str)
         for reason, names in sorted(tests.items(), key=lambda item: -len(item[1])):
             lines.append(f"| {len(names)} | {reason} | {_listed(names)} |")
     return "\n".join(lines) + "\n"
+
+
+def _made(plan: Plan, runs: dict[str, FileRun]) -> str:
+    """When, and of what."""
+    days = sorted({run.on for run in runs.values()})
+    commits = {run.origin.coserve for run in runs.values()}
+    of = f"all at commit {min(commits)} of coserve" if len(commits) == 1 else "at the commits that the table names"
+    left = "" if len(runs) == len(plan.files) else f"; {len(plan.files) - len(runs)} are still to be run"
+    return f"Files were run one by one, {of}, {' to '.join(dict.fromkeys((days[0], days[-1])))}{left}."
 
 
 def _listed(tests: list[str]) -> str:
@@ -168,6 +234,27 @@ def _listed(tests: list[str]) -> str:
     return "; ".join(parts)
 
 
+def _origin(checkout: Path, python: str, commit: str) -> Origin:
+    """commit: of the checkout, if it is no git repository."""
+    how = ["coserve", "benchmarks/vllm_entrypoint_server.py", "benchmarks/vllm_entrypoint_models.py"]
+    here = ["git", "-C", str(HERE.parent)]
+    coserve = _said([*here, "log", "-1", "--format=%h", "--", *how])
+    changed = subprocess.run([*here, "status", "--porcelain", "--", *how], capture_output=True, check=False).stdout
+    return Origin(
+        coserve=coserve + ("+" if changed else ""),
+        vllm=_said([python, "-c", "from vllm import __version__; print(__version__)"]).splitlines()[-1],
+        tests=commit or _said(["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]),
+    )
+
+
+def _models_of_this_commit(hub: Path) -> Path:
+    """HF_HOME with the stand-ins as they are made now; others stay beside it."""
+    made_by = sha256((HERE / "vllm_entrypoint_models.py").read_bytes()).hexdigest()
+    models = hub / f"stand-ins-{made_by[:8]}"
+    make_hub(models / "hub")
+    return models
+
+
 def _said(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "?"
 
@@ -179,24 +266,32 @@ def main() -> int:
     parser.add_argument("--python", required=True)
     parser.add_argument("--commit", default="", help="of the checkout, if it is no git repository")
     parser.add_argument("--hub", type=Path, default=Path.home() / ".cache" / "coserve-vllm-hub", help="for stand-ins")
+    parser.add_argument("--resume", action="store_true", help="leave out files with results of this commit")
     parser.add_argument("patterns", nargs="*", metavar="PATTERN")
     arguments = parser.parse_args()
     plan = Plan.read(HERE / "vllm_entrypoint_tests.toml")
-    chosen: list[Any] = [name for name in plan.files if not arguments.patterns or _matches(name, arguments.patterns)]
-    checkout = arguments.tests.resolve()
-    outcomes, wrong = judged(plan, run(plan, checkout, arguments.python, arguments.hub.resolve(), chosen))
-    commit = arguments.commit or _said(["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"])
-    version = _said([arguments.python, "-c", "from vllm import __version__; print(__version__)"])
-    PAGE.write_text(table(plan, outcomes, version.splitlines()[-1], commit))
+    checkout, hub = arguments.tests.resolve(), arguments.hub.resolve()
+    origin = _origin(checkout, arguments.python, arguments.commit)
+    models = _models_of_this_commit(hub)
+    kept = Kept(hub / "outcomes.jsonl")
+    is_clean = not origin.coserve.endswith("+")
+    done = [run.file for run in kept.of(plan, origin).values() if run.origin == origin and is_clean]
+    for file in plan.files:
+        if _matches(file, arguments.patterns) and not (arguments.resume and file in done):
+            outcomes = run_file(file, plan, checkout, arguments.python, models)
+            kept.put(FileRun(file=file, origin=origin, on=f"{date.today():%Y-%m-%d}", outcomes=outcomes))
+    runs = kept.of(plan, origin)
+    outcomes, wrong = judged(plan, runs.values())
+    PAGE.write_text(table(plan, runs, outcomes, origin))
     for each in wrong:
         print(each)
     counts = Counter(each["outcome"] for each in outcomes)
-    print(json.dumps({**counts, "wrong": len(wrong)}))
+    print(json.dumps({**counts, "wrong": len(wrong), "files_left": len(plan.files) - len(runs)}))
     return 1 if wrong or not outcomes else 0
 
 
 def _matches(name: str, patterns: list[str]) -> bool:
-    return any(fnmatchcase(name, f"*{pattern}*") for pattern in patterns)
+    return not patterns or any(fnmatchcase(name, f"*{pattern}*") for pattern in patterns)
 
 
 if __name__ == "__main__":
