@@ -4,10 +4,9 @@ Tokens are a pure function of the request's seed and the place; losses are nan. 
 tensors that its packs take, are counted from the same graphs as on a real device.
 """
 
-from collections.abc import Callable, Sequence
-from math import inf, nan
+from collections.abc import Callable
+from math import nan
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from coserve.adapters.base import Adapter, AdapterConfig
@@ -49,76 +48,18 @@ from coserve.devices.step_messages import (
     StepBatch,
     StepFailure,
     StepResult,
-    Tasklets,
     TokenLogprob,
 )
 from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
-from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.errors import AdapterError, JobError
 from coserve.models.backbone import Backbone
-from coserve.scheduling.counts import JobCounts
-from coserve.scheduling.latency import ForwardLoad, LatencyModel
-from coserve.scheduling.plan import JobView, Partition, RequestView
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.plan import RequestView
 from coserve.scheduling.profile import Profile
-from coserve.tuning.cursor import Cursor
+from coserve.simulate.modelled_trainer import ModelledTrainer
+from coserve.simulate.step_timer import StepTimer
+from coserve.simulate.virtual_clock import VirtualClock
 from coserve.tuning.programs import evaluation_programs, training_programs
-
-
-class VirtualClock:
-    """Time that moves when it is told to."""
-
-    def __init__(self, now_s: float = 0.0) -> None:
-        self._now_s = now_s
-
-    def now(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        assert seconds >= 0, "time does not go back"
-        self._now_s += seconds
-
-
-class _Trainer:
-    """A job's counts, and where its pack is."""
-
-    def __init__(self, config: AdapterConfig, opened: TrainerOpened) -> None:
-        self.config, self.opened = config, opened
-        self.cursor: Cursor | None = None
-        self.view: JobView | None = None  # what the latency model asks about its rows
-
-    def begin(self, command: BeginPack) -> None:
-        lengths = [len(tokens) for tokens, _ in command.sequences]
-        num_rows = sum(lengths)
-        num_trained = sum([trained[1:].count(True) for _, trained in command.sequences])
-        num_parts = 0 if command.evaluate else self.opened.trained_parts
-        self.cursor = Cursor(num_rows=num_rows, num_trained=num_trained, num_parts=num_parts)
-        mean_context_len = sum([length * (length + 1) / 2 for length in lengths]) / num_rows
-        self.view = JobView(command.job, "forward", num_rows, 0, 0, mean_context_len, self.opened.counts)
-
-    def drop(self) -> None:
-        self.cursor = self.view = None
-
-
-class _Work:
-    """Tasklets of a step: how many ran of each job, and the moments when those beside the forward pass, and all, ended.
-
-    start_s: when the losses ended.
-    """
-
-    def __init__(self, batch: StepBatch, start_s: float) -> None:
-        self.num_tasklets = dict.fromkeys([piece.job for piece in batch.tasklets], 0)
-        self.num_beside: dict[str, int] = {}
-        self.beside_s = self.end_s = start_s
-
-    def add(self, turn: Sequence[Tasklets], end_s: float, *, is_beside: bool) -> None:
-        """One tasklet of each has run."""
-        self.end_s = end_s
-        for piece in turn:
-            self.num_tasklets[piece.job] += 1
-            if is_beside:
-                self.num_beside[piece.job] = self.num_tasklets[piece.job]
-        if is_beside:
-            self.beside_s = end_s
 
 
 class ModelledDevice:
@@ -154,13 +95,13 @@ class ModelledDevice:
         )
         self.clock = VirtualClock()
         self.fail_next: StepFailure | None = None
-        self._backbone, self._truth = backbone, LatencyModel(profile)
-        self._noise, self._random = noise, Random(seed)
+        self._backbone, self._latency = backbone, LatencyModel(profile)
         self._requests: dict[str, OpenRequest] = {}
         self._grammars, self._matchers = Grammars(), dict[str, Matcher]()
         self._versions: dict[str, AdapterConfig] = {}
         self._num_bypasses: dict[str, int] = {}
-        self._trainers: dict[str, _Trainer] = {}
+        self._trainers: dict[str, ModelledTrainer] = {}
+        self._timer = StepTimer(self._latency, self._trainers, self._request_view, noise=noise, seed=seed)
         self._copy_s = 0.0  # of copies that no step has waited for yet
         self._result: StepResult | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
@@ -230,7 +171,7 @@ class ModelledDevice:
         self._count_copy(len(command.slots))
 
     def _count_copy(self, num_pages: int) -> None:
-        self._copy_s += self._taken(self._truth.copy_s(num_pages * self.info.page_bytes))
+        self._copy_s += self._timer.with_noise(self._latency.copy_s(num_pages * self.info.page_bytes))
 
     def _open_version(self, command: OpenVersion) -> VersionOpened:
         _check_model(command.model)
@@ -261,7 +202,7 @@ class ModelledDevice:
         adapter, length = config.create(self._backbone, seed=0), command.mean_context_len
         training = training_programs(adapter, max_recompute=command.config.max_recompute, mean_context_len=length)
         opened = trainer_opened(adapter, training, evaluation_programs(adapter, mean_context_len=length))
-        self._trainers[command.job] = _Trainer(config, opened)
+        self._trainers[command.job] = ModelledTrainer(config, opened)
         return opened
 
     def _drop_trainer(self, command: DropTrainer) -> None:
@@ -273,14 +214,7 @@ class ModelledDevice:
     # -- steps ----------------------------------------------------------------------
 
     def _run(self, batch: StepBatch) -> StepResult:
-        loss_s, forward_s, speed = self._taken(self._loss_s(batch)), 0.0, 1.0
-        if batch.partition is not None:
-            forward_s, speed = self._beside(batch, batch.partition)
-        work = self._backward(batch, loss_s / speed, speed, forward_s)
-        updates = [_update_view(self._trainers[update.job].opened.counts) for update in batch.updates]
-        update_s = self._taken(sum([self._truth.update_s(view) for view in updates]))
-        if batch.partition is None:
-            forward_s = self._taken(self._truth.forward_s(self._load(batch)))
+        times = self._timer.run(batch)
         sampled = [rows for rows in batch.requests if rows.samples]
         tokens = {rows.request: self._token(rows) for rows in sampled}
         matched = {request: self._matchers[request] for request in tokens if request in self._matchers}
@@ -291,93 +225,17 @@ class ModelledDevice:
             ended=tuple([request for request, matcher in matched.items() if matcher.has_ended]),
             refused={name: matcher.error for name, matcher in matched.items() if matcher.error is not None},
             prompts={rows.request: _scored(rows) for rows in batch.requests if rows.targets},
-            num_tasklets=work.num_tasklets,
-            num_beside=work.num_beside,
+            num_tasklets=times.num_tasklets,
+            num_beside=times.num_beside,
             packs=self._finish_packs(batch),
             norms={update.job: 0.0 for update in batch.updates},
-            forward_s=forward_s,
-            loss_s=loss_s if batch.partition is None else 0.0,
-            backward_s=work.end_s - work.beside_s,
-            update_s=update_s,
-            beside_s=work.beside_s if batch.partition is not None else 0.0,
+            forward_s=times.forward_s,
+            loss_s=times.loss_s,
+            backward_s=times.backward_s,
+            update_s=times.update_s,
+            beside_s=times.beside_s,
             copy_s=copy_s,
         )
-
-    def _beside(self, batch: StepBatch, partition: Partition) -> tuple[float, float]:
-        """Seconds of the forward pass on its units, and the speed of losses and tasklets beside it."""
-        load = self._load(batch)
-        rows = max([*[piece.num_rows for piece in batch.losses], *[piece.num_rows for piece in batch.tasklets]])
-        forward_speed, speed = self._truth.sharing.speeds(partition, forward_rows=load.rows, tasklet_rows=rows)
-        return self._taken(self._truth.forward_s(load) / forward_speed), speed
-
-    def _loss_s(self, batch: StepBatch) -> float:
-        num_rows = 0
-        for piece in batch.losses:
-            cursor = self._cursor(piece.job)
-            start, end = cursor.next_loss(piece.num_rows)
-            cursor.advance_loss(end - start)
-            num_rows += end - start
-        return self._truth.loss_s(num_rows)
-
-    def _backward(self, batch: StepBatch, start_s: float, speed: float, forward_end_s: float) -> "_Work":
-        """Tasklets from a moment of the step on, until the time limit, at a pace that noise gives.
-
-        forward_end_s: until when they run beside the forward pass, at this speed (0: they do not); what is under way
-        then ends on the whole device.
-        """
-        work = _Work(batch, start_s)
-        if not batch.tasklets:
-            return work
-        pace, now_s = self._taken(1.0), start_s
-        limit_s = inf if batch.backward_limit_s is None else batch.backward_limit_s
-        if batch.partition is not None and batch.partition.stops:
-            limit_s = min(limit_s, forward_end_s)
-        if len(batch.tasklets) == 1 and batch.partition is None:
-            self._run_alone(batch.tasklets[0], work, pace, limit_s)
-            return work
-        for turn in tasklet_turns(batch.tasklets, lambda job: self._cursor(job).num_parts_done):
-            if now_s >= limit_s and any(work.num_tasklets.values()):
-                break
-            seconds, is_beside = pace * self._tasklet_s(turn), now_s < forward_end_s
-            done_s = min(seconds, speed * (forward_end_s - now_s)) if is_beside else 0.0
-            now_s += done_s / speed + seconds - done_s
-            work.add(turn, now_s, is_beside=is_beside)
-        return work
-
-    def _run_alone(self, piece: Tasklets, work: "_Work", pace: float, limit_s: float) -> None:
-        """The same where there are tasklets of one job alone, which most steps have, some dozen of them."""
-        cursor, view, num_run, now_s = self._cursor(piece.job), self._view(piece.job), 0, work.end_s
-        sizes = cursor.next_tasklets(piece.num_rows, piece.num_tasklets)
-        seconds = {rows: pace * self._truth.tasklets_s([(view, rows)]) for rows in set(sizes)}
-        for rows in sizes:
-            if now_s >= limit_s and num_run:
-                break
-            now_s += seconds[rows]
-            num_run += 1
-        cursor.advance_tasklets(piece.num_rows, num_run)
-        work.num_tasklets[piece.job], work.end_s = num_run, now_s
-
-    def _tasklet_s(self, turn: Sequence[Tasklets]) -> float:
-        """Tasklets of several jobs as one."""
-        rows = []
-        for piece in turn:
-            cursor = self._cursor(piece.job)
-            start, end = cursor.next_backward(piece.num_rows)
-            cursor.advance_backward(end - start)
-            rows.append((self._view(piece.job), end - start))
-        return self._truth.tasklets_s(rows)
-
-    def _load(self, batch: StepBatch) -> ForwardLoad:
-        """What the forward pass is made of; windows count as run."""
-        load = ForwardLoad()
-        for rows in [rows for rows in batch.requests if rows.tokens]:
-            load.add_request(self._request_view(rows), len(rows.tokens))
-        for window in batch.windows:
-            self._truth.add_window(load, self._view(window.job), window.num_rows)
-            cursor = self._cursor(window.job)
-            cursor.next_forward(window.num_rows)
-            cursor.advance_forward(window.num_rows)
-        return load
 
     def _request_view(self, rows: RequestRows) -> RequestView:
         """What the latency model asks about a request's rows."""
@@ -410,24 +268,11 @@ class ModelledDevice:
         found = {}
         moved = [piece.job for pieces in (batch.losses, batch.tasklets, batch.windows) for piece in pieces]
         for job in dict.fromkeys(moved):
-            cursor = self._cursor(job)
+            cursor = self._trainers[job].cursor
             if cursor.done:
                 found[job] = PackSums(loss=nan, num_correct=0, num_trained=cursor.num_trained)
                 self._trainers[job].drop()
         return found
-
-    def _cursor(self, job: str) -> Cursor:
-        cursor = self._trainers[job].cursor
-        assert cursor is not None, f"job {job} has no pack"
-        return cursor
-
-    def _view(self, job: str) -> JobView:
-        view = self._trainers[job].view
-        assert view is not None, f"job {job} has no pack"
-        return view
-
-    def _taken(self, seconds: float) -> float:
-        return seconds * self._random.lognormvariate(0.0, self._noise) if self._noise else seconds
 
 
 def _allowed(mask: bytes, token: int, vocab_size: int) -> int:
@@ -440,10 +285,6 @@ def _allowed(mask: bytes, token: int, vocab_size: int) -> int:
 def _check_model(model: str) -> None:
     if model:
         raise JobError("a modelled device trains the served model alone: give no other model")
-
-
-def _update_view(counts: JobCounts) -> JobView:
-    return JobView("", "update", 0, 0, 0, 0.0, counts)
 
 
 def _scored(rows: RequestRows) -> tuple[TokenLogprob, ...]:

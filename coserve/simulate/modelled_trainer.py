@@ -1,0 +1,41 @@
+"""A job on a modelled device."""
+
+from coserve.adapters.base import AdapterConfig
+from coserve.devices.job_messages import BeginPack, TrainerOpened
+from coserve.scheduling.plan import JobView
+from coserve.tuning.cursor import Cursor
+
+
+class ModelledTrainer:
+    """A job's counts, and where its pack is."""
+
+    def __init__(self, config: AdapterConfig, opened: TrainerOpened) -> None:
+        self.config, self.opened = config, opened
+        self._cursor: Cursor | None = None
+        self._view: JobView | None = None
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where its pack is."""
+        assert self._cursor is not None, "it has no pack"
+        return self._cursor
+
+    @property
+    def view(self) -> JobView:
+        """What the latency model asks about its rows."""
+        assert self._view is not None, "it has no pack"
+        return self._view
+
+    def begin(self, command: BeginPack) -> None:
+        """It has this pack now."""
+        lengths = [len(tokens) for tokens, _ in command.sequences]
+        num_rows = sum(lengths)
+        num_trained = sum([trained[1:].count(True) for _, trained in command.sequences])
+        num_parts = 0 if command.evaluate else self.opened.trained_parts
+        self._cursor = Cursor(num_rows=num_rows, num_trained=num_trained, num_parts=num_parts)
+        mean_context_len = sum([length * (length + 1) / 2 for length in lengths]) / num_rows
+        self._view = JobView(command.job, "forward", num_rows, 0, 0, mean_context_len, self.opened.counts)
+
+    def drop(self) -> None:
+        """It has no pack any more."""
+        self._cursor = self._view = None

@@ -1,0 +1,173 @@
+"""What a step takes on modelled hardware: seconds of each of its sections, and how many tasklets run within its limit.
+
+The packs of jobs move on by what runs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+
+from coserve.devices.step_messages import RequestRows, StepBatch, Tasklets
+from coserve.devices.tasklet_turns import tasklet_turns
+from coserve.scheduling.counts import JobCounts
+from coserve.scheduling.latency import ForwardLoad, LatencyModel
+from coserve.scheduling.plan import JobView, Partition, RequestView
+from coserve.simulate.modelled_trainer import ModelledTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """See `StepResult`."""
+
+    forward_s: float
+    loss_s: float
+    backward_s: float
+    update_s: float
+    beside_s: float
+    num_tasklets: dict[str, int]
+    num_beside: dict[str, int]
+
+
+class _Work:
+    """Tasklets of a step: how many ran of each job, and the moments when those beside the forward pass, and all, ended.
+
+    start_s: when the losses ended.
+    """
+
+    def __init__(self, batch: StepBatch, start_s: float) -> None:
+        self.num_tasklets = dict.fromkeys([piece.job for piece in batch.tasklets], 0)
+        self.num_beside: dict[str, int] = {}
+        self.beside_s = self.end_s = start_s
+
+    def add(self, turn: Sequence[Tasklets], end_s: float, *, is_beside: bool) -> None:
+        """One tasklet of each has run."""
+        self.end_s = end_s
+        for piece in turn:
+            self.num_tasklets[piece.job] += 1
+            if is_beside:
+                self.num_beside[piece.job] = self.num_tasklets[piece.job]
+        if is_beside:
+            self.beside_s = end_s
+
+
+class StepTimer:
+    """Of one device; trainers: its jobs, now and later."""
+
+    def __init__(
+        self,
+        latency: LatencyModel,
+        trainers: Mapping[str, ModelledTrainer],
+        request_view: Callable[[RequestRows], RequestView],
+        *,
+        noise: float,
+        seed: int,
+    ) -> None:
+        """request_view: what the latency model asks about a request's rows. noise: see `ModelledDevice`."""
+        self._latency, self._trainers, self._request_view = latency, trainers, request_view
+        self._noise, self._random = noise, Random(seed)
+
+    def with_noise(self, seconds: float) -> float:
+        """What a section takes that should take this long."""
+        return seconds * self._random.lognormvariate(0.0, self._noise) if self._noise else seconds
+
+    def run(self, batch: StepBatch) -> StepTimes:
+        """Let a step pass."""
+        loss_s, forward_s, speed = self.with_noise(self._loss_s(batch)), 0.0, 1.0
+        if batch.partition is not None:
+            forward_s, speed = self._beside(batch, batch.partition)
+        work = self._backward(batch, loss_s / speed, speed, forward_s)
+        updates = [_update_view(self._trainers[update.job].opened.counts) for update in batch.updates]
+        update_s = self.with_noise(sum([self._latency.update_s(view) for view in updates]))
+        if batch.partition is None:
+            forward_s = self.with_noise(self._latency.forward_s(self._load(batch)))
+        return StepTimes(
+            forward_s=forward_s,
+            loss_s=loss_s if batch.partition is None else 0.0,
+            backward_s=work.end_s - work.beside_s,
+            update_s=update_s,
+            beside_s=work.beside_s if batch.partition is not None else 0.0,
+            num_tasklets=work.num_tasklets,
+            num_beside=work.num_beside,
+        )
+
+    def _beside(self, batch: StepBatch, partition: Partition) -> tuple[float, float]:
+        """Seconds of the forward pass on its units, and the speed of losses and tasklets beside it."""
+        load = self._load(batch)
+        rows = max([*[piece.num_rows for piece in batch.losses], *[piece.num_rows for piece in batch.tasklets]])
+        forward_speed, speed = self._latency.sharing.speeds(partition, forward_rows=load.rows, tasklet_rows=rows)
+        return self.with_noise(self._latency.forward_s(load) / forward_speed), speed
+
+    def _loss_s(self, batch: StepBatch) -> float:
+        num_rows = 0
+        for piece in batch.losses:
+            cursor = self._trainers[piece.job].cursor
+            start, end = cursor.next_loss(piece.num_rows)
+            cursor.advance_loss(end - start)
+            num_rows += end - start
+        return self._latency.loss_s(num_rows)
+
+    def _backward(self, batch: StepBatch, start_s: float, speed: float, forward_end_s: float) -> _Work:
+        """Tasklets from a moment of the step on, until the time limit, at a pace that noise gives.
+
+        forward_end_s: until when they run beside the forward pass, at this speed (0: they do not); what is under way
+        then ends on the whole device.
+        """
+        work = _Work(batch, start_s)
+        if not batch.tasklets:
+            return work
+        pace, now_s = self.with_noise(1.0), start_s
+        limit_s = inf if batch.backward_limit_s is None else batch.backward_limit_s
+        if batch.partition is not None and batch.partition.stops:
+            limit_s = min(limit_s, forward_end_s)
+        if len(batch.tasklets) == 1 and batch.partition is None:
+            self._run_alone(batch.tasklets[0], work, pace, limit_s)
+            return work
+        for turn in tasklet_turns(batch.tasklets, lambda job: self._trainers[job].cursor.num_parts_done):
+            if now_s >= limit_s and any(work.num_tasklets.values()):
+                break
+            seconds, is_beside = pace * self._tasklet_s(turn), now_s < forward_end_s
+            done_s = min(seconds, speed * (forward_end_s - now_s)) if is_beside else 0.0
+            now_s += done_s / speed + seconds - done_s
+            work.add(turn, now_s, is_beside=is_beside)
+        return work
+
+    def _run_alone(self, piece: Tasklets, work: _Work, pace: float, limit_s: float) -> None:
+        """The same where there are tasklets of one job alone, which most steps have, some dozen of them."""
+        trainer = self._trainers[piece.job]
+        cursor, num_run, now_s = trainer.cursor, 0, work.end_s
+        sizes = cursor.next_tasklets(piece.num_rows, piece.num_tasklets)
+        seconds = {rows: pace * self._latency.tasklets_s([(trainer.view, rows)]) for rows in set(sizes)}
+        for rows in sizes:
+            if now_s >= limit_s and num_run:
+                break
+            now_s += seconds[rows]
+            num_run += 1
+        cursor.advance_tasklets(piece.num_rows, num_run)
+        work.num_tasklets[piece.job], work.end_s = num_run, now_s
+
+    def _tasklet_s(self, turn: Sequence[Tasklets]) -> float:
+        """Tasklets of several jobs as one."""
+        rows = []
+        for piece in turn:
+            trainer = self._trainers[piece.job]
+            start, end = trainer.cursor.next_backward(piece.num_rows)
+            trainer.cursor.advance_backward(end - start)
+            rows.append((trainer.view, end - start))
+        return self._latency.tasklets_s(rows)
+
+    def _load(self, batch: StepBatch) -> ForwardLoad:
+        """What the forward pass is made of; windows count as run."""
+        load = ForwardLoad()
+        for rows in [rows for rows in batch.requests if rows.tokens]:
+            load.add_request(self._request_view(rows), len(rows.tokens))
+        for window in batch.windows:
+            trainer = self._trainers[window.job]
+            self._latency.add_window(load, trainer.view, window.num_rows)
+            trainer.cursor.next_forward(window.num_rows)
+            trainer.cursor.advance_forward(window.num_rows)
+        return load
+
+
+def _update_view(counts: JobCounts) -> JobView:
+    return JobView("", "update", 0, 0, 0, 0.0, counts)
