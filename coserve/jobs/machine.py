@@ -121,6 +121,17 @@ class JobMachine:
         if error is not None:
             self.failure = {"code": "training_failed", "message": error, "param": None}
 
+    def done(self, action: Action) -> None:
+        """The engine has done what it was told to do with it."""
+        if self.holding == "ended":  # and more than that
+            return
+        if action == "tell_pause":
+            self.holding = "paused"
+        elif action == "tell_resume":
+            self.holding, self.was_resumed = "running", True
+        else:
+            self.holding = "ended"
+
     def set_aside(self) -> None:
         """Too many engines have died of it."""
         message = f"the engine died, or stood still, {MOST_DEATHS} times while it worked for this job alone"

@@ -14,20 +14,22 @@ tried again until they can be done, and so are kept, once.
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Any, Literal
 
-from coserve.errors import CoserveError, EngineGoneError, JobError, JobOverError, StoreError
+from coserve.errors import CoserveError, EngineGoneError, JobError, StoreError
 from coserve.jobs.calls import EngineCalls
 from coserve.jobs.catalogue import JobAdapters
+from coserve.jobs.engine_reports import EngineReports
 from coserve.jobs.estimate import ProgressMeter
 from coserve.jobs.inbox import Inbox, Item
-from coserve.jobs.machine import Answer, Asked, Gone, JobMachine, Lives, Told
+from coserve.jobs.machine import Asked, Gone, JobMachine
 from coserve.jobs.messages import JobEngine
 from coserve.jobs.models import JobModels
 from coserve.jobs.places import Places
-from coserve.jobs.recording import JobReportWriter, Report
+from coserve.jobs.recording import JobReportWriter
 from coserve.jobs.records import JobRecord, JobStatus
 from coserve.jobs.states import Action, Wish, next_action, wish_of
 from coserve.jobs.store_retry import StoreRetry, store_error
@@ -65,19 +67,24 @@ class Reconciler:
         self._models, self._clock, self._wake = models, clock, wake
         self.places, self._timeout_s = places, timeout_s
         self.is_closing = False
-        self._machines: dict[str, JobMachine] = {}
+        self._machines: defaultdict[str, JobMachine] = defaultdict(JobMachine)  # of jobs that have not ended
         self._inbox = Inbox()
         self._retry = StoreRetry(wake)
         self._put_off: set[str] = set()  # jobs that could not be settled
         self._engine_is_up = False
         self._calls = EngineCalls(engine, self.put)
-        self._lives = Lives()  # of engines, as far as their deaths have been taken in
+        self._reports = EngineReports(
+            self._machines,
+            transitions,
+            report_writer,
+            adapters,
+            self._calls,
+            clock,
+            settle=self._settle_jobs,
+            settle_all=self.reconcile_all,
+        )
 
     # -- questions ------------------------------------------------------------------
-
-    def machine(self, id: str) -> JobMachine:
-        """Of a job that has not ended."""
-        return self._machines.setdefault(id, JobMachine())
 
     def meter(self, id: str) -> ProgressMeter | None:
         """None unless it runs."""
@@ -117,7 +124,7 @@ class Reconciler:
         is_early = self._retry.is_waiting and not self.is_closing
         if self._inbox.blocked is not None and is_early:
             return
-        await self._inbox.take_in(self._take_in)
+        await self._inbox.take_in(self._reports.take_in)
         if self._inbox.blocked is not None:
             self._hold_back(self._inbox.blocked)
             return
@@ -143,10 +150,10 @@ class Reconciler:
             reason = store_error(error)
             self._put_off.add(id)
             self._retry.failed(reason)
-            self.machine(id).put_off(reason)
+            self._machines[id].put_off(reason)
         except Exception as error:
             _log.exception("job %s could not be settled: %s", id, error)
-            self.machine(id).refuse(JobError(f"Job {id} could not be changed; the server's log says why"))
+            self._machines[id].refuse(JobError(f"Job {id} could not be changed; the server's log says why"))
         return None
 
     def _hold_back(self, error: CoserveError) -> None:
@@ -158,56 +165,6 @@ class Reconciler:
             machine.put_off(error)
             if len(self._inbox) > _MOST_WAITING_REPORTS and machine.holding == "running" and machine.told is None:
                 self._tell("tell_pause", id)
-
-    async def _take_in(self, items: Sequence[Item]) -> None:
-        """StoreError or OSError: nothing of it has been, and it can be tried again."""
-        first = items[0]
-        if isinstance(first, Report):
-            await self._record([item for item in items if isinstance(item, Report)])
-        elif isinstance(first, Answer):
-            await self._answered(first.told, first.error)
-        elif isinstance(first, Gone):
-            await self._lose(first)
-        else:
-            await self.reconcile_all()
-
-    async def _record(self, reports: list[Report]) -> None:
-        for id in {id for report in reports for id in report.jobs if id in self._machines}:
-            told = self.machine(id).told
-            if told is not None and told.action == "start":  # so it has been taken, and its answer is on the way
-                await self._answered(told, None)
-        recorded = await asyncio.to_thread(self._report_writer.record, reports, self._is_here)
-        for id, num_steps in recorded.num_steps.items():
-            machine = self.machine(id)
-            if machine.meter is not None:
-                machine.meter.steps_done(num_steps, self._clock())
-        for job in recorded.published.values():
-            if job.settings["live"] and not job.is_terminal:
-                self._adapters.add_live(job)
-        if recorded.num_checkpoints:
-            self._adapters.changed()
-        for id in recorded.left & self._machines.keys():
-            self.machine(id).left(recorded.ended.get(id), is_over=id in recorded.ended)
-        # A job has succeeded when its last checkpoint is there, which may come later.
-        await self._settle_jobs([id for id, machine in self._machines.items() if machine.has_ended])
-
-    def _is_here(self, id: str) -> bool:
-        """Whether a job is the living engine's to report on."""
-        return id in self._machines and self.machine(id).holding != "nothing"
-
-    async def _lose(self, gone: Gone) -> None:
-        """An engine has died, and every job that it had with it."""
-        self._adapters.lose_live(gone.had)  # first: who reads in the store that they wait must not find them served
-        lost = [id for id in self._machines if gone.had(id) and self._is_here(id)]
-        fatal = await asyncio.to_thread(self._transitions.engine_died, lost, gone.under_way)
-        self._lives.end(gone)
-        for id, machine in self._machines.items():
-            if gone.had(id):
-                machine.holding, machine.has_succeeded, machine.meter = "nothing", False, None
-                machine.rest(self._clock())
-        for id in fatal:
-            self.machine(id).set_aside()
-        await self._settle_jobs(fatal)
 
     # -- the loop -------------------------------------------------------------------
 
@@ -226,7 +183,7 @@ class Reconciler:
         StoreError or OSError: it cannot be kept now, and nothing has been done. JobError: an end that was asked for
         before stands.
         """
-        machine = self.machine(id)
+        machine = self._machines[id]
         assert not machine.is_asked, "one wish at a time"
         if self._inbox.blocked is not None:
             raise self._inbox.blocked
@@ -251,7 +208,7 @@ class Reconciler:
             job = await asyncio.to_thread(self._transitions.job, id)
             if job.is_terminal:
                 return job
-            machine = self.machine(id)
+            machine = self._machines[id]
             if machine.failure is not None and machine.holding in ("nothing", "ended"):
                 return await self.end(id, "failed", machine.failure)
             if machine.has_succeeded and await asyncio.to_thread(self._transitions.has_last_checkpoint, id):
@@ -301,7 +258,7 @@ class Reconciler:
 
     def _may_start(self, id: str) -> bool:
         """Whether there is an engine, and all that engines have done to a job so far has been taken in."""
-        is_settled = self._calls.lives.of(id) == self._lives.of(id)
+        is_settled = self._calls.lives.of(id) == self._reports.lives.of(id)
         return self._engine_is_up and is_settled and "ready" not in self._inbox
 
     async def _start(self, job: JobRecord) -> bool:
@@ -310,7 +267,7 @@ class Reconciler:
             return False
         deaths = await asyncio.to_thread(self._transitions.deaths, job.id)
         if deaths is not None and deaths.are_too_many:  # the server ended before it could write that down
-            self.machine(job.id).set_aside()
+            self._machines[job.id].set_aside()
             return True
         checkpoint, is_done = await asyncio.to_thread(self._transitions.roll_back, job)
         self._adapters.changed()
@@ -319,7 +276,7 @@ class Reconciler:
             return True
         if not self._may_start(job.id):
             return False
-        machine = self.machine(job.id)
+        machine = self._machines[job.id]
         directory = None if checkpoint is None else checkpoint.directory
         alone = 0 if deaths is None else deaths.alone_until_step
         start = self._transitions.start_of(
@@ -329,7 +286,7 @@ class Reconciler:
         machine.resumed_step, machine.was_resumed = 0 if checkpoint is None else checkpoint.step, False
         self._measure_anew(job.id)
         self._watch_time(job.id)
-        self._calls.start(machine, start, life=self._lives.of(job.id))
+        self._calls.start(machine, start, life=self._reports.lives.of(job.id))
         return True
 
     def _tell(self, action: Action, id: str) -> None:
@@ -337,12 +294,12 @@ class Reconciler:
             self._measure_anew(id)
             self._watch_time(id)
         elif action in ("tell_pause", "tell_cancel"):
-            self.machine(id).rest(self._clock())
-        self._calls.tell(self.machine(id), action, id, life=self._lives.of(id))
+            self._machines[id].rest(self._clock())
+        self._calls.tell(self._machines[id], action, id, life=self._reports.lives.of(id))
 
     def _watch_time(self, id: str) -> None:
         """It runs from now on, and may do so for what is left of its time."""
-        machine, now_s = self.machine(id), self._clock()
+        machine, now_s = self._machines[id], self._clock()
         machine.run(now_s)
         if self._timeout_s < inf:
             left_s = max(0.0, self._timeout_s - machine.ran_s(now_s))
@@ -357,58 +314,13 @@ class Reconciler:
         self._put_off.add(id)
         self._wake()
 
-    # -- what the engine answers ------------------------------------------------------
-
-    async def _answered(self, told: Told, error: Exception | None) -> None:
-        machine = self._machines.get(told.job)
-        if machine is None or machine.told is not told:  # it has ended meanwhile, or has been seen to run
-            return
-        machine.told = None
-        if told.life != self._lives.of(told.job) or isinstance(error, EngineGoneError):
-            machine.holding = "nothing"
-            is_last = told.life == self._calls.lives.of(told.job)  # of no death known here
-            if isinstance(error, EngineGoneError) and is_last:
-                machine.refuse(error)
-                return
-        elif told.action == "start":
-            if error is not None:
-                self._refused(told.job, error)
-        elif isinstance(error, JobOverError):
-            machine.holding = "ended"
-        elif error is not None:
-            _log.error("job %s: the engine did not do %r: %s", told.job, told.action, error)
-            machine.refuse(JobError(f"The engine could not do this with job {told.job}: {error}"))
-            return  # or it would be told the same for ever
-        else:
-            self._take_answer(told.action, machine)
-        await self.settle_job(told.job)
-
-    def _take_answer(self, action: Action, machine: JobMachine) -> None:
-        """The engine has done something."""
-        if machine.holding == "ended":  # and more than that
-            return
-        if action == "tell_pause":
-            machine.holding = "paused"
-        elif action == "tell_resume":
-            machine.holding, machine.was_resumed = "running", True
-        else:
-            machine.holding = "ended"
-
-    def _refused(self, id: str, error: Exception) -> None:
-        message = str(error)
-        if not isinstance(error, CoserveError):  # a bug; of this job, and the others must not wait for it
-            _log.error("job %s could not be started", id, exc_info=error)
-            message = f"the job could not be started: {error!r}"
-        self.machine(id).holding = "nothing"
-        self.machine(id).failure = {"code": "job_refused", "message": message, "param": None}
-
     def _measure_anew(self, id: str) -> None:
-        self.machine(id).meter = ProgressMeter(self._clock())
+        self._machines[id].meter = ProgressMeter(self._clock())
         self._report_writer.begin(id)
 
     async def _write(self, action: Action, job: JobRecord) -> None:
         """A state of a job that has not ended, with the event that tells it."""
-        machine = self.machine(job.id)
+        machine = self._machines[job.id]
         status: JobStatus
         message: str | None = None
         if action == "write_paused":
