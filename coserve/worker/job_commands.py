@@ -10,12 +10,10 @@ its checkpoints wait until there is room, but no pause, cancellation or shutdown
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any, NoReturn
 
 from coserve.adapters.base import AdapterConfig
@@ -25,19 +23,16 @@ from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import AdapterError, CoserveError, DiskFullError, JobOverError
-from coserve.jobs.examples import read_examples_file
 from coserve.jobs.messages import Checkpointed, Contributed, JobStart
 from coserve.jobs.records import AdapterRef
-from coserve.tuning.examples import Example
+from coserve.worker.disk_writers import DiskWriters
+from coserve.worker.job_files import JobFiles
 from coserve.worker.protocol import CancelJob, CombineJob, PauseJob, Reply, ResumeJob, StartJob
 
 _log = logging.getLogger(__name__)
 
 # Copies of a job's tensors that may wait for the disk.
 _MOST_COPIES = 2
-# How often it is tried again to write one to a disk that is full.
-_FULL_DISK_WAIT_S = 1.0
-_READ_BYTES = 1 << 20
 
 
 @dataclass(kw_only=True)
@@ -77,12 +72,10 @@ class JobCommands:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._starts: dict[str, JobStart] = {}
-        self._writers: dict[str, ThreadPoolExecutor] = {}  # by job: none waits for the disk of another
-        self._urgent: dict[str, Event] = {}  # by job: set where nobody waits for room on the disk
+        self._writers = DiskWriters()
         self._waiting: dict[str, deque[_PendingReport]] = {}  # by job
         self._last: dict[str, _PendingReport] = {}  # checkpoint of each job
         self._held: set[str] = set()  # jobs that wait for the disk
-        self._closing = Event()
 
     # -- adapters -------------------------------------------------------------------
 
@@ -110,16 +103,11 @@ class JobCommands:
 
     # -- commands -------------------------------------------------------------------
 
-    def read_files(self, job: JobStart) -> "JobFiles":
+    def read_files(self, job: JobStart) -> JobFiles:
         """What the files of a job hold; from any thread. DataError."""
-        if job.checkpoint is not None:
-            _read_ahead(Path(job.checkpoint))
         if job.config.evaluation.asks:
             self._engine.answers_tokenizer()  # here, and not within the first step that needs it
-        return JobFiles(
-            examples=read_examples_file(job.examples),
-            validation=[] if job.validation is None else read_examples_file(job.validation),
-        )
+        return JobFiles.read(job)
 
     def handle(
         self, command: StartJob | PauseJob | ResumeJob | CancelJob | CombineJob, read: Callable[[], Any] | None = None
@@ -137,10 +125,10 @@ class JobCommands:
         if command.id not in self._starts:
             raise JobOverError(f"the engine does not have the job {command.id!r}: it is over, or was never started")
         if isinstance(command, ResumeJob):
-            self._urgent[command.id].clear()
+            self._writers.take_time(command.id)
             self._engine.resume_job(command.id)
         elif isinstance(command, PauseJob):
-            self._urgent[command.id].set()
+            self._writers.hurry(command.id)
             self._engine.pause_job(command.id)
             self._held.discard(command.id)
             self._checkpoint(command.id, listed=False)
@@ -149,14 +137,14 @@ class JobCommands:
                 read()
             self._engine.combine(command.id, command.combination)
         else:
-            self._urgent[command.id].set()
+            self._writers.hurry(command.id)
             if command.keeps:  # before the end, which the optimizer's state does not outlive
                 self._checkpoint(command.id, listed=False)
             self._engine.cancel_job(command.id)
             self._forget(command.id, keep_versions=False)
         self._tell(command.id, Reply(command.call))
 
-    def _start(self, job: JobStart, files: "JobFiles") -> None:
+    def _start(self, job: JobStart, files: JobFiles) -> None:
         if job.start is not None and job.checkpoint is None and job.start.directory is not None:
             self._engine.ensure_adapter(job.start.name, job.start.directory, job.model)
         adapter: AdapterConfig | str | None = None
@@ -180,15 +168,13 @@ class JobCommands:
         if job.model and job.start is not None:
             self.unload_adapter(job.start.name)  # nobody else can use it
         self._starts[job.id] = job
-        self._urgent[job.id] = Event()
+        self._writers.open(job.id)
         if job.paused:
             self._engine.pause_job(job.id)
 
     def checkpoint_all(self, call: int) -> None:
         """Of every job that is not over; the reply comes after the last."""
-        self._closing.set()
-        for urgent in self._urgent.values():
-            urgent.set()
+        self._writers.hurry_all()
         for job in self._starts:
             self._checkpoint(job, listed=False)
         wait([each.written for lane in self._waiting.values() for each in lane if each.written is not None])
@@ -226,9 +212,7 @@ class JobCommands:
             if not lane:
                 del self._waiting[job]
                 if job not in self._starts:
-                    self._urgent.pop(job, None)
-                    if (writer := self._writers.pop(job, None)) is not None:
-                        writer.shutdown()
+                    self._writers.drop(job)
         for job in [job for job in self._held if self._num_copies(job) < _MOST_COPIES]:
             self._held.discard(job)
             self._engine.resume_job(job)
@@ -246,11 +230,7 @@ class JobCommands:
 
     def close(self) -> None:
         """End the threads, when all is written that there is room for."""
-        self._closing.set()
-        for urgent in self._urgent.values():
-            urgent.set()
-        for writer in self._writers.values():
-            writer.shutdown()
+        self._writers.close()
 
     def _finish(self, done: _PendingReport, pending: PendingReports) -> None:
         error: CoserveError | None = None
@@ -327,13 +307,8 @@ class JobCommands:
         waiting = _PendingReport(job=due.job, step=due.step, listed=False, contribution=told)
         copy = self._engine.contribution(due.job)
         write = partial(write_contribution, copy, directory)
-        waiting.written = self._writer(due.job).submit(_when_there_is_room, write, self._closing)
+        waiting.written = self._writers.write(due.job, write, even_in_a_hurry=True)
         self._append(waiting)
-
-    def _writer(self, job: str) -> ThreadPoolExecutor:
-        if job not in self._writers:
-            self._writers[job] = ThreadPoolExecutor(1, "checkpoints")
-        return self._writers[job]
 
     def _num_copies(self, job: str) -> int:
         """Copies of a job's tensors that are not on disk yet."""
@@ -348,7 +323,7 @@ class JobCommands:
             failed.set_exception(error)
             return failed
         write = partial(checkpoint.write, self._starts[job].checkpoints)
-        return self._writer(job).submit(_when_there_is_room, write, self._urgent[job])
+        return self._writers.write(job, write)
 
     def _fail(self, job: str, message: str) -> JobEvent:
         """End a job that cannot be continued; what is to be told of it."""
@@ -367,14 +342,6 @@ class JobCommands:
         self._held.discard(job)
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobFiles:
-    """The examples of a job."""
-
-    examples: list[Example]
-    validation: list[Example]
-
-
 def _is_ready(waiting: _PendingReport) -> bool:
     """Whether it may be told."""
     return waiting.written is None or waiting.written.done()
@@ -383,30 +350,6 @@ def _is_ready(waiting: _PendingReport) -> bool:
 def _writes_checkpoints(job: JobStart) -> bool:
     """Of the nodes of a job, the first one does."""
     return job.shard is None or job.shard.index == 0
-
-
-def _when_there_is_room(write: Callable[[], Path], urgent: Event) -> Path:
-    """Write as soon as there is room; DiskFullError if there is none now and it is urgent."""
-    is_told = False
-    while True:
-        try:
-            return write()
-        except DiskFullError as error:
-            if urgent.is_set():
-                raise
-            if not is_told:
-                _log.error("%s; it is tried again until there is room", error)
-            is_told = True
-        urgent.wait(_FULL_DISK_WAIT_S)
-
-
-def _read_ahead(directory: Path) -> None:
-    """Have a directory's files in memory, so that the device need not wait for the disk; errors are for it to find."""
-    with suppress(OSError):
-        for path in directory.iterdir():
-            with path.open("rb") as file:
-                while file.read(_READ_BYTES):
-                    pass
 
 
 def _raise(error: CoserveError) -> NoReturn:
