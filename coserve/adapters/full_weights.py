@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import Adapter, AdapterConfig, AdapterLayout
+from coserve.adapters.base import FULL_FILE, Adapter, AdapterConfig, AdapterLayout
 from coserve.adapters.whole_files import replace_file
 from coserve.errors import AdapterError
 from coserve.graph.bypass import AttachedGraph
@@ -21,9 +21,6 @@ from coserve.models.backbone import Backbone
 from coserve.models.base import HEAD, Architecture, Part
 from coserve.models.saving import save_model
 from coserve.models.source import find_model
-
-# Beside a model's files: what was trained. No file of PEFT's, which would make transformers look for an adapter.
-FULL_FILE = "coserve_full.json"
 
 
 class FullWeights(Adapter):

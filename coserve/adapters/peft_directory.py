@@ -14,6 +14,7 @@ import torch
 
 from coserve.adapters.base import (
     CONFIG_FILE,
+    FULL_FILE,
     PEFT_PREFIX,
     WEIGHTS_FILE,
     Adapter,
@@ -79,6 +80,11 @@ def read_config(directory: Path) -> AdapterConfig:
     """The configuration alone; AdapterError as in `load_adapter`."""
     path = directory / CONFIG_FILE
     content = read_small_file(path, _MOST_CONFIG_BYTES)
+    if content is None and (directory / FULL_FILE).is_file():
+        raise AdapterError(
+            f"{directory} is a model of its own, which full fine-tuning has made, and no adapter: `coserve up` serves "
+            "it, by the name of the fine-tuned model or this directory"
+        )
     if content is None:
         raise AdapterError(f"{path.parent} has no {CONFIG_FILE}; give a directory written by PEFT's save_pretrained")
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from coserve.adapters.base import Adapter
-from coserve.adapters.peft_directory import load_adapter, save_adapter
+from coserve.adapters.peft_directory import load_adapter, read_config, save_adapter
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.base import Clock
 from coserve.devices.beside import Beside, num_units_of
@@ -209,6 +209,7 @@ class TorchDevice:
 
     def _open_version(self, command: OpenVersion) -> VersionOpened:
         if not command.model:
+            read_config(Path(command.directory))  # what is no adapter is said first
             self._require_own_weights(command.directory)
         backbone = self._others.backbone(command.model) if command.model else self.backbone
         adapter = load_adapter(backbone, command.directory, taking=self._adapter_memory.for_serving)

@@ -96,12 +96,16 @@ def test_what_is_not_there_is_said_with_what_is(trained, tmp_path):
     home, names = trained
     done = run("export", "nothing", str(tmp_path / "out"), "--home", str(home))
     assert done.returncode == 1
-    assert "there is no finished adapter 'nothing'; there are: " in done.stderr
+    assert "there is no finished model 'nothing'; there are: " in done.stderr
     assert names["dora"] in done.stderr
+    done = run("up", "ft:nothing", "--home", str(home))
+    assert "there is no finished model 'ft:nothing'; there are: " in done.stderr
+    done = run("up", names["dora"], "--home", str(home))
+    assert f"{names['dora']} is an adapter of small: a server of that model serves it by its name" in done.stderr
 
 
 def test_full_weights_over_http(tmp_path):
-    """Served step by step, and a checkpoint that transformers loads and a server starts with."""
+    """Served step by step, and then by its name and as files, which transformers loads, too."""
     with serving(home=tmp_path) as served:
         client = served.client()
         asked: dict[str, Any] = {
@@ -121,8 +125,17 @@ def test_full_weights_over_http(tmp_path):
         greedy: dict[str, Any] = {"prompt": "What is 3? ", "max_tokens": 8, "temperature": 0}
         texts = {client.completions.create(model=m, **greedy).choices[0].text for m in ("small", done.fine_tuned_model)}
         assert len(texts) == 1, "the base is what was trained"
-    (marker,) = tmp_path.rglob("coserve_full.json")
-    model = AutoModelForCausalLM.from_pretrained(marker.parent, dtype=torch.float32)
+        checkpoint = client.fine_tuning.jobs.checkpoints.list(job.id).data[0].fine_tuned_model_checkpoint
+        with pytest.raises(openai.NotFoundError, match=r"a model of its own.*no adapter: `coserve up` serves it"):
+            client.completions.create(model=checkpoint, **greedy)
+    name, exported = done.fine_tuned_model, tmp_path / "exported"
+    assert run("export", job.id, str(exported), "--home", str(tmp_path)).returncode == 0
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
+    assert not {"coserve_full.json", "job.json"} & {path.name for path in exported.iterdir()}
+    with serving(home=tmp_path, model=name) as served:
+        assert served.client().models.list().data[0].id == name
+        assert served.client().completions.create(model=name, **greedy).choices[0].text in texts
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     ids = tokenizer()("What is 3? ", return_tensors="pt")["input_ids"]
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     assert tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True) == texts.pop()

@@ -1,4 +1,4 @@
-"""`coserve export`: an adapter that a job has made, as files: by itself, or merged into its model."""
+"""`coserve export`: what a job has made, as files: an adapter by itself or merged into its model, or a whole model."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli.at_rest import Database, Home, existing_home
+from coserve.cli.at_rest import Database, Home
 from coserve.cli.connection import Json
+from coserve.cli.finished import find_finished
 
 
 def export(
@@ -25,16 +26,19 @@ def export(
 ) -> None:
     """Write a finished adapter to DIR in PEFT's format, or with --merge its whole model in Hugging Face's.
 
-    The server may run meanwhile. Merging needs memory for the model's weights in float32.
+    What full fine-tuning has made is a whole model in any case: `coserve up DIR` serves it. The server may run
+    meanwhile. Merging needs memory for the model's weights in float32.
     """
     import shutil
 
     from coserve.errors import AdapterError
 
-    found, base = _find(name, home, database)
+    found, base, is_model = _find(name, home, database)
     if directory.exists() and any(directory.iterdir()):
         raise AdapterError(f"{directory} is not empty; name a directory that is, or that is not there")
-    if merge:
+    if is_model:
+        _copy_model(found, directory)
+    elif merge:
         from coserve.adapters.merge import export_merged
 
         if (named := model or base) is None:
@@ -44,29 +48,27 @@ def export(
         directory.mkdir(parents=True, exist_ok=True)
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             shutil.copy(found / file, directory)
-    print(json.dumps({"directory": str(directory), "merged": merge}) if as_json else f"{directory}: written")
+    print(
+        json.dumps({"directory": str(directory), "merged": merge or is_model}) if as_json else f"{directory}: written"
+    )
 
 
-def _find(name: str, home: str | None, database: str | None) -> tuple[Path, str | None]:
-    """The directory of an adapter, and the model that it is of, if that is known."""
-    from coserve.errors import AdapterError
-    from coserve.jobs.databases import database_url
-    from coserve.jobs.records import AdapterRecord
-    from coserve.jobs.store import Store
-
+def _find(name: str, home: str | None, database: str | None) -> tuple[Path, str | None, bool]:
+    """The directory, the model that it is of, if that is known, and whether it is a model by itself."""
     path = Path(name)
     if (path / "adapter_config.json").is_file():
-        base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
-        return path, base
-    url = database_url(database)
-    store = Store.at(existing_home(home, url), url)
-    try:
-        with store.read() as transaction:
-            records = [each for each in transaction.all_of(AdapterRecord) if each.directory]
-    finally:
-        store.close()
-    for record in records:
-        if name in (record.name, record.job):
-            return Path(record.directory or ""), record.base
-    known = ", ".join(record.name for record in records) or "none"
-    raise AdapterError(f"there is no finished adapter {name!r}; there are: {known}")
+        return path, json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path"), False
+    found = find_finished(name, home, database)
+    return found.directory, found.base, found.is_model
+
+
+def _copy_model(source: Path, directory: Path) -> None:
+    """What full fine-tuning has made, without what a job needs to resume."""
+    import shutil
+
+    from coserve.adapters.base import FULL_FILE
+    from coserve.devices.job_messages import OPTIMIZER_FILE
+    from coserve.engine.checkpoint import POSITION_FILE
+
+    resumed = shutil.ignore_patterns(FULL_FILE, OPTIMIZER_FILE, POSITION_FILE)
+    shutil.copytree(source, directory, ignore=resumed, dirs_exist_ok=True)

@@ -1,0 +1,48 @@
+"""What jobs have made, by name, in a server's home: adapters, and the models of full fine-tuning."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coserve.cli.at_rest import existing_home
+from coserve.errors import AdapterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """name: of the fine-tuned model, or of a checkpoint. directory: its files. base: the model that was trained."""
+
+    name: str
+    directory: Path
+    base: str
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a model of its own, and not an adapter."""
+        from coserve.adapters.base import FULL_FILE
+
+        return (self.directory / FULL_FILE).is_file()
+
+
+def find_finished(name: str, home: str | None, database: str | None) -> Finished:
+    """By the name of a fine-tuned model or a checkpoint, or by the job's id; a server may use the home meanwhile.
+
+    Raises:
+        CoserveError: there is no such home. AdapterError: no such name, with those that there are.
+    """
+    from coserve.jobs.databases import database_url
+    from coserve.jobs.names import is_checkpoint
+    from coserve.jobs.records import AdapterRecord
+    from coserve.jobs.store import Store
+
+    url = database_url(database)
+    store = Store.at(existing_home(home, url), url)
+    try:
+        with store.read() as transaction:
+            records = [each for each in transaction.all_of(AdapterRecord) if each.directory]
+    finally:
+        store.close()
+    models = [each for each in records if not is_checkpoint(each.name)]
+    for record in [each for each in records if each.name == name] or [each for each in models if each.job == name]:
+        return Finished(name=record.name, directory=Path(record.directory or ""), base=record.base)
+    known = ", ".join(record.name for record in models) or "none"
+    raise AdapterError(f"there is no finished model {name!r}; there are: {known}")
