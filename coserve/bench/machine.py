@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from coserve.devices.profiling import device_name
+from coserve.devices.kept_profiles import device_name
 from coserve.kernels import find_backend
 from coserve.kernels.plain import PlainBackend
 from coserve.models.backbone import Backbone

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from coserve.devices.kept_profiles import load_profile, profile_path
 from coserve.devices.process_memory import pool_bytes
-from coserve.devices.profiling import load_profile, profile_path
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.torch_device import TorchDevice
 from coserve.errors import BudgetError

@@ -4,17 +4,11 @@ What is measured are the engine's own pieces: spans in pages through all blocks,
 tasklets and the optimizer step of a reference adapter (LoRA of rank 16 at every linear layer).
 """
 
-import hashlib
-import json
 import logging
-import platform
 import time
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,11 +18,9 @@ from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.beside import num_units_of
 from coserve.devices.counting import job_counts, model_counts
 from coserve.devices.measuring import Stopwatch, rising
-from coserve.devices.profile_store import read_identity, read_profile, write_profile
 from coserve.devices.profiling_sides import measure_sharing
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
-from coserve.home import home_directory
 from coserve.memory.host_pages import HostPages
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
@@ -42,15 +34,11 @@ from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import TrainingPrograms, training_programs
 from coserve.tuning.training_pass import TrainingPass
-from coserve.version import VERSION
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    pass
 
 _log = logging.getLogger(__name__)
-
-# Packages whose code takes the time.
-_MEASURED = ("kernels", "graph", "models", "memory", "tuning", "devices")
 
 _FORWARD_ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 _BACKWARD_ROWS = (32, 128, 512)
@@ -61,7 +49,6 @@ _WINDOW_ROWS = 256
 _MANY_SPANS, _SHORT, _LONG = 8, 16, 512
 _BLOCK_TOKENS = 16
 _COPIED_PAGES = 32
-_PACKAGE = Path(__file__).parents[1]
 # Those of the curves, and the single ones beside them.
 _NUM_MEASUREMENTS = (
     sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *3 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 11
@@ -72,96 +59,6 @@ _TOO_LONG_S = 1.0
 # again: the machine was busy with something else.
 _HELD_UP = 0.1
 _MOST_ROUNDS = 3
-
-
-def load_profile(
-    backbone: Backbone, directory: Path | None = None, progress: Callable[[int, int], None] | None = None
-) -> Profile:
-    """The profile of a model on this device: from disk, or measured now and kept there.
-
-    directory: default `profiles` below the home directory. progress: told how many measurements
-    are done, and of about how many.
-    """
-    path = profile_path(backbone, directory)
-    if (stored := read_profile(path)) is not None:
-        return stored
-    _log.info("measuring how fast %s runs on %s, once", backbone.name, device_name(backbone.device))
-    profile = measure_profile(backbone, progress)
-    keep_profile(backbone, profile, directory)
-    return profile
-
-
-def keep_profile(backbone: Backbone, profile: Profile, directory: Path | None = None) -> None:
-    """Write it where `load_profile` finds it."""
-    write_profile(profile_path(backbone, directory), _identity(backbone), profile)
-
-
-def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
-    """Where the profile of a model on this device is kept."""
-    key = json.dumps(_identity(backbone), sort_keys=True)
-    directory = directory or home_directory() / "profiles"
-    return directory / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".json")
-
-
-def stored_profile(config: "PretrainedConfig", directory: Path | None = None) -> tuple[str, Profile] | None:
-    """The newest profile of a model of this shape that is kept, and what it was measured with; None if there is none.
-    The model itself is not needed.
-    """
-    directory, shape = directory or home_directory() / "profiles", _of_shape(config)
-    for path in sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
-        of = read_identity(path) or {}
-        if shape.items() <= of.items() and (profile := read_profile(path)) is not None:
-            return f"{of['device']}, {str(of['dtype']).removeprefix('torch.')}", profile
-    return None
-
-
-def _of_shape(config: "PretrainedConfig") -> dict[str, Any]:
-    """Of what a profile depends on, what is not of the device."""
-    shape = {name: value for name, value in sorted(config.to_dict().items()) if not name.startswith("_")}
-    return {
-        "model": hashlib.sha256(json.dumps(shape, default=str, sort_keys=True).encode()).hexdigest(),
-        "torch": torch.__version__,
-        "coserve": VERSION,
-        "code": _code(),
-    }
-
-
-def _identity(backbone: Backbone) -> dict[str, Any]:
-    """What a profile depends on."""
-    return {
-        **_of_shape(backbone.architecture.config),
-        "device": device_name(backbone.device),
-        "dtype": str(backbone.dtype),
-        "kernels": backbone.backend.identity,
-        "weights": backbone.weight_format,
-        "block_rows": backbone.block_rows,
-    }
-
-
-@cache
-def _code() -> str:
-    """A digest of the code that is measured: while it is worked on, its version says too little."""
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.glob("*/**/*.*")):
-        if path.suffix in (".py", ".cpp", ".h") and path.relative_to(_PACKAGE).parts[0] in _MEASURED:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def device_name(device: torch.device, threads: int | None = None) -> str:
-    """The device that runs the model, with the threads that it has there (None: those of this process)."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = threads or torch.get_num_threads()
-    return f"{_processor()}, {threads} thread{'s' * (threads > 1)}"
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def measure_profile(

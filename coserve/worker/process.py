@@ -19,9 +19,9 @@ import torch
 import zmq
 
 from coserve.devices.cpu_threads import worthwhile_threads
+from coserve.devices.kept_profiles import device_name
 from coserve.devices.parent_death import end_with_parent
 from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
-from coserve.devices.profiling import device_name
 from coserve.devices.step_messages import StepResult
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent

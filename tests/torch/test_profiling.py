@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import make_backbone
 
-from coserve.devices import profiling
+from coserve.devices import kept_profiles, profiling
 from coserve.devices.measuring import Stopwatch, rising
 from coserve.devices.profile_store import correct_profile, read_profile, write_profile
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
@@ -24,23 +24,25 @@ def test_a_profile_is_measured_once_for_each_model_and_state_of_the_code(tmp_pat
         measured.append(backbone)
         return roofline_profile(backbone, Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5))
 
-    monkeypatch.setattr(profiling, "measure_profile", measure)
+    monkeypatch.setattr(kept_profiles, "measure_profile", measure)
     llama, qwen = make_backbone("llama"), make_backbone("qwen2")
-    first = profiling.load_profile(llama, tmp_path)
-    assert profiling.load_profile(llama, tmp_path) == first and measured == [llama]
-    profiling.load_profile(qwen, tmp_path)
+    first = kept_profiles.load_profile(llama, tmp_path)
+    assert kept_profiles.load_profile(llama, tmp_path) == first and measured == [llama]
+    kept_profiles.load_profile(qwen, tmp_path)
     assert measured == [llama, qwen]
-    monkeypatch.setattr(profiling, "_code", lambda: "another")
-    assert profiling.load_profile(llama, tmp_path) == first
+    monkeypatch.setattr(kept_profiles, "_code", lambda: "another")
+    assert kept_profiles.load_profile(llama, tmp_path) == first
     assert measured == [llama, qwen, llama], "other code may be faster"
     for path in tmp_path.iterdir():
         path.write_text("{")
-    assert profiling.load_profile(llama, tmp_path) == first and len(measured) == 4, "what is broken is measured again"
-    assert profiling.load_profile(llama, tmp_path) == first and len(measured) == 4
+    assert kept_profiles.load_profile(llama, tmp_path) == first and len(measured) == 4, (
+        "what is broken is measured again"
+    )
+    assert kept_profiles.load_profile(llama, tmp_path) == first and len(measured) == 4
     for path in tmp_path.iterdir():
         assert path.stat().st_mode & 0o077 == 0
         path.chmod(0o666)
-    profiling.load_profile(llama, tmp_path)
+    kept_profiles.load_profile(llama, tmp_path)
     assert len(measured) == 5, "and what others can write"
 
 
@@ -48,14 +50,14 @@ def test_the_state_of_the_code_is_that_of_what_is_measured(tmp_path, monkeypatch
     for name in ("kernels/weights.py", "kernels/cpu/rows.cpp", "server/app.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    monkeypatch.setattr(profiling, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(kept_profiles, "_PACKAGE", tmp_path)
     states = []
     for name in (None, "server/app.py", "kernels/weights.py", "kernels/cpu/rows.cpp"):
         if name is not None:
             (tmp_path / name).write_text("2")
-        profiling._code.cache_clear()
-        states.append(profiling._code())
-    profiling._code.cache_clear()
+        kept_profiles._code.cache_clear()
+        states.append(kept_profiles._code())
+    kept_profiles._code.cache_clear()
     assert states[0] == states[1] and len(set(states)) == 3
 
 

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from served import tokenizer
 
 from coserve.cli.main import main
-from coserve.devices.profiling import keep_profile
+from coserve.devices.kept_profiles import keep_profile
 from coserve.engine.prompts import load_tokenizer
 from coserve.errors import DataError
 from coserve.jobs.estimate import seconds_alone

@@ -1,0 +1,119 @@
+"""The profile of a model on this device: measured at the first start, and kept on disk by what it depends on."""
+
+import hashlib
+import json
+import logging
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from coserve.devices.profile_store import read_identity, read_profile, write_profile
+from coserve.devices.profiling import measure_profile
+from coserve.home import home_directory
+from coserve.models.backbone import Backbone
+from coserve.scheduling.profile import Profile
+from coserve.version import VERSION
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_log = logging.getLogger(__name__)
+
+# Packages whose code takes the time.
+_MEASURED = ("kernels", "graph", "models", "memory", "tuning", "devices")
+_PACKAGE = Path(__file__).parents[1]
+
+
+def load_profile(
+    backbone: Backbone, directory: Path | None = None, progress: Callable[[int, int], None] | None = None
+) -> Profile:
+    """The profile of a model on this device: from disk, or measured now and kept there.
+
+    directory: default `profiles` below the home directory. progress: told how many measurements
+    are done, and of about how many.
+    """
+    path = profile_path(backbone, directory)
+    if (stored := read_profile(path)) is not None:
+        return stored
+    _log.info("measuring how fast %s runs on %s, once", backbone.name, device_name(backbone.device))
+    profile = measure_profile(backbone, progress)
+    keep_profile(backbone, profile, directory)
+    return profile
+
+
+def keep_profile(backbone: Backbone, profile: Profile, directory: Path | None = None) -> None:
+    """Write it where `load_profile` finds it."""
+    write_profile(profile_path(backbone, directory), _identity(backbone), profile)
+
+
+def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
+    """Where the profile of a model on this device is kept."""
+    key = json.dumps(_identity(backbone), sort_keys=True)
+    directory = directory or home_directory() / "profiles"
+    return directory / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".json")
+
+
+def stored_profile(config: "PretrainedConfig", directory: Path | None = None) -> tuple[str, Profile] | None:
+    """The newest profile of a model of this shape that is kept, and what it was measured with; None if there is none.
+    The model itself is not needed.
+    """
+    directory, shape = directory or home_directory() / "profiles", _of_shape(config)
+    for path in sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        of = read_identity(path) or {}
+        if shape.items() <= of.items() and (profile := read_profile(path)) is not None:
+            return f"{of['device']}, {str(of['dtype']).removeprefix('torch.')}", profile
+    return None
+
+
+def _of_shape(config: "PretrainedConfig") -> dict[str, Any]:
+    """Of what a profile depends on, what is not of the device."""
+    shape = {name: value for name, value in sorted(config.to_dict().items()) if not name.startswith("_")}
+    return {
+        "model": hashlib.sha256(json.dumps(shape, default=str, sort_keys=True).encode()).hexdigest(),
+        "torch": torch.__version__,
+        "coserve": VERSION,
+        "code": _code(),
+    }
+
+
+def _identity(backbone: Backbone) -> dict[str, Any]:
+    """What a profile depends on."""
+    return {
+        **_of_shape(backbone.architecture.config),
+        "device": device_name(backbone.device),
+        "dtype": str(backbone.dtype),
+        "kernels": backbone.backend.identity,
+        "weights": backbone.weight_format,
+        "block_rows": backbone.block_rows,
+    }
+
+
+@cache
+def _code() -> str:
+    """A digest of the code that is measured: while it is worked on, its version says too little."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.glob("*/**/*.*")):
+        if path.suffix in (".py", ".cpp", ".h") and path.relative_to(_PACKAGE).parts[0] in _MEASURED:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def device_name(device: torch.device, threads: int | None = None) -> str:
+    """The device that runs the model, with the threads that it has there (None: those of this process)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = threads or torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' * (threads > 1)}"
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
