@@ -14,9 +14,10 @@ from support import make_backbone, make_model
 from torch import Tensor, nn
 
 from coserve.adapters import Adapter, load_adapter, save_adapter
-from coserve.adapters.base import PEFT_PREFIX, AdapterConfig, AdapterLayout, Reparametrization
+from coserve.adapters.base import PEFT_PREFIX, AdapterConfig, AdapterLayout
 from coserve.adapters.methods import method
 from coserve.adapters.peft_directory import read_config
+from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.virtual_tokens import EncodedTable
 from coserve.engine.checks import with_virtual_tokens
 from coserve.engine.request import virtual_tokens

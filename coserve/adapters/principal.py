@@ -13,8 +13,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import Adapter, Reparametrization
+from coserve.adapters.base import Adapter
 from coserve.adapters.places import Site
+from coserve.adapters.reparametrization import Reparametrization
 from coserve.errors import AdapterError
 
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"

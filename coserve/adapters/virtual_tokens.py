@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from coserve.adapters.base import Adapter, AdapterLayout, Reparametrization
+from coserve.adapters.base import Adapter, AdapterLayout
+from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.settings import NamedConfig
 from coserve.graph.ir import GraphBuilder
 from coserve.models.base import Architecture

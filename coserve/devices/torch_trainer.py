@@ -10,8 +10,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import Adapter, Reparametrization
+from coserve.adapters.base import Adapter
 from coserve.adapters.peft_directory import adapter_config, load_adapter, save_adapter
+from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.tensor_files import open_tensors, write_tensors
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.counting import trainer_opened

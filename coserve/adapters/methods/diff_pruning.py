@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import Adapter, Reparametrization
+from coserve.adapters.base import Adapter
 from coserve.adapters.places import Place, Site
+from coserve.adapters.reparametrization import HasMasters, Reparametrization
 from coserve.adapters.settings import TargetedConfig
 from coserve.graph.bypass import Bypass
 from coserve.graph.ir import GraphBuilder
@@ -73,7 +74,7 @@ class GatedDifferences(Reparametrization):
         for name in self._gated:
             self.parameters[_gate(name)] = torch.full_like(adapter.masters[name], _FIRST_GATE)
 
-    def apply(self, adapter: Adapter) -> None:
+    def apply(self, adapter: HasMasters) -> None:
         self._num_draws += 1
         super().apply(adapter)
 

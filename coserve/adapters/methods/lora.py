@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import Adapter, AdapterLayout, Reparametrization
+from coserve.adapters.base import Adapter, AdapterLayout
 from coserve.adapters.experts import (
     expert_bypass,
     expert_name,
@@ -25,6 +25,7 @@ from coserve.adapters.experts import (
 from coserve.adapters.patterns import ByPattern
 from coserve.adapters.places import Place, Site
 from coserve.adapters.principal import LORA_A, LORA_B, TrainedHalf, beside_weight, is_principal, principal_factors
+from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.settings import TargetedConfig, check_flags
 from coserve.errors import AdapterError
 from coserve.graph.bypass import Bypass

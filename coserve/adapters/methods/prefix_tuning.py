@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from coserve.adapters.base import Adapter, Reparametrization
+from coserve.adapters.base import Adapter
 from coserve.adapters.places import Place, Site
+from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.settings import check_flags
 from coserve.adapters.virtual_tokens import EncodedTable, PromptEncoder, VirtualTokensConfig, looked_up, seeded
 from coserve.errors import AdapterError
