@@ -161,9 +161,7 @@ class EngineCore:
         return take_stats(self._parts)
 
     def check_integrity(self) -> None:
-        """Assert that every page is free or owned, and that those owned are the requests' and packs'; likewise on the
-        host.
-        """
+        """Assert that every page, here and on the host, is free, or owned by somebody who knows of it."""
         self._parts.check_integrity()
 
     # -- requests -------------------------------------------------------------------
@@ -326,7 +324,7 @@ class EngineCore:
                 says what would be right.
         """
         job_id = job_id if job_id is not None else f"job-{next(self._numbers)}"
-        self.jobs.submit(
+        job = self._parts.opener.open(
             job_id,
             name if name is not None else job_id,
             config,
@@ -335,10 +333,12 @@ class EngineCore:
             adapter=adapter,
             checkpoint=checkpoint,
             tenant=tenant,
-            alone_until_step=alone_until_step,
             model=model,
             shard=shard,
+            others=self.jobs,
         )
+        job.alone_until_step = alone_until_step
+        self.jobs.add(job)
         return job_id
 
     def job(self, job_id: str) -> Job:

@@ -1,6 +1,6 @@
 """How a job is opened: what was asked is checked, and the device makes its trainer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,14 @@ class JobOpener:
         tenant: str,
         model: str,
         shard: Shard | None,
-        others: Iterable[Job],
+        others: Mapping[str, Job],
     ) -> Job:
         """A job that is to run; see `EngineCore.submit_examples`. others: jobs that there are."""
+        if job_id in others:
+            raise JobError(f"there is a job {job_id!r} already")
         if not examples:
             raise JobError("a job needs examples")
-        check_adapter_name(name, others, self._adapters.versions)
+        check_adapter_name(name, others.values(), self._adapters.versions)
         if not model:
             check_examples([*examples, *validation], self._device.info)
         start = make_start(

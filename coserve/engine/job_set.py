@@ -1,9 +1,7 @@
 """The jobs of an engine: which there are, what their owners ask of them, and what the step loop tells them."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 from coserve.devices.base import Device
 from coserve.devices.job_messages import DropTrainer
@@ -17,10 +15,8 @@ from coserve.engine.job_copies import JobCopies
 from coserve.engine.job_endings import JobEndings
 from coserve.engine.job_exchange import JobExchange
 from coserve.engine.job_milestones import JobMilestones
-from coserve.engine.job_opening import JobOpener
 from coserve.engine.job_packs import JobPacks
 from coserve.engine.job_progress import JobProgress
-from coserve.engine.job_start import PeftFields
 from coserve.engine.optimizer_swap import OptimizerSwap
 from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
@@ -31,9 +27,7 @@ from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView
-from coserve.tuning.config import TuningConfig
-from coserve.tuning.examples import Example
-from coserve.tuning.shard import Combination, Shard
+from coserve.tuning.shard import Combination
 
 
 class JobSet(Mapping[str, Job]):
@@ -54,15 +48,14 @@ class JobSet(Mapping[str, Job]):
         latency: LatencyModel,
         *,
         owed: OwedCommands,
-        opener: JobOpener,
         answers: Answers,
         emit: Callable[[JobEvent], None],
         send: Callable[[Command], None],
     ) -> None:
-        """owed: what the device must do, shared with others. opener: makes jobs of what is submitted. answers: to
-        validation sets. emit: takes events. send: has the device do a command with the next step.
+        """owed: what the device must do, shared with others. answers: to validation sets. emit: takes events. send:
+        has the device do a command with the next step.
         """
-        self._device, self._counters, self._owed, self._opener = device, counters, owed, opener
+        self._device, self._counters, self._owed = device, counters, owed
         self._answers = answers
         self._jobs: dict[str, Job] = {}
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_turns = 0
@@ -177,41 +170,11 @@ class JobSet(Mapping[str, Job]):
 
     # -- life -----------------------------------------------------------------------
 
-    def submit(
-        self,
-        job_id: str,
-        name: str,
-        config: TuningConfig,
-        examples: Sequence[Example],
-        validation: Sequence[Example],
-        *,
-        adapter: PeftFields | Mapping[str, Any] | str | None,
-        checkpoint: str | Path | None,
-        tenant: str,
-        alone_until_step: int,
-        model: str,
-        shard: Shard | None,
-    ) -> None:
-        """Start a job, or resume one; see `EngineCore.submit_examples`."""
-        if job_id in self._jobs:
-            raise JobError(f"there is a job {job_id!r} already")
-        job = self._opener.open(
-            job_id,
-            name,
-            config,
-            examples,
-            validation,
-            adapter=adapter,
-            checkpoint=checkpoint,
-            tenant=tenant,
-            model=model,
-            shard=shard,
-            others=self._jobs.values(),
-        )
-        job.alone_until_step = alone_until_step
+    def add(self, job: Job) -> None:
+        """It has been opened (`JobOpener`), and runs from now on."""
         self._num_tokens_forgotten -= job.num_tokens_trained  # of one that is resumed: another engine's
-        self._jobs[job_id] = job
-        self._counters.arrive(tenant)
+        self._jobs[job.id] = job
+        self._counters.arrive(job.tenant)
         self.catch_up()
 
     def pause(self, job_id: str) -> None:

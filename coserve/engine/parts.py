@@ -74,6 +74,7 @@ class EngineParts:
             emit=self._emit,
             send=commands.send,
         )
+        self.opener = JobOpener(device, self.pages, self.adapters, owed, config.trainable_models)
         self._answers = Answers(self.adapters, self.serving, device, decode=decode)
         self.jobs = JobSet(
             device,
@@ -83,7 +84,6 @@ class EngineParts:
             self.counters,
             latency,
             owed=owed,
-            opener=JobOpener(device, self.pages, self.adapters, owed, config.trainable_models),
             answers=self._answers,
             emit=self.outbox.put,
             send=commands.send,
