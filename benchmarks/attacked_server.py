@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,10 @@ class Place:
     def home(self) -> Path:
         return self.directory / "home"
 
+    def aside(self, name: str) -> "Place":
+        """Another home, for servers that are to know nothing of what came before."""
+        return replace(self, directory=self.directory / name)
+
     @property
     def temporary(self) -> Path:
         """TMPDIR of the servers, where nobody else writes."""
@@ -150,7 +154,7 @@ class Place:
 
     def has_option(self, name: str) -> bool:
         """Whether `coserve up` knows it."""
-        return f'"{name}"' in (self.code / "coserve" / "server" / "config.py").read_text()
+        return any(f'"{name}"' in path.read_text() for path in (self.code / "coserve" / "server").rglob("*.py"))
 
     @contextmanager
     def start(self, *options: str, dtype: str = "float32", max_files: int | None = None) -> Iterator[Server]:

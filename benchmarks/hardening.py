@@ -39,12 +39,15 @@ def row_1(place: Place) -> Figures:
         made = server.job(adapter={"target_modules": EVIL}, limit_s=15)
         found["a pattern in target_modules"] = str(made)
     found["/health meanwhile, s"] = max(taken)
-    with place.start() as server:
-        job = server.job(adapter={"target_modules": ["q_proj"], "rank_pattern": {EVIL: 2}}).body["id"]
+    with place.aside("rank_pattern").start() as server:
+        made = server.job(adapter={"target_modules": ["q_proj"], "rank_pattern": {EVIL: 2}}, limit_s=15)
+        found["a pattern in rank_pattern"] = str(made)
         time.sleep(2)
         found["a completion after one in rank_pattern"] = str(server.complete(limit_s=15))
-        found["its job is cancelled"] = str(server.post(f"/v1/fine_tuning/jobs/{job}/cancel", limit_s=15))
-    with place.start() as server:
+        if made.body:
+            cancel = f"/v1/fine_tuning/jobs/{made.body['id']}/cancel"
+            found["its job is cancelled"] = str(server.post(cancel, limit_s=15))
+    with place.aside("deaths").start() as server:
         job = server.job(adapter={"r": 4}, checkpoint_every_steps=1).body["id"]
 
         def is_beyond(step: int) -> bool:

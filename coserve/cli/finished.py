@@ -24,7 +24,8 @@ class Finished:
 
 
 def find_finished(name: str, home: str | None, database: str | None) -> Finished:
-    """By the name of a fine-tuned model or a checkpoint, or by the job's id; a server may use the home meanwhile.
+    """By the name of a fine-tuned model or a checkpoint, by the job's id, or "last": the newest. A server may use the
+    home meanwhile.
 
     Raises:
         CoserveError: there is no such home. AdapterError: no such name, with those that there are.
@@ -42,7 +43,10 @@ def find_finished(name: str, home: str | None, database: str | None) -> Finished
     finally:
         store.close()
     models = [each for each in records if not is_checkpoint(each.name)]
-    for record in [each for each in records if each.name == name] or [each for each in models if each.job == name]:
+    newest = sorted(models, key=lambda each: each.created_at)[-1:] if name == "last" else []
+    for record in (
+        [each for each in records if each.name == name] or [each for each in models if each.job == name] or newest
+    ):
         return Finished(name=record.name, directory=Path(record.directory or ""), base=record.base)
     known = ", ".join(record.name for record in models) or "none"
     raise AdapterError(f"there is no finished model {name!r}; there are: {known}")

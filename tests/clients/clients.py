@@ -15,13 +15,15 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """name: in the table. packages: what its environment has, the client itself first. script: below scripts/, which
-    runs there. registry: pip, npm, or "" for what is made by hand. is_heavy: tried by `make test-clients ALL=1` alone.
+    """name: in the table. packages: what its environment has, the client itself first. alone: what is installed then,
+    without what it would like to have beside it. script: below scripts/, which runs there. registry: pip, npm, or ""
+    for what is made by hand. is_heavy: tried by `make test-clients ALL=1` alone.
     """
 
     name: str
     packages: tuple[str, ...]
     script: str
+    alone: tuple[str, ...] = ()
     registry: str = "pip"
     is_heavy: bool = False
 
@@ -33,7 +35,7 @@ class Client:
     @property
     def directory(self) -> Path:
         """Where its environment is: another one for other packages."""
-        digest = sha256("\n".join(self.packages).encode()).hexdigest()[:8]
+        digest = sha256("\n".join((*self.packages, *self.alone)).encode()).hexdigest()[:8]
         return environments() / f"{self.slug}-{digest}"
 
     def command(self) -> list[str]:
@@ -73,6 +75,20 @@ CLIENTS = (
     Client(name="aiperf", packages=("aiperf==0.13.0",), script="aiperf_client.py", is_heavy=True),
     Client(name="guidellm", packages=("guidellm==0.8.1",), script="guidellm_client.py", is_heavy=True),
     Client(name="vLLM's load client", packages=(), script="vllm_client.py", registry="", is_heavy=True),
+)
+# What writes checkpoints for tests/clients/test_quantisers.py. The tools would take other versions of torch each.
+QUANTISERS = Client(
+    name="quantisers",
+    packages=(
+        *("torch==2.13.0", "transformers==5.17.0", "accelerate==1.15.0", "datasets==5.2.0", "loguru", "pydantic"),
+        *("psutil", "requests", "tqdm", "nvidia-ml-py", "pillow", "pyyaml", "py-cpuinfo"),
+    ),
+    alone=(
+        *("bitsandbytes==0.50.2", "compressed-tensors==0.19.0", "llmcompressor==0.14.0.1", "torchao==0.18.0"),
+        "auto-round==0.15.1",
+    ),
+    script="quantisers.py",
+    is_heavy=True,
 )
 # For the environments that one run makes of those that are not heavy: a slow registry must not hold up all tests.
 _INSTALLING_S = 300.0
@@ -121,7 +137,10 @@ def _pip(client: Client) -> list[list[str]]:
     # Not compiled: most of it is never imported.
     options = ("--quiet", "--disable-pip-version-check", "--no-compile")
     install = [python, "-m", "pip", "install", *options, *client.packages]
-    return [[sys.executable, "-m", "venv", str(client.directory)], install]
+    commands = [[sys.executable, "-m", "venv", str(client.directory)], install]
+    if client.alone:
+        commands.append([python, "-m", "pip", "install", *options, "--no-deps", *client.alone])
+    return commands
 
 
 def _npm(client: Client) -> list[list[str]]:

@@ -157,13 +157,15 @@ def _show(screen: "Console", preview: "Preview", report: dict[str, Any]) -> None
 def _show_time(screen: "Console", report: dict[str, Any]) -> None:
     from coserve.cli.drawing import duration
 
-    steps = f"{report['epochs']} epochs, {report['steps']:,} optimizer steps of {report['batch_size']} examples: "
+    size = report["batch_size"]
+    examples = "1 example" if size == 1 else f"{size} examples"
+    steps = f"{report['epochs']} epochs, {report['steps']:,} optimizer steps of {examples}: "
     if report["seconds_alone"] is None:
         screen.print(f"{steps}no estimate, since this machine has not measured the model; coserve up MODEL does.")
     else:
-        about = (
-            f"about {duration(report['seconds_alone'])} without other load, with the adapter that jobs have unless told"
-        )
+        seconds = report["seconds_alone"]
+        time = f"about {duration(seconds)}" if seconds >= 1 else "less than a second"
+        about = f"{time} without other load, with the adapter that jobs have unless told"
         screen.print(f"{steps}{about} ({report['measured_on']}).")
 
 

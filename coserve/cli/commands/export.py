@@ -12,7 +12,9 @@ from coserve.cli.finished import find_finished
 
 
 def export(
-    name: Annotated[str, typer.Argument(metavar="ID", help="A fine-tuned model, a job, or a directory of PEFT's.")],
+    name: Annotated[
+        str, typer.Argument(metavar="ID", help="A fine-tuned model, a job, last, or a directory of PEFT's.")
+    ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; a new or empty directory.")],
     merge: Annotated[
         bool, typer.Option("--merge", help="Write the whole model with the adapter in its weights, not the adapter.")
