@@ -27,6 +27,7 @@ from coserve.cluster.simulation.simulation import ClusterSimulation, Outcome
 from coserve.cluster.view import NodeProfile, Task
 from coserve.engine.config import EngineConfig
 from coserve.errors import DataError
+from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import default_tpot_s
@@ -234,7 +235,13 @@ def _summary(cells: Sequence[_Cell], config: ScaleConfig) -> dict[str, Any]:
 def _kind(place: ModelledPlace) -> _Kind:
     profile, backbone = place.profile, place.backbone
     path = node_profile_path(place.name, backbone.name, str(backbone.dtype).removeprefix("torch."))
-    made = node_profile(profile, block_tokens=_BLOCK_TOKENS, training_yields=True)
+    made = node_profile(
+        profile,
+        block_tokens=_BLOCK_TOKENS,
+        page_bytes=kv_page_bytes(backbone, _BLOCK_TOKENS),
+        num_pages=place.num_pages,
+        training_yields=True,
+    )
     return _Kind(
         hardware=place.name,
         profile=profile,

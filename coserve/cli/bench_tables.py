@@ -139,6 +139,19 @@ def serve(table: Table, result: dict[str, Any]) -> None:
         )
 
 
+def cluster_here(table: Table, result: dict[str, Any]) -> None:
+    """Real nodes, the same in virtual time, and by what the latter differ."""
+    names = list(result["error"])
+    for name in ("nodes", *names):
+        table.add_column(name, justify="left" if name == "nodes" else "right")
+    for row in result["rows"]:
+        table.add_row(row["nodes"], *(f"{row[name]:.2f}" for name in names))
+    table.add_row("difference", *(f"{result['error'][name]:+.1%}" for name in names))
+    table.caption = (
+        f"Modelled requests take {result['messages_ms']} ms more for messages, as measured of lone requests."
+    )
+
+
 def cluster(table: Table, result: dict[str, Any]) -> None:
     """Each placement in the mean over the settings, and the most that it reaches over separate nodes."""
     names = (

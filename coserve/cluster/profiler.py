@@ -3,11 +3,16 @@
 An engine has its device's `Profile` already: seconds of the pieces of a step by their rows. Passes of whole sequences
 follow from these, and lines through them are what a placement can add up for every node and task. There is one file for
 each kind of device, model and dtype, with κ and T_max, which nodes of a kind share.
+
+LeMix finds κ and T_max by trying loads on a device. Here they follow from its profile. κ leaves the memory that a pack
+of a job keeps, so that training finds room beside requests. T_max is how long a full node takes at most, nineteen times
+of twenty, until one of its requests ends and leaves memory: a task that has waited longer waits for none to come.
 """
 
 import logging
 import os
 from collections.abc import Callable, Sequence
+from math import log
 from pathlib import Path
 
 import msgspec
@@ -23,6 +28,10 @@ from coserve.worker.protocol import Ready
 _log = logging.getLogger(__name__)
 # Lengths of sequences, in tokens, that the lines go through.
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+# Rows of a pack; tokens of a prompt and of an answer.
+_PACK_ROWS, _PROMPT, _ANSWER = 1024, 512, 512
+# Bounds of κ and of T_max, whatever the profile says.
+_SHARES, _WAITS_S = (0.5, 0.95), (0.05, 60.0)
 # Requests that decode at once, and the context of each, of which decode steps are taken.
 _DECODES, _CONTEXT = (1, 33), 512
 
@@ -32,15 +41,15 @@ def node_profile(
     *,
     block_tokens: int = 16,
     page_bytes: int = 0,
-    trained_token_bytes: float = 0.0,
+    num_pages: int = 0,
     num_stages: int = 1,
     training_yields: bool = False,
 ) -> NodeProfile:
     """What a placement knows of a node with this profile.
 
     Args:
-        page_bytes: of the node's pool; trained_token_bytes: that a pack keeps for each token (0: not known, so that
-            training is placed whatever memory there is).
+        page_bytes, num_pages: of the node's pool; 0: not known, so that training is placed whatever memory there is,
+            and κ and T_max are the usual ones.
         num_stages: equal parts that the model is divided into; what crosses between them is not counted.
         training_yields: see `NodeProfile`.
     """
@@ -53,25 +62,45 @@ def node_profile(
     few, many = _DECODES
     decode_s = latency.decode_s(num_requests=few, context=_CONTEXT)
     more_s = (latency.decode_s(num_requests=many, context=_CONTEXT) - decode_s) / (many - few)
-    return NodeProfile(
+    made = NodeProfile(
         forward=fit_latency(LENGTHS, [latency.prompt_s(length) for length in LENGTHS], num_stages=num_stages),
         backward=fit_latency(LENGTHS, [backward_s(length) for length in LENGTHS], num_stages=num_stages),
         decode_s=decode_s,
         decode_request_s=more_s,
         block_tokens=block_tokens,
         training_yields=training_yields,
-        pages_per_trained_token=trained_token_bytes / page_bytes if page_bytes else 0.0,
+        pages_per_trained_token=profile.saved_bytes_per_token / page_bytes if page_bytes else 0.0,
     )
+    return with_limits(made, num_pages) if num_pages else made
+
+
+def with_limits(made: NodeProfile, num_pages: int) -> NodeProfile:
+    """With κ and T_max of a pool of this size; see the module."""
+    share = _within(_SHARES, 1 - _PACK_ROWS * made.pages_per_trained_token / num_pages)
+    num_requests = max(1, int(share * num_pages * made.block_tokens / (_PROMPT + _ANSWER)))
+    answer_s = _ANSWER * (made.decode_s + (num_requests - 1) * made.decode_request_s)
+    # Of ends that come by chance, the longest gap but one of twenty.
+    wait_s = log(20) * answer_s / num_requests
+    return replace(made, memory_share=share, longest_wait_s=_within(_WAITS_S, wait_s))
+
+
+def _within(bounds: tuple[float, float], value: float) -> float:
+    least, most = bounds
+    return min(most, max(least, value))
 
 
 def profile_of(ready: Ready, home: Path | None = None) -> NodeProfile:
     """Of a node whose engine is ready: what it has measured, with κ and T_max of its kind.
 
-    home: where the latter are kept; None: nowhere, they are the usual ones.
+    home: where the latter are kept, for all nodes of the kind; None: nowhere.
     """
     assert ready.profile is not None, "an engine has measured its device before it is ready"
     made = node_profile(
-        ready.profile, block_tokens=ready.block_tokens, page_bytes=ready.page_bytes, training_yields=True
+        ready.profile,
+        block_tokens=ready.block_tokens,
+        page_bytes=ready.page_bytes,
+        num_pages=ready.num_pages,
+        training_yields=True,
     )
     if home is None:
         return made

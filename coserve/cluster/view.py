@@ -152,7 +152,10 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         """That a task needs here."""
         tokens = task.batch_size * (task.num_tokens + task.num_output_tokens)
         if task.trains:
-            return ceil(tokens * self.profile.pages_per_trained_token)
+            pages = ceil(tokens * self.profile.pages_per_trained_token)
+            # An engine trains in packs as large as there is room for: what κ leaves is enough.
+            left = int((1 - self.profile.memory_share) * self.num_pages)
+            return min(pages, left) if self.profile.training_yields else pages
         return ceil(tokens / self.profile.block_tokens)
 
     def has_memory(self, task: Task) -> bool:

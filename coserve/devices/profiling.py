@@ -105,7 +105,13 @@ class _Measurement:
                 break
             _log.info("the machine was busy with something else: measuring again")
         mask = self._curve(_HEAD_ROWS, lambda n: self._head(n, is_masked=True) - profile.head.at(n))
-        return replace(profile, mask=mask, sharing=self._sharing(), s_per_copied_byte=self._copied_byte())
+        return replace(
+            profile,
+            mask=mask,
+            sharing=self._sharing(),
+            s_per_copied_byte=self._copied_byte(),
+            saved_bytes_per_token=self.programs.saved_bytes_per_token(self.backbone.dtype),
+        )
 
     def _sharing(self) -> Sharing | None:
         """Of a device that can be divided."""

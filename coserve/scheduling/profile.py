@@ -59,6 +59,7 @@ class Profile:
     adapter more. s_per_window_row: what a window's row of the reference job costs more than a request's (its bypasses,
     and saving). s_per_parameter, update_s: an optimizer step, by what it moves and at least. sharing: of a device that
     can be divided. s_per_copied_byte: of a page that goes to the host, or comes back; None: not known.
+    saved_bytes_per_token: that a pack of the reference job keeps for its backward pass; 0: not known.
     """
 
     model: ModelCounts
@@ -80,15 +81,15 @@ class Profile:
     mask: Curve = FREE
     sharing: Sharing | None = None
     s_per_copied_byte: float | None = None
+    saved_bytes_per_token: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Profile":
-        """The inverse, also for profiles from before there was `sample`, `score`, `mask`, `sharing` and
-        `s_per_copied_byte`;
-        ValueError, TypeError or KeyError for anything else.
+        """The inverse, also for profiles from before there was `sample`, `score`, `mask`, `sharing`,
+        `s_per_copied_byte` and `saved_bytes_per_token`; ValueError, TypeError or KeyError for anything else.
         """
         curves = {
             name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))

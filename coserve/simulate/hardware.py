@@ -114,6 +114,7 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         s_per_parameter=_UPDATE_BYTES / hardware.bytes_per_s,
         update_s=10 * hardware.call_s,
         s_per_copied_byte=1 / hardware.host_bytes_per_s,
+        saved_bytes_per_token=saved_bytes,
         sharing=_sharing(hardware, forward, backward, traffic_s / backward().at(_ROWS_OF_TASKLET)),
     )
 

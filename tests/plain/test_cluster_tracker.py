@@ -1,5 +1,6 @@
 """What a front makes of what its nodes report."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from coserve.cluster.nodes import node_names
 from coserve.cluster.prefixes import SentPrefixes, prefix_keys
 from coserve.cluster.profiler import profile_of, write_node_profile
 from coserve.cluster.tracker import NodeTracker, Totals, joined_ready
+from coserve.cluster.view import NodeView, Task
 from coserve.devices.sampling_params import SamplingParams
 from coserve.jobs.records import AdapterRef
 from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.profile import Curve
 from coserve.scheduling.slo import Slo
 from coserve.worker.protocol import StepReport
 
@@ -60,6 +63,34 @@ def test_a_node_is_planned_with_what_it_measured(tmp_path: Path):
     (path,) = (tmp_path / "profiles").iterdir()
     write_node_profile(path, replace(view.profile, memory_share=0.5))
     assert profile_of(READY, tmp_path).memory_share == 0.5, "as an operator has set it for this kind of device"
+
+
+def test_memory_and_wait_limits_follow_from_what_a_node_measured():
+    measured = replace(READY, page_bytes=16_000, num_pages=10_000)
+    usual = profile_of(measured)
+    assert usual.pages_per_trained_token == 0.0, "what training keeps is not known"
+    assert usual.memory_share == 0.95 and usual.longest_wait_s > 0
+    known = replace(measured, profile=dataclasses.replace(PROFILE, saved_bytes_per_token=32_000))
+    made = profile_of(known)
+    assert made.pages_per_trained_token == 2.0
+    assert made.memory_share == pytest.approx(1 - 1024 * 2 / 10_000), "a pack finds room beside requests"
+    slow = dataclasses.replace(PROFILE, forward=Curve(rows=(1, 1001), seconds=(0.5, 0.6)))
+    assert profile_of(replace(measured, profile=slow)).longest_wait_s > 2 * usual.longest_wait_s, "memory comes later"
+    small = profile_of(replace(known, num_pages=100))
+    assert small.memory_share == 0.5 and small.longest_wait_s > made.longest_wait_s
+    job = Task(id="job", kind="training", arrival_s=0.0, num_tokens=2048, batch_size=8)
+    empty = NodeView(id="n", hardware="", profile=small, num_pages=100, num_free_pages=100)
+    assert empty.num_pages_of(job) == 50 and empty.has_memory(job), "an engine trains in packs that find room"
+    assert not replace(empty, num_free_pages=40).has_memory(job)
+
+
+def test_nodes_of_a_kind_have_the_limits_of_the_first(tmp_path: Path):
+    first = profile_of(replace(READY, page_bytes=16_000, num_pages=10_000), tmp_path)
+    second = profile_of(replace(READY, page_bytes=16_000, num_pages=100), tmp_path)
+    assert second.longest_wait_s == first.longest_wait_s
+    other = profile_of(replace(READY, page_bytes=16_000, num_pages=100, hardware="another"), tmp_path)
+    assert other.longest_wait_s > first.longest_wait_s
+    assert len(list((tmp_path / "profiles").iterdir())) == 2
 
 
 def test_a_front_uses_the_nodes_that_there_are_whatever_their_numbers():

@@ -211,11 +211,15 @@ class Nodes(StrEnum):
     """What nodes placements are compared on."""
 
     modelled = "modelled"
+    here = "here"
 
 
 @app.command()
 def cluster(
-    device: Annotated[Nodes, typer.Option(help="modelled: nodes in virtual time.")] = Nodes.modelled,
+    device: Annotated[
+        Nodes,
+        typer.Option(help="modelled: nodes in virtual time; here: three on this machine's CPU, beside their model."),
+    ] = Nodes.modelled,
     models: Annotated[
         str, typer.Option(metavar="NAMES", help="Of LeMix's table II, with commas between them.")
     ] = "gpt-2.5b,llama-8b,llama-70b",
@@ -227,11 +231,19 @@ def cluster(
     ] = "0.1,0.5,0.9",
     tasks: Annotated[int, typer.Option(min=10, help="Requests and training tasks of each run.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")] = 0,
+    rate: Annotated[float, typer.Option(min=0.01, help="With --device here: requests per second.")] = 12.0,
+    placement: Annotated[str, typer.Option(help="With --device here.", metavar="NAME")] = "round-robin",
 ) -> None:
     """Placements on four modelled nodes of two GPUs, with LeMix's models, rates and training rates: throughput,
     utilisation, SLO attainment and the requests' loss, ratios over separate nodes beside the paper's, and what placing
     a task takes.
+
+    With --device here: three nodes of this machine with the built-in model, the same cluster in virtual time, and what
+    that errs by.
     """
+    if device is Nodes.here:
+        _cluster_here(rate=rate, num_requests=tasks, placement=placement, seed=seed)
+        return
     import torch
 
     from coserve.bench import cluster as experiment
@@ -251,6 +263,31 @@ def cluster(
     found = experiment.run(config, watch=console(stderr=True).print)
     what = {"device": device.value, "machine": describe(torch.device("cpu")), "tasks": tasks, "seed": seed}
     _tell("cluster", what, found)
+
+
+def _cluster_here(*, rate: float, num_requests: int, placement: str, seed: int) -> None:
+    import torch
+
+    from coserve.bench import cluster_here as experiment
+    from coserve.bench.machine import describe
+    from coserve.cli.tables import console
+    from coserve.cluster.placement import placement_class
+    from coserve.models import load_backbone
+
+    try:
+        placement_class(placement)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--placement") from None
+    config = experiment.HereConfig(rate=rate, num_requests=num_requests, placement=placement, seed=seed)
+    backbone = load_backbone(config.model, dtype=config.dtype, device="meta")
+    found = experiment.run(backbone, config, watch=console(stderr=True).print)
+    what = {
+        "device": "here",
+        "machine": describe(torch.device("cpu")),
+        "model": config.model,
+        "nodes": config.num_nodes,
+    }
+    _tell("cluster_here", {**what, "rate": rate, "requests": num_requests, "placement": placement, "seed": seed}, found)
 
 
 def _numbers(text: str, option: str, *, most: float) -> tuple[float, ...]:
