@@ -137,14 +137,16 @@ class _Measurement:
         window = self._window(rows) - near - counts.num_bypasses * s_per_bypass
 
         def trunk(n: int) -> float:
-            return self._forward(1, rows=n) - n * n / 2 * s_per_pair - n * s_per_key - s_per_span
+            rows = max(n, 2)  # one alone is decoding, which may be faster
+            return self._forward(1, rows=rows) - rows * rows / 2 * s_per_pair - rows * s_per_key - s_per_span
 
+        forward = self._curve(_FORWARD_ROWS, trunk)
         head = self._curve(_HEAD_ROWS, self._head)
         pair_backward = 2.5 * s_per_pair / num_layers
         return Profile(
             model=model_counts(self.backbone),
             job=counts,
-            forward=self._curve(_FORWARD_ROWS, trunk),
+            forward=forward,
             head=head,
             sample=self._curve(_HEAD_ROWS, lambda n: self._head(n, temperature=1.0) - head.at(n)),
             score=self._curve(_SCORE_ROWS, self._score),
@@ -162,6 +164,7 @@ class _Measurement:
             s_per_window_row=max(0.0, window / rows),
             s_per_parameter=self._update() / counts.num_parameters,
             update_s=0.0,
+            decode_saved_s=max(0.0, forward.at(1) + s_per_key + s_per_span - without),
         )
 
     def _curve(self, rows: tuple[int, ...], seconds: Callable[[int], float], *, num_pieces: int = 1) -> Curve:

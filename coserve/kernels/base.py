@@ -15,6 +15,7 @@ from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
 from coserve.kernels.low_rank import AdapterBatch, AdapterRows
+from coserve.kernels.trace import Trace
 
 
 class SiluMulGradients(NamedTuple):
@@ -78,6 +79,10 @@ class Backend(ABC):
         best. Here the backend itself.
         """
         return self
+
+    def trace(self, dtype: torch.dtype) -> "Trace[Backend] | None":
+        """A new trace of rows of this compute dtype; None where this backend makes none."""
+        return None
 
     # -- products with the weights of the backbone ------------------------------------
 

@@ -15,8 +15,9 @@ from coserve.kernels.attention import Segment
 from coserve.kernels.transfer import on_device
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.batch import BatchRows, Keep, Span
+from coserve.models.batch import BatchRows, InPages, Keep, Span
 from coserve.models.bypasses import Bypasses
+from coserve.models.traced import PageStores
 
 
 def kv_page_bytes(backbone: Backbone, block_tokens: int) -> int:
@@ -52,7 +53,7 @@ class PagedKv:
             .permute(1, 2, 0, 3, 4)
         )
         # Keys and values of each layer: made once, since every step asks for all of them.
-        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.pages]
+        self.stores = PageStores(layers=[(layer[0], layer[1]) for layer in self.pages])
 
     def rows(self, sequences: Sequence[SequenceRows], bypasses: Bypasses | None = None) -> Span:
         """A span of the rows of some sequences that use one adapter."""
@@ -96,7 +97,7 @@ class _CacheRows(BatchRows):
     def __init__(self, cache: PagedKv, sequences: Sequence[SequenceRows]) -> None:
         device, block = cache.backbone.device, cache.block_tokens
         self._cache, self.block_tokens = cache, block
-        decodes = all(len(tokens) == 1 for _, _, tokens in sequences)
+        self._decodes = decodes = all(len(tokens) == 1 for _, _, tokens in sequences)
         if decodes:
             tokens = [tokens[0] for _, _, tokens in sequences]
             positions = [start for _, start, _ in sequences]
@@ -119,11 +120,17 @@ class _CacheRows(BatchRows):
         if new:
             cache.pages[:, :, on_device(new, device)] = 0
 
+    @property
+    def in_pages(self) -> InPages | None:
+        if not self._decodes:
+            return None
+        return InPages(stores=self._cache.stores, pages=self._pages, offsets=self._offsets)
+
     def keep(self, part: Part) -> Keep:
         return _keep(self._cache, part, self._pages, self._offsets)
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._cache.layers[layer]
+        return self._cache.stores.layers[layer]
 
 
 def _segment(pages: Sequence[int], start: int, tokens: Sequence[int], block_tokens: int) -> Segment:
@@ -140,4 +147,4 @@ def _keep(cache: PagedKv, part: Part, pages: Tensor, offsets: Tensor) -> Keep:
     if not isinstance(part, int):
         return Keep()
     names = cache.backbone.architecture.graphs[part].kv_tensors
-    return Keep(rows={name: _Rows(x, pages, offsets) for name, x in zip(names, cache.layers[part], strict=True)})
+    return Keep(rows={name: _Rows(x, pages, offsets) for name, x in zip(names, cache.stores.layers[part], strict=True)})

@@ -20,9 +20,11 @@ from coserve.graph.execute import run_graph, run_node, run_nodes
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.attention import AttentionBatch, Segment
+from coserve.kernels.trace import TracedStep
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part, PlaceRun
 from coserve.models.bypasses import Bypasses, BypassGroup, RowAdapters
+from coserve.models.traced import PageStores, run_traced
 
 
 class Destination(Protocol):
@@ -42,6 +44,15 @@ class Keep:
 
     rows: Mapping[str, "Destination"] = field(default_factory=dict)
     packed_signs: Mapping[str, Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InPages:
+    """Rows' places in the stores of keys and values of every block: which page, and which entry of it, int64 [n]."""
+
+    stores: PageStores
+    pages: Tensor
+    offsets: Tensor
 
 
 class BatchRows(ABC):
@@ -64,6 +75,11 @@ class BatchRows(ABC):
     @abstractmethod
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         """Where a block's keys and values lie, [num_pages, block_tokens, Hkv * D] each."""
+
+    @property
+    def in_pages(self) -> "InPages | None":
+        """Where their keys and values go, if each row is the next of a sequence in pages, and nothing else is kept."""
+        return None
 
     def constants(self, part: Part) -> Mapping[str, Tensor]:
         """What its bypasses read beside the constants of all rows, by name: [n, ...]."""
@@ -90,10 +106,12 @@ def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     """Run the spans through the embedding and all blocks: [n, hidden_size] for the head, rows in the spans' order."""
     assert spans, "a batch has at least one span"
     batch = _Batch(backbone, spans)
-    x = None
-    for part in backbone.architecture.parts[:-1]:
+    first, *blocks = backbone.architecture.parts[:-1]
+    x = batch.run(first, None)
+    if (traced := batch.run_traced(x)) is not None:
+        return traced
+    for part in blocks:
         x = batch.run(part, x)
-    assert x is not None
     return x
 
 
@@ -173,6 +191,22 @@ class _Batch:
             after.save("x", x)
         run_graph(graph, values, weights, context, after)
         return values[graph.outputs[0]]
+
+    def run_traced(self, x: Tensor) -> Tensor | None:
+        """All blocks on all rows as one call; None where they must run one by one."""
+        (first, *others), backbone = self._keepers, self._backbone
+        own = first.own.in_pages
+        if own is None or others or self._adapters.groups or backbone.block_rows is not None:
+            return None
+        constants = {name: rows for name, rows in self._constants.items() if rows.dtype == backbone.dtype}
+        step = TracedStep(
+            inputs={"x": x, **constants},
+            attention=first.attention,
+            pages=own.pages,
+            offsets=own.offsets,
+            adapters=self._adapters.low_rank,
+        )
+        return run_traced(backbone, own.stores, step)
 
     def _attention(self, part: Part) -> tuple[AttentionRows, ...]:
         if not isinstance(part, int):

@@ -40,6 +40,11 @@ class ForwardLoad:
     window_rows: float = 0.0
     versions: set[str] = field(default_factory=set)
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row is the next of a request."""
+        return self.rows == self.spans and not self.windows
+
     def add_decodes(self, requests: Sequence[RequestView]) -> None:
         """One row of each of many requests whose next token can be chosen after it, quickly."""
         num_requests = len(requests)
@@ -137,7 +142,8 @@ class LatencyModel:
         """
         p, num_past = self.profile, request.num_past
         others, has_windows = load.rows, load.windows > 0
-        raw_s = self._raw_forward_s(load) - seconds_at(self._forward, others)
+        raw_s = self._sum_s(load) - seconds_at(self._forward, others)
+        saved_s = p.decode_saved_s if load.is_decode else 0.0
         whole_s = seconds_at(self._head, load.sampled + 1) - seconds_at(self._head, load.sampled)
         if request.draws:
             whole_s += seconds_at(self._sample, load.drawn + 1) - seconds_at(self._sample, load.drawn)
@@ -151,6 +157,8 @@ class LatencyModel:
             raw = raw_s + seconds_at(self._forward, others + rows) + (num_past + rows) * p.s_per_key + p.s_per_span
             if rows > 1:
                 raw += rows * (num_past + rows / 2) * p.s_per_pair
+            else:
+                raw -= saved_s
             if rows == request.num_rows:
                 raw += whole_s
             if request.num_scored:
@@ -163,7 +171,7 @@ class LatencyModel:
         """The same for a window of a job."""
         p, others = self.profile, load.rows
         row_s = job.mean_context_len * p.s_per_pair + self._weigh(job.counts)[0] * p.s_per_window_row
-        raw_s = self._raw_forward_s(load) - seconds_at(self._forward, others)
+        raw_s = self._sum_s(load) - seconds_at(self._forward, others)
         raw_s += p.s_per_span + job.counts.num_bypasses * p.s_per_bypass
 
         def seconds(rows: int) -> float:
@@ -251,6 +259,10 @@ class LatencyModel:
     # -- arithmetic -------------------------------------------------------------
 
     def _raw_forward_s(self, load: ForwardLoad) -> float:
+        return self._sum_s(load) - (self.profile.decode_saved_s if load.is_decode else 0.0)
+
+    def _sum_s(self, load: ForwardLoad) -> float:
+        """Of a forward pass in blocks, one by one."""
         p = self.profile
         return (
             seconds_at(self._forward, load.rows)

@@ -59,7 +59,8 @@ class Profile:
     adapter more. s_per_window_row: what a window's row of the reference job costs more than a request's (its bypasses,
     and saving). s_per_parameter, update_s: an optimizer step, by what it moves and at least. sharing: of a device that
     can be divided. s_per_copied_byte: of a page that goes to the host, or comes back; None: not known.
-    saved_bytes_per_token: that a pack of the reference job keeps for its backward pass; 0: not known.
+    saved_bytes_per_token: that a pack of the reference job keeps for its backward pass; 0: not known. decode_saved_s:
+    what a forward pass takes less in which each row is the next of a request (`coserve.kernels.trace`).
     """
 
     model: ModelCounts
@@ -82,14 +83,15 @@ class Profile:
     sharing: Sharing | None = None
     s_per_copied_byte: float | None = None
     saved_bytes_per_token: int = 0
+    decode_saved_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Profile":
-        """The inverse, also for profiles from before there was `sample`, `score`, `mask`, `sharing`,
-        `s_per_copied_byte` and `saved_bytes_per_token`; ValueError, TypeError or KeyError for anything else.
+        """The inverse, also for profiles that lack what has a default; ValueError, TypeError or KeyError for anything
+        else.
         """
         curves = {
             name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))

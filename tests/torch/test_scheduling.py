@@ -823,6 +823,7 @@ loads = st.builds(
     windows=st.integers(0, 2),
     window_rows=st.floats(0, 1000),
 )
+decode_loads = st.integers(1, 100).map(lambda n: ForwardLoad(rows=n, sampled=n, spans=n, keys=50 * n))
 
 
 @settings(deadline=None)
@@ -837,8 +838,8 @@ def test_more_of_anything_takes_no_less_time(load, what):
 
 @cache
 def taught_latency() -> LatencyModel:
-    """One whose corrections differ from one number of rows to the next."""
-    latency = make_latency()
+    """One whose corrections differ from one number of rows to the next, whose device decodes faster alone."""
+    latency = LatencyModel(replace(make_latency().profile, decode_saved_s=1e-3))
     for index, rows in enumerate((1, 3, 6, 20, 40, 90, 200, 400, 900, 1800)):
         for windows in (False, True):
             latency.corrections.observe(
@@ -847,8 +848,17 @@ def taught_latency() -> LatencyModel:
     return latency
 
 
+def test_steps_in_which_requests_decode_and_nothing_else_take_less_by_what_that_saves():
+    profile, decodes = make_latency().profile, ForwardLoad(rows=4, sampled=4, spans=4, keys=100)
+    latency, saving = LatencyModel(profile), LatencyModel(replace(profile, decode_saved_s=1e-4))
+    assert saving.forward_s(decodes) == pytest.approx(latency.forward_s(decodes) - 1e-4)
+    assert saving.decode_s(num_requests=4, context=24) == saving.forward_s(decodes)
+    for mixed in (replace(decodes, rows=5), replace(decodes, windows=1)):
+        assert saving.forward_s(mixed) == latency.forward_s(mixed)
+
+
 @settings(deadline=None)
-@given(loads, st.integers(1, 500), st.booleans(), st.sampled_from(["", "v"]), st.booleans())
+@given(loads | decode_loads, st.integers(1, 500), st.booleans(), st.sampled_from(["", "v"]), st.booleans())
 def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, known):
     latency = taught_latency()
     if known:
@@ -860,7 +870,7 @@ def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, kno
 
 
 @settings(deadline=None)
-@given(loads, st.integers(1, 500), st.sampled_from([0.0, 1e6, 5e7]))
+@given(loads | decode_loads, st.integers(1, 500), st.sampled_from([0.0, 1e6, 5e7]))
 def test_what_a_window_would_add_is_what_it_adds(load, rows, flops_per_row):
     latency = taught_latency()
     counts = replace(make_profile().job, flops_per_row=flops_per_row)

@@ -16,13 +16,12 @@ from coserve.kernels.cpu import adapters, rows
 from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
 from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.cpu.products import CpuProducts, has_native_bf16, layout
+from coserve.kernels.cpu.trace import CpuTrace
 from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.plain.adapters import add_one_by_one
 from coserve.kernels.plain.attention import Part
-
-# From how many rows of an adapter on the matrix units multiply its factors faster than vectors do.
-_MANY_ROWS_OF_ADAPTER = 16
+from coserve.kernels.trace import Trace
 
 
 class CpuBackend(PlainBackend):
@@ -50,6 +49,9 @@ class CpuBackend(PlainBackend):
     def for_losses(self) -> "CpuBackend":
         return self._for_losses
 
+    def trace(self, dtype: torch.dtype) -> Trace[PlainBackend] | None:
+        return CpuTrace(self._kernels, self.device, dtype)
+
     def layout(self, weight: Tensor) -> Tensor:
         return layout(weight)
 
@@ -75,7 +77,7 @@ class CpuBackend(PlainBackend):
         return multiply(x, factor, onto)
 
     def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
-        if self._kernels.has_amx and has_native_bf16(x) and max(batch.sizes.sizes) >= _MANY_ROWS_OF_ADAPTER:
+        if self._kernels.has_amx and has_native_bf16(x) and max(batch.sizes.sizes) >= adapters.MANY_ROWS:
             add_one_by_one(self, x, outputs, first_place, batch)
         elif adapters.fit(x, outputs, batch):
             adapters.add_adapters(self._kernels, x, outputs, first_place, batch)

@@ -10,6 +10,9 @@ from coserve.kernels.cpu import rows
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.low_rank import AdapterBatch
 
+# From how many rows of an adapter on the matrix units multiply its factors faster than vectors do.
+MANY_ROWS = 16
+
 
 def fit(x: Tensor, outputs: Sequence[Tensor], batch: AdapterBatch) -> bool:
     """Whether the kernel can work on these."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from coserve.kernels.cpu.compiled import Library
 
 # Up to how many rows our product is the faster one; `benchmarks/products.py` measures it.
-_MOST_ROWS = 192
+MOST_ROWS = 192
 _MOST_RANK = 64
 # Elements of the wide tensor below which a second thread takes longer to begin than it helps.
 _ONE_THREAD_ELEMENTS = 1 << 13
@@ -99,12 +99,16 @@ class AmxProducts:
 
 def _is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these are few rows, and a weight [out, in] and a bias of a shape that is cut into whole tiles."""
-    (n, inner), outer = x.shape, weight.shape[0]
-    if not 0 < n <= _MOST_ROWS or inner % 32 or outer % 32 or weight.shape != (outer, inner):
+    n, inner = x.shape
+    return 0 < n <= MOST_ROWS and weight.shape[1] == inner and fit_weight(weight, bias) and _are_for_amx(x)
+
+
+def fit_weight(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a weight [out, in] and a bias are of a shape that is cut into whole tiles, and lie so."""
+    outer, inner = weight.shape
+    if inner % 32 or outer % 32 or not weight.is_contiguous():
         return False
-    if not weight.is_contiguous() or (bias is not None and (bias.shape != (outer,) or not bias.is_contiguous())):
-        return False
-    return _are_for_amx(x) if bias is None else _are_for_amx(x, bias)
+    return bias is None or (bias.shape == (outer,) and bias.is_contiguous() and _are_for_amx(bias))
 
 
 def _is_low(rank: int, width: int) -> bool:

@@ -72,6 +72,13 @@ class CpuAttentionBatch(PlainAttentionBatch):
 
     part_type = CpuPart
 
+    @cached_property
+    def single(self) -> CpuPart | None:
+        """All of it, if every segment has one row, and its keys begin with a page."""
+        part = self._parts[0][0]
+        assert isinstance(part, CpuPart)
+        return part if len(self._parts) == 1 and part.is_single and part.begins_in_page else None
+
 
 class CpuAttention:
     """Both passes, for the parts of a batch."""

@@ -71,6 +71,13 @@ void cross_entropy_gradient(const void* logits, i64 step, const i64* targets, co
                             i64 num_threads);
 void argmax(const void* x, i64 step, i64* places, i64 num_rows, i64 width, i64 is_bfloat16, i64 num_threads);
 
+// calls.cpp
+void add(const void* a, i64 a_step, const void* b, i64 b_step, void* y, i64 num_rows, i64 width, i64 is_bfloat16);
+void store_rows(const void* x, i64 x_step, void* store, i64 page_step, const i64* pages, const i64* offsets,
+                i64 num_rows, i64 row_bytes);
+void kernel_numbers(const char* names, i64* numbers);
+void run_calls(const i64* calls, i64 num_calls, const i64* step);
+
 // logit_columns.cpp (AMX)
 void cross_entropy_of_columns(const bf16* logits, const i64* targets, float* loss, bool* correct, float* log_sum, i64 n,
                               i64 vocabulary, i64 num_threads);

@@ -89,7 +89,7 @@ class CpuProducts:
         amx = self._amx if has_native else None
         if amx is not None and (y := amx.int8_skinny_gemm(x, values, scales, bias)) is not None:
             return y
-        if 0 < x.shape[0] <= (_MOST_INT8_ROWS_NATIVE if has_native else _MOST_INT8_ROWS) and _is_for_int8(x, bias):
+        if 0 < x.shape[0] <= most_int8_rows(has_native=has_native) and _is_for_int8(x, bias):
             return self._int8_skinny_gemm(x, values, scales, bias)
         if not has_native:
             return plain.int8_product(x, values, scales, bias)
@@ -221,6 +221,13 @@ def _added(found: Tensor, onto: Tensor | None) -> Tensor:
     return found if onto is None else onto.add_(found)
 
 
+def most_int8_rows(*, has_native: bool) -> int:
+    """Up to how many rows our own kernel for all CPUs multiplies int8 weights. has_native: the rows are bfloat16, for
+    whose products the CPU has instructions.
+    """
+    return _MOST_INT8_ROWS_NATIVE if has_native else _MOST_INT8_ROWS
+
+
 def _is_for_int8(x: Tensor, bias: Tensor | None) -> bool:
     """Whether our kernel is for such rows: float32 or bfloat16, without gaps within a row."""
     if x.dtype not in (torch.float32, torch.bfloat16) or x.stride(1) != 1:
@@ -248,16 +255,16 @@ def rounded_factors() -> Iterator[None]:
 
 def has_native_bf16(x: Tensor) -> bool:
     """Whether it is bfloat16 on a CPU that has instructions for its products."""
-    return x.dtype == torch.bfloat16 and x.is_cpu and _multiplies_bfloat16()
+    return x.dtype == torch.bfloat16 and x.is_cpu and multiplies_bfloat16()
 
 
 def is_emulated(x: Tensor) -> bool:
     """Whether it is bfloat16 on a CPU that has no instructions for its products."""
-    return x.dtype == torch.bfloat16 and x.is_cpu and not _multiplies_bfloat16()
+    return x.dtype == torch.bfloat16 and x.is_cpu and not multiplies_bfloat16()
 
 
 @cache
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
     """Whether this CPU has an instruction for sums of products of bfloat16."""
     found = torch.cpu.get_capabilities()
     return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16"))

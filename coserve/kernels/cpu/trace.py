@@ -1,0 +1,424 @@
+"""Tracing on CPUs: calls of kernels are written down as numbers, which `calls.cpp` goes through.
+
+Rows that a step computes lie in memory of its own, in which each tensor has its place: a number of bytes for each row
+of the step, taken again by others once nobody reads it.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from struct import pack, unpack
+from typing import NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionBatch, AttentionSpec
+from coserve.kernels.cpu import amx
+from coserve.kernels.cpu.adapters import MANY_ROWS
+from coserve.kernels.cpu.attention import CpuAttentionBatch
+from coserve.kernels.cpu.compiled import Library
+from coserve.kernels.cpu.products import most_int8_rows, multiplies_bfloat16
+from coserve.kernels.low_rank import AdapterBatch
+from coserve.kernels.plain import PlainBackend
+from coserve.kernels.trace import Trace, TracedCalls, TracedStep, UntraceableError
+
+# How an argument is given: two numbers after its kind (see `calls.cpp`).
+_Argument = tuple[int, int, int]
+_CONSTANT, _STEP, _ROWS = range(3)
+# Numbers of every step, by their place; inputs come after them.
+_STEP_NUMBERS = (
+    *("num_rows", "memory", "num_threads", "pages", "offsets", "table", "first_page", "lengths"),
+    *("adapter_rows", "adapter_ends", "num_adapters", "num_places", "adapter_addresses"),
+)
+# Of the memory for a step's rows; a line of the caches.
+_ALIGNMENT = 64
+_ATTENTION = {torch.bfloat16: "paged_attention_bfloat16", torch.float32: "paged_attention_float32"}
+_KERNELS = (
+    *("product", "int8_product_by_tiles", "int8_product", "rms_norm", "silu_mul", "rope", "add", "store_rows"),
+    *("add_adapters", *_ATTENTION.values()),
+)
+
+
+class _Place:
+    """Where a tensor's rows lie in the step's memory; given back when nobody reads them any more."""
+
+    def __init__(self, memory: "_Memory", num_bytes: int) -> None:
+        """num_bytes: for each row."""
+        self._memory = memory
+        self.num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.start = memory.take(self.num_bytes)
+
+    def __del__(self) -> None:
+        self._memory.give_back(self.start, self.num_bytes)
+
+
+class _Memory:
+    """Which bytes of a step's memory are free, for each row."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._free: list[tuple[int, int]] = []  # (start, number of bytes), in order, no two neighbours
+
+    def take(self, num_bytes: int) -> int:
+        """The start of the first room that is large enough."""
+        for index, (start, size) in enumerate(self._free):
+            if size >= num_bytes:
+                self._free[index : index + 1] = [(start + num_bytes, size - num_bytes)] if size > num_bytes else []
+                return start
+        start = self.num_bytes
+        self.num_bytes += num_bytes
+        return start
+
+    def give_back(self, start: int, num_bytes: int) -> None:
+        """It may be taken again."""
+        joined: list[tuple[int, int]] = []
+        for first, size in sorted([*self._free, (start, num_bytes)]):
+            if joined and sum(joined[-1]) == first:
+                joined[-1] = (joined[-1][0], joined[-1][1] + size)
+            else:
+                joined.append((first, size))
+        self._free = joined
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise UntraceableError
+
+
+class _Rows:
+    """Stands for rows [n, width], or [n, heads, width of a head]: columns of a place, or of an input."""
+
+    def __init__(
+        self, trace: "CpuTrace", source: "_Place | int", *, width: int, step: int, first: int = 0, heads: int = 1
+    ) -> None:
+        """source: an input by its number of the step. step: from one row to the next. first: column."""
+        self._trace, self.source = trace, source
+        self.width, self.step, self.first, self.heads = width, step, first, heads
+
+    @property
+    def argument(self) -> _Argument:
+        """Its address."""
+        offset = self.first * self._trace.dtype.itemsize
+        if isinstance(self.source, _Place):
+            return _ROWS, self.source.start, offset
+        return _STEP, self.source, offset
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """With -1 for the number of rows."""
+        return (-1, self.width) if self.heads == 1 else (-1, self.heads, self.width // self.heads)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._trace.dtype
+
+    def view(self, num_rows: int, heads: int, width: int) -> "_Rows":
+        if num_rows != -1 or width != -1 or self.width % heads:
+            raise UntraceableError
+        return self._columns(self.first, self.width, heads)
+
+    def flatten(self, start: int) -> "_Rows":
+        if start != 1:
+            raise UntraceableError
+        return self._columns(self.first, self.width)
+
+    def split_with_sizes(self, sizes: Sequence[int], dim: int) -> "list[_Rows]":
+        if dim != -1 or sum(sizes) != self.width:
+            raise UntraceableError
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        return [self._columns(self.first + end - size, size) for end, size in zip(ends, sizes, strict=True)]
+
+    def _columns(self, first: int, width: int, heads: int = 1) -> "_Rows":
+        return _Rows(self._trace, self.source, width=width, step=self.step, first=first, heads=heads)
+
+    def __getitem__(self, rows: object) -> "_Rows":
+        if rows != slice(None):
+            raise UntraceableError
+        return self
+
+    def __add__(self, other: object) -> "_Rows":
+        return self._trace.add(self, other)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UntraceableError
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> NoReturn:
+        raise UntraceableError
+
+    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __radd__ = __neg__ = __pow__ = _refuse
+    __matmul__ = __rmatmul__ = __setitem__ = __iadd__ = __imul__ = __len__ = __iter__ = __bool__ = _refuse
+
+
+class CpuTrace(Trace[PlainBackend]):
+    """See `Trace`. The kernels are those that `CpuBackend` calls for the same, so results are equal to the last bit.
+
+    What it keeps by their addresses (weights, stores) must stay where it is.
+    """
+
+    def __init__(self, kernels: Library, device: torch.device, dtype: torch.dtype) -> None:
+        if dtype not in _ATTENTION:
+            raise UntraceableError
+        self._kernels, self.dtype = kernels, dtype
+        self._numbers = _kernel_numbers(kernels)
+        self._calls: list[int] = []
+        self._num_calls = 0
+        self._memory = _Memory()
+        self._inputs: dict[str, int] = {}
+        self._kept: list[Tensor] = []
+        self._device = device
+        # Stand-ins by their identity alone: whatever reads them is refused.
+        self._attention = cast(AttentionBatch, object())
+        self._adapters = cast(AdapterBatch, object())
+        self.has_adapters = False
+        self.max_rows = 1 << 30
+
+    @property
+    def backend(self) -> PlainBackend:
+        return _Tracer(self._device, self)  # not kept: a cycle would hold the pool's memory until it is collected
+
+    @property
+    def attention(self) -> AttentionBatch:
+        return self._attention
+
+    @property
+    def adapters(self) -> AdapterBatch:
+        return self._adapters
+
+    @property
+    def has_amx(self) -> bool:
+        return self._kernels.has_amx
+
+    @property
+    def is_bfloat16(self) -> bool:
+        return self.dtype == torch.bfloat16
+
+    def input(self, name: str, width: int) -> Tensor:
+        number = self._inputs.setdefault(name, len(_STEP_NUMBERS) + len(self._inputs))
+        return cast(Tensor, _Rows(self, number, width=width, step=width))
+
+    def store(self, rows: Tensor, store: Tensor) -> None:
+        x = self.rows(rows)
+        page_step, *within = store.stride()
+        if store.dtype != self.dtype or store.shape[2] != x.width or within != [x.width, 1]:
+            raise UntraceableError
+        size = self.dtype.itemsize
+        places = (step("pages"), step("offsets"), step("num_rows"))
+        self.call("store_rows", x, x.step * size, store, page_step * size, *places, x.width * size)
+
+    def end(self, output: Tensor) -> TracedCalls:
+        y = self.rows(output)
+        if not isinstance(y.source, _Place) or y.first or y.step != y.width:
+            raise UntraceableError
+        return _CpuCalls(self, self._kernels, y.source, y.width)
+
+    # -- what is written down ----------------------------------------------------------
+
+    def new(self, width: int, *, heads: int = 1) -> _Rows:
+        """Room for rows of the compute dtype."""
+        return _Rows(self, self.room(width * self.dtype.itemsize), width=width, step=width, heads=heads)
+
+    def room(self, num_bytes: int) -> _Place:
+        """Room for as many bytes a row."""
+        return _Place(self._memory, num_bytes)
+
+    def add(self, one: object, other: object) -> _Rows:
+        a, b = self.rows(one), self.rows(other)
+        if a.width != b.width:
+            raise UntraceableError
+        y = self.new(a.width)
+        self.call("add", a, a.step, b, b.step, y, step("num_rows"), a.width, self.is_bfloat16)
+        return y
+
+    def rows(self, value: object) -> _Rows:
+        """A stand-in for rows of this trace."""
+        if not isinstance(value, _Rows):
+            raise UntraceableError
+        return value
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Write down one call. Arguments are numbers, tensors (real ones and stand-ins), or None for no address."""
+        if self._numbers[name] < 0:
+            raise UntraceableError
+        self._calls += [self._numbers[name], len(arguments)]
+        for argument in arguments:
+            self._calls += self._argument(argument)
+        self._num_calls += 1
+
+    def _argument(self, value: object) -> _Argument:
+        match value:
+            case _StepNumber():
+                return _STEP, value.place, value.more
+            case _Rows():
+                return value.argument
+            case _Place():
+                return _ROWS, value.start, 0
+            case Tensor():
+                self._kept.append(value)
+                return _CONSTANT, 0, value.data_ptr()
+            case float():
+                return _CONSTANT, 0, unpack("q", pack("d", value))[0]
+            case int() | None:
+                return _CONSTANT, 0, int(value or 0)
+        raise UntraceableError
+
+    @property
+    def written(self) -> tuple[array, int, list[Tensor], list[str], int]:  # type: ignore[type-arg]
+        """The calls, their number, the tensors that they read, the inputs in their order, bytes for each row."""
+        return array("q", self._calls), self._num_calls, self._kept, list(self._inputs), self._memory.num_bytes
+
+
+@dataclass(frozen=True)
+class _StepNumber:
+    """A number of the step, by its place among them, plus some more."""
+
+    place: int
+    more: int
+
+
+def step(name: str, more: int = 0) -> _StepNumber:
+    """A number of the step by its name, plus some more."""
+    return _StepNumber(_STEP_NUMBERS.index(name), more)
+
+
+class _CpuCalls(TracedCalls):
+    """See `TracedCalls`."""
+
+    def __init__(self, trace: CpuTrace, kernels: Library, output: _Place, width: int) -> None:
+        self._kernels, self._dtype, self._max_rows = kernels, trace.dtype, trace.max_rows
+        self._has_adapters = trace.has_adapters
+        self._calls, self._num_calls, self._kept, self._inputs, self._row_bytes = trace.written
+        self._first, self._width = output.start, width
+
+    def fit(self, step: TracedStep) -> bool:
+        if not isinstance(step.attention, CpuAttentionBatch) or step.attention.single is None:
+            return False
+        if self._has_adapters and (step.adapters is None or not self._fit_adapters(step.adapters)):
+            return False
+        return step.attention.num_rows <= self._max_rows
+
+    def _fit_adapters(self, batch: AdapterBatch) -> bool:
+        has_tiles = self._kernels.has_amx and self._dtype == torch.bfloat16
+        return batch.dtype == self._dtype and not (has_tiles and max(batch.sizes.sizes) >= MANY_ROWS)
+
+    def run(self, step: TracedStep) -> Tensor:
+        assert isinstance(step.attention, CpuAttentionBatch) and step.attention.single is not None
+        n = step.attention.num_rows
+        table, first_page, lengths = step.attention.single.paged
+        inputs = [step.inputs[name].contiguous() for name in self._inputs]
+        assert all(rows.shape[0] == n and rows.dtype == self._dtype for rows in inputs)
+        memory = torch.empty(n * self._row_bytes + _ALIGNMENT, dtype=torch.uint8)
+        skipped = -memory.data_ptr() % _ALIGNMENT
+        adapters = (0, 0, 0, 0, 0)
+        if self._has_adapters:
+            given = step.adapters
+            assert given is not None
+            addresses = given.addresses
+            adapters = (given.rows.data_ptr(), given.ends.data_ptr(), *addresses.shape[:2], addresses.data_ptr())
+        numbers = array("q", [n, memory.data_ptr() + skipped, torch.get_num_threads()])
+        numbers.extend(x.data_ptr() for x in (step.pages, step.offsets, table, first_page, lengths))
+        numbers.extend(adapters)
+        numbers.extend(rows.data_ptr() for rows in inputs)
+        self._kernels.run_calls(self._calls.buffer_info()[0], self._num_calls, numbers.buffer_info()[0])
+        start = skipped + n * self._first
+        size = n * self._width * self._dtype.itemsize
+        return memory[start : start + size].view(self._dtype).view(n, self._width)
+
+
+class _Tracer(PlainBackend):
+    """The backend of a trace: what it does not know is refused, by the stand-ins that it is asked for."""
+
+    def __init__(self, device: torch.device, trace: CpuTrace) -> None:
+        super().__init__(device)
+        self._trace = trace
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not (self._trace.has_amx and self._trace.is_bfloat16 and amx.fit_weight(weight, bias)):
+            raise UntraceableError
+        return self._product("product", x, (weight,), bias, most_rows=amx.MOST_ROWS)
+
+    def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_bfloat16 = self._trace.is_bfloat16
+        if self._trace.has_amx and is_bfloat16 and amx.fit_weight(values, bias):
+            return self._product("int8_product_by_tiles", x, (values, scales), bias, most_rows=amx.MOST_ROWS)
+        most_rows = most_int8_rows(has_native=is_bfloat16 and multiplies_bfloat16())
+        return self._product("int8_product", x, (values, scales), bias, int(is_bfloat16), most_rows=most_rows)
+
+    def _product(
+        self, kernel: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, *more: int, most_rows: int
+    ) -> Tensor:
+        trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight[0].shape
+        if rows.width != inner or not all(tensor.is_contiguous() for tensor in weight):
+            raise UntraceableError
+        if bias is not None and (bias.dtype != trace.dtype or not bias.is_contiguous()):
+            raise UntraceableError
+        trace.max_rows = min(trace.max_rows, most_rows)
+        y = trace.new(outer)
+        sizes = (step("num_rows"), inner, outer, *more, step("num_threads"))
+        trace.call(kernel, rows, rows.step, *weight, bias, y, *sizes)
+        return cast(Tensor, y)
+
+    def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+        trace, rows = self._trace, self._trace.rows(x)
+        if batch is not trace.adapters:
+            raise UntraceableError
+        trace.has_adapters = True
+        sites = [number for y in map(trace.rows, outputs) for number in (y, y.step, y.width)]
+        adapters = (step("adapter_rows"), step("adapter_ends"), step("num_adapters"))
+        table = (step("adapter_addresses", 4 * 8 * first_place), step("num_places"))
+        more = (trace.is_bfloat16, step("num_threads"), len(outputs))
+        trace.call("add_adapters", rows, rows.step, rows.width, *adapters, *table, *more, *sites)
+
+    def attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        trace, rows = self._trace, self._trace.rows(q)
+        (_, block_tokens, row_width), width = keys.shape, rows.width // rows.heads
+        page_step, *within = keys.stride()
+        if batch is not trace.attention or not spec.is_basic or rows.step != rows.width or width % 16:
+            raise UntraceableError
+        if keys.dtype != trace.dtype or within != [row_width, 1] or values.stride() != keys.stride():
+            raise UntraceableError
+        y, lse = trace.new(rows.width, heads=rows.heads), trace.room(4 * rows.heads)
+        tables = (step("table"), step("first_page"), step("lengths"))
+        sizes = (step("num_rows"), rows.heads, row_width // width, width, block_tokens, page_step)
+        more = (spec.sliding_window or 0, float(spec.scale), step("num_threads"))
+        trace.call(_ATTENTION[trace.dtype], rows, keys, values, *tables, y, lse, *sizes, *more)
+        return cast(Tensor, y), cast(Tensor, lse)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        trace, rows, (features,) = self._trace, self._trace.rows(x), weight.shape
+        if weight.dtype != trace.dtype or not weight.is_contiguous() or rows.width % features:
+            raise UntraceableError
+        y = trace.new(rows.width)
+        sizes = (step("num_rows"), rows.width, features, float(eps), trace.is_bfloat16, step("num_threads"))
+        trace.call("rms_norm", rows, rows.step, weight, y, *sizes)
+        return cast(Tensor, y)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        trace, one, other = self._trace, self._trace.rows(gate), self._trace.rows(up)
+        if one.width != other.width:
+            raise UntraceableError
+        y = trace.new(one.width)
+        sizes = (step("num_rows"), one.width, trace.is_bfloat16, step("num_threads"))
+        trace.call("silu_mul", one, one.step, other, other.step, y, *sizes)
+        return cast(Tensor, y)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        trace, rows, angles = self._trace, self._trace.rows(x), [self._trace.rows(each) for each in (cos, sin)]
+        if rows.width % angles[0].width or angles[0].width != angles[1].width:
+            raise UntraceableError
+        y = trace.new(rows.width)
+        tables = [number for each in angles for number in (each, each.step)]
+        sizes = (step("num_rows"), rows.width, angles[0].width)
+        trace.call("rope", rows, rows.step, *tables, y, *sizes, False, trace.is_bfloat16, step("num_threads"))
+        return cast(Tensor, y)
+
+
+@cache
+def _kernel_numbers(kernels: Library) -> dict[str, int]:
+    """The numbers of kernels in lists of calls; -1 for one that was not compiled."""
+    numbers = array("q", [-1] * len(_KERNELS))
+    kernels.kernel_numbers(" ".join(_KERNELS).encode(), numbers.buffer_info()[0])
+    return dict(zip(_KERNELS, numbers, strict=True))

@@ -1,0 +1,84 @@
+"""Tracing: operators run once on stand-ins for rows, and a backend writes down what it is asked for. What was written
+down then runs as one call on the rows of any step, without Python between one kernel and the next.
+
+For steps in which each row is the next of a request: there Python takes as long as a tenth of the work. A step whose
+rows are not so, and a model of which some operator cannot be written down, run as always.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionBatch
+from coserve.kernels.low_rank import AdapterBatch
+
+# A backend, which is declared with this module's classes.
+BackendT = TypeVar("BackendT", covariant=True)
+
+
+class UntraceableError(Exception):
+    """What was asked for cannot be written down."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedStep:
+    """What changes from step to step.
+
+    inputs: rows by name, [n, width]. attention: of the rows, each the last of its sequence. pages, offsets: where in
+    the stores of keys and values each row's own go, int64 [n]. adapters: of the rows, or None.
+    """
+
+    inputs: Mapping[str, Tensor]
+    attention: AttentionBatch
+    pages: Tensor
+    offsets: Tensor
+    adapters: AdapterBatch | None
+
+
+class TracedCalls(ABC):
+    """Calls that were written down. They read the weights and stores of pages that the trace was made with."""
+
+    @abstractmethod
+    def fit(self, step: TracedStep) -> bool:
+        """Whether they are for such a step."""
+
+    @abstractmethod
+    def run(self, step: TracedStep) -> Tensor:
+        """Run them all: the output's rows [n, width]."""
+
+
+class Trace(ABC, Generic[BackendT]):
+    """One trace that is being made. Where tensors stand in arguments and results, these are stand-ins.
+
+    Each method, and each of the backend, raises UntraceableError for what it cannot write down.
+    """
+
+    @property
+    @abstractmethod
+    def backend(self) -> BackendT:
+        """Writes down what it is asked for."""
+
+    @property
+    @abstractmethod
+    def attention(self) -> AttentionBatch:
+        """Stands for `TracedStep.attention`."""
+
+    @property
+    @abstractmethod
+    def adapters(self) -> AdapterBatch:
+        """Stands for `TracedStep.adapters`."""
+
+    @abstractmethod
+    def input(self, name: str, width: int) -> Tensor:
+        """Stands for rows [n, width] of `TracedStep.inputs`, in the compute dtype."""
+
+    @abstractmethod
+    def store(self, rows: Tensor, store: Tensor) -> None:
+        """Rows [n, width] go to their places in a store [num_pages, block_tokens, width], a real tensor."""
+
+    @abstractmethod
+    def end(self, output: Tensor) -> TracedCalls:
+        """The trace is complete."""
