@@ -33,6 +33,14 @@ _GEMMA: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 _QWEN3_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "head_dim": 16}
+_QWEN3_5: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rms_norm_eps": 0.05,  # what small heads give may be near zero, and so would be what it is divided by
+}
 
 MORE_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **_GPT},
@@ -147,6 +155,24 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0,
             "truncate": False,
         },
+    },
+    "qwen3.5": {
+        "model_type": "qwen3_5_text",
+        **_SHAPE,
+        **_QWEN3_5,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5-tied": {
+        "model_type": "qwen3_5_text",
+        **_SHAPE,
+        **_QWEN3_5,
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": ["full_attention", "linear_attention"],
+        "attention_bias": True,
+        "tie_word_embeddings": True,
     },
     "ministral": {
         "model_type": "ministral",

@@ -107,7 +107,9 @@ def _model(name: str, dtype: torch.dtype) -> nn.Module:
     config = (CONFIGS | MORE_CONFIGS)[name]
     # Falcon's own adds ALiBi twice.
     attention = "sdpa" if config.get("alibi") else "eager"
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation=attention)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # some parameters are drawn, and only changed below
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation=attention)
     random_weights_(model)
     model.tie_weights()
     made: nn.Module = model.to(dtype).eval()

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter
-from coserve.devices.job_messages import OtherModel, TrainerOpened
+from coserve.devices.job_messages import OtherModel, TensorBytes, TrainerOpened
 from coserve.devices.messages import DeviceInfo
 from coserve.graph.operators.base import Load
-from coserve.memory.activations import Shapes
+from coserve.kernels.gated_delta import CHUNK_ROWS
 from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.paged_states import num_state_pages
 from coserve.memory.weight_window import WeightWindow
 from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
@@ -20,6 +21,7 @@ from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.profile import Profile
 from coserve.tuning.layerwise import num_loss_turns
 from coserve.tuning.optimizer import NUM_MOMENTS
+from coserve.tuning.pack_states import NUM_FIXED, NUM_PLACES, STATES
 from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.training_pass import saved_shapes, workspace_shapes
 
@@ -35,15 +37,13 @@ def model_counts(backbone: Backbone) -> ModelCounts:
         load = Load(rows=rows, mean_context_len=keys, compute_dtype=backbone.dtype)
         return sum(architecture.graphs[part].cost(load).flops for part in architecture.parts[:-1])
 
-    block = architecture.graphs[0]
-    kv_bytes = sum(block.spec[name].num_bytes(backbone.dtype) for name in block.kv_tensors)
     return ModelCounts(
         flops_per_row=flops(1, 0),
         flops_per_pair=(flops(1, 1000) - flops(1, 0)) / 1000,
         head_flops_per_row=architecture.graphs["head"]
         .cost(Load(rows=1, mean_context_len=0, compute_dtype=backbone.dtype))
         .flops,
-        kv_bytes_per_key=architecture.num_layers * kv_bytes,
+        kv_bytes_per_key=len(architecture.kv_layers) * sum(architecture.kv_widths) * backbone.dtype.itemsize,
     )
 
 
@@ -134,6 +134,7 @@ def device_info(
     num_host_pages: int = 0,
 ) -> DeviceInfo:
     """What there is to know of a model on a device with a page pool."""
+    page_bytes = kv_page_bytes(backbone, block_tokens)
     weights = {id(tensor): tensor for held in backbone.weights.values() for tensor in weight_tensors(held)}
     return DeviceInfo(
         model=backbone.name,
@@ -146,13 +147,14 @@ def device_info(
         num_layers=backbone.architecture.num_layers,
         weight_bytes=sum(tensor.nbytes for tensor in weights.values()),
         num_pages=num_pages,
-        page_bytes=kv_page_bytes(backbone, block_tokens),
+        page_bytes=page_bytes,
         block_tokens=block_tokens,
         profile=profile,
         profile_path=profile_path,
         deterministic=backbone.block_rows is not None,
         num_units=num_units,
         num_host_pages=num_host_pages,
+        num_state_pages=num_state_pages(backbone.architecture, page_bytes),
         fingerprint=_fingerprint(weights.values()),
     )
 
@@ -171,12 +173,18 @@ def _fingerprint(weights: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _groups(backbone: Backbone, programs: TrainingPrograms) -> tuple[tuple[int, ...], ...]:
-    """Bytes of one row of each tensor, by the groups in which a pass takes them."""
+def _groups(backbone: Backbone, programs: TrainingPrograms) -> tuple[tuple[TensorBytes, ...], ...]:
+    """Bytes of each tensor, by the groups in which a pass takes them."""
     parts = backbone.architecture.parts[:-1]
     groups = [workspace_shapes(programs, backbone, 1), *(saved_shapes(programs, backbone, part, 1) for part in parts)]
-    return tuple(map(_row_bytes, groups))
+    return tuple(tuple(_tensor_bytes(name, *each) for name, each in shapes.items()) for shapes in groups)
 
 
-def _row_bytes(shapes: Shapes) -> tuple[int, ...]:
-    return tuple(prod(shape) * kind.itemsize for shape, kind in shapes.values())
+def _tensor_bytes(name: str, shape: tuple[int, ...], kind: torch.dtype) -> TensorBytes:
+    """shape: of a pack of one row."""
+    if name != STATES:
+        return TensorBytes(prod(shape) * kind.itemsize)
+    num_places, state_bytes = shape[0], shape[1] * kind.itemsize
+    if num_places == NUM_PLACES:
+        return TensorBytes(0, fixed=num_places * state_bytes)
+    return TensorBytes(0, chunk=state_bytes, chunk_rows=CHUNK_ROWS, fixed=NUM_FIXED * state_bytes)

@@ -150,18 +150,31 @@ class CombineContributions(msgspec.Struct, tag=True, frozen=True):
     meets: bool = False
 
 
+class TensorBytes(msgspec.Struct, frozen=True, array_like=True):
+    """Of a tensor that a pack takes: for each row, for each chunk of as many rows that is begun, and in any case."""
+
+    row: int
+    chunk: int = 0
+    chunk_rows: int = 1
+    fixed: int = 0
+
+    def of(self, num_rows: int) -> int:
+        """A pack of this many rows."""
+        return self.row * num_rows + self.chunk * -(-num_rows // self.chunk_rows) + self.fixed
+
+
 class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What a job costs. training, evaluation: the groups of tensors that a pack takes, each as the bytes of one row of
-    each of its tensors: first the workspace, then what is saved of every part before the head, in forward order.
-    (`coserve.memory.pack_pages` says when each goes back.) trained_parts: how many of these parts, from the last one
-    down, run backward. version_bytes, optimizer_bytes: of the parameters, and of the optimizer's moments after its
-    first step, as they go to the host. num_virtual_tokens: rows that stand before every example (see `VersionOpened`).
-    other: of a job on a model of its own. changes_model: each of its steps changes the weights that serve.
+    """What a job costs. training, evaluation: the groups of tensors that a pack takes: first the workspace, then what
+    is saved of every part before the head, in forward order. (`coserve.memory.pack_pages` says when each goes back.)
+    trained_parts: how many of these parts, from the last one down, run backward. version_bytes, optimizer_bytes: of the
+    parameters, and of the optimizer's moments after its first step, as they go to the host. num_virtual_tokens: rows
+    that stand before every example (see `VersionOpened`). other: of a job on a model of its own. changes_model: each of
+    its steps changes the weights that serve.
     """
 
     counts: JobCounts
-    training: tuple[tuple[int, ...], ...]
-    evaluation: tuple[tuple[int, ...], ...]
+    training: tuple[tuple[TensorBytes, ...], ...]
+    evaluation: tuple[tuple[TensorBytes, ...], ...]
     trained_parts: int
     version_bytes: int = 0
     optimizer_bytes: int = 0
@@ -187,6 +200,6 @@ class OtherModel(msgspec.Struct, frozen=True, kw_only=True):
     all_bytes: int
 
 
-def group_bytes(row_bytes: Sequence[int], num_rows: int) -> int:
+def group_bytes(tensors: Sequence[TensorBytes], num_rows: int) -> int:
     """Bytes that a group of tensors takes in the pool, each tensor aligned to 64 bytes."""
-    return sum(-(-each * num_rows // 64) * 64 for each in row_bytes)
+    return sum(-(-each.of(num_rows) // 64) * 64 for each in tensors)

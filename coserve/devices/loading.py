@@ -10,6 +10,7 @@ from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.torch_device import TorchDevice
 from coserve.errors import BudgetError
 from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.paged_states import num_state_pages
 from coserve.models.backbone import Backbone, build_backbone, find_device
 from coserve.models.source import find_model
 from coserve.scheduling.profile import Profile
@@ -71,8 +72,9 @@ def torch_device(
     backbone = backbone.deterministic(is_so=deterministic)
     page_bytes = kv_page_bytes(backbone, block_tokens)
     num_pages = (memory_bytes or pool_bytes(backbone.device)) // page_bytes
-    if num_pages < 2:
-        raise BudgetError(f"the page pool needs {2 * page_bytes} bytes or more, for two pages")
+    if num_pages < (least := 2 + num_state_pages(backbone.architecture, page_bytes)):
+        what = "two pages" if least == 2 else f"{least} pages, of which a request's states fill {least - 2}"
+        raise BudgetError(f"the page pool needs {least * page_bytes} bytes or more, for {what}")
     if 0 < host_memory_bytes < page_bytes:
         raise BudgetError(f"host memory needs {page_bytes} bytes or more, for a page; 0 is none")
     path = "" if profile else str(profile_path(backbone))

@@ -39,7 +39,8 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights: how those of linear layers are stored, "dense" or "int8". device: such as "cpu" or "cuda:0". num_layers:
     blocks. weight_bytes: of the backbone. threads: of the CPU.
     page_bytes: of one page, which holds K and V of `block_tokens` tokens in all blocks. profile: what pieces of a step
-    take here. profile_path: the file that it comes from; "" if it is not kept. deterministic: whether tokens and
+    take here. num_state_pages: of each request, before those of its keys and values, for what it carries from row to
+    row. profile_path: the file that it comes from; "" if it is not kept. deterministic: whether tokens and
     gradients are the same bit for bit, whatever runs beside them. num_units: among which sides of a step it can be
     divided (`Partition`): threads of a CPU, shares of a GPU's multiprocessors; 1: it cannot. num_host_pages: slots of
     a page's size in host memory, for pages that give way (`SwapOut`). fingerprint: of the weights, so that two devices
@@ -63,6 +64,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False
     num_units: int = 1
     num_host_pages: int = 0
+    num_state_pages: int = 0
     fingerprint: str = ""
 
 

@@ -22,7 +22,8 @@ from coserve.devices.profiling_sides import measure_sharing
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
 from coserve.memory.host_pages import HostPages
-from coserve.memory.paged_kv import PagedKv
+from coserve.memory.paged_kv import PagedKv, kv_page_bytes
+from coserve.memory.paged_states import num_state_pages
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward, logits
 from coserve.models.bypasses import Bypasses
@@ -87,7 +88,8 @@ class _Measurement:
         # Models of few positions are measured as far as they go.
         self.most_rows = min(max(_FORWARD_ROWS), architecture.max_positions - 1)
         num_tokens = max(_MANY_SPANS * (_LONG + 2 * _BLOCK_TOKENS), 2 * self.most_rows)
-        num_pages = num_tokens // _BLOCK_TOKENS + _MANY_SPANS
+        num_states = num_state_pages(architecture, kv_page_bytes(backbone, _BLOCK_TOKENS))
+        num_pages = num_tokens // _BLOCK_TOKENS + _MANY_SPANS * (1 + num_states)
         self.pages = PagedKv(backbone, num_pages=num_pages, block_tokens=_BLOCK_TOKENS)
         self.pages.storage.zero_()
         self.adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
@@ -207,7 +209,7 @@ class _Measurement:
     def _spans(
         self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None
     ) -> Callable[[], None]:
-        per_span = -(-(past + rows) // _BLOCK_TOKENS)
+        per_span = self.pages.num_state_pages + -(-(past + rows) // _BLOCK_TOKENS)
         tables = [list(range(index * per_span, (index + 1) * per_span)) for index in range(spans)]
         tokens = [0] * rows
 

@@ -107,7 +107,8 @@ class PackSums(msgspec.Struct, frozen=True, array_like=True):
 
 class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The device ran out of memory within the step. Packs that took part must be dropped; requests may run the same
-    rows again. broken_update: the job whose optimizer step was under way, so that its parameters may be half moved.
+    rows again, but for those that carry states, which must be closed. broken_update: the job whose optimizer step was
+    under way, so that its parameters may be half moved.
     """
 
     message: str

@@ -34,7 +34,7 @@ def check_request(
             f"{virtual}{len(prompt)} tokens of prompt and {params.max_tokens} to come are {length}; "
             f"the model has {info.max_positions} positions"
         )
-    if (pages := -(-length // info.block_tokens)) > info.num_pages:
+    if (pages := info.num_state_pages + -(-length // info.block_tokens)) > info.num_pages:
         raise RequestError(
             f"{length} tokens need {pages} pages; there are {info.num_pages}: give the engine more memory"
         )

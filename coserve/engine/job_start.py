@@ -118,7 +118,7 @@ def with_pack_size(
         num_all -= _window_pages(costs.other, pages, model)
 
     def num_pages(num_rows: int) -> int:
-        return sum(pages.num_pages(group_bytes(row_bytes, num_rows)) for row_bytes in costs.training)
+        return sum(pages.num_pages(group_bytes(tensors, num_rows)) for tensors in costs.training)
 
     if config.max_pack_tokens is None:
         rows = config.pack_tokens

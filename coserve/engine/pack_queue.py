@@ -191,4 +191,4 @@ class PackQueue:
 
 def _pages_of(costs: TrainerOpened, evaluate: bool, num_rows: int, page_bytes: int) -> tuple[int, ...]:
     groups = costs.evaluation if evaluate else costs.training
-    return tuple([-(-group_bytes(row_bytes, num_rows) // page_bytes) for row_bytes in groups])
+    return tuple([-(-group_bytes(tensors, num_rows) // page_bytes) for tensors in groups])

@@ -29,12 +29,18 @@ class PageBroker:
     """One pool of pages, and what it is lent for."""
 
     def __init__(
-        self, *, num_pages: int, page_bytes: int, block_tokens: int, max_window_bytes: int | None = None
+        self,
+        *,
+        num_pages: int,
+        page_bytes: int,
+        block_tokens: int,
+        num_state_pages: int = 0,
+        max_window_bytes: int | None = None,
     ) -> None:
-        """max_window_bytes: of the window of weights; None: of the whole pool."""
+        """num_state_pages: see `KvCache`. max_window_bytes: of the window of weights; None: of the whole pool."""
         self.max_window_bytes = num_pages * page_bytes if max_window_bytes is None else max_window_bytes
         self.pool = PagePool(num_pages, page_bytes)
-        self.cache = KvCache(self.pool, block_tokens=block_tokens)
+        self.cache = KvCache(self.pool, block_tokens=block_tokens, num_state_pages=num_state_pages)
         # Sizes of groups that could not be had since the last change, and why.
         self._refused: dict[tuple[int, ...], str] = {}
         self._refused_at = 0

@@ -51,6 +51,7 @@ class EngineParts:
             num_pages=info.num_pages,
             page_bytes=info.page_bytes,
             block_tokens=info.block_tokens,
+            num_state_pages=info.num_state_pages,
             max_window_bytes=config.weight_window_bytes,
         )
         self.swap = HostSwap(self.pages.cache, info, latency)

@@ -78,6 +78,8 @@ class RequestQueue:
         first = self.first(name)
         if first is None or first.scores_prompt or first.params.cache_salt or first.num_virtual:
             return range(0)
+        if not self._cache.prefixes.shares:
+            return range(0)
         if first.num_model_changes:  # the weights of the other engine are not these
             return range(0)
         block = self._cache.block_tokens

@@ -311,10 +311,14 @@ class StepLoop:
     def _recover(self, batch: StepBatch, result: StepResult, now_s: float) -> None:
         """The device ran out of memory: jobs make room first, then steps get smaller, then a request fails."""
         assert result.failure is not None
-        if self._jobs.recover(batch, result, now_s):
-            return
+        if not self._jobs.recover(batch, result, now_s):
+            self._recover_requests(batch, result.failure.message)
+        if self._pages.cache.num_state_pages:  # blocks that had run have changed their states: no row may run twice
+            self._close_running()
+
+    def _recover_requests(self, batch: StepBatch, reason: str) -> None:
         num_rows = sum(len(rows.tokens) for rows in batch.requests)
         if num_rows > 1:
             self._max_step_rows = num_rows // 2
             return
-        self._serving.fail(batch, f"the device ran out of memory: {result.failure.message}")
+        self._serving.fail(batch, f"the device ran out of memory: {reason}")

@@ -94,6 +94,19 @@ class Graph:
         return tuple(dict.fromkeys(names))
 
     @cached_property
+    def lead_tensors(self) -> tuple[str, ...]:
+        """Row tensors of which a VJP reads rows before its window: of these, what is saved of all rows is read."""
+        names = (node.input[slot] for node in self.nodes for slot in node.operator.lead)
+        return tuple(dict.fromkeys(names))
+
+    @cached_property
+    def state_size(self) -> int:
+        """Elements (float32) of what a sequence carries from row to row; one operator at most has such a state."""
+        sizes = [size for node in self.nodes if (size := node.operator.state_size(node.attribute))]
+        assert len(sizes) <= 1, "a block carries one state"
+        return sum(sizes)
+
+    @cached_property
     def runs(self) -> tuple[tuple[Node, ...], ...]:
         """The nodes in order; neighbours of one operator that may run at once (see `Operator.shared`) together."""
         runs: list[list[Node]] = []

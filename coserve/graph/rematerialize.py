@@ -164,10 +164,13 @@ def _decisions(
         yield needs, _Partial(0, 0.0)
         return
     rest = set(needs) - set(outputs)
+    # Of a window, neither gives what other windows read, and no operator takes its state back to run again.
+    is_free = {name: name not in graph.kv_tensors and name not in graph.lead_tensors for name, _ in outputs}
+    runs_again = recompute and not node.operator.state_size(node.attribute)
     options = [
         ["saved"]
-        + ["restored"] * (wait and can_restore(backward, name))
-        + ["recomputed"] * (recompute and name not in graph.kv_tensors)
+        + ["restored"] * (wait and name not in graph.lead_tensors and can_restore(backward, name))
+        + ["recomputed"] * (runs_again and is_free[name])
         for name, wait in outputs
     ]
     for ways in product(*options):

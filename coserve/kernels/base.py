@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
+from coserve.kernels.gated_delta import GatedDeltaGradients, GatedDeltaRows, GatedDeltaSpec, GatedDeltaWeights
 from coserve.kernels.low_rank import AdapterBatch, AdapterRows
 from coserve.kernels.trace import Trace
 
@@ -188,6 +189,28 @@ class Backend(ABC):
         The gradients of keys and values are added to key_grads and value_grads, float32 of the store's shape,
         contiguous.
         """
+
+    # -- linear attention ----------------------------------------------------------------
+
+    @abstractmethod
+    def gated_delta(
+        self, rows: GatedDeltaRows, weights: GatedDeltaWeights, state: Tensor, spec: GatedDeltaSpec
+    ) -> tuple[Tensor, Tensor]:
+        """The gated delta rule after a short convolution, on sequences with states [B, state_size] -> y [B, T, Hv * Dv]
+        in x's dtype, the states after the rows.
+        """
+
+    @abstractmethod
+    def gated_delta_gradient(
+        self,
+        grad: Tensor,
+        state_grad: Tensor,
+        rows: GatedDeltaRows,
+        weights: GatedDeltaWeights,
+        state: Tensor,
+        spec: GatedDeltaSpec,
+    ) -> GatedDeltaGradients:
+        """Reverse, of `CHUNK_ROWS` rows at most, from the gradients of y and of the states after the rows."""
 
     # -- pieces that work row by row -------------------------------------------------------
 

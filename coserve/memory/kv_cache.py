@@ -1,4 +1,8 @@
-"""Which pages hold the keys and values of which request: a page holds `block_tokens` tokens. Bookkeeping alone."""
+"""Which pages hold the keys and values of which request: a page holds `block_tokens` tokens. Bookkeeping alone.
+
+Where a model carries states from row to row (gated delta layers), each request has pages for these, too, which come
+first. Then nothing is shared: the state after a prefix is not kept.
+"""
 
 from collections.abc import Sequence
 
@@ -13,9 +17,10 @@ OWNER = "kv"
 class KvCache:
     """Sequences' pages in a pool, and the beginnings that they share."""
 
-    def __init__(self, pool: PagePool, *, block_tokens: int = 16) -> None:
-        self.pool, self.block_tokens = pool, block_tokens
-        self.prefixes = PrefixIndex(block_tokens)
+    def __init__(self, pool: PagePool, *, block_tokens: int = 16, num_state_pages: int = 0) -> None:
+        """num_state_pages: of each request, for its states."""
+        self.pool, self.block_tokens, self.num_state_pages = pool, block_tokens, num_state_pages
+        self.prefixes = PrefixIndex(block_tokens, shares=not num_state_pages)
         self.window = WindowPages(pool)
 
     @property
@@ -26,8 +31,8 @@ class KvCache:
         return self.pool.num_free + self.prefixes.num_evictable + self.window.num_lendable
 
     def num_pages(self, num_tokens: int) -> int:
-        """Pages that this many tokens fill."""
-        return -(-num_tokens // self.block_tokens)
+        """Pages of a sequence of this many tokens."""
+        return self.num_state_pages + -(-num_tokens // self.block_tokens)
 
     def open(self, keys: Sequence[bytes], num_tokens: int) -> "PagedSequence":
         """A sequence of tokens whose blocks have these keys (`PrefixIndex.keys`; none if every row must be run).
@@ -86,13 +91,13 @@ class PagedSequence:
     def __init__(self, cache: KvCache, pages: list[int], keys: Sequence[bytes]) -> None:
         self.cache, self.pages = cache, pages
         self.length = len(pages) * cache.block_tokens
-        self._block = cache.block_tokens
+        self._block, self._num_state_pages = cache.block_tokens, cache.num_state_pages
         self._keys = list(keys)
         self._num_known = len(pages)  # blocks that are in the index, or have been offered to it
 
     def num_pages_missing(self, num_tokens: int) -> int:
         """Pages that it takes to run this many more tokens."""
-        missing = -(-(self.length + num_tokens) // self._block) - len(self.pages)
+        missing = self._num_state_pages - (-(self.length + num_tokens) // self._block) - len(self.pages)
         return missing if missing > 0 else 0  # asked of every request in every step: calls would be most of it
 
     def reserve(self, num_tokens: int) -> None:
@@ -112,7 +117,7 @@ class PagedSequence:
         self.length += num_tokens
         assert len(tokens) >= self.length
         num_blocks = self.length // self._block
-        if num_blocks > self._num_known:
+        if num_blocks > self._num_known and not self._num_state_pages:
             prefixes = self.cache.prefixes
             if len(self._keys) < num_blocks:
                 self._keys = prefixes.keys(version, tokens[: self.length], known=self._keys)

@@ -1,6 +1,7 @@
 """The page pool's tensors: raw pages, and in them keys and values of every block of the model.
 
-A page holds `block_tokens` tokens of all blocks, laid out [num_layers, 2, block_tokens, Hkv * D] in the compute dtype.
+A page holds `block_tokens` tokens of all blocks with attention, laid out [blocks, 2, block_tokens, Hkv * D] in the
+compute dtype. Where other blocks carry a state, the first pages of a request hold that (`coserve.memory.paged_states`).
 Which pages are whose is not known here: callers bring page numbers (`coserve.memory.kv_cache` gives them out).
 """
 
@@ -11,8 +12,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from coserve.graph.states import StateRows
 from coserve.kernels.attention import Segment
 from coserve.kernels.transfer import on_device
+from coserve.memory.paged_states import PagedStates, num_state_pages, state_runs
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.batch import BatchRows, InPages, Keep, Span
@@ -22,13 +25,13 @@ from coserve.models.traced import PageStores
 
 def kv_page_bytes(backbone: Backbone, block_tokens: int) -> int:
     """Bytes of a page, for a pool."""
-    graph = backbone.architecture.graphs[0]
-    per_token = sum(graph.spec[name].num_bytes(backbone.dtype) for name in graph.kv_tensors)
-    return -(-backbone.architecture.num_layers * per_token * block_tokens // 64) * 64
+    architecture = backbone.architecture
+    per_token = sum(architecture.kv_widths) * backbone.dtype.itemsize
+    return -(-len(architecture.kv_layers) * per_token * block_tokens // 64) * 64
 
 
-# Rows of one sequence that are to run: the pages of its keys and values, at least as many as they need (an array goes
-# to a kernel as it lies); the position of the first; their tokens.
+# Rows of one sequence that are to run: the pages of its states, if it has any, and of its keys and values, at least as
+# many as they need (an array goes to a kernel as it lies); the position of the first; their tokens.
 SequenceRows: TypeAlias = tuple[Sequence[int], int, Sequence[int]]
 
 
@@ -41,19 +44,20 @@ class PagedKv:
         self.page_bytes = kv_page_bytes(backbone, block_tokens)
         # uint8 [num_pages, page_bytes]
         self.storage = torch.empty(num_pages, self.page_bytes, dtype=torch.uint8, device=backbone.device)
-        graph = backbone.architecture.graphs[0]
-        width = graph.spec[graph.kv_tensors[0]].shape[0]
-        num_layers = backbone.architecture.num_layers
-        used = num_layers * 2 * block_tokens * width * backbone.dtype.itemsize
-        # [num_layers, 2, num_pages, block_tokens, Hkv * D], a view of the storage.
+        self.num_state_pages = num_state_pages(backbone.architecture, self.page_bytes)
+        layers, width = backbone.architecture.kv_layers, backbone.architecture.kv_widths[0]
+        used = len(layers) * 2 * block_tokens * width * backbone.dtype.itemsize
+        # [layers, 2, num_pages, block_tokens, Hkv * D], a view of the storage.
         self.pages = (
             self.storage[:, :used]
             .view(backbone.dtype)
-            .view(num_pages, num_layers, 2, block_tokens, width)
+            .view(num_pages, len(layers), 2, block_tokens, width)
             .permute(1, 2, 0, 3, 4)
         )
         # Keys and values of each layer: made once, since every step asks for all of them.
-        self.stores = PageStores(layers=[(layer[0], layer[1]) for layer in self.pages])
+        self.stores = PageStores(
+            layers={layer: (own[0], own[1]) for layer, own in zip(layers, self.pages, strict=True)}
+        )
 
     def rows(self, sequences: Sequence[SequenceRows], bypasses: Bypasses | None = None) -> Span:
         """A span of the rows of some sequences that use one adapter."""
@@ -97,6 +101,11 @@ class _CacheRows(BatchRows):
     def __init__(self, cache: PagedKv, sequences: Sequence[SequenceRows]) -> None:
         device, block = cache.backbone.device, cache.block_tokens
         self._cache, self.block_tokens = cache, block
+        if number := cache.num_state_pages:
+            lengths = [len(tokens) for _, _, tokens in sequences]
+            self._state_tables = on_device([list(pages[:number]) for pages, _, _ in sequences], device)
+            self._state_runs = state_runs([start for _, start, _ in sequences], lengths, device)
+            sequences = [(pages[number:], start, tokens) for pages, start, tokens in sequences]
         self._decodes = decodes = all(len(tokens) == 1 for _, _, tokens in sequences)
         if decodes:
             tokens = [tokens[0] for _, _, tokens in sequences]
@@ -122,7 +131,7 @@ class _CacheRows(BatchRows):
 
     @property
     def in_pages(self) -> InPages | None:
-        if not self._decodes:
+        if not self._decodes or self._cache.num_state_pages:  # a trace knows of keys and values alone
             return None
         return InPages(stores=self._cache.stores, pages=self._pages, offsets=self._offsets)
 
@@ -131,6 +140,11 @@ class _CacheRows(BatchRows):
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._cache.stores.layers[layer]
+
+    def states(self, layer: int) -> StateRows:
+        cache = self._cache
+        store = PagedStates(cache.storage, self._state_tables, cache.backbone.architecture, layer)
+        return StateRows(rows=slice(None), runs=self._state_runs, store=store)
 
 
 def _segment(pages: Sequence[int], start: int, tokens: Sequence[int], block_tokens: int) -> Segment:
@@ -144,7 +158,7 @@ def _segment(pages: Sequence[int], start: int, tokens: Sequence[int], block_toke
 
 def _keep(cache: PagedKv, part: Part, pages: Tensor, offsets: Tensor) -> Keep:
     """K and V of a block's rows into their places."""
-    if not isinstance(part, int):
+    if part not in cache.stores.layers:
         return Keep()
     names = cache.backbone.architecture.graphs[part].kv_tensors
     return Keep(rows={name: _Rows(x, pages, offsets) for name, x in zip(names, cache.stores.layers[part], strict=True)})

@@ -16,8 +16,9 @@ class PrefixIndex:
     pages.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, block_tokens: int, *, shares: bool = True) -> None:
+        """shares: whether there are prefixes at all; otherwise no block has a key."""
+        self.block_tokens, self.shares = block_tokens, shares
         self._page: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._users: dict[int, int] = {}
@@ -38,6 +39,8 @@ class PrefixIndex:
 
     def keys(self, version: str, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
         """The key of every full block of tokens under an adapter version; known: those of the first blocks."""
+        if not self.shares:
+            return []
         found = list(known)
         key = found[-1] if found else blake2b(version.encode(), digest_size=16, person=b"version").digest()
         for start in range(len(found) * self.block_tokens, len(tokens) - self.block_tokens + 1, self.block_tokens):

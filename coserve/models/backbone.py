@@ -55,10 +55,10 @@ class Backbone:
 
         UnsupportedModelError if this family's cannot.
         """
-        if is_so and not self.architecture.can_be_deterministic:
+        if is_so and self.architecture.depends_on:
             raise UnsupportedModelError(
-                f"{self.name} is a {self.architecture.config.model_type}, whose results depend on the company of a row "
-                "in its experts; leave --deterministic out"
+                f"{self.name} is a {self.architecture.config.model_type}, whose results depend on "
+                f"{self.architecture.depends_on}; leave --deterministic out"
             )
         return replace(self, block_rows=_BLOCK_ROWS.get(self.device.type, _MANY_BLOCK_ROWS) if is_so else None)
 

@@ -69,8 +69,8 @@ class Architecture(ABC):
     block_prefix: ClassVar[str] = "model.layers"
     # The configuration's field for the longest sequence.
     max_positions_name: ClassVar[str] = "max_position_embeddings"
-    # Whether a row's results can be made the same in any company (`Backbone.deterministic`).
-    can_be_deterministic: ClassVar[bool] = True
+    # Why a row's results cannot be made the same in any company (`Backbone.deterministic`); "": they can.
+    depends_on: ClassVar[str] = ""
     # A regular expression of tensors in checkpoints that nothing reads: buffers of older versions of transformers.
     unread: ClassVar[str] = r"(.*\.)?rotary_emb\.inv_freq"
 
@@ -110,6 +110,23 @@ class Architecture(ABC):
             graph = self.block(layer)
             graphs[layer] = shared.setdefault(graph, graph)
         return graphs
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The blocks with attention: those that have keys and values."""
+        return tuple(layer for layer in range(self.num_layers) if self.graphs[layer].kv_tensors)
+
+    @cached_property
+    def kv_widths(self) -> tuple[int, ...]:
+        """Elements of a row's keys, and of its values, in each of these."""
+        graph = self.graphs[self.kv_layers[0]]
+        return tuple(graph.spec[name].shape[0] for name in graph.kv_tensors)
+
+    @cached_property
+    def state_sizes(self) -> dict[int, int]:
+        """By block, elements (float32) of what a sequence carries from row to row, in those that have such a state."""
+        sizes = {layer: self.graphs[layer].state_size for layer in range(self.num_layers)}
+        return {layer: size for layer, size in sizes.items() if size}
 
     def prefix(self, part: Part) -> str:
         """What stands before a node's or weight's name in a checkpoint."""

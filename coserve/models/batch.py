@@ -9,7 +9,7 @@ one group (`BatchRows`), and what LoRAs of any ranks add to sites that read the 
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from coserve.graph.execute import run_graph, run_node, run_nodes
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import AttentionRows, Context
+from coserve.graph.states import StateRows
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.trace import TracedStep
 from coserve.models.backbone import Backbone
@@ -80,6 +81,10 @@ class BatchRows(ABC):
     def in_pages(self) -> "InPages | None":
         """Where their keys and values go, if each row is the next of a sequence in pages, and nothing else is kept."""
         return None
+
+    def states(self, layer: int) -> StateRows:
+        """Their pieces of sequences, and where the states of a block lie that carries one; `rows` says nothing."""
+        raise NotImplementedError
 
     def constants(self, part: Part) -> Mapping[str, Tensor]:
         """What its bypasses read beside the constants of all rows, by name: [n, ...]."""
@@ -181,8 +186,12 @@ class _Batch:
     def run(self, part: Part, x: Tensor | None) -> Tensor:
         """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's output."""
         backbone, graph = self._backbone, self._backbone.architecture.graphs[part]
-        attention = self._attention(part)
-        context = Context(backend=backbone.backend, block_rows=backbone.block_rows, attention=attention)
+        context = Context(
+            backend=backbone.backend,
+            block_rows=backbone.block_rows,
+            attention=self._attention(part) if graph.kv_tensors else (),
+            states=self._states(part) if graph.state_size else (),
+        )
         runs, weights = backbone.architecture.place_runs[part], backbone.weights[part]
         after = _AfterNode(part, graph, self._keepers, self._adapters, runs, weights, context)
         values: dict[str, Tensor] = dict(self._constants)
@@ -208,9 +217,12 @@ class _Batch:
         )
         return run_traced(backbone, own.stores, step)
 
+    def _states(self, part: Part) -> tuple[StateRows, ...]:
+        assert isinstance(part, int)
+        return tuple(replace(keeper.own.states(part), rows=keeper.rows) for keeper in self._keepers)
+
     def _attention(self, part: Part) -> tuple[AttentionRows, ...]:
-        if not isinstance(part, int):
-            return ()
+        assert isinstance(part, int)
         stores = [keeper.own.stores(part) for keeper in self._keepers]
         return tuple(
             AttentionRows(rows=keeper.rows, batch=keeper.attention, keys=keys, values=values)

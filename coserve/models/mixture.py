@@ -11,7 +11,7 @@ class MixtureDecoder(RotaryDecoder):
     experts_per_row: to how many a row goes. all_scores: whether their shares are of a softmax over all experts.
     """
 
-    can_be_deterministic = False  # how many rows meet in an expert depends on the company
+    depends_on = "the company of a row in its experts"
     router = "mlp.gate"
     router_bias: bool = False
     expert_bias: bool = False

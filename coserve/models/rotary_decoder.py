@@ -69,7 +69,7 @@ class RotaryDecoder(Architecture):
     def block(self, layer: int) -> Graph:
         b = GraphBuilder()
         x, tables = b.rows("x", self.hidden_size), self._angles(b, layer)
-        y = self._attend(b, self._normed(b, self.attention_norms[0], x), layer, tables)
+        y = self.attend(b, self._normed(b, self.attention_norms[0], x), layer, tables)
         x = self._added(b, "attention", x, self._normed(b, self.attention_norms[1], y))
         y = self.feed_forward(b, self._normed(b, self.mlp_norms[0], x), layer)
         return b.build(self._added(b, "mlp", x, self._normed(b, self.mlp_norms[1], y)))
@@ -120,7 +120,10 @@ class RotaryDecoder(Architecture):
         """Add what is done with the head's products; its output's name."""
         return logits
 
-    def _attend(self, b: GraphBuilder, x: str, layer: int, tables: Mapping[str, tuple[str, str]]) -> str:
+    def attend(self, b: GraphBuilder, x: str, layer: int, tables: Mapping[str, tuple[str, str]]) -> str:
+        """Add what looks at other rows, from rows [hidden_size] to rows [hidden_size]; its output's name. tables: the
+        angles' names, by what stands before them.
+        """
         q, k, v = self.queries_keys_values(b, x)
         if (prefix := self.query_rotary_prefix(layer)) is not None:
             q = rotated(b, "rope_q", q, tables[prefix], self.head_dim)

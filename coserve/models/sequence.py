@@ -1,4 +1,4 @@
-"""A sequence with a KV cache of its own: contiguous, of fixed capacity."""
+"""A sequence with a KV cache, and states, of its own: contiguous, of fixed capacity."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from coserve.errors import BudgetError
+from coserve.graph.states import StateRows, StateRun, TensorStates
 from coserve.kernels.attention import Segment
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
@@ -15,15 +16,21 @@ from coserve.models.bypasses import Bypasses
 
 
 class CachedSequence:
-    """Tokens that have been run, as K and V of every block: float [capacity, Hkv * D] each, in the compute dtype."""
+    """Tokens that have been run, as K and V of every block with attention: float [capacity, Hkv * D] each, in the
+    compute dtype; and the states of the others, float32 [1, state size].
+    """
 
     def __init__(self, backbone: Backbone, capacity: int, bypasses: Bypasses | None = None) -> None:
         self.bypasses = bypasses
         self.capacity = capacity
         self.length = 0
         self._device = backbone.device
+        self.states = {
+            layer: TensorStates(torch.zeros(1, size, device=backbone.device))
+            for layer, size in backbone.architecture.state_sizes.items()
+        }
         self.cache: dict[Part, dict[str, Tensor]] = {}
-        for layer in range(backbone.architecture.num_layers):
+        for layer in backbone.architecture.kv_layers:
             graph = backbone.architecture.graphs[layer]
             self.cache[layer] = {
                 name: torch.zeros(capacity, *graph.spec[name].shape, dtype=backbone.dtype, device=backbone.device)
@@ -46,6 +53,7 @@ class _CachedRows(Span, BatchRows):
         self.segments = [Segment(num_rows=end - start, num_keys=end)]
         self.block_tokens = sequence.capacity
         self._cache, self._start, self._end = sequence.cache, start, end
+        self._states = sequence.states
 
     def gather(self, others: Sequence[Any]) -> BatchRows:
         return self
@@ -56,3 +64,8 @@ class _CachedRows(Span, BatchRows):
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = (rows[None] for rows in self._cache[layer].values())
         return keys, values
+
+    def states(self, layer: int) -> StateRows:
+        place = torch.zeros(1, dtype=torch.int64, device=self.tokens.device)
+        run = StateRun(num_rows=self.num_rows, rows=slice(None), before=place, after=place)
+        return StateRows(rows=slice(None), runs=[run], store=self._states[layer])

@@ -4,7 +4,7 @@ A trace belongs to a page pool, whose addresses it holds, and to the places at w
 is made at the first step that can use it.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.base import Backend
 from coserve.kernels.trace import Trace, TracedCalls, TracedStep, UntraceableError
 from coserve.models.backbone import Backbone
+from coserve.models.base import Part
 
 # Most sets of places for which a pool keeps traces: users of many adapters have few targets.
 _MOST_TRACES = 16
@@ -22,11 +23,11 @@ _MOST_TRACES = 16
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PageStores:
-    """The stores of keys and values of every block, [num_pages, block_tokens, Hkv * D] each, and their traces by the
-    places of adapters (None: the blocks cannot be traced with these).
+    """The stores of keys and values by block with attention, [num_pages, block_tokens, Hkv * D] each, and their traces by
+    the places of adapters (None: the blocks cannot be traced with these).
     """
 
-    layers: list[tuple[Tensor, Tensor]]
+    layers: Mapping[Part, tuple[Tensor, Tensor]]
     traces: dict[int, TracedCalls | None] = field(default_factory=dict)
 
 
@@ -52,7 +53,7 @@ def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], place
     try:
         constants = {name: trace.input(name, width) for name, width in widths.items()}
         x = constants.pop("x")
-        for layer, (keys, values) in enumerate(stores.layers):
+        for layer, (keys, values) in stores.layers.items():
             x = _trace_block(backbone, trace, layer, {**constants, "x": x}, keys, values, places)
         return trace.end(x)
     except UntraceableError:
@@ -62,7 +63,7 @@ def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], place
 def _trace_block(
     backbone: Backbone,
     trace: Trace[Backend],
-    layer: int,
+    layer: Part,
     values: dict[str, Tensor],
     keys: Tensor,
     key_values: Tensor,

@@ -223,7 +223,7 @@ def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param:
 
 def most_tokens(ready: Ready) -> int:
     """Prompt and output of one request together, by the model's positions and the pool's pages."""
-    return min(ready.max_positions, ready.num_pages * ready.block_tokens)
+    return min(ready.max_positions, (ready.num_pages - ready.num_state_pages) * ready.block_tokens)
 
 
 async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGenerator[tuple[int, list[Chunk]], None]:

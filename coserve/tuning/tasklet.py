@@ -15,6 +15,7 @@ from torch import Tensor
 from coserve.graph.execute import BackwardRun, run_together
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.graph.program import Program
+from coserve.graph.states import StateRows
 from coserve.kernels.base import Factor, Grouped, JoinedRows
 from coserve.kernels.low_rank import AdapterRows
 from coserve.models.backbone import Backbone
@@ -27,8 +28,8 @@ class BackwardWindow:
 
     tokens, positions int64 [n]. saved: rows of the saved tensors, and of constants that only this pack has. parameters:
     of its adapter, and accumulators of their gradients, by name. gradient: of the part's output [n, hidden_size].
-    attention: of blocks, with the accumulators of dK and dV. finish: takes the gradient of the part's input, None if
-    nobody asked for it.
+    attention: of blocks that have it, with the accumulators of dK and dV. states: of those that carry one. finish:
+    takes the gradient of the part's input, None if nobody asked for it.
     """
 
     part: Part
@@ -40,6 +41,7 @@ class BackwardWindow:
     accumulators: Mapping[str, Tensor]
     gradient: Tensor
     attention: AttentionRows | None
+    states: StateRows | None
     finish: Callable[[Tensor | None], None]
 
     @property
@@ -117,6 +119,11 @@ def _backward_run(backbone: Backbone, group: Sequence[BackwardWindow]) -> Backwa
         for window, own in zip(group, rows.slices, strict=True)
         if window.attention is not None
     )
+    states = tuple(
+        replace(window.states, rows=own)
+        for window, own in zip(group, rows.slices, strict=True)
+        if window.states is not None
+    )
     constants = backbone.constants(*(_cat([getattr(w, name) for w in group]) for name in ("tokens", "positions")))
     saved = {name: _joined([window.saved[name] for window in group]) for name in first.saved}
     parameters = {name: _grouped([window.parameters[name] for window in group], rows) for name in first.parameters}
@@ -125,7 +132,7 @@ def _backward_run(backbone: Backbone, group: Sequence[BackwardWindow]) -> Backwa
         values={**constants, **backbone.weights[first.part], **parameters, **saved},
         gradients={first.program.graph.outputs[0]: _cat([window.gradient for window in group])},
         accumulators={name: _grouped([w.accumulators[name] for w in group], rows) for name in first.accumulators},
-        context=Context(backend=backbone.backend, attention=attention),
+        context=Context(backend=backbone.backend, attention=attention, states=states),
     )
 
 

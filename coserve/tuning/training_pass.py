@@ -18,6 +18,7 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.graph.operators.base import AttentionRows
+from coserve.graph.states import StateRows
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_row_ids
 from coserve.kernels.transfer import on_device
@@ -29,6 +30,7 @@ from coserve.tuning.cursor import Cursor
 from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pack import UNTRAINED, Pack
+from coserve.tuning.pack_states import STATES, PackStates, clear_gradient, states_shape
 from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.scores import PackScores
 from coserve.tuning.tasklet import BackwardWindow, Tasklet
@@ -89,6 +91,7 @@ class TrainingPass:
         )
         self._trained = on_device((pack.targets != UNTRAINED).nonzero()[:, 0], backbone.device)
         self._attention_batches: dict[tuple[int, int], AttentionBatch] = {}
+        self._states = PackStates(backbone.device)
         self._tasklet: Tasklet | None = None
         self._released = False
         try:
@@ -201,31 +204,30 @@ class TrainingPass:
         assert not self._released and self._tasklet is None, "the pass was released, or its tasklet is not done"
         start, end = self.cursor.next_backward(max_rows)
         part, rows = self.programs.parts[self.cursor.num_parts_done], slice(start, end)
-        attention = None
-        if isinstance(part, int):
-            if end == self.pack.num_rows:
-                self._start_block()
-            attention = self._backward_attention(part, start, end)
+        graph = self.programs.program[part].graph
+        if end == self.pack.num_rows:
+            self._start_part(part)
         return BackwardWindow(
             part=part,
             program=self.programs.program[part],
             tokens=self._tokens[rows],
             positions=self._positions[rows],
-            saved={
-                **{name: tensor[rows] for name, tensor in self._saved[part].items()},
-                **self._constants(part, rows),
-            },
+            saved={**self._saved_rows(part, rows), **self._constants(part, rows)},
             parameters=self.adapter.tensors(part),
             accumulators=self._accumulators(part),
             gradient=self._workspace[_ROWS][rows],
-            attention=attention,
+            attention=self._backward_attention(part, start, end) if graph.kv_tensors else None,
+            states=self._backward_states(part, start, end) if graph.state_size else None,
             finish=partial(self._finish_tasklet, part, start, end),
         )
 
-    def _start_block(self) -> None:
-        """Clear the accumulators of dK and dV; one pair serves all blocks in turn."""
-        for name in (_KEY_GRADS, _VALUE_GRADS):
+    def _start_part(self, part: Part) -> None:
+        """Clear the accumulators of dK and dV, of which one pair serves all blocks in turn, or the state's gradient."""
+        graph = self.programs.program[part].graph
+        for name in (_KEY_GRADS, _VALUE_GRADS) if graph.kv_tensors else ():
             self._workspace[name].zero_()
+        if graph.state_size:
+            clear_gradient(self._saved[part][STATES])
 
     def _finish_tasklet(self, part: Part, start: int, end: int, gradient: Tensor | None) -> None:
         """Store the gradient for the part below; after a part's first row, let its saved tensors go."""
@@ -299,14 +301,27 @@ class TrainingPass:
             self._attention_batches[start, end] = batch
         return self._attention_batches[start, end]
 
+    def _saved_rows(self, part: Part, rows: slice) -> dict[str, Tensor]:
+        """Some rows of what is saved of a part."""
+        return {name: tensor[rows] for name, tensor in self._saved[part].items() if name != STATES}
+
     def _stores(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the pack in a block, as stores of one page."""
         keys, values = (self._saved[layer][name][None] for name in self._kv_tensors(layer))
         return keys, values
 
-    def _backward_attention(self, layer: int, start: int, end: int) -> AttentionRows:
+    def _forward_states(self, layer: int, start: int, end: int) -> StateRows:
+        return self._states.forward(self._saved[layer][STATES], list(self.pack.sequences_within(start, end)))
+
+    def _backward_states(self, part: Part, start: int, end: int) -> StateRows:
+        saved, graph = self._saved[part], self.programs.program[part].graph
+        lead = (saved[name] for name in graph.lead_tensors if name in saved)
+        return self._states.backward(saved[STATES], list(self.pack.sequences_within(start, end)), lead)
+
+    def _backward_attention(self, part: Part, start: int, end: int) -> AttentionRows:
         """For rows [start, end), with the accumulators of dK and dV."""
-        keys, values = self._stores(layer)
+        assert isinstance(part, int)
+        keys, values = self._stores(part)
         return AttentionRows(
             rows=slice(0, end - start),
             batch=self._attention_batch(start, end),
@@ -378,7 +393,7 @@ class _Window(Span, BatchRows):
         assert not self._pass._released, "the pass was released"
         if part not in self._pass._saved:
             return Keep()
-        saved = {name: tensor[self._rows] for name, tensor in self._pass._saved[part].items()}
+        saved = self._pass._saved_rows(part, self._rows)
         return Keep(rows=saved, packed_signs=self._pass.programs.program[part].packed_signs)
 
     def constants(self, part: Part) -> Mapping[str, Tensor]:
@@ -386,6 +401,9 @@ class _Window(Span, BatchRows):
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._pass._stores(layer)
+
+    def states(self, layer: int) -> StateRows:
+        return self._pass._forward_states(layer, self._rows.start, self._rows.stop)
 
 
 def window_of(training: TrainingPass, start: int, end: int) -> Span:
@@ -402,19 +420,23 @@ def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num
     """The tensors that a pass of this many rows saves of one part."""
     program = programs.program[part]
     specs = (program.graph.spec[name] for name in program.saved)
-    return {spec.name: ((num_rows, *spec.shape), spec.dtype or backbone.dtype) for spec in specs}
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        spec.name: ((num_rows, *spec.shape), spec.dtype or backbone.dtype) for spec in specs
+    }
+    if size := program.graph.state_size:
+        shapes[STATES] = (states_shape(size, num_rows, is_trained=part in programs.parts), torch.float32)
+    return shapes
 
 
 def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> Shapes:
     """The tensors that a pass of this many rows needs beside: its rows between blocks, dK and dV of one block."""
-    graph = backbone.architecture.graphs[0]
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         _ROWS: ((num_rows, backbone.architecture.hidden_size), backbone.dtype)
     }
     if not programs.parts:
         return shapes
-    for name, kv_tensors in zip((_KEY_GRADS, _VALUE_GRADS), graph.kv_tensors, strict=True):
-        shapes[name] = ((num_rows, *graph.spec[kv_tensors].shape), torch.float32)
+    for name, width in zip((_KEY_GRADS, _VALUE_GRADS), backbone.architecture.kv_widths, strict=True):
+        shapes[name] = ((num_rows, width), torch.float32)
     return shapes
 
 

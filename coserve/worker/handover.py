@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from coserve.engine.engine import Engine
+from coserve.errors import ModelError
 from coserve.handover.base import Alone, HandoverEnd
 from coserve.handover.decode import DecodeEnd
 from coserve.handover.prefill import PrefillEnd
@@ -21,6 +22,11 @@ def open_handover(engine: Engine, settings: EngineSettings) -> HandoverEnd:
     """CoserveError if the socket cannot be used, OSError if there is no room for files."""
     if settings.role == "both":
         return Alone()
+    if engine.device.info.num_state_pages:
+        raise ModelError(
+            f"--role {settings.role} is not supported for {engine.device.info.model}: what its gated delta layers "
+            "carry from row to row is not handed over; leave --role out"
+        )
     assert settings.prefill_socket is not None
     path = Path(settings.prefill_socket)
     if settings.role == "prefill":

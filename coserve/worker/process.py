@@ -297,6 +297,7 @@ def _ready(engine: Engine) -> Ready:
         page_bytes=info.page_bytes,
         block_tokens=info.block_tokens,
         weight_bytes=info.weight_bytes,
+        num_state_pages=info.num_state_pages,
         hardware=device_name(torch.device(info.device), info.threads),
         profile=engine.latency.profile,
     )

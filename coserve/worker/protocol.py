@@ -173,7 +173,8 @@ class StartProgress(msgspec.Struct, tag=True, frozen=True):
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The engine takes commands. threads: of the CPU. slo: of requests that bring none; it follows what steps take.
-    hardware: kind of device. profile: what it takes for the pieces of a step; None: not known.
+    num_state_pages: see `DeviceInfo`. hardware: kind of device. profile: what it takes for the pieces of a step; None:
+    not known.
     """
 
     model: str
@@ -187,6 +188,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     page_bytes: int
     block_tokens: int
     weight_bytes: int
+    num_state_pages: int = 0
     hardware: str = ""
     profile: Profile | None = None
 

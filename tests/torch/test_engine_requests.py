@@ -42,6 +42,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+# And a family whose requests carry states.
+WITH_STATES = (*FAMILIES, "qwen3.5")
+
+
 def assert_greedy(engine, name, lengths=LENGTHS, *, seed=0):
     """Requests of these lengths, all at once, get what each gets alone from transformers. Returns all events."""
     prompts = {engine.add(prompt, greedy(NUM_TOKENS)): prompt for prompt in prompts_of(lengths, seed)}
@@ -64,7 +68,7 @@ def text_of(events, request, index=0):
 # -- tokens -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "qwen3.5"])
 def test_tokens_equal_transformers_alone_and_in_company(name):
     engine = make_engine(name)
     for prompt in prompts_of(LENGTHS[:3]):
@@ -77,7 +81,7 @@ def test_tokens_equal_transformers_alone_and_in_company(name):
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WITH_STATES)
 def test_tokens_are_the_same_when_prompts_are_chunked(name):
     engine = make_engine(name, max_step_rows=6)
     assert_greedy(engine, name)
@@ -86,7 +90,7 @@ def test_tokens_are_the_same_when_prompts_are_chunked(name):
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WITH_STATES)
 def test_tokens_are_the_same_for_requests_that_are_preempted(name):
     engine = make_engine(name, num_pages=24)
     assert_greedy(engine, name)
@@ -150,7 +154,7 @@ def test_adapters_of_many_kinds_in_one_batch_answer_as_peft_does(num_pages):
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WITH_STATES)
 def test_an_adapter_answers_as_peft_does_in_every_family(name):
     engine = make_engine(name)
     engine.load_adapter("a", adapter_directory(name))
@@ -160,10 +164,10 @@ def test_an_adapter_answers_as_peft_does_in_every_family(name):
     assert tuned.tokens == expected_tokens(prompt, NUM_TOKENS, name, r=4) != bare.tokens
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WITH_STATES)
 @pytest.mark.parametrize("anyhow", [False, True], ids=["slack", "any-plan"])
 def test_tokens_are_the_same_while_jobs_train_beside_them(name, anyhow):
-    engine = make_engine(name, num_pages=250 if name != "opt" else 160)
+    engine = make_engine(name, num_pages={"opt": 160, "qwen3.5": 1000}.get(name, 250))
     if anyhow:
         engine.policy = random_policy(1)
     config = TuningConfig(

@@ -120,7 +120,7 @@ def test_an_adapter_comes_out_as_it_went_in(name, tmp_path):
     torch.testing.assert_close(transformers_logits(other, tokens), transformers_logits(model, tokens))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "falcon-new", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma2", "falcon-new", "qwen3-moe", "qwen3.5"])
 def test_a_job_makes_pefts_adapter(name, tmp_path):
     """Steps of an engine, in packs of one example or several, against autograd and AdamW on PEFT's model."""
     lora = LoraConfig(r=3, alpha=6, target_modules=targets_of(name))

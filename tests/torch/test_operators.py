@@ -14,6 +14,7 @@ from coserve.kernels.attention import Segment
 from coserve.kernels.bits import pack_signs
 from coserve.kernels.dropout import dropout_mask, dropout_row_ids
 from coserve.kernels.plain import PlainBackend
+from coserve.tuning.pack_states import PackStates, clear_gradient, states_shape
 
 CONTEXT = Context(backend=PlainBackend(torch.device("cpu")))
 
@@ -398,6 +399,53 @@ def test_attention(n, sliding_window, extra):
     if settings.pop("sinks", None):
         inputs["sinks"] = rnd(4)
     check("attention", lambda **given: _attention(**given, **settings), inputs, _OneSequence(k, v), **settings)
+
+
+class _StatesOfOneSequence:
+    """A context of one sequence that carries a state."""
+
+    backend = CONTEXT.backend
+
+    def __init__(self, state_size: int, rows: list[Tensor]) -> None:
+        num_rows = rows[0].shape[0]
+        self._kept = torch.full(states_shape(state_size, num_rows, is_trained=True), torch.nan)
+        self._states = PackStates(self.backend.device).backward(self._kept, [(0, 0, num_rows)], rows)
+        self.reset()
+
+    def reset(self) -> None:
+        clear_gradient(self._kept)
+        self.states = (self._states,)
+
+
+def _gated_delta(x: Tensor, b: Tensor, a: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """The rule by its definition, row by row: two key heads of 3, four value heads of 5."""
+    n, channels = x.shape
+    padded = torch.cat((x.new_zeros(conv.shape[2] - 1, channels), x))
+    rows = nn.functional.silu(nn.functional.conv1d(padded.T[None], conv, groups=channels)[0].T)
+    q, k, v = (part.view(n, -1, width) for part, width in zip(rows.split((6, 6, 20), 1), (3, 3, 5), strict=True))
+    q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+    q, k = (part.repeat_interleave(2, 1) for part in (q / 3**0.5, k))
+    decay, beta = (-a_log.exp() * nn.functional.softplus(a + dt_bias)).exp(), b.sigmoid()
+    state, found = x.new_zeros(4, 3, 5), []
+    for t in range(n):
+        state = decay[t, :, None, None] * state
+        delta = beta[t, :, None] * (v[t] - (state * k[t, :, :, None]).sum(1))
+        state = state + k[t, :, :, None] * delta[:, None]
+        found.append((state * q[t, :, :, None]).sum(1).flatten())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("n", [1, 2, 64, 150])
+def test_gated_delta(n):
+    inputs = {"x": rnd(n, 32), "b": rnd(n, 4), "a": rnd(n, 4)}
+    weights = {"conv": rnd(32, 1, 4), "a_log": rnd(4), "dt_bias": rnd(4)}
+    sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 3, "value_dim": 5, "kernel_size": 4}
+    context = _StatesOfOneSequence(operator("gated_delta").state_size(sizes), list(inputs.values()))
+    check("gated_delta", _gated_delta, inputs | weights, context, tolerance=1e-4, **sizes)
+
+
+def test_sigmoid_mul():
+    check("sigmoid_mul", lambda gate, x: torch.sigmoid(gate) * x, {"gate": rnd(5, 8), "x": rnd(5, 8)})
 
 
 def test_every_operator_of_the_table_has_a_test_here():

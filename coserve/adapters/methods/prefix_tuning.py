@@ -81,7 +81,9 @@ class PrefixTuningConfig(VirtualTokensConfig):
 
 def _maker(graph: Graph, slot: str) -> str:
     """The node whose first output attention takes as its keys or values."""
-    (attention,) = (node for node in graph.nodes if node.op == "attention")
+    attention = next((node for node in graph.nodes if node.op == "attention"), None)
+    if attention is None:
+        raise AdapterError("prefix tuning needs keys and values in every block, and this model has blocks without")
     maker = graph.producer[attention.input[slot]]
     if maker.outputs[0][1] != attention.input[slot]:
         raise AdapterError(f"prefix tuning is not supported on a model whose {maker.name} gives several tensors")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coserve.errors import GraphError
+from coserve.graph.states import StateRows
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.attention import AttentionBatch
 from coserve.kernels.base import Backend, Factor
@@ -42,15 +43,17 @@ class AttentionRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """What operators need beside their tensors: the kernels, and what attention looks at beyond its rows.
+    """What operators need beside their tensors: the kernels, what attention looks at beyond its rows, and the states
+    that sequences carry.
 
-    attention: for all rows, in their order. block_rows: forward, row-wise operators run on this many rows at a time
-    (None: on all at once), so that a row's results do not depend on which others there are.
+    attention, states: for all rows, in their order. block_rows: forward, row-wise operators run on this many rows at a
+    time (None: on all at once), so that a row's results do not depend on which others there are.
     """
 
     backend: Backend
     block_rows: int | None = None
     attention: tuple[AttentionRows, ...] = ()
+    states: tuple[StateRows, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,8 @@ class Operator(ABC):
     (of inputs and outputs) that its gradient reads, or None where there is no gradient. An operator is row-wise
     unless it names slots in `whole`.
 
+    An operator with a state (`state_size`) takes its rows in order, sequence by sequence, and carries it along.
+
     forward(values, attributes, context): values by input slot -> values by output slot. The results are new tensors.
     vjp(wanted, values, gradients, attributes, context): `gradients` by output slot -> gradients by wanted input slot.
         `values` holds what `needs` lists for the wanted slots. An output slot listed in `restores` may be wanted too:
@@ -93,6 +98,8 @@ class Operator(ABC):
     needs: ClassVar[Mapping[str, tuple[str, ...] | None]]
     # Input slots read beyond the rows that the operator runs on; the context supplies them.
     whole: ClassVar[tuple[str, ...]] = ()
+    # Input slots of which the VJP reads rows before its own, too, from the last state that was kept on.
+    lead: ClassVar[tuple[str, ...]] = ()
     # Output slots that the VJP can hand back once it holds all row inputs.
     restores: ClassVar[tuple[str, ...]] = ()
     # An input slot: neighbours that read the same tensor there, and nothing else of each other's, may run at once.
@@ -114,6 +121,10 @@ class Operator(ABC):
     @abstractmethod
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         """Output slot -> (shape per row, dtype or None for the compute dtype), from the input shapes."""
+
+    def state_size(self, attributes: Attributes) -> int:
+        """Elements (float32) of what a sequence carries from row to row; 0 for nothing."""
+        return 0
 
     @abstractmethod
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]: ...

@@ -12,8 +12,9 @@ from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
 from coserve.kernels.base import Backend, Factor, Grouped, JoinedRows, SiluMulGradients
 from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask
+from coserve.kernels.gated_delta import GatedDeltaGradients, GatedDeltaRows, GatedDeltaSpec, GatedDeltaWeights
 from coserve.kernels.low_rank import AdapterBatch
-from coserve.kernels.plain import adapters, cross_entropy, experts, products, rows
+from coserve.kernels.plain import adapters, cross_entropy, experts, gated_delta, products, rows
 from coserve.kernels.plain.attention import Part, PlainAttentionBatch, backward, forward
 
 
@@ -135,6 +136,22 @@ class PlainBackend(Backend):
     ) -> Tensor:
         """The gradient of one part's queries."""
         return backward(grad, q, out, lse, keys, values, part, spec, key_grads, value_grads)
+
+    def gated_delta(
+        self, rows: GatedDeltaRows, weights: GatedDeltaWeights, state: Tensor, spec: GatedDeltaSpec
+    ) -> tuple[Tensor, Tensor]:
+        return gated_delta.forward(rows, weights, state, spec)
+
+    def gated_delta_gradient(
+        self,
+        grad: Tensor,
+        state_grad: Tensor,
+        rows: GatedDeltaRows,
+        weights: GatedDeltaWeights,
+        state: Tensor,
+        spec: GatedDeltaSpec,
+    ) -> GatedDeltaGradients:
+        return gated_delta.backward(grad, state_grad, rows, weights, state, spec)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps)

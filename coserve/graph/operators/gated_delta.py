@@ -1,0 +1,120 @@
+"""Gated delta layers: linear attention with a state of fixed size in place of keys and values."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from coserve.graph.operators.base import Attributes, Context, Operator, RowWise, Shape, Shapes, Values
+from coserve.graph.states import StateRun
+from coserve.graph.tensors import TensorSpec
+from coserve.kernels.gated_delta import GatedDeltaRows, GatedDeltaSpec, GatedDeltaWeights
+
+_ROWS, _WEIGHTS = ("x", "b", "a"), ("conv", "a_log", "dt_bias")
+
+
+class GatedDelta(Operator):
+    """y = the gated delta rule on the short causal convolution of x (see `kernels.plain.gated_delta`): x [n, C], b and
+    a [n, Hv] -> y [n, Hv * Dv]; weights conv [C, 1, K], a_log and dt_bias [Hv]. Source: arXiv 2412.06464.
+
+    Attributes: num_key_heads, num_value_heads, key_dim, value_dim, kernel_size.
+    """
+
+    name = "gated_delta"
+    inputs = (*_ROWS, *_WEIGHTS)
+    needs = dict.fromkeys(inputs, inputs)
+    lead = _ROWS
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {"y": ((attributes["num_value_heads"] * attributes["value_dim"],), None)}
+
+    def state_size(self, attributes: Attributes) -> int:
+        return GatedDeltaSpec(**attributes).state_size
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        spec, weights = GatedDeltaSpec(**attributes), _weights(values)
+        x: Tensor = values["x"]
+        y = x.new_empty(x.shape[0], spec.num_value_heads * spec.value_dim)
+        for own in context.states:
+            rows, into = [values[slot][own.rows] for slot in _ROWS], y[own.rows]
+            for run in own.runs:
+                found, state = context.backend.gated_delta(_pieces(run, rows), weights, run.state(own.store), spec)
+                own.store.write(run.after, state)
+                into[run.rows] = found.flatten(0, 1)
+        return {"y": y}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        spec, weights, backend = GatedDeltaSpec(**attributes), _weights(values), context.backend
+        found = {slot: torch.empty_like(values[slot]) for slot in _ROWS}
+        sums = {slot: torch.zeros_like(values[slot], dtype=torch.float32) for slot in _WEIGHTS if slot in wanted}
+        for own in context.states:
+            assert own.gradient is not None, "requests run forward only"
+            rows, grad = [values[slot][own.rows] for slot in _ROWS], gradients["y"][own.rows]
+            states = [run.state(own.store) for run in own.runs]
+            if (lead := own.lead) is not None:
+                _, states[0] = backend.gated_delta(
+                    _pieces(lead.run, lead.tensors), weights, lead.run.state(own.store), spec
+                )
+            state_grad = own.gradient[None]
+            for run, state in zip(reversed(own.runs), reversed(states), strict=True):
+                piece = backend.gated_delta_gradient(
+                    run.pieces(grad), state_grad, _pieces(run, rows), weights, state, spec
+                )
+                for slot, value in zip(_ROWS, piece.rows, strict=True):
+                    found[slot][own.rows][run.rows] = value.flatten(0, 1)
+                for slot, total in sums.items():
+                    total += getattr(piece.weights, slot)
+                # What is before the first row of a sequence is another's.
+                state_grad = piece.state if run.fresh is None else torch.zeros_like(piece.state)
+            own.gradient.copy_(state_grad[0])
+        return {slot: value for slot, value in {**found, **sums}.items() if slot in wanted}
+
+    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+        spec = GatedDeltaSpec(**attributes)
+        # The rule reads the state twice and writes it once, an element two operations each.
+        return 2.0 * spec.kernel_size * spec.num_channels + 6.0 * (spec.state_size - spec.tail_size)
+
+    def vjp_flops_per_row(
+        self,
+        wanted: Collection[str],
+        specs: Mapping[str, TensorSpec],
+        attributes: Attributes,
+        mean_context_len: float,
+    ) -> float:
+        # Forward again, and two products for each of its own.
+        return 3 * self.flops_per_row(specs, attributes, mean_context_len)
+
+
+class SigmoidMul(RowWise):
+    """y = sigmoid(gate) * x, as attention's output is gated in Qwen3-Next (arXiv 2505.06708); both [n, width]."""
+
+    name = "sigmoid_mul"
+    inputs = ("gate", "x")
+    needs = {"gate": ("gate", "x"), "x": ("gate",)}
+    restores = ("y",)
+    flops_per_element = 5
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": torch.sigmoid(values["gate"]).mul_(values["x"])}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        dy, gate, result = gradients["y"], torch.sigmoid(values["gate"]), {}
+        if "gate" in wanted:
+            result["gate"] = dy * values["x"] * gate * (1 - gate)
+        if "x" in wanted:
+            result["x"] = dy * gate
+        if "y" in wanted:
+            result["y"] = gate * values["x"]
+        return result
+
+
+def _weights(values: Values) -> GatedDeltaWeights:
+    return GatedDeltaWeights(**{slot: values[slot] for slot in _WEIGHTS})
+
+
+def _pieces(run: StateRun, rows: Collection[Tensor]) -> GatedDeltaRows:
+    return GatedDeltaRows(*(run.pieces(x) for x in rows))
