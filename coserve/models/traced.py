@@ -23,8 +23,8 @@ _MOST_TRACES = 16
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PageStores:
-    """The stores of keys and values by block with attention, [num_pages, block_tokens, Hkv * D] each, and their traces by
-    the places of adapters (None: the blocks cannot be traced with these).
+    """The stores of keys and values by block with attention, [num_pages, block_tokens, Hkv * D] each, and their traces
+    by the places of adapters (None: the blocks cannot be traced with these).
     """
 
     layers: Mapping[Part, tuple[Tensor, Tensor]]
