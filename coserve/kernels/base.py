@@ -82,7 +82,9 @@ class Backend(ABC):
         return self
 
     def trace(self, dtype: torch.dtype) -> "Trace[Backend] | None":
-        """A new trace of rows of this compute dtype; None where this backend makes none."""
+        """A new trace of rows of this compute dtype; None where this backend makes none. UntraceableError for a dtype
+        that it makes none of.
+        """
         return None
 
     # -- products with the weights of the backbone ------------------------------------

@@ -47,10 +47,10 @@ def run_traced(backbone: Backbone, stores: PageStores, step: TracedStep) -> Tens
 
 def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], places: int) -> TracedCalls | None:
     """places: a bit for each place at which an adapter may sit. widths: of the inputs."""
-    trace = backbone.backend.trace(backbone.dtype)
-    if trace is None:
-        return None
     try:
+        trace = backbone.backend.trace(backbone.dtype)
+        if trace is None:
+            return None
         constants = {name: trace.input(name, width) for name, width in widths.items()}
         x = constants.pop("x")
         for layer, (keys, values) in stores.layers.items():

@@ -144,10 +144,13 @@ def test_any_number_of_rows(num_rows, monkeypatch):
     assert torch.equal(ours, Steps(backbone, lengths).step())
 
 
-@pytest.mark.parametrize("name", ["opt", "llama", "gemma2", "gpt-oss"])
-def test_what_cannot_be_traced_runs_one_by_one(name):
-    """Operators or widths that no kernel is for."""
-    steps = Steps(make_backbone(name))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("opt", "float32"), ("llama", "float32"), ("gemma2", "float32"), ("gpt-oss", "float32"), ("qwen3", "float16")],
+)
+def test_what_cannot_be_traced_runs_one_by_one(name, dtype):
+    """Operators, widths or dtypes that no kernel is for."""
+    steps = Steps(make_backbone(name, dtype))
     assert steps.step().isfinite().all()
     assert not steps.num_traces
 
