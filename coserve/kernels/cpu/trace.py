@@ -264,7 +264,7 @@ class CpuTrace(Trace[PlainBackend]):
         raise UntraceableError
 
     @property
-    def written(self) -> tuple[array, int, list[Tensor], list[str], int]:  # type: ignore[type-arg]
+    def written(self) -> "tuple[array[int], int, list[Tensor], list[str], int]":
         """The calls, their number, the tensors that they read, the inputs in their order, bytes for each row."""
         return array("q", self._calls), self._num_calls, self._kept, list(self._inputs), self._memory.num_bytes
 
