@@ -210,8 +210,11 @@ def test_products_with_a_matrix_of_low_rank(n, width, rank, num_threads):
         torch.testing.assert_close(total, exact.bfloat16(), atol=1e-3, rtol=2**-7)
     exact = narrow.double().T @ x.double()
     for transposed in (False, True):
-        grad = amx.low_rank_gradient(narrow, x, transposed=transposed)
-        torch.testing.assert_close(grad, (exact.T if transposed else exact).float(), atol=1e-3, rtol=1e-4)
+        start = torch.randn(exact.T.shape if transposed else exact.shape)
+        grad = start.clone()
+        assert amx.add_low_rank_gradient(grad, narrow, x, transposed=transposed)
+        expected = start + (exact.T if transposed else exact)
+        torch.testing.assert_close(grad, expected.float(), atol=1e-3, rtol=1e-4)
 
 
 @needs_kernels
@@ -247,7 +250,11 @@ def test_products_that_the_amx_kernels_are_not_for_go_the_other_way():
     assert amx.skinny_gemm(x, weight) is None, "another dtype"
     assert amx.skinny_gemm(x, weight[:, :64].bfloat16().contiguous()) is None, "another width"
     assert amx.skinny_gemm(x, weight.bfloat16(), torch.zeros(128).bfloat16()[::2]) is None
-    assert amx.low_rank_gradient(narrow, x[:3], transposed=False) is None
+    total = torch.zeros(16, 96)
+    assert not amx.add_low_rank_gradient(total, narrow, x[:3], transposed=False), "other rows"
+    assert not amx.add_low_rank_gradient(total.T, narrow, x, transposed=True), "gaps"
+    assert not amx.add_low_rank_gradient(total.bfloat16(), narrow, x, transposed=False), "another dtype"
+    assert not total.any()
     assert not amx.add_from_low_rank(x.float(), narrow, part[:, :96].contiguous(), transposed=False)
 
 
@@ -446,8 +453,13 @@ def test_the_header_states_the_arguments_of_every_kernel():
 @needs_kernels
 def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_loaded(afresh, caplog):
     declared = compiled.signatures()
-    amx = {"attention_forward", "attention_backward", "product", "to_low_rank", "from_low_rank", "low_rank_gradient"}
-    amx |= {"int8_product_by_tiles", "cross_entropy_of_columns", "cross_entropy_gradient_of_columns"}
+    amx = {"attention_forward", "attention_backward", "product", "to_low_rank", "from_low_rank"}
+    amx |= {
+        "add_low_rank_gradient",
+        "int8_product_by_tiles",
+        "cross_entropy_of_columns",
+        "cross_entropy_gradient_of_columns",
+    }
     assert compiled.kernels_for_amx() == amx and amx <= declared.keys()
     afresh.setattr(compiled, "signatures", lambda: {**declared, "softmax": [ctypes.c_void_p]})
     with caplog.at_level(logging.WARNING):

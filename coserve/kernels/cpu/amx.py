@@ -82,19 +82,20 @@ class AmxProducts:
         )
         return True
 
-    def low_rank_gradient(self, narrow: Tensor, wide: Tensor, *, transposed: bool) -> Tensor | None:
-        """narrow^T wide, or its transpose: narrow [n, rank], wide [n, width] -> float32 [rank, width] or
-        [width, rank].
+    def add_low_rank_gradient(self, total: Tensor, narrow: Tensor, wide: Tensor, *, transposed: bool) -> bool:
+        """total += narrow^T wide, or its transpose: narrow [n, rank], wide [n, width], total float32 [rank, width] or
+        [width, rank]; whether it did.
         """
         (n, rank), width = narrow.shape, wide.shape[1]
         if wide.shape[0] != n or not _is_low(rank, width) or not _are_for_amx(narrow, wide):
-            return None
-        grad = torch.empty((width, rank) if transposed else (rank, width), dtype=torch.float32)
-        self._kernels.low_rank_gradient(
-            *(narrow.data_ptr(), narrow.stride(0), wide.data_ptr(), wide.stride(0), grad.data_ptr(), transposed),
+            return False
+        if total.dtype != torch.float32 or not _is_whole(total, (width, rank) if transposed else (rank, width)):
+            return False
+        self._kernels.add_low_rank_gradient(
+            *(narrow.data_ptr(), narrow.stride(0), wide.data_ptr(), wide.stride(0), total.data_ptr(), transposed),
             *(n, width, rank, _num_threads(n * width)),
         )
-        return grad
+        return True
 
 
 def _is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -45,8 +45,8 @@ void to_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transpose
                  i64 num_threads);
 void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 y_step, i64 n,
                    i64 width, i64 rank, i64 num_threads);
-void low_rank_gradient(const bf16* x, i64 x_step, const bf16* y, i64 y_step, float* grad, i64 is_transposed, i64 n,
-                       i64 width, i64 rank, i64 num_threads);
+void add_low_rank_gradient(const bf16* x, i64 x_step, const bf16* y, i64 y_step, float* grad, i64 is_transposed, i64 n,
+                           i64 width, i64 rank, i64 num_threads);
 
 // adapters.cpp
 void add_adapters(const void* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,

@@ -94,6 +94,10 @@ extern "C" void to_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 i
     }
 }
 
+// Rows that are read through one after another: their next elements are fetched ahead by the processor, which knows as
+// many streams.
+const i64 STRIP = 32;
+
 // y += x M, wide from narrow: x [n, rank] and y [n, width], both with a step from row to row.
 extern "C" void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 y_step,
                               i64 n, i64 width, i64 rank, i64 num_threads) {
@@ -106,13 +110,14 @@ extern "C" void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64
 #pragma omp parallel num_threads(num_threads)
     {
         const Part blocks(width / 32);
-        float* sums = reinterpret_cast<float*>(own_scratch.take(32 * 32 * sizeof(float) + inner * 32 * sizeof(bf16)));
-        bf16* right = reinterpret_cast<bf16*>(sums + 32 * 32);
-        Tiles registers;
-        for (i64 column = blocks.start * 32; column < blocks.end * 32; column += 32) {
+        const i64 first = blocks.start * 32, last = blocks.end * 32;
+        float* sums = reinterpret_cast<float*>(
+            own_scratch.take(STRIP * 32 * sizeof(float) + inner * (last - first) * sizeof(bf16)));
+        bf16* right = reinterpret_cast<bf16*>(sums + STRIP * 32);  // [blocks, inner / 2, 32, 2]
+        for (i64 column = first; column < last; column += 32)
             for (i64 k = 0; k < inner; k += 32)
                 for (i64 i = 0; i < 32; i += 16) {
-                    bf16* out = right + (k * 16 + i) * 2;
+                    bf16* out = right + (column - first) * inner + (k * 16 + i) * 2;
                     if (is_transposed)
                         column_pairs(matrix + (column + i) * rank + k, rank, 16, rank - k, out, 32);
                     else
@@ -120,26 +125,29 @@ extern "C" void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64
                             _mm512_storeu_si512(out + row * 32, row_pair(matrix + (k + row) * width + column + i, width,
                                                                          rank - k - row, 16));
                 }
-            for (i64 row = 0; row < n; row += 32) {
+        Tiles registers;
+        for (i64 row = 0; row < n; row += STRIP) {
+            auto run = row + STRIP <= padded ? multiply<32, 32, false> : multiply<16, 32, false>;
+            for (i64 column = first; column < last; column += 32) {
                 settle();
-                auto run = row + 32 <= padded ? multiply<32, 32, false> : multiply<16, 32, false>;
-                run(int(inner), left + row * inner, inner, right, 32, sums, 32);
+                run(int(inner), left + row * inner, inner, right + (column - first) * inner, 32, sums, 32);
                 settle();
-                for (i64 i = 0; i < std::min<i64>(32, n - row); i++) {
+                for (i64 i = 0; i < std::min(STRIP, n - row); i++) {
                     bf16* out = y + (row + i) * y_step + column;
-                    __m512 first = _mm512_add_ps(_mm512_loadu_ps(sums + i * 32), load(out));
-                    __m512 second = _mm512_add_ps(_mm512_loadu_ps(sums + i * 32 + 16), load(out + 16));
-                    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+                    __m512 one = _mm512_add_ps(_mm512_loadu_ps(sums + i * 32), load(out));
+                    __m512 two = _mm512_add_ps(_mm512_loadu_ps(sums + i * 32 + 16), load(out + 16));
+                    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(two, one));
                 }
             }
         }
     }
 }
 
-// The gradient of the matrix, float32 and stored as it is: the sum over rows of x [n, rank] times y [n, width].
-extern "C" void low_rank_gradient(const bf16* x, i64 x_step, const bf16* y, i64 y_step, float* grad, i64 is_transposed,
-                                  i64 n, i64 width, i64 rank, i64 num_threads) {
-    const i64 padded = round_up(rank, 16), inner = round_up(n, 32);
+// Adds the gradient of the matrix, the sum over rows of x [n, rank] times y [n, width], to float32 sums that are
+// stored as it is.
+extern "C" void add_low_rank_gradient(const bf16* x, i64 x_step, const bf16* y, i64 y_step, float* grad,
+                                      i64 is_transposed, i64 n, i64 width, i64 rank, i64 num_threads) {
+    const i64 padded = round_up(rank, 16), inner = round_up(n, STRIP);
     bf16* left = reinterpret_cast<bf16*>(shared_scratch.take(padded * inner * sizeof(bf16)));
 #pragma omp parallel num_threads(num_threads)
     {
@@ -147,35 +155,43 @@ extern "C" void low_rank_gradient(const bf16* x, i64 x_step, const bf16* y, i64 
         for (i64 row = rows.start; row < rows.end; row++)
             for (i64 i = 0; i < padded; i++)
                 left[i * inner + row] = row < n && i < rank ? x[row * x_step + i] : bf16{0};
-        float* sums =
-            reinterpret_cast<float*>(own_scratch.take(padded * 32 * sizeof(float) + inner * 32 * sizeof(bf16)));
-        bf16* right = reinterpret_cast<bf16*>(sums + padded * 32);
+        const i64 first = blocks.start * 32, last = blocks.end * 32, num_sums = padded * (last - first);
+        float* sums = reinterpret_cast<float*>(
+            own_scratch.take(num_sums * sizeof(float) + STRIP * 32 * sizeof(bf16)));  // [blocks, padded, 32]
+        bf16* right = reinterpret_cast<bf16*>(sums + num_sums);
         Tiles registers;
 #pragma omp barrier
-        for (i64 column = blocks.start * 32; column < blocks.end * 32; column += 32) {
-            for (i64 row = 0; row < inner; row += 2)
-                for (i64 i = 0; i < 32; i += 16)
-                    _mm512_storeu_si512(right + row * 32 + i * 2,
-                                        row_pair(y + row * y_step + column + i, y_step, n - row, 16));
-            settle();
-            for (i64 i = 0; i < padded; i += 32) {
-                auto run = i + 32 <= padded ? multiply<32, 32, false> : multiply<16, 32, false>;
-                run(int(inner), left + i * inner, inner, right, 32, sums + i * 32, 32);
-            }
-            settle();
-            if (!is_transposed) {
-                for (i64 i = 0; i < rank; i++)
-                    std::memcpy(grad + i * width + column, sums + i * 32, 32 * sizeof(float));
-                continue;
-            }
-            for (i64 i = 0; i < rank; i += 16)
-                for (i64 j = 0; j < 32; j += 16) {
-                    __m512i square[16];
-                    for (int k = 0; k < 16; k++) square[k] = _mm512_loadu_si512(sums + (i + k) * 32 + j);
-                    transpose(square);
-                    for (int k = 0; k < 16; k++)
-                        _mm512_mask_storeu_epi32(grad + (column + j + k) * rank + i, first_of_16(rank - i), square[k]);
+        for (i64 row = 0; row < inner; row += STRIP)
+            for (i64 column = first; column < last; column += 32) {
+                for (i64 k = 0; k < STRIP; k += 2)
+                    for (i64 i = 0; i < 32; i += 16)
+                        _mm512_storeu_si512(right + k * 32 + i * 2,
+                                            row_pair(y + (row + k) * y_step + column + i, y_step, n - row - k, 16));
+                settle();
+                for (i64 i = 0; i < padded; i += 32) {
+                    auto run = i + 32 <= padded ? (row ? multiply<32, 32, true> : multiply<32, 32, false>)
+                                                : (row ? multiply<16, 32, true> : multiply<16, 32, false>);
+                    run(STRIP, left + i * inner + row, inner, right, 32, sums + (column - first) * padded + i * 32, 32);
                 }
+                settle();
+            }
+        for (i64 column = first; column < last; column += 32) {
+            const float* found = sums + (column - first) * padded;
+            auto add = [](float* out, __m512 values, __mmask16 mask) {
+                _mm512_mask_storeu_ps(out, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), values));
+            };
+            for (i64 j = 0; j < 32; j += 16)
+                if (!is_transposed)
+                    for (i64 i = 0; i < rank; i++)
+                        add(grad + i * width + column + j, _mm512_loadu_ps(found + i * 32 + j), 0xffff);
+                else
+                    for (i64 i = 0; i < rank; i += 16) {
+                        __m512i square[16];
+                        for (int k = 0; k < 16; k++) square[k] = _mm512_loadu_si512(found + (i + k) * 32 + j);
+                        transpose(square);
+                        for (int k = 0; k < 16; k++)
+                            add(grad + (column + j + k) * rank + i, (__m512)square[k], first_of_16(rank - i));
+                    }
         }
     }
 }

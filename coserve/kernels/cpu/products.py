@@ -154,14 +154,12 @@ class CpuProducts:
 
     def add_low_rank_gradient(self, grad: Tensor, x: Tensor, onto: Tensor) -> None:
         """Add dF = dy^T x to a float32 sum."""
-        found = None
         if has_native_bf16(grad) and self._amx is not None:
-            found = self._amx.low_rank_gradient(grad, x, transposed=False)
-            if found is None:
-                found = self._amx.low_rank_gradient(x, grad, transposed=True)
-        if found is not None:
-            onto.add_(found)
-        elif grad.dtype == onto.dtype:
+            if self._amx.add_low_rank_gradient(onto, grad, x, transposed=False):
+                return
+            if self._amx.add_low_rank_gradient(onto, x, grad, transposed=True):
+                return
+        if grad.dtype == onto.dtype:
             onto.addmm_(grad.T, x)
         else:
             onto.add_(self.weight_gradient(grad, x))
