@@ -5,10 +5,11 @@ into saved tensors, keys and values into pages) is told from plain Python by PyT
 own: it would slow down the others.
 """
 
+import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -17,7 +18,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from coserve.bench.machine import Clock, seconds_of
 from coserve.devices.torch_requests import SAMPLING
+from coserve.kernels.attention import AttentionBatch
 from coserve.kernels.base import Backend
+from coserve.kernels.low_rank import AdapterBatch
+from coserve.kernels.trace import Trace, TracedCalls, TracedStep
 
 PARTS = ("products", "attention", "adapters", "head and loss", "sampling", "elementwise", "Python", "waiting")
 
@@ -80,6 +84,7 @@ class Ledger:
     def traced(self, step: Callable[[], object]) -> dict[str, float]:
         """Seconds of PyTorch's operations beside the backend's calls: "elementwise", and "sampling"."""
         self._mode = "traced"
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on stderr
         try:
             with profile(activities=[ProfilerActivity.CPU]) as profiled:
                 step()
@@ -102,12 +107,33 @@ class Ledger:
         self._thread_s += time.thread_time() - thread_s
         return result
 
+    def run_calls(self, calls: TracedCalls, step: TracedStep) -> Tensor:
+        """Run what was traced: what each of its kernels takes is that kernel's part."""
+        if self._mode != "timed":
+            return cast(Tensor, self.run("products", calls.run, (step,), {}))
+        thread_s, start_s = time.thread_time(), self._clock()
+        result, by_kernel = calls.run_timed(step)
+        # Kernels are timed by the wall clock, of which this clock may see a part.
+        factor = (self._clock() - start_s) / sum(by_kernel.values())
+        for name, seconds in by_kernel.items():
+            self._seconds[part_of(name)] += factor * seconds
+        self._thread_s += time.thread_time() - thread_s
+        return result
+
 
 class _WatchedBackend:
     """Every method of a backend, by way of a ledger."""
 
     def __init__(self, inner: Backend, ledger: Ledger, head: frozenset[int]) -> None:
         self._inner, self._ledger, self._head = inner, ledger, head
+
+    @cached_property
+    def for_losses(self) -> Backend:
+        return cast(Backend, _WatchedBackend(self._inner.for_losses, self._ledger, self._head))
+
+    def trace(self, dtype: torch.dtype) -> Trace[Backend] | None:
+        found = self._inner.trace(dtype)
+        return None if found is None else _WatchedTrace(found, self._ledger)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -121,6 +147,48 @@ class _WatchedBackend:
         if part == "products" and any(isinstance(arg, Tensor) and arg.data_ptr() in self._head for arg in args[1:2]):
             part = "head and loss"
         return self._ledger.run(part, call, args, named)
+
+
+class _WatchedTrace(Trace[Backend]):
+    """A trace, of which the calls run under watch."""
+
+    def __init__(self, inner: Trace[Backend], ledger: Ledger) -> None:
+        self._inner, self._ledger = inner, ledger
+
+    @property
+    def backend(self) -> Backend:
+        return self._inner.backend
+
+    @property
+    def attention(self) -> AttentionBatch:
+        return self._inner.attention
+
+    @property
+    def adapters(self) -> AdapterBatch:
+        return self._inner.adapters
+
+    def input(self, name: str, width: int) -> Tensor:
+        return self._inner.input(name, width)
+
+    def store(self, rows: Tensor, store: Tensor) -> None:
+        self._inner.store(rows, store)
+
+    def end(self, output: Tensor) -> TracedCalls:
+        return _WatchedCalls(self._inner.end(output), self._ledger)
+
+
+class _WatchedCalls(TracedCalls):
+    def __init__(self, inner: TracedCalls, ledger: Ledger) -> None:
+        self._inner, self._ledger = inner, ledger
+
+    def fit(self, step: TracedStep) -> bool:
+        return self._inner.fit(step)
+
+    def run(self, step: TracedStep) -> Tensor:
+        return self._ledger.run_calls(self._inner, step)
+
+    def run_timed(self, step: TracedStep) -> tuple[Tensor, Mapping[str, float]]:
+        return self._inner.run_timed(step)
 
 
 def median_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:

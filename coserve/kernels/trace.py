@@ -49,6 +49,10 @@ class TracedCalls(ABC):
     def run(self, step: TracedStep) -> Tensor:
         """Run them all: the output's rows [n, width]."""
 
+    @abstractmethod
+    def run_timed(self, step: TracedStep) -> tuple[Tensor, Mapping[str, float]]:
+        """The same, with what each kernel took in all, in seconds by its name."""
+
 
 class Trace(ABC, Generic[BackendT]):
     """One trace that is being made. Where tensors stand in arguments and results, these are stand-ins.

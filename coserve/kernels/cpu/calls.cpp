@@ -1,6 +1,7 @@
 // Runs a list of calls of kernels, as `trace.py` writes it down: what a Python function for each would take, a decode
 // step of a small model has not.
 
+#include <chrono>
 #include <utility>
 
 #include "kernels.h"
@@ -106,8 +107,8 @@ extern "C" void kernel_numbers(const char* names, i64* numbers) {
 }
 
 // calls: for each its kernel, the number of its arguments, and three numbers for each of them. step: the step's
-// numbers.
-extern "C" void run_calls(const i64* calls, i64 num_calls, const i64* step) {
+// numbers. nanoseconds: what each call took, or null.
+extern "C" void run_calls(const i64* calls, i64 num_calls, const i64* step, i64* nanoseconds) {
     for (i64 call = 0; call < num_calls; call++) {
         const Kernel& kernel = KERNELS[*calls++];
         const i64 count = *calls++;
@@ -119,6 +120,12 @@ extern "C" void run_calls(const i64* calls, i64 num_calls, const i64* step) {
                            : calls[0] == STEP   ? step[a] + b
                                                 : step[MEMORY] + a * step[NUM_ROWS] + b;
         }
+        if (!nanoseconds) {
+            kernel.run(arguments);
+            continue;
+        }
+        const auto start = std::chrono::steady_clock::now();
         kernel.run(arguments);
+        nanoseconds[call] = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
     }
 }

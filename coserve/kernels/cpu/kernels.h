@@ -76,7 +76,7 @@ void add(const void* a, i64 a_step, const void* b, i64 b_step, void* y, i64 num_
 void store_rows(const void* x, i64 x_step, void* store, i64 page_step, const i64* pages, const i64* offsets,
                 i64 num_rows, i64 row_bytes);
 void kernel_numbers(const char* names, i64* numbers);
-void run_calls(const i64* calls, i64 num_calls, const i64* step);
+void run_calls(const i64* calls, i64 num_calls, const i64* step, i64* nanoseconds);
 
 // logit_columns.cpp (AMX)
 void cross_entropy_of_columns(const bf16* logits, const i64* targets, float* loss, bool* correct, float* log_sum, i64 n,

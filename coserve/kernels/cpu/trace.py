@@ -5,7 +5,8 @@ of the step, taken again by others once nobody reads it.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from struct import pack, unpack
@@ -163,7 +164,7 @@ class CpuTrace(Trace[PlainBackend]):
         self._kernels, self.dtype = kernels, dtype
         self._numbers = _kernel_numbers(kernels)
         self._calls: list[int] = []
-        self._num_calls = 0
+        self.names: list[str] = []  # of the kernels, call by call
         self._memory = _Memory()
         self._inputs: dict[str, int] = {}
         self._kept: list[Tensor] = []
@@ -244,7 +245,7 @@ class CpuTrace(Trace[PlainBackend]):
         self._calls += [self._numbers[name], len(arguments)]
         for argument in arguments:
             self._calls += self._argument(argument)
-        self._num_calls += 1
+        self.names.append(name)
 
     def _argument(self, value: object) -> _Argument:
         match value:
@@ -266,7 +267,7 @@ class CpuTrace(Trace[PlainBackend]):
     @property
     def written(self) -> "tuple[array[int], int, list[Tensor], list[str], int]":
         """The calls, their number, the tensors that they read, the inputs in their order, bytes for each row."""
-        return array("q", self._calls), self._num_calls, self._kept, list(self._inputs), self._memory.num_bytes
+        return array("q", self._calls), len(self.names), self._kept, list(self._inputs), self._memory.num_bytes
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ class _CpuCalls(TracedCalls):
         self._kernels, self._dtype, self._max_rows = kernels, trace.dtype, trace.max_rows
         self._has_adapters = trace.has_adapters
         self._calls, self._num_calls, self._kept, self._inputs, self._row_bytes = trace.written
-        self._first, self._width = output.start, width
+        self._first, self._width, self._names = output.start, width, trace.names
 
     def fit(self, step: TracedStep) -> bool:
         if not isinstance(step.attention, CpuAttentionBatch) or step.attention.single is None:
@@ -303,6 +304,18 @@ class _CpuCalls(TracedCalls):
         return batch.dtype == self._dtype and not (has_tiles and max(batch.sizes.sizes) >= MANY_ROWS)
 
     def run(self, step: TracedStep) -> Tensor:
+        return self._run(step, 0)
+
+    def run_timed(self, step: TracedStep) -> tuple[Tensor, Mapping[str, float]]:
+        nanoseconds = array("q", bytes(8 * self._num_calls))
+        result = self._run(step, nanoseconds.buffer_info()[0])
+        found: defaultdict[str, float] = defaultdict(float)
+        for name, each in zip(self._names, nanoseconds, strict=True):
+            found[name] += each / 1e9
+        return result, found
+
+    def _run(self, step: TracedStep, nanoseconds: int) -> Tensor:
+        """nanoseconds: where those of each call go, an address or 0."""
         assert isinstance(step.attention, CpuAttentionBatch) and step.attention.single is not None
         n = step.attention.num_rows
         table, first_page, lengths = step.attention.single.paged
@@ -320,7 +333,7 @@ class _CpuCalls(TracedCalls):
         numbers.extend(x.data_ptr() for x in (step.pages, step.offsets, table, first_page, lengths))
         numbers.extend(adapters)
         numbers.extend(rows.data_ptr() for rows in inputs)
-        self._kernels.run_calls(self._calls.buffer_info()[0], self._num_calls, numbers.buffer_info()[0])
+        self._kernels.run_calls(self._calls.buffer_info()[0], self._num_calls, numbers.buffer_info()[0], nanoseconds)
         start = skipped + n * self._first
         size = n * self._width * self._dtype.itemsize
         return memory[start : start + size].view(self._dtype).view(n, self._width)
