@@ -1,13 +1,15 @@
 """Which jobs an engine's process works for just now, in memory that outlives it: so it is known what it died of.
 
 The process writes ids into memory that it shares with a file, without a system call; the server reads the file when the
-process is gone, however it went.
+process is gone, however it went. What runs on the device comes first: only while nothing does are those noted whose
+files threads read or write, such as a job that has not begun, or one that waits for its disk.
 """
 
 import mmap
 import os
 import signal
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,12 +82,14 @@ def _num_oom_kills() -> int:
 
 
 class Activity:
-    """Belongs to the thread of the step loop."""
+    """Belongs to the thread of the step loop, but for `files_of`."""
 
     def __init__(self, path: str | None) -> None:
         """path: of a file that `LastActivity` made; None: nobody asks."""
         self._memory: mmap.mmap | None = None
-        self._now, self._slot = _NOTHING, 0
+        self._now, self._on_device, self._slot = _NOTHING, _NOTHING, 0
+        self._at_files: list[str] = []
+        self._lock = threading.Lock()
         if path is not None:
             descriptor = os.open(path, os.O_RDWR)
             self._memory = mmap.mmap(descriptor, _FILE_BYTES)
@@ -93,7 +97,13 @@ class Activity:
             _HEAD.pack_into(self._memory, 0, os.getpid(), 0)
 
     def note(self, jobs: frozenset[str]) -> None:
-        """These jobs are under way, and no other."""
+        """The device works for these jobs, and for no other."""
+        with self._lock:
+            self._on_device = jobs
+            self._write()
+
+    def _write(self) -> None:
+        jobs = self._on_device or frozenset(self._at_files)
         if jobs == self._now or self._memory is None:
             return
         self._now, self._slot = jobs, 1 - self._slot
@@ -105,7 +115,7 @@ class Activity:
     @contextmanager
     def of(self, job: str) -> Iterator[None]:
         """Something is done for a job. An error that ends the process leaves the note."""
-        before = self._now
+        before = self._on_device
         self.note(frozenset((job,)))
         try:
             yield
@@ -113,6 +123,19 @@ class Activity:
             self.note(before)
             raise
         self.note(before)
+
+    @contextmanager
+    def files_of(self, job: str) -> Iterator[None]:
+        """Files of a job are read or written, by any thread; an error there ends no process."""
+        with self._lock:
+            self._at_files.append(job)
+            self._write()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_files.remove(job)
+                self._write()
 
 
 class WatchedDevice:

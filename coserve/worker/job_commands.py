@@ -25,6 +25,7 @@ from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import AdapterError, CoserveError, DiskFullError, JobOverError
 from coserve.jobs.messages import Checkpointed, Contributed, JobStart
 from coserve.jobs.records import AdapterRef
+from coserve.worker.activity import Activity
 from coserve.worker.disk_writers import DiskWriters
 from coserve.worker.job_files import JobFiles
 from coserve.worker.protocol import CancelJob, CombineJob, PauseJob, Reply, ResumeJob, StartJob
@@ -69,8 +70,9 @@ class _PendingReport:
 class JobCommands:
     """Adapters and jobs of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, activity: Activity | None = None) -> None:
+        """activity: told whose files are read and written."""
+        self._engine, self._activity = engine, activity or Activity(None)
         self._starts: dict[str, JobStart] = {}
         self._writers = DiskWriters()
         self._waiting: dict[str, deque[_PendingReport]] = {}  # by job
@@ -107,7 +109,8 @@ class JobCommands:
         """What the files of a job hold; from any thread. DataError."""
         if job.config.evaluation.asks:
             self._engine.answers_tokenizer()  # here, and not within the first step that needs it
-        return JobFiles.read(job)
+        with self._activity.files_of(job.id):
+            return JobFiles.read(job)
 
     def handle(
         self, command: StartJob | PauseJob | ResumeJob | CancelJob | CombineJob, read: Callable[[], Any] | None = None
@@ -307,7 +310,7 @@ class JobCommands:
         waiting = _PendingReport(job=due.job, step=due.step, listed=False, contribution=told)
         copy = self._engine.contribution(due.job)
         write = partial(write_contribution, copy, directory)
-        waiting.written = self._writers.write(due.job, write, even_in_a_hurry=True)
+        waiting.written = self._written(due.job, write, even_in_a_hurry=True)
         self._append(waiting)
 
     def _num_copies(self, job: str) -> int:
@@ -323,7 +326,14 @@ class JobCommands:
             failed.set_exception(error)
             return failed
         write = partial(checkpoint.write, self._starts[job].checkpoints)
-        return self._writers.write(job, write)
+        return self._written(job, write)
+
+    def _written(self, job: str, write: Callable[[], Path], *, even_in_a_hurry: bool = False) -> "Future[Path]":
+        def noted() -> Path:
+            with self._activity.files_of(job):
+                return write()
+
+        return self._writers.write(job, noted, even_in_a_hurry=even_in_a_hurry)
 
     def _fail(self, job: str, message: str) -> JobEvent:
         """End a job that cannot be continued; what is to be told of it."""

@@ -85,7 +85,7 @@ class EngineProcess:
         self._engine, self._socket, self._activity = engine, socket, activity or Activity(None)
         self._handover = handover or Alone()
         self._handover_stats: HandoverStats | None = None
-        self._jobs = JobCommands(engine)
+        self._jobs = JobCommands(engine, self._activity)
         self._commands = Commands(engine, self._jobs, self._send, self._activity, self._handover)
         self._steps: list[StepRecord] = []
         # Pages by owner after the step that left fewest free, since the last report.

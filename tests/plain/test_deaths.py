@@ -41,15 +41,18 @@ from coserve.worker.activity import Activity
 activity = Activity(sys.argv[1])
 activity.note(frozenset(("a", "b")))
 activity.note(frozenset())
-with activity.of("c"):
+with activity.{doing}("c"):
+    {before}
     {last_act}
 """
 
 
-def last_words(path: Path, last_act: str) -> tuple[LastActivity, "subprocess.Popen[bytes]"]:
+def last_words(
+    path: Path, last_act: str, *, doing: str = "of", before: str = "pass"
+) -> tuple[LastActivity, "subprocess.Popen[bytes]"]:
     """Of a process that notes what it does, and then does its last act."""
     activity = LastActivity(path)
-    command = [sys.executable, "-c", CHILD.format(last_act=last_act), str(path)]
+    command = [sys.executable, "-c", CHILD.format(last_act=last_act, doing=doing, before=before), str(path)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     return activity, subprocess.Popen(command, env=environment)
 
@@ -68,6 +71,21 @@ def test_what_a_process_worked_for_is_known_after_its_death(
 ):
     activity, process = last_words(tmp_path / "activity", last_act)
     assert activity.jobs_at_death(process.wait(60), hung=hung) == jobs
+
+
+@pytest.mark.parametrize(
+    ("before", "jobs"),
+    [
+        ("pass", ("c",)),
+        ("activity.note(frozenset('a')); activity.note(frozenset())", ("c",)),
+        ("activity.note(frozenset('a'))", ("a",)),
+    ],
+)
+def test_a_job_whose_files_are_read_is_under_way_while_the_device_rests(
+    tmp_path: Path, before: str, jobs: tuple[str, ...]
+):
+    activity, process = last_words(tmp_path / "activity", "os._exit(3)", doing="files_of", before=before)
+    assert activity.jobs_at_death(process.wait(60), hung=False) == jobs
 
 
 def test_a_process_that_somebody_has_stopped_does_not_hang(tmp_path: Path):

@@ -26,6 +26,27 @@ TorchTrainer.update = deadly
 """
 
 
+# The process ends as a job's files are read, before it begins; and as its last checkpoint is written, after its steps.
+DEADLY_FILES = {
+    "read": """
+import os
+from coserve.worker.job_files import JobFiles
+
+JobFiles.read = lambda job: os._exit(3)
+""",
+    "written": """
+import os, time
+from coserve.engine.checkpoint import Checkpoint
+
+def deadly(self, parent):
+    time.sleep(1)  # all that while the engine rests
+    os._exit(3)
+
+Checkpoint.write = deadly
+""",
+}
+
+
 def create(served: Served, rank: int) -> str:
     client = served.client()
     file = client.files.create(file=("data.jsonl", "\n".join(LINES).encode()), purpose="fine-tune")
@@ -57,3 +78,14 @@ def test_a_job_that_kills_engines_fails_and_the_one_beside_it_does_not():
         metrics: list[Any] = [each.data for each in jobs.list_events(good, limit=1000) if each.type == "metrics"]
         assert sorted(each["step"] for each in metrics if "train_loss" in each) == list(range(1, 81))
         assert 3 <= served.log.read_text().count("the engine died") <= 6
+
+
+@pytest.mark.parametrize("files_are", DEADLY_FILES)
+def test_a_job_in_whose_files_engines_die_fails(files_are: str):
+    with serving(before=DEADLY_FILES[files_are]) as served:
+        jobs = served.client().fine_tuning.jobs
+        bad = create(served, 4)
+        served.wait_until(lambda: jobs.retrieve(bad).status == "failed", limit_s=240)
+        error = jobs.retrieve(bad).error
+        assert error is not None and error.code == "engine_died"
+        assert served.log.read_text().count("the engine died") == 3
