@@ -9,7 +9,7 @@ from math import inf
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from support import make_backbone
@@ -293,6 +293,7 @@ def test_the_reserve_is_saved_up_over_the_first_tokens():
 
 @settings(deadline=None, max_examples=300)
 @given(views(), devices, st.sampled_from([0.02, 0.1, 0.5]))
+@example(seen=view(prompt(arrival_s=8.0), job()), hardware=CPU, margin=0.1)  # due at this very moment
 def test_fine_tuning_ends_before_the_tightest_deadline_by_prediction(seen, hardware, margin):
     latency = make_latency(hardware, margin=margin)
     made = plan("slack", seen, latency)
@@ -302,7 +303,8 @@ def test_fine_tuning_ends_before_the_tightest_deadline_by_prediction(seen, hardw
     least.tune(seen.jobs, 0.0)
     indivisible = not seen.requests and made == least.build()
     soonest_s = seen.now_s + latency.forward_s(decode_load([r for r in seen.requests if r.num_rows == 1]))
-    timely = [request for request in seen.requests if due_at_s(request) >= soonest_s]  # others may be lost causes
+    # Others may be lost causes; one that is due now is one, since its step has not begun.
+    timely = [request for request in seen.requests if due_at_s(request) >= soonest_s and due_at_s(request) > seen.now_s]
     # A token at the pace of its SLO takes nothing of the bank.
     paces_s = {r.id: inf if r.first_token_s is None else r.last_token_s + r.tpot_s for r in timely}
     due_s = [max(due_at_s(r, RESERVE_TPOTS), min(due_at_s(r), paces_s[r.id])) for r in timely]
