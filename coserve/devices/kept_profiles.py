@@ -35,12 +35,14 @@ def load_profile(
     """The profile of a model on this device: from disk, or measured now and kept there.
 
     directory: default `profiles` below the home directory. progress: told how many measurements
-    are done, and of about how many.
+    are done, and of about how many; without one, a warning says what is being waited for.
     """
     path = profile_path(backbone, directory)
     if (stored := read_profile(path)) is not None:
         return stored
-    _log.info("measuring how fast %s runs on %s, once", backbone.name, device_name(backbone.device))
+    level = logging.WARNING if progress is None else logging.INFO
+    message = "measuring how fast %s runs on %s, once: this takes some seconds, up to minutes on a busy machine"
+    _log.log(level, message, backbone.name, device_name(backbone.device))
     profile = measure_profile(backbone, progress)
     keep_profile(backbone, profile, directory)
     return profile

@@ -132,6 +132,19 @@ def test_a_piece_is_run_until_its_fastest_runs_agree():
     assert len(runs) == 7
 
 
+def test_who_is_shown_no_progress_is_told_what_is_waited_for(tmp_path, monkeypatch, caplog):
+    profile = roofline_profile(
+        make_backbone("llama"), Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
+    )
+    monkeypatch.setattr(kept_profiles, "measure_profile", lambda backbone, progress: profile)
+    kept_profiles.load_profile(make_backbone("llama"), tmp_path / "a", lambda done, total: None)
+    assert not caplog.messages, "it is shown"
+    kept_profiles.load_profile(make_backbone("llama"), tmp_path / "b")
+    assert len(caplog.messages) == 1 and "measuring how fast" in caplog.messages[0] and "once" in caplog.messages[0]
+    kept_profiles.load_profile(make_backbone("llama"), tmp_path / "b")
+    assert len(caplog.messages) == 1, "it is kept"
+
+
 def test_what_more_rows_did_faster_was_held_up():
     assert rising({1: 5.0, 4: 2.0, 8: 9.0, 16: 3.0, 32: 4.0}) == {1: 2.0, 4: 2.0, 8: 3.0, 16: 3.0, 32: 4.0}
 
