@@ -51,7 +51,10 @@ _NUM_WAITS = 64
 
 
 class HostSwap:
-    """num_swapped_out, num_swapped_in: pages that were copied so far."""
+    """num_swapped_out, num_swapped_in: pages that were copied so far. give_back_s: within how many seconds pages that
+    went to the host were somebody else's: the most that a step has waited for copies lately; 0 if there were none: what
+    is dropped or forgotten is free at once.
+    """
 
     def __init__(self, cache: KvCache, info: DeviceInfo, latency: LatencyModel) -> None:
         self._blocks, self._block_tokens = HostBlocks(info.num_host_pages), cache.block_tokens
@@ -60,6 +63,7 @@ class HostSwap:
         self.num_swapped_out = self.num_swapped_in = 0
         self._has_copied_out = False  # since the last step
         self._waits_s: deque[float] = deque(maxlen=_NUM_WAITS)
+        self.give_back_s = 0.0  # the longest of these
         if info.num_host_pages:
             cache.prefixes.on_evict = self._store
 
@@ -72,13 +76,6 @@ class HostSwap:
     def num_pages_used(self) -> int:
         """Of the host: those of requests that wait, of packs, and of tensors."""
         return self._blocks.num_used
-
-    @property
-    def give_back_s(self) -> float:
-        """Within how many seconds pages that went to the host were somebody else's: the most that a step has waited for
-        copies lately. 0 if there were none: what is dropped or forgotten is free at once.
-        """
-        return max(self._waits_s, default=0.0)
 
     # -- requests -------------------------------------------------------------------
 
@@ -189,6 +186,7 @@ class HostSwap:
         """A step has waited for copies since the one before, for this time."""
         if self._has_copied_out:
             self._waits_s.append(copy_s)
+            self.give_back_s = max(self._waits_s)
             self._has_copied_out = False
 
     def lose(self, commands: Iterable[Command]) -> None:

@@ -239,8 +239,10 @@ class JobSet(Mapping[str, Job]):
         for job in list(self._jobs.values()):
             if job.optimizer_away and job.state == "running" and not job.memory_failures.num_turns:
                 self._bring_back_optimizer(job)
-            self._exchange.take_part(job)
-            self._milestones.follow(job)
+            if job.exchange is not None:
+                self._exchange.take_part(job)
+            if job.follow_due or job.answers_due:
+                self._milestones.follow(job)
         self.settle()
 
     def settle(self) -> None:

@@ -107,18 +107,18 @@ class PackQueue:
 
     def command_to_begin(self, pages: PackPages) -> BeginPack | MovePack:
         """What to tell the device about the next pack, which has these pages; `begin` once it has begun."""
-        pack, runs = self._waiting[0], tuple((run.start, len(run)) for run in pages.runs if run is not None)
+        pack, runs = self._waiting[0], tuple([(run.start, len(run)) for run in pages.runs if run is not None])
         if self.swapped is not None:
             return MovePack(self._job, runs)
         return BeginPack(
             job=self._job,
-            sequences=tuple(sequence for example in pack.examples for sequence in example.sequences),
+            sequences=tuple([sequence for example in pack.examples for sequence in example.sequences]),
             first_row=pack.first_row,
             runs=runs,
             evaluate=self.measures,
             is_reference=pack.is_reference,
-            values=tuple(numbers for example in pack.examples for numbers in example.values),
-            labels=tuple(label for example in pack.examples for label in example.labels),
+            values=tuple([numbers for example in pack.examples for numbers in example.values]),
+            labels=tuple([label for example in pack.examples for label in example.labels]),
         )
 
     def begin(self, pages: PackPages) -> None:

@@ -41,7 +41,7 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
 
 
 def _check_once(policy: str, what: str, items: Sequence[str]) -> None:
-    if len(set(items)) == len(items):
+    if len(items) < 2 or len(set(items)) == len(items):
         return
     for item, number in Counter(items).items():
         if number > 1:

@@ -82,6 +82,7 @@ class Request:
         self.params, self.seed, self.tenant = params, seed, tenant
         self.version, self.slo, self.asked_slo, self.arrival_s = version, slo, asked_slo, arrival_s
         self.priority, self.batch_due_s = priority, batch_due_s
+        self.is_batch = batch_due_s is not None  # nobody waits for it
         self.version_key = version.key if version is not None else ""
         self.prefix_key = ""
         self.note_model_changes(num_model_changes)
@@ -119,11 +120,6 @@ class Request:
         """Whether its turn has come to be admitted."""
         source = self.prefix_source
         return source is None or source.first_token_s is not None or source.finish_reason is not None
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether nobody waits for it."""
-        return self.batch_due_s is not None
 
     @property
     def taken(self) -> Taken:

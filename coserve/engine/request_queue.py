@@ -25,6 +25,7 @@ class RequestQueue:
         self.num_preemptions = self.num_arrived = self.num_ended = 0
         self._cache, self._swap, self._handed, self._counters = cache, swap, handed, counters
         self._members: dict[str, list[Request]] = {}
+        self._num_batch = 0  # sequences of batch work
         self._keys: dict[str, list[bytes]] = {}  # of the blocks of those that wait
         self._views: dict[str, RequestView] = {}  # of those that wait
 
@@ -46,10 +47,14 @@ class RequestQueue:
 
     def running_views(self, *, is_batch: bool = False) -> tuple[RequestView, ...]:
         """Of requests that somebody waits for, or of batch work."""
+        if is_batch and not self._num_batch:
+            return ()
         return tuple([each.running_view() for each in self.running.values() if each.is_batch == is_batch])
 
     def waiting_views(self, *, is_batch: bool = False) -> tuple[RequestView, ...]:
         """Of those far back in the queue, what they share may be out of date."""
+        if not self.waiting or (is_batch and not self._num_batch):
+            return ()
         waiting = [request for request in self.waiting.values() if request.is_batch == is_batch]
         for request in waiting[:_NUM_LOOKED_UP]:
             self._views[request.id] = self._look_up(request)
@@ -92,6 +97,7 @@ class RequestQueue:
         self._members[name] = list(members)
         self.num_arrived += len(members)
         for request in members:
+            self._num_batch += request.is_batch
             self._wait(request)
 
     def note_model_changes(self, number: int) -> None:
@@ -166,6 +172,7 @@ class RequestQueue:
         members = self._members[request.request]
         members.remove(request)
         self.num_ended += 1
+        self._num_batch -= request.is_batch
         if not members:
             del self._members[request.request]
         return closed

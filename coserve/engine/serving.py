@@ -1,6 +1,6 @@
 """The life of requests: how they come, what a step brings them, how they end."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -149,7 +149,7 @@ class Serving:
         step began.
         """
         running, prompts, tokens = self._queue.running, result.prompts, result.tokens
-        num_tokens: Counter[str] = Counter()
+        num_tokens: dict[str, int] = {}
         for rows in batch.requests:
             request = running.get(rows.request)
             if request is None:  # cancelled or stopped while the step ran
@@ -167,7 +167,7 @@ class Serving:
             chunk = request.accept(tokens[rows.request], now_s, ends_here=ends_here)
             if rows.request in result.embeddings:
                 chunk = structs.replace(chunk, embedding=result.embeddings[rows.request])
-            num_tokens[request.tenant] += 1
+            num_tokens[request.tenant] = num_tokens.get(request.tenant, 0) + 1
             self._emit(chunk)
             if ends_here and chunk.finish_reason is None:
                 chunk = request.end("stop")  # by itself: the token before is part of the text

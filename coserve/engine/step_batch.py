@@ -139,12 +139,15 @@ def observe(
 
     A section's time teaches once for each size in it, however many pieces of that size it has.
     """
-    joined = {(section, num_rows.bit_length()): num_rows for section, num_rows in _joined_rows(plan, models)}
-    rows = list(joined.values())
-    run, beside = _share_run(plan, result.num_tasklets), _share_run(plan, result.num_beside)
+    joined: dict[tuple[str, int], int] = {}
+    run = beside = 1.0
     corrections = latency.corrections
+    if plan.tasklets:
+        joined = {(section, num_rows.bit_length()): num_rows for section, num_rows in _joined_rows(plan, models)}
+        run, beside = _share_run(plan, result.num_tasklets), _share_run(plan, result.num_beside)
     if plan.partition is not None:
-        _observe_sides(latency, plan.partition, plan, result, plan.loss_s + plan.backward_s * beside, rows)
+        worth_s = plan.loss_s + plan.backward_s * beside
+        _observe_sides(latency, plan.partition, plan, result, worth_s, joined.values())
     else:
         _observe_forward_and_loss(corrections, plan, result)
     after_s = plan.backward_s * (run - beside)
@@ -205,6 +208,8 @@ def _joined_rows(plan: Plan, models: Mapping[str, str]) -> list[tuple[str, int]]
 
 def _share_run(plan: Plan, num_tasklets: Mapping[str, int]) -> float:
     """The share of the planned backward work that these tasklets of the jobs are: those before the time limit."""
+    if not num_tasklets:
+        return 0.0
     planned = sum([part.rows * part.num_tasklets for part in plan.tasklets])
     if not planned:
         return 1.0

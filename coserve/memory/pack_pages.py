@@ -46,6 +46,7 @@ class PackPages:
         self.runs: list[range | None] = list(runs)
         self.num_pages = sum([len(run) for run in runs if run is not None])  # that it still holds
         self._first_trained = len(runs) - num_trained_parts
+        self._end = len(runs)  # of the groups that run backward, from here on all have been given back
 
     @property
     def pages(self) -> list[int]:
@@ -63,7 +64,8 @@ class PackPages:
             self.release()
         elif cursor.saved_all:
             self._give_back(1, self._first_trained)
-            self._give_back(len(self.runs) - cursor.num_parts_reversed, len(self.runs))
+            self._give_back(len(self.runs) - cursor.num_parts_reversed, self._end)
+            self._end = len(self.runs) - cursor.num_parts_reversed
 
     def release(self) -> None:
         """Give back all of it."""

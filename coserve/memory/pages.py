@@ -58,7 +58,7 @@ class PagePool:
     def take_runs(self, owner: str, lengths: Sequence[int]) -> list[range]:
         """Runs of free neighbours of these lengths, each in turn the highest that there is, as far as there are."""
         marks, mark = self._marks, bytes([self._mark(owner)])
-        num_pages, least = sum(lengths), min(lengths, default=0)
+        num_pages, least = sum(lengths), min([length for length in lengths if length], default=0)
         # No run lies above the highest of the shortest ones. Where there is room for all below it, they come one below
         # the other.
         top = marks.rfind(_FREE * least) + least

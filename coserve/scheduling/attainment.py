@@ -171,8 +171,10 @@ class _Recent:
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
         self._sorted: list[float] = []
+        self._summary: tuple[float, _Summary] | None = None  # of these times a number, once it was asked for
 
     def add(self, now_s: float, share: float) -> None:
+        self._summary = None
         if len(self._recent) == _NUM_REQUESTS:
             self._forget_first()
         self._recent.append((now_s, share))
@@ -182,6 +184,11 @@ class _Recent:
         """Of the values times a number."""
         while self._recent and self._recent[0][0] < now_s - _MEMORY_S:
             self._forget_first()
+        if self._summary is None or self._summary[0] != times:
+            self._summary = times, self._summarize(times)
+        return self._summary[1]
+
+    def _summarize(self, times: float) -> _Summary:
         shares, most = self._sorted, _LOST / times
         if not shares or shares[0] > most:
             return _NOTHING_KNOWN
@@ -193,5 +200,6 @@ class _Recent:
         return _Summary(times * shares[index], 1 - bisect_right(shares, 1 / times) / num_all)
 
     def _forget_first(self) -> None:
+        self._summary = None
         _, share = self._recent.popleft()
         del self._sorted[bisect_left(self._sorted, share)]

@@ -7,8 +7,10 @@ every measured step moves a correction for steps of its kind. The margin is what
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from math import inf
+
+import msgspec
+from msgspec import structs
 
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.counts import JobCounts
@@ -17,8 +19,7 @@ from coserve.scheduling.profile import Profile, seconds_at
 from coserve.scheduling.sharing import SharingModel
 
 
-@dataclass(kw_only=True, slots=True)
-class ForwardLoad:
+class ForwardLoad(msgspec.Struct, kw_only=True):
     """What a forward pass is made of; sums that grow as rows are added.
 
     sampled: rows of which a token is chosen; drawn: of these, by chance; masked: of these, among some tokens. scored:
@@ -38,7 +39,7 @@ class ForwardLoad:
     bypasses: int = 0
     windows: int = 0
     window_rows: float = 0.0
-    versions: set[str] = field(default_factory=set)
+    versions: set[str] = msgspec.field(default_factory=set)
 
     @property
     def is_decode(self) -> bool:
@@ -129,7 +130,7 @@ class LatencyModel:
         """The seconds of a load with the next token of the first of these requests added to it, by their number."""
 
         def seconds(number: int) -> float:
-            more = replace(load, versions=set(load.versions))
+            more = structs.replace(load, versions=set(load.versions))
             more.add_decodes(requests[:number])
             return self.forward_s(more)
 

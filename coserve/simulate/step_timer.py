@@ -4,9 +4,10 @@ The packs of jobs move on by what runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from random import Random
+
+import msgspec
 
 from coserve.devices.step_messages import RequestRows, StepBatch, Tasklets
 from coserve.devices.tasklet_turns import tasklet_turns
@@ -16,8 +17,7 @@ from coserve.scheduling.plan import JobView, Partition, RequestView
 from coserve.simulate.modelled_trainer import ModelledTrainer
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """See `StepResult`."""
 
     forward_s: float

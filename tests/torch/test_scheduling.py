@@ -855,7 +855,7 @@ def test_steps_in_which_requests_decode_and_nothing_else_take_less_by_what_that_
     latency, saving = LatencyModel(profile), LatencyModel(replace(profile, decode_saved_s=1e-4))
     assert saving.forward_s(decodes) == pytest.approx(latency.forward_s(decodes) - 1e-4)
     assert saving.decode_s(num_requests=4, context=24) == saving.forward_s(decodes)
-    for mixed in (replace(decodes, rows=5), replace(decodes, windows=1)):
+    for mixed in (structs.replace(decodes, rows=5), structs.replace(decodes, windows=1)):
         assert saving.forward_s(mixed) == latency.forward_s(mixed)
 
 

@@ -12,10 +12,12 @@ even one layer of a whole sequence fits, tasklets are cut by rows, as operators 
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import ClassVar
+
+from msgspec import structs
 
 from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.history import History, StepView
@@ -63,7 +65,7 @@ def _load(requests: Sequence[RequestView]) -> ForwardLoad:
 
 
 def _fused_work(load: ForwardLoad, job: JobView, rows: int, latency: LatencyModel) -> Work:
-    more = replace(load)
+    more = structs.replace(load)
     latency.add_window(more, job, rows)
     return forward_work(more, latency)
 
