@@ -16,3 +16,9 @@ class CommandQueue(deque[Command]):
             for other in [each for each in self if isinstance(each, OpenRequest) and each.request == command.request]:
                 self.remove(other)
         self.append(command)
+
+    def take_all(self) -> list[Command]:
+        """All of them; none is left."""
+        commands = list(self)
+        self.clear()
+        return commands

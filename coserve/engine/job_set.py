@@ -97,6 +97,9 @@ class JobSet(Mapping[str, Job]):
     def __getitem__(self, job_id: str) -> Job:
         return self._jobs[job_id]
 
+    def __contains__(self, job_id: object) -> bool:
+        return job_id in self._jobs
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._jobs)
 
@@ -117,7 +120,7 @@ class JobSet(Mapping[str, Job]):
     @property
     def num_tokens_trained(self) -> int:
         """Rows of packs whose gradients are in, of all jobs here."""
-        return self._num_tokens_forgotten + sum(job.num_tokens_trained for job in self._jobs.values())
+        return self._num_tokens_forgotten + sum([job.num_tokens_trained for job in self._jobs.values()])
 
     @property
     def num_packs_dropped(self) -> int:
@@ -152,9 +155,10 @@ class JobSet(Mapping[str, Job]):
 
         Where some are to be alone, they and all others take turns.
         """
-        jobs = [job for job in self._jobs.values() if job.id not in without and not job.memory_failures.num_turns]
-        running = [job for job in jobs if job.state == "running" and not job.optimizer_away]
-        running.sort(key=lambda job: job.num_rows_run)
+        jobs = [job for job in self._jobs.values() if job.state == "running" and not job.optimizer_away]
+        running = [job for job in jobs if job.id not in without and not job.memory_failures.num_turns]
+        if len(running) > 1:
+            running.sort(key=lambda job: job.num_rows_run)
         views = tuple([view for job in running if (view := job.view(now_s, self._packs.num_pages(job))) is not None])
         return self._in_turn(views) if any(job.is_alone for job in running) else views
 
@@ -264,7 +268,8 @@ class JobSet(Mapping[str, Job]):
         """The step loop turns: those that are held back come nearer to their return."""
         self._num_turns += 1
         for job in self._jobs.values():
-            job.memory_failures.note_turn()
+            if job.memory_failures.num_turns:
+                job.memory_failures.note_turn()
 
     def _bring_back_optimizer(self, job: Job) -> None:
         try:

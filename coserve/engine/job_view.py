@@ -24,11 +24,12 @@ def job_view(
         num_rows, parts_left = cursor.num_rows, cursor.num_parts - cursor.num_parts_done
         done = cursor.num_forward_rows + cursor.num_loss_rows + cursor.num_parts_done * num_rows
         begins_at = cursor.phase
-        rows_left = {
-            "forward": num_rows - cursor.num_forward_rows,
-            "loss": cursor.num_trained - cursor.num_loss_rows,
-            "backward": cursor.num_backward_rows,
-        }[cursor.phase]
+        if begins_at == "backward":
+            rows_left = cursor.num_backward_rows
+        elif begins_at == "loss":
+            rows_left = cursor.num_trained - cursor.num_loss_rows
+        else:
+            rows_left = num_rows - cursor.num_forward_rows
     return JobView(
         id,
         phase,

@@ -93,8 +93,13 @@ class PageBroker:
         """
         if window is not None:
             return self._take_with_window(group_pages, num_trained_parts, window)
-        runs = iter(self._take_sizes(tuple([size for size in group_pages if size is not None])))
-        return PackPages(self.pool, [None if size is None else next(runs) for size in group_pages], num_trained_parts)
+        runs = self._take_sizes(tuple([size for size in group_pages if size is not None]))
+        if len(runs) < len(group_pages):
+            taken = iter(runs)
+            return PackPages(
+                self.pool, [None if size is None else next(taken) for size in group_pages], num_trained_parts
+            )
+        return PackPages(self.pool, runs, num_trained_parts)
 
     def _take_with_window(
         self, group_pages: Sequence[int | None], num_trained_parts: int, need: WindowNeed

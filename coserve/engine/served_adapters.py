@@ -174,4 +174,4 @@ class ServedAdapters:
 
     def wanted(self) -> list[str]:
         """Keys of versions that lie on the host, and that requests are to read."""
-        return sorted(self._away.keys() & self.versions.being_read)
+        return sorted(self._away.keys() & self.versions.being_read) if self._away else []

@@ -108,8 +108,11 @@ def build_batch(
     """What the device is told of a plan that can run."""
     # Rows of one adapter side by side, so that its bypasses run once for all of them.
     by_version: dict[str, list[RequestRows]] = {}
+    windows: list[WindowRows] = []
     for rows in plan.rows:
-        if rows.kind != "window":
+        if rows.kind == "window":
+            windows.append(WindowRows(rows.item, rows.rows))
+        else:
             request = requests.running[rows.item]
             by_version.setdefault(request.version_key, []).append(request.next_rows(rows.rows))
     return StepBatch(
@@ -119,7 +122,7 @@ def build_batch(
         tasklets=tuple([Tasklets(part.job, part.rows, part.num_tasklets, part.group) for part in plan.tasklets]),
         updates=tuple([Update(job, jobs[job].num_trained, jobs[job].order.num_steps) for job in plan.updates]),
         requests=tuple([rows for _, group in sorted(by_version.items()) for rows in group]),
-        windows=tuple([WindowRows(rows.item, rows.rows) for rows in plan.rows if rows.kind == "window"]),
+        windows=tuple(windows),
         backward_limit_s=plan.backward_limit_s,
         partition=plan.partition,
     )

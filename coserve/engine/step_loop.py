@@ -115,7 +115,7 @@ class StepLoop:
             self.flush_commands()
             return False
         own = (*self._pages.take_commands(), *self._swap.take_commands(), *self._handed.take_commands())
-        commands = (*own, *(self._commands.popleft() for _ in range(len(self._commands))))
+        commands = (*own, *self._commands.take_all())
         batch = build_batch(self.num_steps, plan, self._requests, self._jobs, commands)
         self._step = _Begun(view, plan, batch, started_s)
         try:
@@ -218,6 +218,8 @@ class StepLoop:
                 max_requests=self._config.max_requests,
                 num_units=self._device.info.num_units,
             )
+            if not planned.begin:
+                return view, plan
             begun = [self._jobs[job] for job in planned.begin if job in self._jobs]
             new = frozenset(job.id for job in begun if not job.has_pack) - failed
             if not new:

@@ -43,9 +43,10 @@ class PrefixIndex:
             return []
         found = list(known)
         key = found[-1] if found else blake2b(version.encode(), digest_size=16, person=b"version").digest()
-        for start in range(len(found) * self.block_tokens, len(tokens) - self.block_tokens + 1, self.block_tokens):
-            block = array("q", tokens[start : start + self.block_tokens])
-            key = blake2b(key + block.tobytes(), digest_size=16).digest()
+        unknown = array("q", tokens[len(found) * self.block_tokens :])
+        ids, size = unknown.tobytes(), unknown.itemsize * self.block_tokens
+        for start in range(0, len(ids) - size + 1, size):
+            key = blake2b(key + ids[start : start + size], digest_size=16).digest()
             found.append(key)
         return found
 

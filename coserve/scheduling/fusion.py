@@ -32,6 +32,8 @@ def hybrid_tasks(jobs: Sequence[JobView], latency: LatencyModel, *, max_rows: in
         max_rows: the most rows of a batch, unless one pack has more: what is copied side by side has room.
     """
     packs = [job for job in jobs if job.phase in ("forward", "loss", "backward")]
+    if len(packs) < 2:
+        return {job.id: 0 for job in packs}
     alone = {job.id: -1 - number for number, job in enumerate(packs) if job.counts.model}
     packs = sorted([job for job in packs if job.id not in alone], key=_num_rows)
     if len(packs) < 2:
@@ -90,7 +92,19 @@ def joined_tasklets(
         number = times(seconds, left_s, most)
         pieces = [PlannedTasklets(job.id, each, number, shared) for job, each in zip(now, rows, strict=True)]
         return JoinedTasklets(tuple(pieces), number * seconds, seconds)
+    if len(jobs) == 1:
+        return _whole_parts_alone(jobs[0], left_s, latency, first_s=seconds)
     return _whole_parts(jobs, fewest, left_s, latency, shared)
+
+
+def _whole_parts_alone(job: JobView, left_s: float, latency: LatencyModel, *, first_s: float) -> JoinedTasklets:
+    """`_whole_parts` of one job; first_s: of what is left of its current part, which fits."""
+    number, seconds, longest_s = 1, first_s, first_s
+    if job.num_parts_left > 1:
+        part_s = latency.tasklet_s(job, job.num_rows)
+        if num_more := times(part_s, left_s - first_s, job.num_parts_left - 1):
+            number, seconds, longest_s = 1 + num_more, first_s + num_more * part_s, max(first_s, part_s)
+    return JoinedTasklets((PlannedTasklets(job.id, job.num_rows, number),), seconds, longest_s)
 
 
 def _whole_parts(

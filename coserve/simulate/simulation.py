@@ -76,8 +76,9 @@ class Simulation:
         while self._next < len(self._arrivals) and self._arrivals[self._next].at_s <= now_s:
             arrival = self._arrivals[self._next]
             self._next += 1
+            draw, num_ids = self._random.random, self._vocab_size
             self.engine.add_tokens(
-                self._random.choices(range(self._vocab_size), k=arrival.num_prompt_tokens),
+                [int(draw() * num_ids) for _ in range(arrival.num_prompt_tokens)],
                 SamplingParams(max_tokens=arrival.num_output_tokens, temperature=0.0),
                 slo=arrival.slo,
                 adapter=arrival.adapter,

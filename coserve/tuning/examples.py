@@ -9,6 +9,7 @@ text.
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,7 +55,7 @@ class Example:
             (self.tokens[start:end], self.trained[start:end]) for start, end in zip((0, *ends), ends, strict=False)
         )
 
-    @property
+    @cached_property
     def num_trained(self) -> int:
         """Rows that will have a target: a sequence's first token is nobody's."""
         return self.trained[1:].count(True)

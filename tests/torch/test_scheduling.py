@@ -34,7 +34,7 @@ from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.deadlines import RESERVE_TOKENS
 from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
-from coserve.scheduling.policies.slack import MOST_SHARE, Slack, wait_share
+from coserve.scheduling.policies.slack import MOST_SHARE, Slack, tightest_tpot_s, wait_share
 from coserve.scheduling.profile import Curve, Profile
 from coserve.simulate.hardware import Hardware, roofline_profile
 from coserve.tuning import training_programs
@@ -50,7 +50,7 @@ POLICIES = policy_names()
 
 
 def arrival_wait_s(seen: View) -> float:
-    return SLACK.arrival_wait_s(seen, seen.requests)
+    return SLACK.arrival_wait_s(seen, tightest_tpot_s(seen, seen.requests))
 
 
 @cache

@@ -90,7 +90,7 @@ def run(
 
 def arrival_wait_s(engine: EngineCore) -> float:
     """What a request that arrives in an idle moment waits for the step that runs."""
-    return Slack().arrival_wait_s(View(now_s=0.0, ttft_s=engine.slo.ttft_s, tpot_s=engine.slo.tpot_s), ())
+    return Slack().arrival_wait_s(View(now_s=0.0, ttft_s=engine.slo.ttft_s), engine.slo.tpot_s)
 
 
 def quantile(values: list[float], share: float) -> float:

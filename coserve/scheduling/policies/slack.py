@@ -101,26 +101,26 @@ class Slack(Policy):
 
     def plan_steps(self, view: View, latency: LatencyModel, *, tunes: bool) -> Plan:
         """The plan, with jobs in it or without."""
-        memory = MemoryPlan(view)
+        memory, tunes = MemoryPlan(view), tunes and bool(view.jobs)
 
         def can_wait(request: RequestView, job: JobView) -> bool:
             left_s = self.due_at_s(request, self.reserve_tpots) - view.now_s
             return nearness(view) < EDGE and CAN_WAIT_TIMES * _wait_for_pack_s(request, job, latency) < left_s
 
         memory.grow(can_wait)
-        memory.admit_waiting(by_priority(_lost_last(self.queue(view), view, latency)), can_wait)
+        if view.waiting:
+            memory.admit_waiting(by_priority(_lost_last(self.queue(view), view, latency)), can_wait)
         batch_share = self._batch_share(view, tunes=tunes)
         if view.batch or view.batch_waiting:
             memory.serve_batch(batch_share * view.num_pages if view.num_pages else inf)
         if tunes:
             memory.begin_packs(self.turns(view), lambda job: PACK_STRETCH * latency.pack_s(job))
         build = PlanBuilder(view, latency)
-        deadlines, all_in = self._serve(build, memory.requests, view, latency)
-        if tunes or memory.batch:
-            wait_s = self.arrival_wait_s(view, memory.requests)
-            until_s, most_s = 0.0, inf
-            if all_in:
-                until_s, most_s = self._until_s(build, deadlines, memory, view, latency, wait_s)
+        tpot_s = tightest_tpot_s(view, memory.requests)
+        deadlines, all_in = self._serve(build, memory.requests, view, latency, tpot_s)
+        until_s, most_s = 0.0, inf
+        if all_in and (tunes or memory.batch):
+            until_s, most_s = self._until_s(build, deadlines, memory, view, latency, tpot_s)
         if memory.batch:
             left_s = max(0.0, until_s - build.late_s)
             # On a slow device a piece may be longer than its share of any step.
@@ -128,7 +128,7 @@ class Slack(Policy):
             build.batch(memory.batch, build.late_s + batch_share * left_s, must=must)
         if tunes:
             # As long as a request's token may, a job's piece may wait for more time than there is; where there can be.
-            max_defer_s = self.max_gap_tpots * tightest_tpot_s(view, memory.requests) if until_s < most_s else 0.0
+            max_defer_s = self.max_gap_tpots * tpot_s if until_s < most_s else 0.0
             least_share = self._least_share(view)
             jobs = self.shares(memory.jobs, view)
             if self.divides and view.num_units > 1:
@@ -138,7 +138,7 @@ class Slack(Policy):
 
     def _batch_share(self, view: View, *, tunes: bool) -> float:
         """Of what requests leave, what batch work may have."""
-        if not (tunes and view.jobs):
+        if not tunes:
             return 1.0
         batch = (*view.batch, *view.batch_waiting)
         is_late = any(each.batch_due_s is not None and each.batch_due_s < view.now_s for each in batch)
@@ -157,17 +157,18 @@ class Slack(Policy):
             or max([job.waited_s for job in view.jobs]) <= AGED_WAITS * self.arrival_share * view.ttft_s
         ):
             return view.jobs
-        waited_s = AGED_WAITS * self.arrival_wait_s(view, view.requests)
+        waited_s = AGED_WAITS * self.arrival_wait_s(view, tightest_tpot_s(view, view.requests))
         return sorted(view.jobs, key=lambda job: job.waited_s <= waited_s)
 
     def shares(self, jobs: Sequence[JobView], view: View) -> Sequence[JobView]:
         """Of the jobs that can run now, those that may take part in this step."""
         return jobs
 
-    def arrival_wait_s(self, view: View, requests: Sequence[RequestView]) -> float:
-        """The longest that a request waits for the step that runs when it arrives; requests: those that run."""
-        tpots_s = 2 * tightest_tpot_s(view, requests)
-        return max(self.arrival_share * view.ttft_s, min(tpots_s, MOST_ARRIVAL_SHARE * view.ttft_s))
+    def arrival_wait_s(self, view: View, tpot_s: float) -> float:
+        """The longest that a request waits for the step that runs when it arrives; tpot_s: the tightest SLO of those
+        that run.
+        """
+        return max(self.arrival_share * view.ttft_s, min(2 * tpot_s, MOST_ARRIVAL_SHARE * view.ttft_s))
 
     def due_at_s(self, request: RequestView, reserve_tpots: float = 0.0) -> float:
         """When a request's next token is due."""
@@ -176,9 +177,11 @@ class Slack(Policy):
     # -- requests -------------------------------------------------------------------
 
     def _serve(
-        self, build: PlanBuilder, requests: Sequence[RequestView], view: View, latency: LatencyModel
+        self, build: PlanBuilder, requests: Sequence[RequestView], view: View, latency: LatencyModel, tpot_s: float
     ) -> tuple[Deadlines, bool]:
-        """Rows of requests. Returns when those that decode are due, and whether all prompts are in."""
+        """Rows of requests; tpot_s: the tightest SLO of these. Returns when those that decode are due, and whether all
+        prompts are in.
+        """
         decoding = [request for request in requests if request.num_rows == 1]
         build.decode(decoding)
         prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
@@ -197,7 +200,7 @@ class Slack(Policy):
             return deadlines, True
         if not decoding:
             # A request that arrives now waits for this step to end.
-            budget_s = inf if share > MOST_ARRIVAL_SHARE else self.arrival_wait_s(view, requests)
+            budget_s = inf if share > MOST_ARRIVAL_SHARE else self.arrival_wait_s(view, tpot_s)
             all_in = build.prefill(ordered, budget_s, urgent=True)
         else:
             budget_s = (deadlines.prompts_s - view.now_s) / (1 + latency.corrections.margin)
@@ -257,18 +260,19 @@ class Slack(Policy):
         memory: MemoryPlan,
         view: View,
         latency: LatencyModel,
-        wait_s: float,
+        tpot_s: float,
     ) -> tuple[float, float]:
         """Seconds until which a step with jobs in it must have ended; and the most that these can become as requests
-        save time up. wait_s: the most in any case.
+        save time up. tpot_s: the tightest SLO of those that run.
         """
         if _queues(memory, view, latency):
             return 0.0, inf
         requests_s = build.late_s
+        wait_s = self.arrival_wait_s(view, tpot_s)
         most_s = min(wait_s - requests_s, wait_share(view.need.ttft) * view.ttft_s)
         own_s = deadlines.extra_s
         if view.need.tpot < 1:  # a step at the pace of the SLOs takes nothing that a later one could need
-            own_s = max(own_s, tightest_tpot_s(view, memory.requests) - requests_s)
+            own_s = max(own_s, tpot_s - requests_s)
         extra_s = min(deadlines.jobs_s - view.now_s - requests_s, own_s, most_s)
         room = _room(memory, view) if memory.requests else 1.0
         return requests_s + room * extra_s, requests_s + room * most_s
