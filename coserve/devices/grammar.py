@@ -3,7 +3,7 @@ data, so that processes without tensors can check and send it; `coserve.devices.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -28,13 +28,14 @@ class Grammar:
     in Lark's notation with a rule `start`, as https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
     describes it, or in llama.cpp's GBNF with a rule `root`. is_lenient: of a JSON schema, whether keywords that cannot
     be enforced are passed over; otherwise they are refused by name. after: any text comes first, up to where this one
-    has come, as reasoning does up to its end.
+    has come, as reasoning does up to its end. begun_by: that text begins with this one, and may be left out.
     """
 
     kind: GrammarKind
     text: str
     is_lenient: bool = field(default=False)
     after: str = ""
+    begun_by: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS or not isinstance(self.text, str):
@@ -123,10 +124,20 @@ class Tag:
         return " ".join([_quoted(begin)] * bool(begin) + [f"%json {schema}"] + [_quoted(end)] * bool(end))
 
 
-def text_before(after: str, name: str) -> str:
-    """In Lark's notation: any text up to this one, then the grammar of a name."""
-    lines = (f"start: thought blank @{name}", f"thought[lazy]: TEXT {_quoted(after)}", r"TEXT: /(.|\n)*/")
-    return "\n".join([*lines, r"blank: /\n{0,4}/"])
+def text_before(after: str, begun_by: str, name: str, special: Mapping[str, int]) -> str:
+    """In Lark's notation: any text up to `after`, then the grammar of a name. begun_by: see `Grammar`. special: texts
+    that are tokens of their own, which no text has.
+    """
+    start = f"start: (begin thought blank)? @{name}" if begun_by else f"start: thought blank @{name}"
+    lines = [start, r"TEXT: /(.|\n)*/", r"blank: /\n{0,4}/"]
+    if begun_by:
+        lines.append(f"begin: {_token_or_text(begun_by, special)}")
+    lazy = "" if after in special else "[lazy]"
+    return "\n".join([*lines, f"thought{lazy}: TEXT {_token_or_text(after, special)}"])
+
+
+def _token_or_text(text: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[text]}]>" if text in special else _quoted(text)
 
 
 def _quoted(text: str) -> str:

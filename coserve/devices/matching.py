@@ -55,6 +55,7 @@ class GrammarCompiler:
         self._library = _library()
         self.vocabulary = vocabulary
         self._tokenizer: LLTokenizer = _tokenizer(self._library, vocabulary)
+        self._special = {vocabulary.pieces[token].decode(errors="replace"): token for token in vocabulary.special}
         self._limits = self._library.LLParserLimits(
             initial_lexer_fuel=_COMPILE_FUEL,
             step_lexer_fuel=_STEP_FUEL,
@@ -87,7 +88,7 @@ class GrammarCompiler:
             return source
         is_lark = grammar.kind in ("lark", "gbnf")
         inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
-        outer = {"name": "outer", "lark_grammar": text_before(grammar.after, "inner")}
+        outer = {"name": "outer", "lark_grammar": text_before(grammar.after, grammar.begun_by, "inner", self._special)}
         return json.dumps({"grammars": [outer, {**inner, "name": "inner"}]})
 
     def _plain_source(self, grammar: Grammar) -> str:

@@ -10,12 +10,14 @@ from coserve.server.tools import Tools
 @dataclass(frozen=True, kw_only=True)
 class ChatFrame:
     """What the text of an answer begins in. role: whose message it is. echo: the message that comes before the text.
-    inside_reasoning: whether the prompt has opened it. with_reasoning: whether it is part of the answer.
+    inside_reasoning: whether the prompt has opened it. may_reason: whether the answer may open it. with_reasoning:
+    whether it is part of the answer.
     """
 
     role: str = "assistant"
     echo: str = ""
     inside_reasoning: bool = False
+    may_reason: bool = False
     with_reasoning: bool = True
 
 
@@ -27,8 +29,7 @@ class AnswerReader:
     def __init__(self, tools: Tools, frame: ChatFrame) -> None:
         self._tools, self._frame = tools, frame
         reads_all = tools.parser is not None and tools.parser.reads_all
-        # An answer that has to call does not think first, even if the prompt has opened a reasoning.
-        self._think = None if reads_all or tools.must_call else ThinkReader(inside=frame.inside_reasoning)
+        self._think = None if reads_all else ThinkReader(inside=frame.inside_reasoning)
         self._parser = None if tools.parser is None else tools.parser(tools.schemas)
         self._num_begun = 0
         self.was_reasoning = False

@@ -6,7 +6,7 @@ from typing import Any
 from coserve.server.answer_reader import ChatFrame
 from coserve.server.errors import ApiError
 from coserve.server.prompts import Prompts
-from coserve.server.reasoning import begins_inside
+from coserve.server.reasoning import begins_inside, may_begin
 from coserve.server.schemas import ChatBody, Message
 from coserve.server.texts import check_texts
 from coserve.server.tools import Tools
@@ -70,15 +70,23 @@ def ignored_fields(body: ChatBody, template: str) -> tuple[str, ...]:
     return (*body.ignored, "reasoning_effort") if has_effort and not used else body.ignored
 
 
+def _forbids_reasoning(body: ChatBody) -> bool:
+    """Whether it says so by the common names, whatever the template makes of them."""
+    more = body.chat_template_kwargs or {}
+    return body.reasoning_effort == "none" or any(more.get(name) is False for name in ("enable_thinking", "thinking"))
+
+
 def frame_of(body: ChatBody, prompt: Sequence[int], prompts: Prompts) -> ChatFrame:
     """prompt: the chat as tokens."""
     last = plain_message(body.messages[-1])
     opens = body.add_generation_prompt is not False and not body.continue_final_message
     role = "assistant" if opens else last["role"]
     continued = last["content"] if body.continue_final_message else ""
+    prompt_end = prompts.text(list(prompt[-_NUM_END:]))
     return ChatFrame(
         role=role,
         echo=last["content"] if body.echo and last["role"] == role else "",
-        inside_reasoning=begins_inside(prompts.text(list(prompt[-_NUM_END:])), continued),
+        inside_reasoning=begins_inside(prompt_end, continued),
+        may_reason=not _forbids_reasoning(body) and may_begin(prompt_end, continued, prompts.chat_template),
         with_reasoning=body.include_reasoning is not False,
     )

@@ -122,22 +122,18 @@ async def _generation(
 
 
 async def _grammar(body: ChatBody, tools: Tools, context: ServerContext, prompt: Sequence[int]) -> Grammar | None:
-    """What the answer follows, after the reasoning that its prompt has opened. One that has to call says nothing else,
-    whatever its content was to be.
+    """What the answer follows, after the reasoning that its prompt has opened, or that it may begin with. One that has
+    to call says nothing else, whatever its content was to be.
     """
     if tools.must_call:
-        return await grammar_of_calls(body, tools, context)
-    grammar = await context.structured.grammar(body)
-    if grammar is None or not frame_of(body, prompt, context.prompts).inside_reasoning:
+        grammar = await grammar_of_calls(body, tools, context)
+    elif (asked := await context.structured.grammar(body)) is not None:
+        grammar = asked
+    else:
+        return None
+    frame = frame_of(body, prompt, context.prompts)
+    if not frame.inside_reasoning and not frame.may_reason:
         return grammar
-    if context.prompts.has_special((reasoning.END,)):
-        raise ApiError(
-            f"the prompt opens a reasoning, and the model ends it by a special token ({reasoning.END}), which no "
-            "structured output can follow: have the template open none, such as by chat_template_kwargs "
-            '{"enable_thinking": false}',
-            param="chat_template_kwargs",
-            code="unsupported_parameter",
-        )
-    grammar = replace(grammar, after=reasoning.END)
-    await context.structured.check(grammar, param="response_format")
+    grammar = replace(grammar, after=reasoning.END, begun_by="" if frame.inside_reasoning else reasoning.BEGIN)
+    await context.structured.check(grammar, param="tools" if tools.must_call else "response_format")
     return grammar

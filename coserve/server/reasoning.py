@@ -14,6 +14,11 @@ def begins_inside(prompt_end: str, continued: str = "") -> bool:
     return prompt_end.rstrip().endswith(BEGIN)
 
 
+def may_begin(prompt_end: str, continued: str, template: str) -> bool:
+    """Whether an answer may open a reasoning itself: the model has such, and the prompt has not closed it already."""
+    return BEGIN in template and not continued.strip() and not prompt_end.rstrip().endswith((BEGIN, END))
+
+
 class ThinkReader:
     """Reads the text of one answer, in pieces of any size. Only what an answer begins with is reasoning; new lines
     around it are no part of it.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import coserve.server.tool_parsers as registry
-from coserve.server.reasoning import ThinkReader, begins_inside
+from coserve.server.reasoning import ThinkReader, begins_inside, may_begin
 from coserve.server.tool_parsers import JsonCalls, parser_class, parser_names, parser_of_template
 from coserve.server.tool_parsers.base import Arguments, CallBegins, CallFails, Content, Part, Reasoning
 
@@ -262,6 +262,14 @@ def test_an_answer_begins_in_reasoning_that_the_prompt_opened():
     assert not begins_inside("<think>\n\n</think>\n\n")
     assert begins_inside("", "<think>Hm")
     assert not begins_inside("<think>", "<think>Hm</think>Hel")
+
+
+def test_an_answer_may_open_a_reasoning_where_the_model_has_one_and_the_prompt_has_not_closed_it():
+    template = "{% if thought %}<think>{{ thought }}</think>{% endif %}"
+    assert may_begin("<|assistant|>\n", "", template)
+    assert not may_begin("<|assistant|>\n", "", "{{ messages }}")
+    for end, continued in (("<think>\n\n</think>\n\n", ""), ("<think>", ""), ("Hel", "Hel")):
+        assert not may_begin(end, continued, template)
 
 
 def test_every_file_of_the_folder_is_a_parser():

@@ -17,7 +17,7 @@ from coserve.server.prompts import template_of
 # It opens a reasoning, and takes tools without showing any known format.
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>!{{ message.content }}<|end|>{% endfor %}"
-    "<|assistant|>{% if thinks is not defined or thinks %}<think>\n{% endif %}"
+    "<|assistant|>{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
 )
 HELLO: Any = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -46,7 +46,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_chats_are_written_by_the_template(given: Served):
     headers = {"Authorization": "Bearer key-of-ann"}
-    body = {"messages": HELLO, "chat_template_kwargs": {"thinks": False}, "return_token_strs": True}
+    body = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}, "return_token_strs": True}
     told = given.post("/tokenize", json=body, headers=headers).json()
     assert "!" in told["token_strs"]
 
@@ -85,7 +85,7 @@ def test_structured_output_comes_after_the_reasoning_that_the_prompt_opened(give
         messages=HELLO,
         max_tokens=60,
         response_format=STRICT,
-        extra_body={"chat_template_kwargs": {"thinks": False}},
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
     assert set(json.loads(without.choices[0].message.content)) == {"a"}
 

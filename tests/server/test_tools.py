@@ -6,7 +6,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, OpenAI, omit
 from served import Served, serving
 from tool_model import AFTER_TOOL, ANSWERS, BROKEN, CALLED, CLOCK, TOOLS, WEATHER, question, tool_model
 
@@ -81,13 +81,16 @@ ZONE = {
     "additionalProperties": False,
 }
 SHORT = [function("weather", CITY | {"additionalProperties": False}), function("clock", ZONE)]
+# Of the answers that the model knows by heart, one alone has a reasoning; elsewhere it would begin one, and not end it.
+AT_ONCE: Any = {"chat_template_kwargs": {"enable_thinking": False}}
 POSSIBLE = {"weather": [{"city": "Rome"}, {"city": "Oslo"}], "clock": [{"zone": "UTC"}]}
+FORCED: dict[str, Any] = {"tools": SHORT, "tool_choice": {"type": "function", "function": {"name": "clock"}}}
 
 
 @pytest.mark.parametrize("ask", [chat, stream])
 @pytest.mark.parametrize("text", ["hello", "weather"])
 def test_a_call_that_is_asked_for_by_its_name(client: OpenAI, ask: Any, text: str):
-    choice = ask(client, text, tools=SHORT, tool_choice={"type": "function", "function": {"name": "clock"}})
+    choice = ask(client, text, **FORCED, extra_body=AT_ONCE)
     assert [(name, json.loads(arguments)) for name, arguments in calls_of(choice)] == [("clock", {"zone": "UTC"})]
     assert not choice.message.content
     assert choice.finish_reason == "tool_calls"
@@ -96,7 +99,7 @@ def test_a_call_that_is_asked_for_by_its_name(client: OpenAI, ask: Any, text: st
 @pytest.mark.parametrize("ask", [chat, stream])
 @pytest.mark.parametrize("seed", range(3))
 def test_some_call_is_made_where_one_is_required(client: OpenAI, ask: Any, seed: int):
-    more: dict[str, Any] = {"tools": SHORT, "temperature": 1.5, "seed": seed}
+    more: dict[str, Any] = {"tools": SHORT, "temperature": 1.5, "seed": seed, "extra_body": AT_ONCE}
     choice = ask(client, "hello", tool_choice="required", parallel_tool_calls=False, **more)
     [(name, arguments)] = calls_of(choice)
     assert json.loads(arguments) in POSSIBLE[name]
@@ -178,6 +181,38 @@ def test_reasoning_comes_apart_from_the_answer(client: OpenAI, ask: Any):
     without = chat(client, "hello", extra_body={"include_reasoning": False})
     assert without.message.content == "Hello!"
     assert not hasattr(without.message, "reasoning_content")
+
+
+TIME: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "zone", "schema": ZONE, "strict": True}}
+
+
+@pytest.mark.parametrize("ask", [chat, stream])
+@pytest.mark.parametrize("choice", [FORCED["tool_choice"], "required"])
+def test_a_call_that_must_be_made_comes_after_the_reasoning(client: OpenAI, ask: Any, choice: Any):
+    asked: dict[str, Any] = {**FORCED, "tool_choice": choice, "parallel_tool_calls": False}
+    said = ask(client, "hello", **asked)
+    assert (said.message.reasoning, said.message.content or "") == ("They greet.", "")
+    [(name, arguments)] = calls_of(said)
+    assert json.loads(arguments) in POSSIBLE[name]
+    assert said.finish_reason == "tool_calls"
+    for more in (AT_ONCE, {"reasoning_effort": "none"}):
+        at_once = ask(client, "hello", **asked, extra_body=more)
+        assert not hasattr(at_once.message, "reasoning")
+        assert calls_of(at_once) and not at_once.message.content
+
+
+@pytest.mark.parametrize("ask", [chat, stream])
+def test_structured_output_comes_after_the_reasoning(client: OpenAI, ask: Any):
+    opened = [*question("hello"), {"role": "assistant", "content": "<think>\nThey"}]
+    for more, thought in (
+        ({}, "They greet."),
+        ({"messages": opened, "extra_body": {"continue_final_message": True}}, " greet."),
+        ({"extra_body": AT_ONCE}, None),
+    ):
+        said = ask(client, "hello", tools=omit, response_format=TIME, **more)
+        assert getattr(said.message, "reasoning", None) == thought
+        assert json.loads(said.message.content) == {"zone": "UTC"}
+        assert said.finish_reason == "stop"
 
 
 def test_what_the_prompt_has_opened_or_closed(client: OpenAI):
@@ -314,12 +349,14 @@ def test_a_broken_call_is_text_of_the_response(client: Any):
         assert [item.type for item in response.output] == ["message"]
 
 
-HOME: Any = {"type": "namespace", "name": "home", "description": "Where you are.", "tools": [RESPONSE_TOOLS[0]]}
+SHORT_TOOLS: Any = [{"type": "function", **tool["function"], "strict": False} for tool in SHORT]
+HOME: Any = {"type": "namespace", "name": "home", "description": "Where you are.", "tools": [SHORT_TOOLS[0]]}
 AWAY: Any = {**HOME, "name": "away"}
 
 
 def test_a_function_of_a_namespace_is_called_and_sent_back_by_two_names(client: Any):
-    asked: dict[str, Any] = {**RESPONSE, "input": "weather", "tools": [HOME, RESPONSE_TOOLS[1]]}
+    tools = [HOME, SHORT_TOOLS[1]]
+    asked: dict[str, Any] = {**RESPONSE, "input": "weather", "tools": tools, "reasoning": {"effort": "none"}}
     for choice in ({"type": "function", "name": "weather"}, {"type": "function", "name": "home__weather"}):
         made = client.responses.create(**asked, tool_choice=choice)
         [call] = made.output

@@ -82,6 +82,30 @@ def test_any_text_may_come_first_where_that_is_asked_for(grammar, text):
     for other in (text, f"Hm</think>x{text}", "Hm</think>", "Hm"):
         assert not follows(after, other)
 
+    may = replace(after, begun_by="<think>")
+    assert follows(may, text)
+    assert follows(may, f"<think>Hm {{ < \n</think>\n\n{text}")
+    for other in (f"Hm</think>{text}", f"<think>{text}", f"<think></think><think></think>{text}", "<think>Hm</think>"):
+        assert not follows(may, other)
+
+
+@pytest.mark.parametrize("begun_by", ["", "<think>"])
+def test_what_comes_first_may_end_with_a_special_token(begun_by: str):
+    begin, end = len(SMALL.pieces), len(SMALL.pieces) + 1
+    vocabulary = Vocabulary((*SMALL.pieces, b"<think>", b"</think>"), (*SMALL.special, begin, end), SMALL.ends)
+    grammar = replace(Grammar.regex(r"\d{3}"), after="</think>", begun_by=begun_by)
+    matcher = GrammarCompiler(vocabulary).compile(grammar)
+    opened = [begin] if begun_by else []
+    for tokens, right in (
+        ([*opened, *b"Hm 1", end, *b"\n\n123"], True),
+        ([*opened, end, *b"123"], True),
+        (list(b"123"), bool(begun_by)),
+        ([*opened, *b"Hm</think>123"], False),
+        ([*opened, *b"Hm", begin, end, *b"123"], False),
+    ):
+        one = matcher.deep_copy()
+        assert (all(one.consume_token(token) for token in tokens) and one.is_accepting()) == right, tokens
+
 
 def test_tags_are_pieces_of_json_between_fixed_texts():
     tags = [Tag(begin="<f>", schema=PERSON, end="</f>"), Tag(begin="<g>", schema={"type": "integer"}, end="</g>")]
