@@ -17,8 +17,8 @@ from coserve.memory.activations import Shapes
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import load_backbone
 from coserve.tuning import training_programs
+from coserve.tuning.pass_memory import saved_shapes, workspace_shapes
 from coserve.tuning.programs import evaluation_programs
-from coserve.tuning.training_pass import saved_shapes, workspace_shapes
 
 MODELS = ("qwen2.5-0.5b", "llama-3.1-8b")
 ROWS = (64, 512, 2048)

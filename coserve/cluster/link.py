@@ -1,32 +1,30 @@
 """The engines of many nodes as a server sees one: each request and job is placed on a node, and what comes of it is
 told as if there were no others.
 
-A node that dies takes its requests with it: one that has no token yet is placed again, since nobody can tell; one that
-has ends with an error that says so. Its jobs are told to have been lost, and the jobs' manager starts each again from
-its newest checkpoint, on whichever node is chosen then. What a node says of a job that is another's by now is dropped.
+A node that dies takes its requests with it (see `ClusterRequests`). Its jobs are told to have been lost, and the jobs'
+manager starts each again from its newest checkpoint, on whichever node is chosen then. What a node says of a job that
+is another's by now is dropped.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from coserve.cluster.cluster_jobs import ClusterJobs
+from coserve.cluster.cluster_requests import ClusterRequests
 from coserve.cluster.divided_jobs import DividedJobs
 from coserve.cluster.nodes import ClusterNode, FindNodes, Nodes
 from coserve.cluster.placement import Placement
-from coserve.cluster.prefixes import prefix_keys
 from coserve.cluster.profiler import profile_of
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.shard_reports import Told
-from coserve.cluster.tasks import task_of_request
-from coserve.cluster.tracker import NodeTracker, Totals, joined_ready
-from coserve.cluster.view import ClusterView, Task
+from coserve.cluster.tracker import NodeTracker, Totals, how_unlike, joined_ready
+from coserve.cluster.view import ClusterView
 from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError, ClusterError, EngineGoneError
 from coserve.jobs.messages import JobStart
@@ -40,25 +38,11 @@ if TYPE_CHECKING:
 
 # How often nodes that have joined are looked for, and the others are asked how they are.
 _LOOK_S = 1.0
-# Nodes that may die of a request before it is given up: it may be what they die of.
-_MOST_TRIES = 3
 # While tasks wait for a node, placements are asked again this often.
 _WAIT_S = 0.1
 _ENDS = ("succeeded", "failed", "cancelled")
 # Checkpoints at the end, as for a single engine.
 _SHUTDOWN_S = 20.0
-
-
-@dataclass(kw_only=True, eq=False)
-class _Request:
-    """One that is not over. num_open: sequences. node: None while it waits for one."""
-
-    request: AddRequest
-    stream: RequestStream
-    num_open: int
-    num_tokens: int = 0
-    num_tries: int = 0
-    node: ClusterNode | None = None
 
 
 class ClusterLink:
@@ -72,10 +56,9 @@ class ClusterLink:
         self._jobs = ClusterJobs(self._scheduler, self._place, self._tell_job)
         self._divided = DividedJobs(self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs)
         self._listeners: list[EngineListener] = []
-        self._requests: dict[str, _Request] = {}
+        self._requests = ClusterRequests(self._scheduler, self._jobs, self._nodes)
         self._totals = Totals()
         self._ready: Ready | None = None
-        self._vocabulary: tuple[Sequence[bytes], Sequence[int]] | None = None
         self._closing = False
         self._ended = asyncio.Event()
         self._retry: asyncio.TimerHandle | None = None
@@ -142,7 +125,7 @@ class ClusterLink:
                     "pid": None if status is None else status.pid,
                     "device": None if status is None else status.device,
                     "restarts": None if status is None else status.num_restarts,
-                    "requests": sum(each.node is node for each in self._requests.values()),
+                    "requests": self._requests.num_on(node),
                     "jobs": [self._divided.job_of(id) for id in self._jobs.on(node)],
                     "steps": None if stats is None else stats.num_steps,
                     "pages": None if stats is None else stats.num_pages,
@@ -170,8 +153,7 @@ class ClusterLink:
     @property
     def waiting(self) -> list[str]:
         """Requests and jobs that have no node yet."""
-        requests = [id for id, each in self._requests.items() if each.node is None]
-        return requests + [self._divided.job_of(id) for id in self._jobs.on(None)]
+        return self._requests.waiting + [self._divided.job_of(id) for id in self._jobs.on(None)]
 
     @property
     def num_nodes(self) -> int:
@@ -209,15 +191,13 @@ class ClusterLink:
 
     def fail_open_requests(self, reason: str) -> None:
         """See `EngineAccess`."""
-        for id, open_request in list(self._requests.items()):
-            self._drop(id)
-            open_request.stream.fail(EngineGoneError(reason))
+        self._requests.fail_all(reason)
 
     # -- nodes (see `NodesOwner`) -------------------------------------------------------
 
     def node_ready(self, node: ClusterNode, ready: Ready) -> None:
         """A node's engine takes commands."""
-        if (problem := self._unlike(ready)) is not None:
+        if self._ready is not None and (problem := how_unlike(ready, self._ready)) is not None:
             self._nodes.refuse(node, problem)
             return
         node.problem, node.is_refused = None, False
@@ -230,16 +210,6 @@ class ClusterLink:
             listener.engine_ready(self._ready)
         self._place()
         self._divided.grow()
-
-    def _unlike(self, ready: Ready) -> str | None:
-        """How an engine differs from the others in what answers depend on."""
-        if self._ready is None:
-            return None
-        for name in ("model", "dtype", "vocab_size", "block_tokens"):
-            if (its := getattr(ready, name)) != (ours := getattr(self._ready, name)):
-                return f"its {name} is {its}, and that of others {ours}: start it as those were"
-
-        return None
 
     def node_gone(self, node: ClusterNode) -> None:
         """A node's engine has died, or the node."""
@@ -256,7 +226,7 @@ class ClusterLink:
         self._totals.restart(self._stats())
         self._lose_jobs(jobs, at_death)
         for id in lost:
-            self._lost(id, node)
+            self._requests.lost(id, node, self._ready, is_closing=self._closing)
         self._place()
 
     def _lose_jobs(self, jobs: frozenset[str], at_death: tuple[str, ...] | None = ()) -> None:
@@ -267,25 +237,6 @@ class ClusterLink:
         if self._ready is not None:
             for listener in self._listeners:
                 listener.engine_ready(self._ready)
-
-    def _lost(self, id: str, node: ClusterNode) -> None:
-        """A request was lost with its node."""
-        found = self._requests.get(id)
-        if found is None:
-            return
-        found.num_tries += 1
-        if found.num_tokens:
-            reason = f"the node {node.name} was lost after {found.num_tokens} tokens of this answer; ask again"
-        elif found.num_tries >= _MOST_TRIES:
-            reason = f"{found.num_tries} nodes were lost, one after the other, before this request had a token"
-        elif self._closing:
-            reason = "the server is shutting down"
-        else:
-            found.node = None
-            self._scheduler.submit(self._task(found.request))
-            return
-        del self._requests[id]
-        found.stream.fail(EngineGoneError(reason))
 
     def _join(self) -> None:
         readies = [node.link.ready for node in self._nodes.used() if node.link.ready is not None]
@@ -329,16 +280,7 @@ class ClusterLink:
             self._jobs.checkpointed(each.job, each.directory)
         for listener in self._listeners:
             listener.engine_reported(report)
-        has_begun = False
-        for chunk in report.chunks:
-            if (found := self._requests.get(chunk.request)) is not None:
-                if chunk.tokens and not found.num_tokens:
-                    self._scheduler.begin(chunk.request, time.monotonic())
-                    has_begun = True
-                found.num_tokens += len(chunk.tokens)
-                found.num_open -= chunk.finish_reason is not None
-                if not found.num_open:
-                    self._drop(chunk.request)
+        has_begun = self._requests.take(report.chunks)
         if (has_begun or report.stats is not None) and self._scheduler.num_waiting:
             self._place()
 
@@ -366,68 +308,31 @@ class ClusterLink:
         """See `EngineAccess`."""
         self.require_ready()
         stream = RequestStream(requests, tokenizer, shown_tokens)
-        for request in stream.for_engine():
-            self._requests[request.id] = _Request(request=request, stream=stream, num_open=request.params.n)
-            self._scheduler.submit(self._task(request))
+        self._requests.open(stream, self._ready)
         self._place()
         return stream
 
     def close(self, stream: RequestStream) -> None:
         """See `EngineAccess`."""
         for request in stream.requests:
-            self._drop(request.id)
+            self._requests.drop(request.id)
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
         """See `EngineAccess`."""
-        self._vocabulary = pieces, special
-
-    def _drop(self, id: str) -> None:
-        """It is over, or not wanted any more."""
-        found = self._requests.pop(id, None)
-        if found is None:
-            return
-        if not self._scheduler.withdraw(id):
-            self._scheduler.finish(id)
-        if found.node is not None and found.num_open:
-            found.node.link.cancel(id)
-
-    def _task(self, request: AddRequest) -> Task:
-        adapter = request.adapter
-        excluded = frozenset[str]()
-        if adapter is not None and adapter.directory is None:
-            excluded = self._others(adapter.name)
-        prefix: tuple[bytes, ...] = ()
-        if self._ready is not None and self._scheduler.placement.uses_prefixes:
-            prefix = prefix_keys(request, self._ready.block_tokens)
-        return task_of_request(request, prefix=prefix, excluded=excluded)
-
-    def _others(self, adapter: str) -> frozenset[str]:
-        """Nodes that do not have what only the job that makes it has, on its node."""
-        makers = self._jobs.makers(adapter)
-        return frozenset(node.name for node in self._nodes.all() if makers and node not in makers)
+        self._requests.use_vocabulary(pieces, special)
 
     def _place(self) -> None:
         """Send what has a node now; ask again soon for what has not."""
         for task, placed in self._scheduler.place(time.monotonic()):
             node = self._nodes.find(placed.node)
-            if (found := self._requests.get(task.id)) is not None:
-                self._send(found, node, task)
+            if task.id in self._requests:
+                self._requests.placed(task, node)
             else:
                 self._jobs.placed(task.id, node)
         if self._retry is not None:
             self._retry.cancel()
         waits = self._scheduler.num_waiting and not self._closing
         self._retry = asyncio.get_running_loop().call_later(_WAIT_S, self._place) if waits else None
-
-    def _send(self, found: _Request, node: ClusterNode, task: Task) -> None:
-        found.node = node
-        if found.request.params.grammar is not None and self._vocabulary is not None:
-            node.link.use_vocabulary(*self._vocabulary)
-        if node.tracker is not None:
-            node.tracker.prefixes.use(task.prefix)
-            if found.request.adapter is not None:
-                node.tracker.adapters.add(found.request.adapter.name)
-        node.link.send(found.request, found.stream)
 
     # -- adapters -------------------------------------------------------------------
 

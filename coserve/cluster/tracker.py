@@ -110,3 +110,11 @@ def joined_ready(readies: list[Ready]) -> Ready:
         max_positions=min(each.max_positions for each in readies),
         num_pages=min(each.num_pages for each in readies),
     )
+
+
+def how_unlike(ready: Ready, joined: Ready) -> str | None:
+    """How an engine differs from the others in what answers depend on."""
+    for name in ("model", "dtype", "vocab_size", "block_tokens"):
+        if (its := getattr(ready, name)) != (ours := getattr(joined, name)):
+            return f"its {name} is {its}, and that of others {ours}: start it as those were"
+    return None

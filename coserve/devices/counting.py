@@ -22,8 +22,8 @@ from coserve.scheduling.profile import Profile
 from coserve.tuning.layerwise import num_loss_turns
 from coserve.tuning.optimizer import NUM_MOMENTS
 from coserve.tuning.pack_states import NUM_FIXED, NUM_PLACES, STATES
+from coserve.tuning.pass_memory import saved_shapes, workspace_shapes
 from coserve.tuning.programs import TrainingPrograms
-from coserve.tuning.training_pass import saved_shapes, workspace_shapes
 
 # Of a tensor's values in each dimension, for a fingerprint: no more than twice as many are read.
 _MOST_SAMPLES = 32

@@ -17,7 +17,7 @@ from coserve.models.batch import forward_part
 from coserve.tuning.cursor import LayerwiseCursor
 from coserve.tuning.pack import Pack
 from coserve.tuning.programs import TrainingPrograms
-from coserve.tuning.training_pass import TrainingPass, rows_between_parts, window_of
+from coserve.tuning.training_pass import TrainingPass, window_of
 
 
 class LayerwisePass(TrainingPass):
@@ -86,7 +86,7 @@ class LayerwisePass(TrainingPass):
         self._turn.advance_backward(end - start)
 
     def _run_forward(self, part: Part, start: int, end: int) -> None:
-        rows = rows_between_parts(self)
+        rows = self.kept.rows
         x = None if part == self._forward_parts[0] else rows[start:end]
         hidden = forward_part(self.backbone, [window_of(self, start, end)], part, x)
         if part == self._forward_parts[-1]:

@@ -22,21 +22,18 @@ from coserve.graph.states import StateRows
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_row_ids
 from coserve.kernels.transfer import on_device
-from coserve.memory.activations import ActivationMemory, DeviceMemory, Shapes
-from coserve.models.backbone import Backbone
+from coserve.memory.activations import ActivationMemory, DeviceMemory
 from coserve.models.base import Part
 from coserve.models.batch import BatchRows, Keep, Span, forward
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pack import UNTRAINED, Pack
-from coserve.tuning.pack_states import STATES, PackStates, clear_gradient, states_shape
+from coserve.tuning.pack_states import PackStates
+from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.scores import PackScores
 from coserve.tuning.tasklet import BackwardWindow, Tasklet
-
-# Tensors of a pass's workspace. Rows: what the blocks give for each row; after the loss, the gradient of that.
-_ROWS, _KEY_GRADS, _VALUE_GRADS = "rows", "key_grads", "value_grads"
 
 
 class TrainingPass:
@@ -44,7 +41,7 @@ class TrainingPass:
 
     After the last tasklet, `gradients` holds the gradient of the pack's summed loss for every master parameter of the
     adapter (float32, by full name), and `sums` the loss, accuracy and number of trained rows. Dividing by the trained
-    rows of the whole optimizer step gives the mean.
+    rows of the whole optimizer step gives the mean. `kept` has its tensors meanwhile.
     """
 
     joins_others: ClassVar[bool] = True  # whether its rows may be among those of other passes
@@ -80,9 +77,6 @@ class TrainingPass:
         self.cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=len(programs.parts))
         self._bypasses = None if bare else adapter.bypasses(training=training)
         self.is_bare, self.scores = bare, scores
-        self._memory = memory or DeviceMemory(backbone.device)
-        self._saved: dict[Part, dict[str, Tensor]] = {}
-        self._workspace: dict[str, Tensor] = {}
         self._dropout_row_ids = dropout_row_ids(dropout_seed, torch.arange(first_row, first_row + pack.num_rows)).to(
             backbone.device
         )
@@ -94,13 +88,7 @@ class TrainingPass:
         self._states = PackStates(backbone.device)
         self._tasklet: Tasklet | None = None
         self._released = False
-        try:
-            self._workspace = self._memory.take(workspace_shapes(programs, backbone, pack.num_rows))
-            for part in backbone.architecture.parts[:-1]:
-                self._saved[part] = self._memory.take(saved_shapes(programs, backbone, part, pack.num_rows))
-        except BaseException:  # whatever it was: nothing else could give the pages back
-            self.release()
-            raise
+        self.kept = PassMemory(memory or DeviceMemory(backbone.device), programs, backbone, pack.num_rows)
 
     # -- forward ----------------------------------------------------------------
 
@@ -119,13 +107,13 @@ class TrainingPass:
         """Take the blocks' output for the window's rows [n, hidden_size]."""
         assert not self._released, "the pass was released"
         start, end = self.cursor.next_forward(hidden.shape[0])
-        self._workspace[_ROWS][start:end] = hidden
+        self.kept.rows[start:end] = hidden
         self.cursor.advance_forward(end - start)
         if self.forward_done:  # below the lowest trained part, K and V were kept for later windows alone
-            for part in [part for part in self._saved if part not in self.programs.parts]:
-                self._memory.give_back(self._saved.pop(part))
+            for part in [part for part in self.kept.saved if part not in self.programs.parts]:
+                self.kept.give_back(part)
             # What has no loss has no gradient.
-            self._workspace[_ROWS].masked_fill_((self._targets == UNTRAINED)[:, None], 0)
+            self.kept.rows.masked_fill_((self._targets == UNTRAINED)[:, None], 0)
             self._release_if_done()
 
     # -- loss -------------------------------------------------------------------
@@ -166,7 +154,7 @@ class TrainingPass:
 
     def _finish_loss(self, rows: Tensor, losses: Tensor, correct: Tensor, gradient: Tensor) -> None:
         self.totals += torch.stack([each.sum(dtype=torch.float64) for each in (losses, correct)])
-        self._workspace[_ROWS][rows] = gradient
+        self.kept.rows[rows] = gradient
         self.cursor.advance_loss(len(rows))
         if self.scores is not None:
             self.scores.take(losses)
@@ -178,7 +166,7 @@ class TrainingPass:
         """All rows have their log-probabilities: the objective says what each one's gradient counts."""
         weights = scores.weigh()
         if weights is not None and (outcome := scores.outcome) is not None:
-            self._workspace[_ROWS][self._trained] *= weights[:, None]
+            self.kept.rows[self._trained] *= weights[:, None]
             self.totals = torch.stack([outcome.loss.double(), outcome.correct.double()])
 
     # -- backward ---------------------------------------------------------------
@@ -206,36 +194,28 @@ class TrainingPass:
         part, rows = self.programs.parts[self.cursor.num_parts_done], slice(start, end)
         graph = self.programs.program[part].graph
         if end == self.pack.num_rows:
-            self._start_part(part)
+            self.kept.clear_gradients(part)
         return BackwardWindow(
             part=part,
             program=self.programs.program[part],
             tokens=self._tokens[rows],
             positions=self._positions[rows],
-            saved={**self._saved_rows(part, rows), **self._constants(part, rows)},
+            saved={**self.kept.saved_rows(part, rows), **self._constants(part, rows)},
             parameters=self.adapter.tensors(part),
             accumulators=self._accumulators(part),
-            gradient=self._workspace[_ROWS][rows],
+            gradient=self.kept.rows[rows],
             attention=self._backward_attention(part, start, end) if graph.kv_tensors else None,
             states=self._backward_states(part, start, end) if graph.state_size else None,
             finish=partial(self._finish_tasklet, part, start, end),
         )
 
-    def _start_part(self, part: Part) -> None:
-        """Clear the accumulators of dK and dV, of which one pair serves all blocks in turn, or the state's gradient."""
-        graph = self.programs.program[part].graph
-        for name in (_KEY_GRADS, _VALUE_GRADS) if graph.kv_tensors else ():
-            self._workspace[name].zero_()
-        if graph.state_size:
-            clear_gradient(self._saved[part][STATES])
-
     def _finish_tasklet(self, part: Part, start: int, end: int, gradient: Tensor | None) -> None:
         """Store the gradient for the part below; after a part's first row, let its saved tensors go."""
         if gradient is not None:
-            self._workspace[_ROWS][start:end] = gradient
+            self.kept.rows[start:end] = gradient
         self._tasklet = None
         if self.cursor.advance_backward(end - start):
-            self._memory.give_back(self._saved.pop(part))
+            self.kept.give_back(part)
             self._release_if_done()
 
     # -- memory -----------------------------------------------------------------
@@ -243,7 +223,7 @@ class TrainingPass:
     @property
     def num_saved_bytes(self) -> int:
         """Bytes of the saved tensors that are held now."""
-        return sum(tensor.nbytes for tensors in self._saved.values() for tensor in tensors.values())
+        return self.kept.num_saved_bytes
 
     def release(self) -> None:
         """Give all memory back, at any moment; a pass that is not done is lost, and leaves no trace.
@@ -254,9 +234,7 @@ class TrainingPass:
         if self._tasklet is not None:
             self._tasklet.cancel()
             self._tasklet = None
-        for tensors in (*self._saved.values(), self._workspace):
-            self._memory.give_back(tensors)
-        self._saved, self._workspace = {}, {}
+        self.kept.release()
 
     def move(self, memory: ActivationMemory) -> None:
         """Continue in other memory, to which somebody has copied what lay in the pass's own; not within a tasklet.
@@ -264,9 +242,7 @@ class TrainingPass:
         memory: lends groups in the order in which the pass took those that it still has.
         """
         assert not self._released and self._tasklet is None, "the pass was released, or its tasklet is not done"
-        for tensors in (self._workspace, *self._saved.values()):
-            tensors.update(memory.take({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}))
-        self._memory = memory
+        self.kept.move(memory)
 
     def _release_if_done(self) -> None:
         if self.done:
@@ -279,9 +255,6 @@ class TrainingPass:
                 self._dropout_row_ids[rows], self.backbone.architecture.parts.index(part)
             )
         }
-
-    def _kv_tensors(self, layer: int) -> tuple[str, ...]:
-        return self.programs.program[layer].graph.kv_tensors
 
     def _accumulators(self, part: Part) -> dict[str, Tensor]:
         adapter = self.adapter
@@ -301,34 +274,26 @@ class TrainingPass:
             self._attention_batches[start, end] = batch
         return self._attention_batches[start, end]
 
-    def _saved_rows(self, part: Part, rows: slice) -> dict[str, Tensor]:
-        """Some rows of what is saved of a part."""
-        return {name: tensor[rows] for name, tensor in self._saved[part].items() if name != STATES}
-
-    def _stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the pack in a block, as stores of one page."""
-        keys, values = (self._saved[layer][name][None] for name in self._kv_tensors(layer))
-        return keys, values
-
     def _forward_states(self, layer: int, start: int, end: int) -> StateRows:
-        return self._states.forward(self._saved[layer][STATES], list(self.pack.sequences_within(start, end)))
+        return self._states.forward(self.kept.states(layer), list(self.pack.sequences_within(start, end)))
 
     def _backward_states(self, part: Part, start: int, end: int) -> StateRows:
-        saved, graph = self._saved[part], self.programs.program[part].graph
+        saved, graph = self.kept.saved[part], self.programs.program[part].graph
         lead = (saved[name] for name in graph.lead_tensors if name in saved)
-        return self._states.backward(saved[STATES], list(self.pack.sequences_within(start, end)), lead)
+        return self._states.backward(self.kept.states(part), list(self.pack.sequences_within(start, end)), lead)
 
     def _backward_attention(self, part: Part, start: int, end: int) -> AttentionRows:
         """For rows [start, end), with the accumulators of dK and dV."""
         assert isinstance(part, int)
-        keys, values = self._stores(part)
+        keys, values = self.kept.stores(part)
+        key_grads, value_grads = self.kept.key_value_grads
         return AttentionRows(
             rows=slice(0, end - start),
             batch=self._attention_batch(start, end),
             keys=keys,
             values=values,
-            key_grads=self._workspace[_KEY_GRADS][None],
-            value_grads=self._workspace[_VALUE_GRADS][None],
+            key_grads=key_grads[None],
+            value_grads=value_grads[None],
             place=slice(start, end),
         )
 
@@ -359,7 +324,7 @@ def _run_loss(pieces: Sequence[tuple[TrainingPass, int]]) -> None:
     first, windows = pieces[0][0], [training._next_loss(max_rows) for training, max_rows in pieces]
     backbone = first.backbone
     constants = [training._loss_constants(rows) for (training, _), rows in zip(pieces, windows, strict=True)]
-    hidden = [training._workspace[_ROWS][rows] for (training, _), rows in zip(pieces, windows, strict=True)]
+    hidden = [training.kept.rows[rows] for (training, _), rows in zip(pieces, windows, strict=True)]
     found = loss_and_gradient(
         first.programs.loss,
         torch.cat(hidden),
@@ -391,16 +356,16 @@ class _Window(Span, BatchRows):
 
     def keep(self, part: Part) -> Keep:
         assert not self._pass._released, "the pass was released"
-        if part not in self._pass._saved:
+        if part not in self._pass.kept.saved:
             return Keep()
-        saved = self._pass._saved_rows(part, self._rows)
+        saved = self._pass.kept.saved_rows(part, self._rows)
         return Keep(rows=saved, packed_signs=self._pass.programs.program[part].packed_signs)
 
     def constants(self, part: Part) -> Mapping[str, Tensor]:
         return self._pass._constants(part, self._rows)
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._pass._stores(layer)
+        return self._pass.kept.stores(layer)
 
     def states(self, layer: int) -> StateRows:
         return self._pass._forward_states(layer, self._rows.start, self._rows.stop)
@@ -409,35 +374,6 @@ class _Window(Span, BatchRows):
 def window_of(training: TrainingPass, start: int, end: int) -> Span:
     """Rows of a pack as a span of a forward batch, through any parts."""
     return _Window(training, start, end)
-
-
-def rows_between_parts(training: TrainingPass) -> Tensor:
-    """[n, hidden_size]: what the parts so far have made of each row."""
-    return training._workspace[_ROWS]
-
-
-def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num_rows: int) -> Shapes:
-    """The tensors that a pass of this many rows saves of one part."""
-    program = programs.program[part]
-    specs = (program.graph.spec[name] for name in program.saved)
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        spec.name: ((num_rows, *spec.shape), spec.dtype or backbone.dtype) for spec in specs
-    }
-    if size := program.graph.state_size:
-        shapes[STATES] = (states_shape(size, num_rows, is_trained=part in programs.parts), torch.float32)
-    return shapes
-
-
-def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> Shapes:
-    """The tensors that a pass of this many rows needs beside: its rows between blocks, dK and dV of one block."""
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        _ROWS: ((num_rows, backbone.architecture.hidden_size), backbone.dtype)
-    }
-    if not programs.parts:
-        return shapes
-    for name, width in zip((_KEY_GRADS, _VALUE_GRADS), backbone.architecture.kv_widths, strict=True):
-        shapes[name] = ((num_rows, width), torch.float32)
-    return shapes
 
 
 def run_alone(training: TrainingPass, *, forward_rows: int, backward_rows: int) -> None:

@@ -20,7 +20,7 @@ from coserve.models import CachedSequence, forward, logits
 from coserve.models.batch import Span
 from coserve.models.bypasses import Bypasses
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
-from coserve.tuning.training_pass import saved_shapes, workspace_shapes
+from coserve.tuning.pass_memory import saved_shapes, workspace_shapes
 
 BLOCK = 4
 

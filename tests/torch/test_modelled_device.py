@@ -84,7 +84,7 @@ def test_a_real_pass_lets_a_group_go_when_the_engine_takes_its_pages_back(both_d
 
     def held() -> int:
         """Pages of the groups that the device still has."""
-        groups = [*training._saved.values()]
+        groups = [*training.kept.saved.values()]
         return sum(-(-sum(-(-t.nbytes // 64) * 64 for t in group.values()) // pool.page_bytes) for group in groups)
 
     assert pages.num_pages - sizes[0] == held()

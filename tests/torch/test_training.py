@@ -32,8 +32,8 @@ from coserve.models import CachedSequence, forward
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pack import UNTRAINED
+from coserve.tuning.pass_memory import workspace_shapes
 from coserve.tuning.programs import frontier_of_part
-from coserve.tuning.training_pass import workspace_shapes
 
 LENGTHS = (7, 11, 1, 5)
 TARGETS = {"all": "all-linear", "down": ["down_proj", "fc2"], "qv": ["q_proj", "v_proj"], "k": ["k_proj"]}
@@ -324,7 +324,7 @@ def test_only_trained_rows_pass_the_head(monkeypatch):
     while not training.loss_done:
         training.run_loss(4)
     assert max(heads) <= 4 and sum(heads) == pack.num_trained == training.sums.num_trained
-    gradient = training._workspace["rows"]
+    gradient = training.kept.rows
     assert not gradient[pack.targets == UNTRAINED].any() and gradient[pack.targets != UNTRAINED].any(1).all()
     untrained = make_pack([([5, 6, 7], [False] * 3)])
     nothing = TrainingPass(adapter, training_programs(adapter), untrained)

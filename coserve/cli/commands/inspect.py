@@ -170,7 +170,7 @@ def _point(choice: "Retention") -> dict[str, Any]:
 def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[str, int]:
     from coserve.memory.activations import group_bytes
     from coserve.models.weights import weight_tensors
-    from coserve.tuning.training_pass import workspace_shapes
+    from coserve.tuning.pass_memory import workspace_shapes
 
     backbone = adapter.backbone
     weights = {id(t): t for held in backbone.weights.values() for t in weight_tensors(held)}

@@ -1,0 +1,146 @@
+"""Requests of a cluster: each waits for a node, and is sent to the one that it is placed on; those of a node that is
+lost are placed again.
+
+One that has no token yet can be placed again, since nobody can tell; one that has ends with an error that says so.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from coserve.cluster.cluster_jobs import ClusterJobs
+from coserve.cluster.nodes import ClusterNode, Nodes
+from coserve.cluster.prefixes import prefix_keys
+from coserve.cluster.scheduler import ClusterScheduler
+from coserve.cluster.tasks import task_of_request
+from coserve.cluster.view import Task
+from coserve.engine.request import Chunk
+from coserve.errors import EngineGoneError
+from coserve.worker.protocol import AddRequest, Ready
+from coserve.worker.streams import RequestStream
+
+# Nodes that may die of a request before it is given up: it may be what they die of.
+_MOST_TRIES = 3
+
+
+@dataclass(kw_only=True, eq=False)
+class _Request:
+    """One that is not over. num_open: sequences. node: None while it waits for one."""
+
+    request: AddRequest
+    stream: RequestStream
+    num_open: int
+    num_tokens: int = 0
+    num_tries: int = 0
+    node: ClusterNode | None = None
+
+
+class ClusterRequests:
+    """Those that are not over, by id. `ready`: what the engines say of themselves, None while none does."""
+
+    def __init__(self, scheduler: ClusterScheduler, jobs: ClusterJobs, nodes: Nodes) -> None:
+        self._scheduler, self._jobs, self._nodes = scheduler, jobs, nodes
+        self._requests: dict[str, _Request] = {}
+        self._vocabulary: tuple[Sequence[bytes], Sequence[int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._requests
+
+    def num_on(self, node: ClusterNode) -> int:
+        """How many are on a node."""
+        return sum(each.node is node for each in self._requests.values())
+
+    @property
+    def waiting(self) -> list[str]:
+        """Those that have no node yet."""
+        return [id for id, each in self._requests.items() if each.node is None]
+
+    def open(self, stream: RequestStream, ready: Ready | None) -> None:
+        """Have a stream's requests placed."""
+        for request in stream.for_engine():
+            self._requests[request.id] = _Request(request=request, stream=stream, num_open=request.params.n)
+            self._scheduler.submit(self._task(request, ready))
+
+    def drop(self, id: str) -> None:
+        """It is over, or not wanted any more."""
+        found = self._requests.pop(id, None)
+        if found is None:
+            return
+        if not self._scheduler.withdraw(id):
+            self._scheduler.finish(id)
+        if found.node is not None and found.num_open:
+            found.node.link.cancel(id)
+
+    def fail_all(self, reason: str) -> None:
+        """End each with an error."""
+        for id, found in list(self._requests.items()):
+            self.drop(id)
+            found.stream.fail(EngineGoneError(reason))
+
+    def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
+        """See `EngineAccess`."""
+        self._vocabulary = pieces, special
+
+    def placed(self, task: Task, node: ClusterNode) -> None:
+        """Send it there."""
+        found = self._requests[task.id]
+        found.node = node
+        if found.request.params.grammar is not None and self._vocabulary is not None:
+            node.link.use_vocabulary(*self._vocabulary)
+        if node.tracker is not None:
+            node.tracker.prefixes.use(task.prefix)
+            if found.request.adapter is not None:
+                node.tracker.adapters.add(found.request.adapter.name)
+        node.link.send(found.request, found.stream)
+
+    def take(self, chunks: Iterable[Chunk]) -> bool:
+        """What a node's steps made of requests; whether one has its first token."""
+        has_begun = False
+        for chunk in chunks:
+            if (found := self._requests.get(chunk.request)) is None:
+                continue
+            if chunk.tokens and not found.num_tokens:
+                self._scheduler.begin(chunk.request, time.monotonic())
+                has_begun = True
+            found.num_tokens += len(chunk.tokens)
+            found.num_open -= chunk.finish_reason is not None
+            if not found.num_open:
+                self.drop(chunk.request)
+        return has_begun
+
+    def lost(self, id: str, node: ClusterNode, ready: Ready | None, *, is_closing: bool) -> None:
+        """A request was lost with its node."""
+        found = self._requests.get(id)
+        if found is None:
+            return
+        found.num_tries += 1
+        if found.num_tokens:
+            reason = f"the node {node.name} was lost after {found.num_tokens} tokens of this answer; ask again"
+        elif found.num_tries >= _MOST_TRIES:
+            reason = f"{found.num_tries} nodes were lost, one after the other, before this request had a token"
+        elif is_closing:
+            reason = "the server is shutting down"
+        else:
+            found.node = None
+            self._scheduler.submit(self._task(found.request, ready))
+            return
+        del self._requests[id]
+        found.stream.fail(EngineGoneError(reason))
+
+    def _task(self, request: AddRequest, ready: Ready | None) -> Task:
+        adapter = request.adapter
+        excluded = frozenset[str]()
+        if adapter is not None and adapter.directory is None:
+            excluded = self._others(adapter.name)
+        prefix: tuple[bytes, ...] = ()
+        if ready is not None and self._scheduler.placement.uses_prefixes:
+            prefix = prefix_keys(request, ready.block_tokens)
+        return task_of_request(request, prefix=prefix, excluded=excluded)
+
+    def _others(self, adapter: str) -> frozenset[str]:
+        """Nodes that do not have what only the job that makes it has, on its node."""
+        makers = self._jobs.makers(adapter)
+        return frozenset(node.name for node in self._nodes.all() if makers and node not in makers)

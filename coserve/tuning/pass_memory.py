@@ -1,0 +1,106 @@
+"""The tensors of a pack on its way: what each part saves for the backward pass, and what goes from part to part."""
+
+import torch
+from torch import Tensor
+
+from coserve.memory.activations import ActivationMemory, Shapes
+from coserve.models.backbone import Backbone
+from coserve.models.base import Part
+from coserve.tuning.pack_states import STATES, clear_gradient, states_shape
+from coserve.tuning.programs import TrainingPrograms
+
+# Tensors of the workspace. Rows: what the blocks give for each row; after the loss, the gradient of that.
+_ROWS, _KEY_GRADS, _VALUE_GRADS = "rows", "key_grads", "value_grads"
+
+
+class PassMemory:
+    """Of one pack, taken as a whole. saved: by part, of those that still need it, and by name."""
+
+    def __init__(self, memory: ActivationMemory, programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> None:
+        """BudgetError takes nothing."""
+        self._memory, self._programs = memory, programs
+        self.saved: dict[Part, dict[str, Tensor]] = {}
+        self._workspace: dict[str, Tensor] = {}
+        try:
+            self._workspace = memory.take(workspace_shapes(programs, backbone, num_rows))
+            for part in backbone.architecture.parts[:-1]:
+                self.saved[part] = memory.take(saved_shapes(programs, backbone, part, num_rows))
+        except BaseException:  # whatever it was: nothing else could give the pages back
+            self.release()
+            raise
+
+    @property
+    def rows(self) -> Tensor:
+        """[n, hidden_size]: what the parts so far have made of each row; after the loss, the gradient of that."""
+        return self._workspace[_ROWS]
+
+    @property
+    def key_value_grads(self) -> tuple[Tensor, Tensor]:
+        """Accumulators of dK and dV [n, width], float32, of which one pair serves all blocks in turn."""
+        return self._workspace[_KEY_GRADS], self._workspace[_VALUE_GRADS]
+
+    @property
+    def num_saved_bytes(self) -> int:
+        """Bytes of the saved tensors that are held now."""
+        return sum(tensor.nbytes for tensors in self.saved.values() for tensor in tensors.values())
+
+    def saved_rows(self, part: Part, rows: slice) -> dict[str, Tensor]:
+        """Some rows of what is saved of a part."""
+        return {name: tensor[rows] for name, tensor in self.saved[part].items() if name != STATES}
+
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pack in a block, as stores of one page."""
+        keys, values = (self.saved[layer][name][None] for name in self._programs.program[layer].graph.kv_tensors)
+        return keys, values
+
+    def states(self, part: Part) -> Tensor:
+        """See `PackStates`."""
+        return self.saved[part][STATES]
+
+    def clear_gradients(self, part: Part) -> None:
+        """Before the first tasklet of a part: no later row adds to dK, dV and the state's gradient."""
+        graph = self._programs.program[part].graph
+        for grads in self.key_value_grads if graph.kv_tensors else ():
+            grads.zero_()
+        if graph.state_size:
+            clear_gradient(self.states(part))
+
+    def give_back(self, part: Part) -> None:
+        """Nothing needs what was saved of it any more."""
+        self._memory.give_back(self.saved.pop(part))
+
+    def release(self) -> None:
+        """Give all of it back."""
+        for tensors in (*self.saved.values(), self._workspace):
+            self._memory.give_back(tensors)
+        self.saved, self._workspace = {}, {}
+
+    def move(self, memory: ActivationMemory) -> None:
+        """See `TrainingPass.move`."""
+        for tensors in (self._workspace, *self.saved.values()):
+            tensors.update(memory.take({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}))
+        self._memory = memory
+
+
+def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num_rows: int) -> Shapes:
+    """The tensors that a pass of this many rows saves of one part."""
+    program = programs.program[part]
+    specs = (program.graph.spec[name] for name in program.saved)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        spec.name: ((num_rows, *spec.shape), spec.dtype or backbone.dtype) for spec in specs
+    }
+    if size := program.graph.state_size:
+        shapes[STATES] = (states_shape(size, num_rows, is_trained=part in programs.parts), torch.float32)
+    return shapes
+
+
+def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> Shapes:
+    """The tensors that a pass of this many rows needs beside: its rows between blocks, dK and dV of one block."""
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        _ROWS: ((num_rows, backbone.architecture.hidden_size), backbone.dtype)
+    }
+    if not programs.parts:
+        return shapes
+    for name, width in zip((_KEY_GRADS, _VALUE_GRADS), backbone.architecture.kv_widths, strict=True):
+        shapes[name] = ((num_rows, width), torch.float32)
+    return shapes
