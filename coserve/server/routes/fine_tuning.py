@@ -1,6 +1,7 @@
 """/v1/fine_tuning/jobs, and the deletion of the models that come of them."""
 
 import re
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,25 +78,19 @@ def retrieve_job(job_id: str, context: Context, tenant: Tenant) -> Response:
 @router.post(_JOBS + "/{job_id}/cancel")
 async def cancel_job(job_id: str, context: Context, tenant: Tenant) -> Response:
     """End it at once."""
-    await run_in_threadpool(_find, context, tenant, job_id)
-    job = await context.jobs.cancel(tenant, job_id)
-    return json_response(await run_in_threadpool(job_json, context, job))
+    return await _changed(context.jobs.cancel, job_id, context, tenant)
 
 
 @router.post(_JOBS + "/{job_id}/pause")
 async def pause_job(job_id: str, context: Context, tenant: Tenant) -> Response:
     """Let it rest where it is."""
-    await run_in_threadpool(_find, context, tenant, job_id)
-    job = await context.jobs.pause(tenant, job_id)
-    return json_response(await run_in_threadpool(job_json, context, job))
+    return await _changed(context.jobs.pause, job_id, context, tenant)
 
 
 @router.post(_JOBS + "/{job_id}/resume")
 async def resume_job(job_id: str, context: Context, tenant: Tenant) -> Response:
     """The inverse."""
-    await run_in_threadpool(_find, context, tenant, job_id)
-    job = await context.jobs.resume(tenant, job_id)
-    return json_response(await run_in_threadpool(job_json, context, job))
+    return await _changed(context.jobs.resume, job_id, context, tenant)
 
 
 @router.get(_JOBS + "/{job_id}/events")
@@ -156,6 +151,14 @@ async def delete_model(model: str, context: Context, tenant: Tenant) -> Response
         for each in gone:
             await context.link.unload_adapter(each)
     return json_response({"id": name, "object": "model", "deleted": True})
+
+
+async def _changed(
+    change: Callable[[str, str], Awaitable[JobRecord]], id: str, context: ServerContext, tenant: str
+) -> Response:
+    await run_in_threadpool(_find, context, tenant, id)
+    job = await change(tenant, id)
+    return json_response(await run_in_threadpool(job_json, context, job))
 
 
 def _find(context: ServerContext, tenant: str, id: str) -> JobRecord:

@@ -3,7 +3,8 @@
 from abc import abstractmethod
 from typing import ClassVar
 
-from coserve.server.tool_parsers.base import Content, ToolParser, num_held
+from coserve.server.tool_parsers._json_call import JsonCall
+from coserve.server.tool_parsers.base import Content, JsonCalls, ToolParser, num_held
 
 
 class MarkedCalls(ToolParser):
@@ -61,3 +62,41 @@ class MarkedCalls(ToolParser):
         if self._rest and not (self._num_calls and self._is_blank and not self._rest.strip()):
             self._add(Content(self._rest))
         self._rest = ""
+
+
+class MarkedJsonCalls(MarkedCalls, JsonCalls):
+    """Each call is one JSON object. `_step_after_call` reads what follows one, up to where the next may begin."""
+
+    _call: JsonCall | None = None  # None after its end
+
+    def _enter(self) -> None:
+        self._call = JsonCall(self._names, self._begin)
+
+    def _step_in_call(self) -> bool:
+        if self._call is None:
+            return self._step_after_call()
+        parts, self._rest = self._call.push(self._rest)
+        self._add(*parts)
+        if not self._call.is_over:
+            return False
+        if self._call.failed:
+            self._leave(failed=True)
+        else:
+            self._call = None
+        return True
+
+    @abstractmethod
+    def _step_after_call(self) -> bool:
+        """As `_step`."""
+
+    def _end_call(self) -> None:
+        if self._call is not None:
+            self._add(*self._call.finish())
+            self._leave(failed=self._call.failed)
+        else:
+            self._end_after_call()
+            self._leave(failed=False)
+
+    @abstractmethod
+    def _end_after_call(self) -> None:
+        """As `_end`, after a call."""

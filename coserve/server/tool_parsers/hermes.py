@@ -4,20 +4,17 @@
 
 import json
 
-from coserve.server.tool_parsers._json_call import JsonCall
-from coserve.server.tool_parsers._marked import MarkedCalls
-from coserve.server.tool_parsers.base import JsonCalls
+from coserve.server.tool_parsers._marked import MarkedJsonCalls
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
-class Hermes(MarkedCalls, JsonCalls):
+class Hermes(MarkedJsonCalls):
     """JSON between tags."""
 
     markers = (_BEGIN, _END)
     separator = "\n"
     _begin = _BEGIN
-    _call: JsonCall | None = None  # None after its end: only the closing tag is missing
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -27,19 +24,7 @@ class Hermes(MarkedCalls, JsonCalls):
     def around(cls, name: str) -> tuple[str, str]:
         return f'{_BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{_END}"
 
-    def _enter(self) -> None:
-        self._call = JsonCall(self._names, _BEGIN)
-
-    def _step_in_call(self) -> bool:
-        if self._call is not None:
-            parts, self._rest = self._call.push(self._rest)
-            self._add(*parts)
-            if not self._call.is_over:
-                return False
-            if self._call.failed:
-                self._leave(failed=True)
-                return True
-            self._call = None
+    def _step_after_call(self) -> bool:
         self._rest = self._rest.lstrip()
         if _END.startswith(self._rest) and self._rest != _END:
             return False
@@ -47,11 +32,6 @@ class Hermes(MarkedCalls, JsonCalls):
         self._leave(failed=False)
         return True
 
-    def _end_call(self) -> None:
-        if self._call is not None:
-            self._add(*self._call.finish())
-            self._leave(failed=self._call.failed)
-        else:
-            if _END.startswith(self._rest.strip()):
-                self._rest = ""
-            self._leave(failed=False)
+    def _end_after_call(self) -> None:
+        if _END.startswith(self._rest.strip()):
+            self._rest = ""

@@ -7,19 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from coserve.server.tool_parsers._json_call import JsonCall
-from coserve.server.tool_parsers._marked import MarkedCalls
-from coserve.server.tool_parsers.base import JsonCalls
+from coserve.server.tool_parsers._marked import MarkedJsonCalls
 
 _TAG = "<|python_tag|>"
 
 
-class Llama3Json(MarkedCalls, JsonCalls):
+class Llama3Json(MarkedJsonCalls):
     """JSON at the start, or after a tag."""
 
     markers = (_TAG,)
     separator = "; "
     _begin = _TAG
-    _call: JsonCall | None = None  # None after its end: another may follow
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         super().__init__(schemas)
@@ -43,19 +41,7 @@ class Llama3Json(MarkedCalls, JsonCalls):
                 self._in_call, self._call, self._rest = True, JsonCall(self._names), text
         return super()._step()
 
-    def _enter(self) -> None:
-        self._call = JsonCall(self._names, _TAG)
-
-    def _step_in_call(self) -> bool:
-        if self._call is not None:
-            parts, self._rest = self._call.push(self._rest)
-            self._add(*parts)
-            if not self._call.is_over:
-                return False
-            if self._call.failed:
-                self._leave(failed=True)
-                return True
-            self._call = None
+    def _step_after_call(self) -> bool:
         text = self._rest.lstrip()
         if not text:
             return False
@@ -69,10 +55,5 @@ class Llama3Json(MarkedCalls, JsonCalls):
             self._leave(failed=False)
         return True
 
-    def _end_call(self) -> None:
-        if self._call is not None:
-            self._add(*self._call.finish())
-            self._leave(failed=self._call.failed)
-        else:
-            self._rest = self._rest.strip().removeprefix(";")
-            self._leave(failed=False)
+    def _end_after_call(self) -> None:
+        self._rest = self._rest.strip().removeprefix(";")
