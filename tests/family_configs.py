@@ -41,6 +41,8 @@ _QWEN3_5: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "rms_norm_eps": 0.05,  # what small heads give may be near zero, and so would be what it is divided by
 }
+_SHARED_EXPERT: dict[str, Any] = {**_QWEN3_MOE, "shared_expert_intermediate_size": 20}
+_QWEN3_5_MOE = {name: size for name, size in _SHAPE.items() if "inter" not in name} | _QWEN3_5 | _SHARED_EXPERT
 
 MORE_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **_GPT},
@@ -173,6 +175,21 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "linear_attention"],
         "attention_bias": True,
         "tie_word_embeddings": True,
+    },
+    "qwen3.5-moe": {
+        "model_type": "qwen3_5_moe_text",
+        **_QWEN3_5_MOE,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        **_SHAPE,
+        **_QWEN3_5,
+        **_SHARED_EXPERT,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_only_layers": [2],
+        "norm_topk_prob": False,
     },
     "ministral": {
         "model_type": "ministral",

@@ -2,6 +2,7 @@
 
 from coserve.errors import UnsupportedModelError
 from coserve.graph.ir import GraphBuilder
+from coserve.models.pieces import added
 from coserve.models.rotary_decoder import RotaryDecoder
 
 
@@ -9,6 +10,7 @@ class MixtureDecoder(RotaryDecoder):
     """A decoder whose blocks have experts in place of an MLP. Its fields are set by the family.
 
     experts_per_row: to how many a row goes. all_scores: whether their shares are of a softmax over all experts.
+    shared_width: of one more expert, an MLP with a gate of its own to which all rows go; 0: there is none.
     """
 
     depends_on = "the company of a row in its experts"
@@ -16,6 +18,7 @@ class MixtureDecoder(RotaryDecoder):
     router_bias: bool = False
     expert_bias: bool = False
     all_scores: bool = False
+    shared_width: int = 0
     num_experts: int
     experts_per_row: int
     expert_width: int
@@ -39,7 +42,15 @@ class MixtureDecoder(RotaryDecoder):
         h = self._products(b, "mlp.experts.gate_up_proj", x, chosen, 2 * self.expert_width, shared=True)
         h = self.expert_gate(b, h)
         h = self._products(b, "mlp.experts.down_proj", h, chosen, self.hidden_size, shared=False)
-        return b.apply("mixture", "mlp.mixture", {"x": h, "shares": shares})
+        y = b.apply("mixture", "mlp.mixture", {"x": h, "shares": shares})
+        return added(b, "mlp.sum", y, self._shared_expert(b, x)) if self.shared_width else y
+
+    def _shared_expert(self, b: GraphBuilder, x: str) -> str:
+        gate, up = (b.linear(f"mlp.shared_expert.{name}_proj", x, self.shared_width) for name in ("gate", "up"))
+        h = self.gated(b, gate, up, "mlp.shared_expert")
+        y = b.linear("mlp.shared_expert.down_proj", h, self.hidden_size)
+        share = b.linear("mlp.shared_expert_gate", x, 1)
+        return b.apply("sigmoid_mul", "mlp.shared_expert.gated", {"gate": share, "x": y})
 
     def expert_gate(self, b: GraphBuilder, fused: str) -> str:
         """Add the gated unit, from rows [k * 2 * width] to rows [k * width]; the output's name."""

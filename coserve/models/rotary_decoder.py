@@ -104,12 +104,14 @@ class RotaryDecoder(Architecture):
         up = b.linear("mlp.up_proj", x, self.config.intermediate_size, bias=self.mlp_bias)
         return b.linear("mlp.down_proj", self.gated(b, gate, up), self.hidden_size, bias=self.mlp_bias)
 
-    def gated(self, b: GraphBuilder, gate: str, up: str) -> str:
-        """Add activation(gate) * up; its output's name."""
+    def gated(self, b: GraphBuilder, gate: str, up: str, module: str = "mlp") -> str:
+        """Add activation(gate) * up; its output's name. module: what the names of its nodes begin with."""
         name: str = getattr(self.config, self.hidden_act_name)
         if name == "silu":
-            return b.apply("silu_mul", "mlp.act", {"gate": gate, "up": up})
-        return b.apply("mul", "mlp.gated", {"x": up, "factor": activation(b, "mlp.act", name, gate)}, per_row=True)
+            return b.apply("silu_mul", f"{module}.act", {"gate": gate, "up": up})
+        return b.apply(
+            "mul", f"{module}.gated", {"x": up, "factor": activation(b, f"{module}.act", name, gate)}, per_row=True
+        )
 
     def norm(self, b: GraphBuilder, name: str, x: str, features: int) -> str:
         """Add a norm of rows [features], or of each of their heads [features]; its output's name."""

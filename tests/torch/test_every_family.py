@@ -50,9 +50,16 @@ def transformers_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def targets_of(name):
-    """All linear layers; PEFT's all-linear would add the experts of a mixture, and its router."""
-    is_mixture = "expert_linear" in {node.op for node in make_backbone(name).architecture.graphs[1].nodes}
-    return ["q_proj", "k_proj", "v_proj", "o_proj"] if is_mixture else "all-linear"
+    """All linear layers. Of a mixture, PEFT's all-linear would add experts and routers, and of most, PEFT takes the
+    name of an MLP's projection for that of all experts' projections.
+    """
+    architecture = make_backbone(name).architecture
+    if not architecture.expert_sites:
+        return "all-linear"
+    modules = [module.partition(".mlp.") for module in architecture.linear_sites if module != "lm_head"]
+    own = {mlp or before.rpartition(".")[2] for before, _, mlp in modules}
+    is_taken = name != "qwen3.5-moe"
+    return sorted(each for each in own if not is_taken or not each.endswith(("gate_proj", "up_proj", "down_proj")))
 
 
 def some(names, *, of):
@@ -120,7 +127,7 @@ def test_an_adapter_comes_out_as_it_went_in(name, tmp_path):
     torch.testing.assert_close(transformers_logits(other, tokens), transformers_logits(model, tokens))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "falcon-new", "qwen3-moe", "qwen3.5"])
+@pytest.mark.parametrize("name", ["gemma2", "falcon-new", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next"])
 def test_a_job_makes_pefts_adapter(name, tmp_path):
     """Steps of an engine, in packs of one example or several, against autograd and AdamW on PEFT's model."""
     lora = LoraConfig(r=3, alpha=6, target_modules=targets_of(name))
@@ -157,7 +164,7 @@ def test_a_job_makes_pefts_adapter(name, tmp_path):
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe", "qwen3-next"])
 @pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]])
 def test_a_lora_at_experts_is_pefts(name, targets, tmp_path):
     model, adapter = fresh_peft_twin(name, target_modules=["q_proj"], target_parameters=list(targets))
@@ -207,7 +214,7 @@ def test_int8_weights_give_the_logits_of_what_they_stand_for(name):
     torch.testing.assert_close(our_logits(backbone, tokens), transformers_logits(model, tokens), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe", "qwen3-next"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_adapters_on_int8_experts_train_as_on_what_these_stand_for(name, backend):
     directory = str(model_directory(name))

@@ -171,6 +171,17 @@ def test_columns(groups, start, width):
     check("columns", reference, inputs, groups=groups, of=of, start=start, width=width)
 
 
+@pytest.mark.parametrize(("groups", "start", "widths"), [(1, 4, (3, 5)), (4, 0, (2, 1)), (2, 1, (1, 3, 1))])
+def test_regroup(groups, start, widths):
+    inputs, of = {"x": rnd(5, 12)}, 12 // groups
+
+    def reference(x: Tensor) -> Tensor:
+        parts = x.unflatten(1, (groups, of))[..., start : start + sum(widths)].split(widths, -1)
+        return torch.cat([part.flatten(1) for part in parts], 1)
+
+    check("regroup", reference, inputs, groups=groups, of=of, start=start, widths=widths)
+
+
 def test_gradients_of_columns_are_written_into_one_tensor():
     total, dy = rnd(5, 12), rnd(5, 8)
     expected = total + nn.functional.pad(dy.unflatten(1, (4, 2)), (1, 0)).flatten(1)
@@ -444,8 +455,9 @@ def test_gated_delta(n):
     check("gated_delta", _gated_delta, inputs | weights, context, tolerance=1e-4, **sizes)
 
 
-def test_sigmoid_mul():
-    check("sigmoid_mul", lambda gate, x: torch.sigmoid(gate) * x, {"gate": rnd(5, 8), "x": rnd(5, 8)})
+@pytest.mark.parametrize("width", [8, 1])
+def test_sigmoid_mul(width):
+    check("sigmoid_mul", lambda x, gate: torch.sigmoid(gate) * x, {"x": rnd(5, 8), "gate": rnd(5, width)})
 
 
 def test_every_operator_of_the_table_has_a_test_here():

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Context, Operator, Shape, Shapes, Values
@@ -40,10 +41,43 @@ class Columns(Operator):
     ) -> None:
         assert isinstance(total, Tensor)
         part = _part(total, attributes)
-        part += gradients["y"].view(part.shape)
+        part += gradients["y"].reshape(part.shape)
 
     def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         return 0.0
+
+
+class Regroup(Columns):
+    """Several parts of each group of x's columns, part by part: x [n, groups * g] -> y [n, groups * sum(widths)], of
+    all groups the first part, then of all the second.
+
+    Attributes: groups, of (g), start, widths: of the parts, which stand one after another.
+    """
+
+    name = "regroup"
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {"y": ((attributes["groups"] * sum(attributes["widths"]),), None)}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": torch.cat([_part(values["x"], each).flatten(1) for each in _parts(attributes)], 1)}
+
+    def vjp_onto(
+        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> None:
+        parts, dy = _parts(attributes), gradients["y"]
+        sizes = [attributes["groups"] * each["width"] for each in parts]
+        for each, grad in zip(parts, torch.split(dy, sizes, 1), strict=True):
+            super().vjp_onto(total, slot, values, {"y": grad}, each, context)
+
+
+def _parts(attributes: Attributes) -> list[Attributes]:
+    """Those of `Columns` for each part."""
+    start, found = attributes["start"], []
+    for width in attributes["widths"]:
+        found.append({**attributes, "start": start, "width": width})
+        start += width
+    return found
 
 
 def _part(x: Tensor, attributes: Attributes) -> Tensor:

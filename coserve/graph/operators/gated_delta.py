@@ -88,23 +88,27 @@ class GatedDelta(Operator):
 
 
 class SigmoidMul(RowWise):
-    """y = sigmoid(gate) * x, as attention's output is gated in Qwen3-Next (arXiv 2505.06708); both [n, width]."""
+    """y = sigmoid(gate) * x, as attention's output is gated in Qwen3-Next (arXiv 2505.06708), and its shared expert's;
+    x [n, width], gate [n, width] or [n, 1].
+    """
 
     name = "sigmoid_mul"
-    inputs = ("gate", "x")
+    inputs = ("x", "gate")
     needs = {"gate": ("gate", "x"), "x": ("gate",)}
     restores = ("y",)
     flops_per_element = 5
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        return {"y": torch.sigmoid(values["gate"]).mul_(values["x"])}
+        return {"y": torch.sigmoid(values["gate"]) * values["x"]}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         dy, gate, result = gradients["y"], torch.sigmoid(values["gate"]), {}
         if "gate" in wanted:
-            result["gate"] = dy * values["x"] * gate * (1 - gate)
+            slope = dy * values["x"]
+            slope = slope if gate.shape == dy.shape else slope.sum(-1, keepdim=True)
+            result["gate"] = slope * gate * (1 - gate)
         if "x" in wanted:
             result["x"] = dy * gate
         if "y" in wanted:
