@@ -43,6 +43,22 @@ _QWEN3_5: dict[str, Any] = {
 }
 _SHARED_EXPERT: dict[str, Any] = {**_QWEN3_MOE, "shared_expert_intermediate_size": 20}
 _QWEN3_5_MOE = {name: size for name, size in _SHAPE.items() if "inter" not in name} | _QWEN3_5 | _SHARED_EXPERT
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 MORE_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **_GPT},
@@ -215,3 +231,22 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+# Models that see pictures, too, around text models of those above.
+for _name, _text, _fields in (
+    ("qwen3.5-published", "qwen3.5", {"model_type": "qwen3_5", "vision_config": _QWEN_VISION}),
+    ("qwen3.5-moe-published", "qwen3.5-moe", {"model_type": "qwen3_5_moe", "vision_config": _QWEN_VISION}),
+    ("gemma3-published", "gemma3", {"model_type": "gemma3", "vision_config": _VISION, "mm_tokens_per_image": 4}),
+    (
+        "mistral3",
+        "mistral",
+        {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", **_VISION}, "tie_word_embeddings": False},
+    ),
+    (
+        "mistral3-ministral",
+        "ministral3",
+        {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", **_VISION}, "tie_word_embeddings": True},
+    ),
+):
+    _config = {"model_type": "mistral", **_SHAPE, "sliding_window": 6} if _text == "mistral" else MORE_CONFIGS[_text]
+    MORE_CONFIGS[_name] = {**_fields, "text_config": _config}

@@ -16,7 +16,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from coserve.adapters import Adapter, LoraConfig, load_adapter
@@ -102,6 +102,11 @@ def random_weights_(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+def auto_class(config: dict[str, Any]) -> Any:
+    """transformers' for a model of this configuration, which may see pictures, too."""
+    return AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+
+
 @cache
 def _model(name: str, dtype: torch.dtype) -> nn.Module:
     config = (CONFIGS | MORE_CONFIGS)[name]
@@ -109,7 +114,7 @@ def _model(name: str, dtype: torch.dtype) -> nn.Module:
     attention = "sdpa" if config.get("alibi") else "eager"
     with torch.random.fork_rng():
         torch.manual_seed(0)  # some parameters are drawn, and only changed below
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation=attention)
+        model = auto_class(config).from_config(AutoConfig.for_model(**config), attn_implementation=attention)
     random_weights_(model)
     model.tie_weights()
     made: nn.Module = model.to(dtype).eval()

@@ -42,6 +42,7 @@ def node_profile(
     block_tokens: int = 16,
     page_bytes: int = 0,
     num_pages: int = 0,
+    num_state_pages: int = 0,
     num_stages: int = 1,
     training_yields: bool = False,
 ) -> NodeProfile:
@@ -50,6 +51,7 @@ def node_profile(
     Args:
         page_bytes, num_pages: of the node's pool; 0: not known, so that training is placed whatever memory there is,
             and κ and T_max are the usual ones.
+        num_state_pages: of each request, for its states.
         num_stages: equal parts that the model is divided into; what crosses between them is not counted.
         training_yields: see `NodeProfile`.
     """
@@ -68,6 +70,7 @@ def node_profile(
         decode_s=decode_s,
         decode_request_s=more_s,
         block_tokens=block_tokens,
+        pages_per_request=num_state_pages,
         training_yields=training_yields,
         pages_per_trained_token=profile.saved_bytes_per_token / page_bytes if page_bytes else 0.0,
     )
@@ -77,7 +80,7 @@ def node_profile(
 def with_limits(made: NodeProfile, num_pages: int) -> NodeProfile:
     """With κ and T_max of a pool of this size; see the module."""
     share = _within(_SHARES, 1 - _PACK_ROWS * made.pages_per_trained_token / num_pages)
-    num_requests = max(1, int(share * num_pages * made.block_tokens / (_PROMPT + _ANSWER)))
+    num_requests = max(1, int(share * num_pages / made.num_pages(_PROMPT + _ANSWER)))
     answer_s = _ANSWER * (made.decode_s + (num_requests - 1) * made.decode_request_s)
     # Of ends that come by chance, the longest gap but one of twenty.
     wait_s = log(20) * answer_s / num_requests
@@ -100,6 +103,7 @@ def profile_of(ready: Ready, home: Path | None = None) -> NodeProfile:
         block_tokens=ready.block_tokens,
         page_bytes=ready.page_bytes,
         num_pages=ready.num_pages,
+        num_state_pages=ready.num_state_pages,
         training_yields=True,
     )
     if home is None:

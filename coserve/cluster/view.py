@@ -34,8 +34,9 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True):
     forward, backward: a pass through one stage. decode_s: a decode step of one request; decode_request_s: each request
     more in it. memory_share: κ, of the pool's pages, up to which tasks are placed. longest_wait_s: T_max, for which a
     task waits for memory before others' caches are offloaded for it. block_tokens: tokens of a page.
-    pages_per_trained_token: that training keeps between its forward and backward pass, for each token. training_yields:
-    whether training gives way to requests within a step, as an engine has it, so that no request waits for a pass.
+    pages_per_request: that a request has for its states, beside those of its tokens. pages_per_trained_token: that
+    training keeps between its forward and backward pass, for each token. training_yields: whether training gives way
+    to requests within a step, as an engine has it, so that no request waits for a pass.
     """
 
     forward: Latency
@@ -45,8 +46,13 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True):
     memory_share: float = 0.9
     longest_wait_s: float = 1.0
     block_tokens: int = 16
+    pages_per_request: int = 0
     pages_per_trained_token: float = 0.0
     training_yields: bool = False
+
+    def num_pages(self, num_tokens: int, *, num_requests: int = 1) -> int:
+        """Of requests that have this many tokens together."""
+        return num_requests * self.pages_per_request + ceil(num_tokens / self.block_tokens)
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +162,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
             # An engine trains in packs as large as there is room for: what κ leaves is enough.
             left = int((1 - self.profile.memory_share) * self.num_pages)
             return min(pages, left) if self.profile.training_yields else pages
-        return ceil(tokens / self.profile.block_tokens)
+        return self.profile.num_pages(tokens, num_requests=task.batch_size)
 
     def has_memory(self, task: Task) -> bool:
         """Whether its pages stay below κ of the pool's (LeMix algorithm 2, line 7); a node that has told nothing of its

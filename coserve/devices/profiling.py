@@ -112,7 +112,7 @@ class _Measurement:
             mask=mask,
             sharing=self._sharing(),
             s_per_copied_byte=self._copied_byte(),
-            saved_bytes_per_token=self.programs.saved_bytes_per_token(self.backbone.dtype),
+            saved_bytes_per_token=self.programs.kept_bytes_per_token(self.backbone.dtype),
         )
 
     def _sharing(self) -> Sharing | None:

@@ -14,7 +14,7 @@ from coserve.models.quantised import quantisation_of
 _INDEX = "model.safetensors.index.json"
 # What classes that generate text end with, the usual one first: `architectures` in config.json names the class that was
 # saved.
-_GENERATES = ("ForCausalLM", "LMHeadModel")
+_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def check_config(path: Path) -> None:

@@ -21,6 +21,8 @@ class RotaryDecoder(Architecture):
     attention_norms, mlp_norms: the norms before and after each, None where there is none.
     """
 
+    # The norm before the head.
+    norm_name: ClassVar[str] = "model.norm"
     hidden_acts: ClassVar[tuple[str, ...]] = ("silu",)
     hidden_act_name: ClassVar[str] = "hidden_act"
     attention_norms: ClassVar[tuple[str | None, str | None]] = ("input_layernorm", None)
@@ -76,7 +78,7 @@ class RotaryDecoder(Architecture):
 
     def head(self) -> Graph:
         b = GraphBuilder()
-        x = self.norm(b, "model.norm", b.rows("x", self.hidden_size), self.hidden_size)
+        x = self.norm(b, self.norm_name, b.rows("x", self.hidden_size), self.hidden_size)
         return b.build(self.logits(b, b.linear("lm_head", x, self.vocab_size)))
 
     def queries_keys_values(self, b: GraphBuilder, x: str) -> tuple[str, str, str]:

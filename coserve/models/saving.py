@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coserve.errors import ModelError
 from coserve.models.base import Architecture
+from coserve.models.entries import tensors_of_all_experts
 from coserve.models.files import weight_files
 from coserve.models.source import ModelSource
 from coserve.models.weights import name_in_model, quantisation_of_model, stored_head
@@ -100,6 +101,12 @@ def _write_file(
     written = names.keys() & changed.keys()
     for name in written:
         tensors[names[name]] = changed[name].to(tensors[names[name]]).contiguous()
+    for name, experts in tensors_of_all_experts(architecture).items():
+        if name in tensors:
+            parts = dict(zip(experts.names, experts.views(tensors[name]), strict=True))
+            for each in parts.keys() & changed.keys():
+                parts[each].copy_(changed[each])
+            written |= parts.keys() & changed.keys()
     save_file(tensors, target, metadata={"format": "pt"})
     return written
 

@@ -22,8 +22,8 @@ _TINY_DIRECTORY = Path(__file__).parent / "tiny"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model that has been found: its name as given, its configuration, and its weights' directory (None: random
-    weights).
+    """A model that has been found: its name as given, its configuration (of its text part, if it sees pictures,
+    too), and its weights' directory (None: random weights).
     """
 
     name: str
@@ -106,9 +106,11 @@ def _is(question: Callable[[Path], bool], path: Path) -> bool:
 def _read_config(path: Path) -> "PretrainedConfig":
     from transformers import AutoConfig
 
+    from coserve.models.vision_language import text_config
+
     check_config(path)
     try:
-        return AutoConfig.from_pretrained(path)
+        return text_config(AutoConfig.from_pretrained(path))
     except Exception as error:  # transformers validates with many error types; all of them mean a bad file
         raise ModelError(f"{path} is not a usable configuration: {' '.join(str(error).split())}") from error
 

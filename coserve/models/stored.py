@@ -50,11 +50,13 @@ class Transposed(AsItIs):
 class PerExpert(Stored):
     """A tensor [out, in] for each expert, or several, row after row; the weight is [experts, sum of out, in].
 
-    patterns: their names, with {} where the expert's number stands; all have as many rows.
+    patterns: their names, with {} where the expert's number stands; all have as many rows. whole: what files call the
+    weight that have it as one tensor.
     """
 
     patterns: tuple[str, ...]
     num_experts: int
+    whole: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

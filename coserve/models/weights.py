@@ -5,9 +5,8 @@ One tensor is converted at a time, so nothing large ever exists twice.
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from coserve.errors import WeightsError
 from coserve.kernels.base import Backend
 from coserve.kernels.weights import DenseWeight, Weight, join, weight_class
 from coserve.models.base import HEAD, Architecture, Part
+from coserve.models.entries import Entry, entries_of, of_experts, open_file, tensors_of_all_experts
 from coserve.models.files import some_of, weight_files
 from coserve.models.quantised import quantisation_of
 from coserve.models.quantised.base import Quantisation
@@ -80,7 +80,7 @@ def load_weights(
     loading, rounding = _Loading(architecture, storage), Rounding()
     device, dtype = storage.backend.device, storage.dtype
     for file, entries in groupby(found.items(), key=lambda item: item[1].file):
-        with _open(file) as reader:
+        with open_file(file) as reader:
             for name, entry in entries:
                 if name in architecture.stored_shapes:
                     if entry.parts:
@@ -88,9 +88,13 @@ def load_weights(
                         weight = _dequantised(entry, reader, quantisation, device)
                         rounding.add(name, weight, loading.take(name, weight.to(dtype)))
                     else:
-                        loading.take(name, reader.get_tensor(entry.name).to(device=device, dtype=dtype))
+                        loading.take(name, entry.read(reader).to(device=device, dtype=dtype))
                     if progress is not None:
                         progress(len(loading.weights), len(architecture.weight_shapes))
+    if unread := [
+        name for name in found if name not in architecture.stored_shapes and name != stored_head(architecture)
+    ]:
+        _log.info("%d tensors are left unread, which the text model does not have: %s", len(unread), some_of(unread))
     if quantisation is not None and rounding.num_weights:
         _log.info("%s, %s", quantisation.words, rounding.words(storage.weight_format, dtype))
     head = found.get(stored_head(architecture)) if architecture.tied else None
@@ -163,35 +167,25 @@ class Rounding:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A tensor in a file, by the file's header. name: its own, there. parts: of a quantised weight, those that it is
-    made from, by what their names end with.
-    """
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    kind: str  # as safetensors writes it: F32, BF16, I8, …
-    parts: "dict[str, Entry]" = field(default_factory=dict)
-
-
 def find_weights(architecture: Architecture, directory: Path) -> dict[str, Entry]:
     """A checkpoint's tensors by the names that the model has for them, none of which is read; WeightsError if they are
     not the model's.
     """
     found: dict[str, Entry] = {}
+    whole = tensors_of_all_experts(architecture)
     quantisation = quantisation_of_model(architecture)
     if quantisation is not None:
         quantisation.check_layout(architecture)
     for file in weight_files(directory):
-        for entry in _entries(file):
+        for entry in entries_of(file):
             if quantisation is not None and entry.name.endswith(quantisation.unused):
                 continue
-            name = name_in_model(architecture, entry.name)
-            if name in found:
-                raise WeightsError(f"{entry.name} is in both {found[name].file} and {file}; keep one of them")
-            found[name] = entry
+            experts = whole.get(entry.name)
+            parts = {name_in_model(architecture, entry.name): entry} if experts is None else of_experts(entry, experts)
+            for name, part in parts.items():
+                if name in found:
+                    raise WeightsError(f"{entry.name} is in both {found[name].file} and {file}; keep one of them")
+                found[name] = part
     if quantisation is not None:
         found = _whole(found, quantisation, architecture)
     _check(architecture, found, directory)
@@ -232,7 +226,7 @@ def _dequantised(entry: Entry, reader: Any, quantisation: Quantisation, device: 
         if part.file == entry.file:
             tensor: Tensor = reader.get_tensor(part.name)
             return tensor.to(device)
-        with _open(part.file) as other:
+        with open_file(part.file) as other:
             found: Tensor = other.get_tensor(part.name)
             return found.to(device)
 
@@ -284,7 +278,7 @@ def _check(architecture: Architecture, found: dict[str, Entry], directory: Path)
 
 def check_tied_head(head: Entry, embedding: Tensor) -> None:
     """A tied checkpoint may store its head too, but then it must be the embedding."""
-    with _open(head.file) as reader:
+    with open_file(head.file) as reader:
         tensor = reader.get_tensor(head.name)
     if not torch.equal(tensor.to(embedding), embedding):
         raise WeightsError(
@@ -361,21 +355,3 @@ def by_part(architecture: Architecture, weights: dict[str, Tensor | Weight], sto
         }
         for part in architecture.parts
     }
-
-
-def _entries(file: Path) -> Iterator[Entry]:
-    with _open(file) as reader:
-        for name in reader.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
-            tensor = reader.get_slice(name)
-            yield Entry(file=file, name=name, shape=tuple(tensor.get_shape()), kind=tensor.get_dtype())
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as reader:
-            yield reader
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{file} is damaged or cut short ({error}); fetch it again") from None

@@ -88,7 +88,7 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         )
 
     row_bytes = 20 * architecture.hidden_size * backbone.dtype.itemsize * architecture.num_layers
-    saved_bytes = programs.saved_bytes_per_token(backbone.dtype)
+    saved_bytes = programs.kept_bytes_per_token(backbone.dtype)
     forward = partial(curve, model.flops_per_row, block_bytes, row_bytes, num_calls)
     backward_row_bytes = (2 * row_bytes + saved_bytes) / num_parts
     backward = partial(

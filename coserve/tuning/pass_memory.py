@@ -94,6 +94,15 @@ def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num
     return shapes
 
 
+def state_shapes(programs: TrainingPrograms, num_rows: int) -> Shapes:
+    """What `saved_shapes` has for states, of all parts."""
+    return {
+        f"{part}": (states_shape(size, num_rows, is_trained=part in programs.parts), torch.float32)
+        for part, program in programs.program.items()
+        if (size := program.graph.state_size)
+    }
+
+
 def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> Shapes:
     """The tensors that a pass of this many rows needs beside: its rows between blocks, dK and dV of one block."""
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -12,6 +12,7 @@ from coserve.adapters.base import Adapter
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.graph.program import Program, backward_graph, compile_program
 from coserve.graph.rematerialize import Retention, frontier
+from coserve.kernels.gated_delta import CHUNK_ROWS
 from coserve.models.base import Part
 
 
@@ -39,6 +40,11 @@ class TrainingPrograms:
     def saved_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
         """Bytes that all blocks together keep of one row between forward and backward."""
         return sum(program.saved_bytes_per_token(compute_dtype) for program in self.program.values())
+
+    def kept_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
+        """The same with the states (float32) that blocks keep of one row of many: at every `CHUNK_ROWS`-th."""
+        states = sum(self.program[part].graph.state_size for part in self.parts)
+        return self.saved_bytes_per_token(compute_dtype) + 4 * states // CHUNK_ROWS
 
 
 def training_programs(

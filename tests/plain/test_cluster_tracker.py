@@ -84,6 +84,15 @@ def test_memory_and_wait_limits_follow_from_what_a_node_measured():
     assert not replace(empty, num_free_pages=40).has_memory(job)
 
 
+def test_requests_with_states_need_their_pages_too():
+    measured = replace(READY, page_bytes=16_000, num_pages=10_000)
+    without, made = profile_of(measured), profile_of(replace(measured, num_state_pages=40))
+    assert made.longest_wait_s != without.longest_wait_s, "fewer requests run at once"
+    request = Task(id="r", kind="request", arrival_s=0.0, num_tokens=100, num_output_tokens=20, batch_size=3)
+    pages = [NodeView(id="n", hardware="", profile=each).num_pages_of(request) for each in (without, made)]
+    assert pages == [23, 23 + 3 * 40]
+
+
 def test_nodes_of_a_kind_have_the_limits_of_the_first(tmp_path: Path):
     first = profile_of(replace(READY, page_bytes=16_000, num_pages=10_000), tmp_path)
     second = profile_of(replace(READY, page_bytes=16_000, num_pages=100), tmp_path)

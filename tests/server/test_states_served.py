@@ -1,4 +1,6 @@
-"""A model whose requests carry states (Qwen3.5), over HTTP: requests beside a job, and the adapter that comes of it."""
+"""Models whose requests carry states (Qwen3.5, and its mixture of experts as it is published, which sees pictures,
+too), over HTTP: requests beside a job, and the adapter that comes of it.
+"""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -8,18 +10,21 @@ from typing import Any
 import pytest
 import torch
 from family_configs import MORE_CONFIGS
+from openai import BadRequestError
 from served import Served, serving, tokenizer
-from support import random_weights_
-from transformers import AutoConfig, AutoModelForCausalLM
+from support import auto_class, random_weights_
+from transformers import AutoConfig
 
 LINES = [{"prompt": "The opposite of hot is", "completion": " cold."}, {"prompt": "Hello", "completion": " world"}]
+PICTURE: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 PROMPTS = ("The quick brown fox", "Hello world, how are you today?", "One copy of the weights")
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: Any) -> Path:
-    config = MORE_CONFIGS["qwen3.5"] | {"vocab_size": len(tokenizer()), "max_position_embeddings": 256}
-    model: Any = random_weights_(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
+@pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5-moe-published"])
+def directory(request: Any, tmp_path_factory: Any) -> Path:
+    config, sizes = MORE_CONFIGS[request.param], {"vocab_size": len(tokenizer()), "max_position_embeddings": 256}
+    config = config | {"text_config": config["text_config"] | sizes} if "text_config" in config else config | sizes
+    model: Any = random_weights_(auto_class(config).from_config(AutoConfig.for_model(**config)))
     found = Path(tmp_path_factory.mktemp("states")) / "small"
     model.save_pretrained(found)
     tokenizer().save_pretrained(found)
@@ -44,9 +49,12 @@ def asked(served: Served, prompt: str, model: str) -> str:
 
 @pytest.mark.long
 def test_requests_beside_a_job_answer_as_transformers_and_its_adapter_is_served(directory: Path):
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    auto = auto_class(json.loads((directory / "config.json").read_text()))
+    model: Any = auto.from_pretrained(directory, dtype=torch.float32).eval()
     with serving(model=str(directory)) as served:
         client = served.client()
+        with pytest.raises(BadRequestError, match="image_url"):
+            client.chat.completions.create(model="small", messages=[{"role": "user", "content": [PICTURE]}])
         file = client.files.create(file=("d.jsonl", "\n".join(map(json.dumps, LINES)).encode()), purpose="fine-tune")
         job = client.fine_tuning.jobs.create(
             model="small",

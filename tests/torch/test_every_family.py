@@ -32,6 +32,7 @@ from coserve.kernels import backend_names
 from coserve.kernels.weights import DenseWeight, Weight
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.models.stored import Transposed
+from coserve.models.vision_language import VisionLanguage
 from coserve.models.weights import weight_tensors
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.config import OptimizerConfig, TuningConfig
@@ -54,6 +55,8 @@ def targets_of(name):
     name of an MLP's projection for that of all experts' projections.
     """
     architecture = make_backbone(name).architecture
+    if isinstance(architecture, VisionLanguage):
+        return r".*language_model.*proj[a-z_]*"  # and nothing of what sees
     if not architecture.expert_sites:
         return "all-linear"
     modules = [module.partition(".mlp.") for module in architecture.linear_sites if module != "lm_head"]

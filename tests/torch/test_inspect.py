@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
-from support import CONFIGS, make_model, model_directory
+from support import CONFIGS, make_backbone, make_model, model_directory
 from transformers import AutoConfig
 
 from coserve.adapters import LoraConfig
@@ -52,6 +52,16 @@ def test_llama_70b_keeps_less_than_half_of_what_autograd_keeps(inspect):
     cheapest = next(p for p in report["frontier"] if p["bytes_per_token"] <= 0.15 * conventional)
     assert cheapest["extra_flops_fraction"] < 0.28
     assert {"saved_bytes_per_token", "frontier", "memory_bytes"} <= report.keys()
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe-published"])
+def test_states_that_training_keeps_are_counted(inspect, name):
+    """In each gated delta layer: one at every 64th row, where the layer runs backward, and two that change."""
+    directory = str(model_directory(name))
+    memory = inspect(directory, "--targets", "down_proj,out_proj", "--seq", "200")["memory_bytes"]
+    sizes = make_backbone(name).architecture.state_sizes.values()
+    assert memory["states"] == sum(-(-(4 + 2) * 4 * size // 64) * 64 for size in sizes)
+    assert "states" not in inspect(str(model_directory("llama")))["memory_bytes"]
 
 
 def test_the_frontier_falls_in_bytes_and_rises_in_flops(inspect):

@@ -170,13 +170,14 @@ def _point(choice: "Retention") -> dict[str, Any]:
 def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[str, int]:
     from coserve.memory.activations import group_bytes
     from coserve.models.weights import weight_tensors
-    from coserve.tuning.pass_memory import workspace_shapes
+    from coserve.tuning.pass_memory import state_shapes, workspace_shapes
 
     backbone = adapter.backbone
     weights = {id(t): t for held in backbone.weights.values() for t in weight_tensors(held)}
     masters = 4 * adapter.num_parameters
     copies = 0 if backbone.dtype.itemsize == 4 else backbone.dtype.itemsize * adapter.num_parameters
     per_token = programs.saved_bytes_per_token(backbone.dtype)
+    states = group_bytes(state_shapes(programs, seq))
     return {
         "weights": sum(tensor.nbytes for tensor in weights.values()),
         "adapter": masters + copies,
@@ -184,6 +185,7 @@ def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[
         "optimizer": 2 * masters,
         "activations_per_token": per_token,
         "activations": per_token * seq,
+        **({"states": states} if states else {}),
         "workspace": group_bytes(workspace_shapes(programs, backbone, seq)),
     }
 

@@ -10,7 +10,7 @@ prefixes and noise.
 
 from collections import deque
 from heapq import heappop, heappush
-from math import ceil, inf
+from math import inf
 from random import Random
 
 from coserve.cluster.simulation.node import Progress
@@ -204,7 +204,7 @@ class FluidNode:
             found.append(Progress(heappop(self._jobs)[1], end_s=now_s))
 
     def _pages_of(self, task: Task) -> int:
-        return ceil((task.num_tokens + task.num_output_tokens) / self.profile.block_tokens)
+        return self.profile.num_pages(task.num_tokens + task.num_output_tokens)
 
     def _average(self, now_s: float) -> None:
         """What requests left over of late, and the share of the time in which anything was done."""

@@ -38,5 +38,6 @@ class Qwen3Moe(MixtureDecoder):
         block, _, rest = name.partition(".mlp.experts.")
         if not rest:
             return AsItIs(name)
-        parts = _EXPERTS[rest.split(".")[0]]
-        return PerExpert(tuple(f"{block}.mlp.experts.{{}}.{part}.weight" for part in parts), self.num_experts)
+        module, experts = rest.split(".")[0], f"{block}.mlp.experts"
+        patterns = tuple(f"{experts}.{{}}.{part}.weight" for part in _EXPERTS[module])
+        return PerExpert(patterns, self.num_experts, whole=f"{experts}.{module}")

@@ -1,0 +1,73 @@
+"""The tensors of a checkpoint's files, by the files' headers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from coserve.errors import WeightsError
+from coserve.models.base import Architecture
+from coserve.models.stored import PerExpert
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor in a file, by the file's header. name: its own, there. parts: of a quantised weight, those that it is
+    made from, by what their names end with. at: where in a tensor of all experts it lies, if it is a part of one.
+    """
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # as safetensors writes it: F32, BF16, I8, …
+    parts: "dict[str, Entry]" = field(default_factory=dict)
+    at: tuple[int, slice] | None = None
+
+    def read(self, reader: Any) -> Tensor:
+        """reader: of its file."""
+        tensor: Tensor = reader.get_tensor(self.name) if self.at is None else reader.get_slice(self.name)[self.at]
+        return tensor
+
+
+def entries_of(file: Path) -> Iterator[Entry]:
+    """All of a file."""
+    with open_file(file) as reader:
+        for name in reader.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
+            tensor = reader.get_slice(name)
+            yield Entry(file=file, name=name, shape=tuple(tensor.get_shape()), kind=tensor.get_dtype())
+
+
+def tensors_of_all_experts(architecture: Architecture) -> dict[str, PerExpert]:
+    """What some files hold as one tensor and others as one for each expert, by that one's name."""
+    experts = [each for each in architecture.stored.values() if isinstance(each, PerExpert)]
+    return {each.whole: each for each in experts if each.whole is not None}
+
+
+def of_experts(entry: Entry, stored: PerExpert) -> dict[str, Entry]:
+    """One tensor of all experts as the tensors that others have for each."""
+    num_parts = len(stored.patterns)
+    if len(entry.shape) != 3 or entry.shape[0] != stored.num_experts or entry.shape[1] % num_parts:
+        raise WeightsError(
+            f"{entry.file}: {entry.name} has shape {list(entry.shape)}, not one of {stored.num_experts} experts"
+        )
+    rows = entry.shape[1] // num_parts
+    places = [(e, slice(i * rows, (i + 1) * rows)) for e in range(stored.num_experts) for i in range(num_parts)]
+    return {
+        name: replace(entry, shape=(rows, entry.shape[2]), at=place)
+        for name, place in zip(stored.names, places, strict=True)
+    }
+
+
+@contextmanager
+def open_file(file: Path) -> Iterator[Any]:
+    """A reader of safetensors; WeightsError if the file is no whole one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as reader:
+            yield reader
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{file} is damaged or cut short ({error}); fetch it again") from None

@@ -1,0 +1,8 @@
+"""Qwen3.5 as it is published, with a part that sees pictures: its text part."""
+
+from coserve.models.families.qwen3_5_text import Qwen35Text
+from coserve.models.vision_language import VisionLanguage
+
+
+class Qwen35(VisionLanguage, Qwen35Text):
+    text_types = ("qwen3_5_text",)
