@@ -212,6 +212,25 @@ def peft_gradients(model: nn.Module, sequences: list[tuple[list[int], list[bool]
     }
 
 
+class _Wide(TorchFunctionMode):
+    """What a model computes in float32, whatever its dtype, it computes in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        wide = [torch.float64 if value is torch.float32 else value for value in args]
+        more = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*wide, **more)
+
+
+def wide_gradients(model: nn.Module, sequences: list[tuple[list[int], list[bool]]]) -> dict[str, Tensor]:
+    """`peft_gradients` in float64, also of models that compute some things in float32 in any dtype."""
+    twin: Any = copy.deepcopy(model).double()
+    twin.set_experts_implementation("eager")  # grouped products take no float64
+    with _Wide():
+        return peft_gradients(twin, sequences)
+
+
 def exact_gradients(name: str, sequences: list[tuple[list[int], list[bool]]]) -> dict[str, Tensor]:
     """`peft_gradients` of `peft_twin(name)` in float64: where a gradient is small because large ones cancel, PEFT's
     own float32 is as far from the truth as ours, on whichever side.

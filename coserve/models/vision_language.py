@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _TEXT = "model.language_model."
 # Of the whole model, where both have them.
-_WHOLE = ("tie_word_embeddings", "quantization_config", "dtype")
+_WHOLE = ("model_type", "tie_word_embeddings", "quantization_config", "dtype", "eos_token_id")
 
 
 def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
@@ -20,12 +20,9 @@ def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
     if (text := config.get_text_config()) is config:
         return config
     text = copy(text)
-    text.model_type = config.model_type
     for name in _WHOLE:
         if getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
-    if text.eos_token_id is None:
-        text.eos_token_id = getattr(config, "eos_token_id", None)
     return text
 
 

@@ -21,6 +21,7 @@ from support import (
     random_sequences,
     random_tokens,
     summed_loss,
+    wide_gradients,
     worst_error,
 )
 
@@ -107,12 +108,15 @@ def test_a_lora_has_pefts_logits_and_gradients(name, kernels, tmp_path):
     tokens, sequences = random_tokens(9, 4), random_sequences((7, 11, 1, 5))
     ours = our_logits(adapter.backbone, tokens, adapter.bypasses())
     torch.testing.assert_close(ours, transformers_logits(model, tokens), atol=1e-4, rtol=0)
-    theirs = peft_gradients(model, sequences)
+    theirs, error = peft_gradients(model, sequences), 1e-4
+    if adapter.backbone.architecture.state_sizes:
+        # The gradients of a state's decay are sums of large terms that cancel: in float32, PEFT's are off as well.
+        error = max(error, 3 * worst_error(theirs, wide_gradients(model, sequences)))
     for budget in (None, 4 * adapter.backbone.architecture.hidden_size * 8):
         programs = training_programs(adapter, budget_bytes_per_token=budget)
         training = TrainingPass(adapter, programs, make_pack(sequences))
         run_alone(training, forward_rows=5, backward_rows=7)
-        assert worst_error(training.gradients, theirs) < 1e-4
+        assert worst_error(training.gradients, theirs) < error
         assert training.sums.loss == pytest.approx(float(summed_loss(model, sequences).detach()), rel=1e-5)
 
 
@@ -160,8 +164,10 @@ def test_a_job_makes_pefts_adapter(name, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
+    # AdamW divides by a gradient's own size, so that it also shows in which digit float32 ends.
+    error = 3e-4 if name == "qwen3-next" else 1e-4
     for each in ours:
-        torch.testing.assert_close(ours[each], theirs[each], atol=1e-4, rtol=0)
+        torch.testing.assert_close(ours[each], theirs[each], atol=error, rtol=0)
 
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

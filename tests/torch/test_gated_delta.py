@@ -15,7 +15,7 @@ from engines import (
     watched,
 )
 from family_configs import MORE_CONFIGS
-from support import fresh_peft_twin, make_backbone, peft_gradients, random_sequences, worst_error
+from support import fresh_peft_twin, make_backbone, peft_gradients, random_sequences, wide_gradients, worst_error
 from transformers import AutoConfig
 
 from coserve.adapters import Adapter
@@ -30,9 +30,11 @@ from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 SEQUENCES = random_sequences((150, 70, 9, 27, 64, 1))
 
 
-def gradients_of(adapter: Any, forward_rows: int, backward_rows: int, budget: int | None = None) -> Any:
+def gradients_of(
+    adapter: Any, forward_rows: int, backward_rows: int, budget: int | None = None, sequences: Any = SEQUENCES
+) -> Any:
     programs = training_programs(adapter, budget_bytes_per_token=budget)
-    training = TrainingPass(adapter, programs, make_pack(SEQUENCES))
+    training = TrainingPass(adapter, programs, make_pack(sequences))
     run_alone(training, forward_rows=forward_rows, backward_rows=backward_rows)
     return training.gradients
 
@@ -44,6 +46,15 @@ def test_training_in_windows_of_any_size_gives_autograds_gradients():
     for forward_rows, backward_rows in ((17, 31), (64, 64), (50, 7), (1, 100), (1000, 3)):
         assert worst_error(gradients_of(adapter, forward_rows, backward_rows), whole) < 1e-4
     assert worst_error(gradients_of(adapter, 23, 19, budget=4 * 32 * 20), whole) < 1e-4, "with less saved"
+
+
+@pytest.mark.parametrize("lengths", [(7, 11, 1, 5), (150, 70, 9, 27, 64, 1)])
+def test_gradients_in_float32_are_as_near_to_those_in_float64_as_transformers_own(lengths):
+    model, adapter = fresh_peft_twin("qwen3.5")
+    sequences = random_sequences(lengths)
+    theirs, exact = peft_gradients(model, sequences), wide_gradients(model, sequences)
+    ours = gradients_of(adapter, 1000, 1000, sequences=sequences)
+    assert worst_error(ours, exact) < 2 * max(1e-5, worst_error(theirs, exact))
 
 
 @pytest.mark.parametrize("targets", [["out_proj"], ["in_proj_a"], ["down_proj"], ["q_proj"]])

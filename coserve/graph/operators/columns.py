@@ -73,7 +73,7 @@ class Regroup(Columns):
 
 def _parts(attributes: Attributes) -> list[Attributes]:
     """Those of `Columns` for each part."""
-    start, found = attributes["start"], []
+    start, found = attributes["start"], list[Attributes]()
     for width in attributes["widths"]:
         found.append({**attributes, "start": start, "width": width})
         start += width
