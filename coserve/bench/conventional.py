@@ -63,7 +63,7 @@ def _held(
         warnings.simplefilter("ignore")  # the two libraries' advice to each other
         model = _model(architecture, kind, num_blocks, dtype)
         if ranks:
-            _add_lora(model, f"{architecture.block_prefix}.{num_blocks - 1}", ranks, dropout)
+            _add_lora(model, f"{_blocks(architecture)}.{num_blocks - 1}", ranks, dropout)
         width = model.get_input_embeddings().embedding_dim
         x = torch.empty(1, rows, width, dtype=dtype, requires_grad=input_grad)
         positions = torch.empty(1, rows, dtype=torch.int64)
@@ -93,11 +93,16 @@ def _model(architecture: Architecture, kind: str | None, num_blocks: int, dtype:
         fields["layer_types"] = [kind] * num_blocks
     config = AutoConfig.for_model(**fields)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
-    blocks = model.get_submodule(architecture.block_prefix.rpartition(".")[0])
+    blocks = model.get_submodule(_blocks(architecture).rpartition(".")[0])
     for name in ("norm", "final_layer_norm"):
         if getattr(blocks, name, None) is not None:
             setattr(blocks, name, nn.Identity())
     return model.requires_grad_(False).train()
+
+
+def _blocks(architecture: Architecture) -> str:
+    """What holds them; a text part, which may be a part of a larger model, is made alone."""
+    return architecture.block_prefix.replace(".language_model.", ".")
 
 
 def _add_lora(model: Any, block: str, ranks: dict[str, int], dropout: float) -> None:

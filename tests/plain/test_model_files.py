@@ -49,8 +49,8 @@ def test_another_family_names_those_that_are_run(tmp_path):
     write(tmp_path, {"model_type": "mamba"}, "model.safetensors")
     assert "model_type 'mamba' is not supported; " in refused(tmp_path)
     assert "supported: falcon, " in refused(tmp_path)
-    write(tmp_path, {"model_type": "qwen2_5"}, "model.safetensors")
-    assert "model_type 'qwen2_5' is not supported; the nearest that is, is qwen2; supported: " in refused(tmp_path)
+    write(tmp_path, {"model_type": "llama4"}, "model.safetensors")
+    assert "model_type 'llama4' is not supported; the nearest that is, is llama; supported: " in refused(tmp_path)
 
 
 def test_gguf_is_named(tmp_path):
