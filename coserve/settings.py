@@ -2,6 +2,7 @@
 be right.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from math import inf, isfinite
@@ -20,6 +21,11 @@ def shown(value: Any) -> str:
     except ValueError:  # a number with thousands of digits
         text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(text)} characters)"
+
+
+def without_password(url: str) -> str:
+    """A URL as a message shows it."""
+    return re.sub(r"([?&]password=)[^&]*", r"\1***", re.sub(r"://([^:@/]*):[^@/]*@", r"://\1:***@", url))
 
 
 def is_number(value: Any) -> bool:

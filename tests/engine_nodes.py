@@ -15,9 +15,13 @@ from msgspec.structs import replace
 
 from coserve.cluster.link import ClusterLink
 from coserve.cluster.messages import CommandBatch
+from coserve.cluster.node_paths import NodePaths
 from coserve.cluster.placement import make_placement
 from coserve.engine.engine import Engine
+from coserve.jobs.remote_files import RemoteFiles, shared_files
+from coserve.jobs.shared_files import SharedFiles
 from coserve.worker.process import EngineProcess
+from coserve.worker.protocol import decode_command, decode_report, encode
 
 
 class _KilledError(BaseException):
@@ -47,12 +51,21 @@ class _Socket:
         return found
 
 
+class Away:
+    """A machine that shares no disk with the front's, but a URL."""
+
+    def __init__(self, front: Path, home: Path, url: str) -> None:
+        self.home, self.paths = home, NodePaths(front, home)
+        self.shared = RemoteFiles(url, home, most_bytes=10**9)
+
+
 class EngineNode(ScriptedNode):
     """Implements `NodeCalls`: each session has a fresh engine, in a thread of its own."""
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
+    def __init__(self, make: Callable[[], Engine], away: "Away | None" = None) -> None:
+        """away: from the front's disk (None: it is here, too)."""
         super().__init__()
-        self._make = make
+        self._make, self._away = make, away
         self.engine: Engine | None = None
         self._socket: _Socket | None = None
         self._threads: list[threading.Thread] = []
@@ -70,7 +83,7 @@ class EngineNode(ScriptedNode):
 
         socket = self._socket = _Socket(send)
         await super().attach(session)
-        thread = threading.Thread(target=_run, args=(engine, socket), daemon=True)
+        thread = threading.Thread(target=_run, args=(engine, socket, self._away and self._away.shared), daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -78,11 +91,13 @@ class EngineNode(ScriptedNode):
         self._check(session)
         assert self._socket is not None
         for each in batch.commands:
-            self._socket.commands.put(each)
+            self._socket.commands.put(
+                each if self._away is None else encode(self._away.paths.here(decode_command(each)))
+            )
 
     def _say(self, session: str, report: bytes) -> None:
         if session == self.session:
-            self.say_encoded(report)
+            self.say_encoded(report if self._away is None else encode(self._away.paths.there(decode_report(report))))
 
     def kill_engine(self) -> None:
         """With everything that it has not said yet."""
@@ -100,9 +115,9 @@ class EngineNode(ScriptedNode):
             assert not thread.is_alive()
 
 
-def _run(engine: Engine, socket: _Socket) -> None:
+def _run(engine: Engine, socket: _Socket, shared: SharedFiles | None) -> None:
     with suppress(_KilledError):
-        EngineProcess(engine, socket).run()  # type: ignore[arg-type]  # as much of one as it uses
+        EngineProcess(engine, socket, shared=shared).run()  # type: ignore[arg-type]  # as much of one as it uses
 
 
 def small_engine() -> Engine:
@@ -145,16 +160,18 @@ class _Listener:
 
 @asynccontextmanager
 async def cluster_world(
-    home: Path, num_nodes: int = 3, make: Callable[[], Engine] = small_engine
+    home: Path, num_nodes: int = 3, make: Callable[[], Engine] = small_engine, url: str | None = None
 ) -> AsyncIterator[ClusterWorld]:
-    """All nodes are ready."""
-    nodes = {f"node-{number}": EngineNode(make) for number in range(num_nodes)}
+    """All nodes are ready. url: nodes have homes of their own, beside `home`, and nothing in common but this."""
+    away = [None if url is None else Away(home, home.with_name(f"of-node-{each}"), url) for each in range(num_nodes)]
+    nodes = {f"node-{number}": EngineNode(make, each) for number, each in enumerate(away)}
+    shared = shared_files(url, home)
 
     async def find() -> dict[str, EngineNode]:
         return nodes
 
-    async with world(home, alive=False) as made:
-        link = ClusterLink(find, make_placement("round-robin"))
+    async with world(home, alive=False, manager={"shared": shared}) as made:
+        link = ClusterLink(find, make_placement("round-robin"), shared=shared)
         found = ClusterWorld(made, link, nodes)
         running = asyncio.create_task(link.run())
         try:

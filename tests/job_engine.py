@@ -24,6 +24,7 @@ from coserve.jobs.messages import JobStart
 from coserve.jobs.models import BaseModel, JobModels
 from coserve.jobs.records import DEFAULT_TENANT, JobRecord
 from coserve.jobs.settings import job_settings
+from coserve.jobs.shared_files import SharedFiles
 from coserve.jobs.store import Store
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
@@ -159,11 +160,13 @@ class Link:
 class World:
     """A server's jobs, without the server."""
 
-    def __init__(self, home: Path, database: str | None = None, **manager: Any) -> None:
+    def __init__(
+        self, home: Path, database: str | None = None, shared: SharedFiles | None = None, **manager: Any
+    ) -> None:
         """manager: settings of the `JobManager`."""
         self.home, self.link = home, Link()
         self.store = Store.at(home, database)
-        self.files = Files(self.store, home / "files")
+        self.files = Files(self.store, home / "files", shared=shared)
         self.manager = JobManager(
             store=self.store,
             files=self.files,

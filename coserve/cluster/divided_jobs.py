@@ -22,10 +22,10 @@ from coserve.cluster.nodes import ClusterNode
 from coserve.cluster.shard_reports import ShardReports, Told
 from coserve.engine.job import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
-from coserve.jobs.files import discard
 from coserve.jobs.folders import contributions_beside
 from coserve.jobs.messages import Contributed, JobStart
 from coserve.jobs.records import AdapterRef
+from coserve.jobs.shared_files import SharedFiles
 from coserve.tuning.shard import Combination, DataParallel, Shard
 
 _log = logging.getLogger(__name__)
@@ -67,11 +67,14 @@ class DividedJobs:
         nodes: Callable[[], Collection[ClusterNode]],
         tell: Callable[[Told], None],
         lost: Callable[[frozenset[str]], None],
+        shared: SharedFiles | None = None,
     ) -> None:
         """jobs: on one node each. nodes: that jobs may have now. tell: is told what is known of a shard beside its
-        node's reports. lost: is told of jobs that no node has any more.
+        node's reports. lost: is told of jobs that no node has any more. shared: where contributions are (default: on a
+        disk that nodes share).
         """
         self._jobs, self._nodes, self._tell, self._lost = jobs, nodes, tell, lost
+        self._shared = shared or SharedFiles()
         self._divided: dict[str, _Divided] = {}
         self._of: dict[str, tuple[_Divided, int]] = {}  # job and number of a shard
         self._leaving: dict[str, asyncio.Task[None]] = {}  # by job: its last shards are being ended
@@ -198,7 +201,7 @@ class DividedJobs:
         for other, combination in job.contributions.add(number, told).items():
             self._soon(self._combine(job, other, combination))
         if spent := job.contributions.take_spent():
-            self._soon(asyncio.to_thread(_discard_all, spent))
+            self._soon(asyncio.to_thread(self._discard_all, spent))
 
     # -- shards -----------------------------------------------------------------------
 
@@ -329,6 +332,10 @@ class DividedJobs:
             if not isinstance(error, JobOverError) or len(errors) == len(shards):
                 raise error
 
+    def _discard_all(self, directories: list[str]) -> None:
+        for directory in directories:
+            self._shared.discard(Path(directory))
+
     def _soon(self, do: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(do)
         self._tasks.add(task)
@@ -339,8 +346,3 @@ class DividedJobs:
 async def _load(node: ClusterNode, adapter: AdapterRef) -> None:
     with suppress(CoserveError):  # it is read when it is asked for
         await node.link.load_adapter(adapter)
-
-
-def _discard_all(directories: list[str]) -> None:
-    for directory in directories:
-        discard(Path(directory))

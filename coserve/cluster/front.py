@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from msgspec.structs import replace
 
 from coserve.cluster.link import ClusterLink
 from coserve.cluster.messages import NodeSettings
@@ -19,6 +20,8 @@ from coserve.cluster.placement import make_placement
 from coserve.cluster.routes import router
 from coserve.errors import CoserveError
 from coserve.home import private_files
+from coserve.jobs.remote_files import files_url, shared_files
+from coserve.jobs.shared_files import SharedFiles
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
@@ -32,6 +35,8 @@ DEFAULT_PLACEMENT = "round-robin"
 # A front that ends keeps the home until its jobs have their checkpoints.
 _LOCK_WAIT_S = 30.0
 _POLL_S = 0.2
+# Of what a node has fetched by a URL, or written for it; what was used longest ago makes room.
+_CACHE_BYTES = 10 * 10**9
 
 
 class Front:
@@ -42,7 +47,7 @@ class Front:
     ) -> None:
         """placement, settings: see `make_placement`, with its ValueError."""
         self.config = config
-        self.link = ClusterLink(find_nodes, make_placement(placement, settings), config.directory)
+        self.link = ClusterLink(find_nodes, make_placement(placement, settings), config.directory, _shared(config))
         self._open = ExitStack()
         self._running: asyncio.Task[None] | None = None
         self._context: ServerContext | None = None
@@ -114,9 +119,14 @@ class Front:
             left_s -= _POLL_S
 
 
+def _shared(config: ServerConfig) -> SharedFiles:
+    return shared_files(files_url(config.files_url), config.directory)
+
+
 def node_settings(config: ServerConfig) -> NodeSettings:
     """What every node of a server is to be."""
-    return NodeSettings(engine=engine_settings(config), timeout_s=config.engine_timeout_s)
+    engine = replace(engine_settings(config), files_cache_bytes=_CACHE_BYTES)
+    return NodeSettings(engine=engine, timeout_s=config.engine_timeout_s, home=str(config.directory))
 
 
 def check_config(config: ServerConfig) -> None:
@@ -125,6 +135,7 @@ def check_config(config: ServerConfig) -> None:
         if getattr(config, name) != getattr(ServerConfig(), name):
             raise CoserveError(f"{option} is for coserve up, the server of one device; leave it out")
     check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    _shared(config).check()
     for path in config.allow_adapter_paths:
         if not Path(path).is_dir():
             raise CoserveError(f"--allow-adapter-paths {path} is no directory here; every node must be able to read it")

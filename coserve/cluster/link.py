@@ -29,6 +29,7 @@ from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError, ClusterError, EngineGoneError
 from coserve.jobs.messages import JobStart
 from coserve.jobs.records import AdapterRef
+from coserve.jobs.shared_files import SharedFiles
 from coserve.worker.link import EngineListener
 from coserve.worker.protocol import AddRequest, Ready, StepReport
 from coserve.worker.streams import RequestStream
@@ -48,13 +49,15 @@ _SHUTDOWN_S = 20.0
 class ClusterLink:
     """Belongs to one event loop. Implements `coserve.worker.access.EngineAccess`."""
 
-    def __init__(self, find_nodes: FindNodes, placement: Placement, home: Path | None = None) -> None:
-        """home: where κ and T_max of kinds of nodes are kept; None: nowhere."""
+    def __init__(
+        self, find_nodes: FindNodes, placement: Placement, home: Path | None = None, shared: SharedFiles | None = None
+    ) -> None:
+        """home: where κ and T_max of kinds of nodes are kept; None: nowhere. shared: see `DividedJobs`."""
         self._home = home
         self._scheduler = ClusterScheduler(placement)
         self._nodes = Nodes(find_nodes, self)
         self._jobs = ClusterJobs(self._scheduler, self._place, self._tell_job)
-        self._divided = DividedJobs(self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs)
+        self._divided = DividedJobs(self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs, shared)
         self._listeners: list[EngineListener] = []
         self._requests = ClusterRequests(self._scheduler, self._jobs, self._nodes)
         self._totals = Totals()

@@ -11,10 +11,11 @@ from coserve.worker.protocol import EngineSettings, Report
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node is to be. timeout_s: see `Supervisor`."""
+    """What a node is to be. timeout_s: see `Supervisor`. home: the front's, if files come by a URL."""
 
     engine: EngineSettings
     timeout_s: float
+    home: str = ""
 
 
 class EngineLost(msgspec.Struct, tag=True, frozen=True):

@@ -20,6 +20,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from coserve.cluster.messages import CommandBatch, EngineLost, NodeReports, NodeSettings, NodeStatus
+from coserve.cluster.node_paths import NodePaths
 from coserve.errors import CoserveError, EngineGoneError, ModelError
 from coserve.home import home_directory, make_private, share_measurements
 from coserve.server.home_lock import lock_home
@@ -47,6 +48,8 @@ class Node:
         """launch: starts engines (default: as a program)."""
         self._lock = ExitStack()
         home = self._lock.enter_context(_a_home())
+        # By a URL, a node has in its own home what the front has in another; else both see the same disk.
+        self._paths = NodePaths(Path(settings.home), home) if settings.engine.files_url is not None else None
         self._supervisor = Supervisor(
             settings.engine, self, launch or program(), home=home, timeout_s=settings.timeout_s
         )
@@ -144,7 +147,7 @@ class Node:
             if isinstance(command, AddRequest):
                 command = replace(command, arrival_s=command.arrival_s + delay_s)
             self._is_fresh &= isinstance(command, Ping)
-            self._supervisor.send(command)
+            self._supervisor.send(command if self._paths is None else self._paths.here(command))
 
     async def reports(self, session: str, after: int, wait_s: float) -> NodeReports:
         """See `NodeCalls`."""
@@ -189,7 +192,7 @@ class Node:
         if isinstance(report, Ready):
             self._ready, self._is_fresh = report, True
         if not isinstance(report, Pong):
-            self._put(report)
+            self._put(report if self._paths is None else self._paths.there(report))
 
     def engine_lost(self, reason: str) -> None:
         """See `EngineOwner`."""

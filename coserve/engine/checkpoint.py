@@ -23,6 +23,8 @@ from coserve.errors import DiskFullError, JobError
 from coserve.home import is_disk_full
 
 POSITION_FILE = "job.json"
+# What only the job itself needs, to resume.
+JOB_FILES = (POSITION_FILE, OPTIMIZER_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,17 +129,6 @@ def read_position(directory: str | Path) -> JobPosition:
         return JobPosition(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         raise JobError(f"{directory} is no checkpoint of a job: it has no usable {POSITION_FILE}") from None
-
-
-def can_resume(directory: str | Path) -> bool:
-    """Whether there is all that it takes to resume, as there is not once a job is over."""
-    return (Path(directory) / POSITION_FILE).is_file() and (Path(directory) / OPTIMIZER_FILE).is_file()
-
-
-def keep_adapter_alone(directory: str | Path) -> None:
-    """Remove what only the job itself would need to resume; no error if it is not there."""
-    for name in (POSITION_FILE, OPTIMIZER_FILE):
-        (Path(directory) / name).unlink(missing_ok=True)
 
 
 def _move(part: Path, wanted: Path) -> Path:

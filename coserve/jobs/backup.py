@@ -26,9 +26,9 @@ from coserve.engine.checkpoint import POSITION_FILE
 from coserve.errors import CoserveError
 from coserve.home import make_private
 from coserve.jobs.copying import Row
-from coserve.jobs.folders import entries
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, FileRecord, JobRecord
 from coserve.jobs.schema import SCHEMA_VERSION
+from coserve.jobs.shared_files import entries
 from coserve.jobs.store import DATABASE_FILE, Store
 from coserve.jobs.transaction import Transaction
 from coserve.version import VERSION

@@ -5,7 +5,6 @@ SQLite and PostgreSQL are tested.
 """
 
 import os
-import re
 import sqlite3
 import time
 from typing import Any
@@ -26,11 +25,6 @@ _WRITER = int.from_bytes(b"coserve", "big")
 def database_url(given: str | None = None) -> str | None:
     """The one that was given, or else `$COSERVE_DATABASE`; None: SQLite in the home."""
     return given or os.environ.get("COSERVE_DATABASE") or None
-
-
-def without_password(url: str) -> str:
-    """For messages."""
-    return re.sub(r"([?&]password=)[^&]*", r"\1***", re.sub(r"://([^:@/]*):[^@/]*@", r"://\1:***@", url))
 
 
 def open_database(url: str) -> tuple[Engine, Engine]:

@@ -17,9 +17,10 @@ from coserve.engine.checkpoint import POSITION_FILE
 from coserve.errors import StoreError
 from coserve.home import closed_mode
 from coserve.jobs.backup import STAGE
-from coserve.jobs.folders import Folders, entries
+from coserve.jobs.folders import Folders
 from coserve.jobs.offline import transitions_at
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, FileRecord, JobRecord
+from coserve.jobs.shared_files import entries
 from coserve.jobs.states import TRANSITIONS
 from coserve.jobs.store import Store
 

@@ -1,8 +1,6 @@
 """Files: blobs on disk below one directory, each under its record's id. No name that a client gave is ever a path."""
 
-import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,10 +9,9 @@ from typing import BinaryIO
 from coserve.errors import DataError, DiskFullError, LimitError
 from coserve.home import is_disk_full, make_private
 from coserve.jobs.records import FileRecord, new_id
+from coserve.jobs.shared_files import SharedFiles, discard
 from coserve.jobs.store import Store
 from coserve.jobs.transaction import Transaction
-
-_log = logging.getLogger(__name__)
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 RESULTS = "fine-tune-results"
@@ -27,9 +24,12 @@ _PART = ".part"
 class Files:
     """Calls block; from any thread."""
 
-    def __init__(self, store: Store, directory: Path, *, max_bytes: int = 512 * 10**6) -> None:
-        """max_bytes: of one file."""
+    def __init__(
+        self, store: Store, directory: Path, *, max_bytes: int = 512 * 10**6, shared: SharedFiles | None = None
+    ) -> None:
+        """max_bytes: of one file. shared: where `directory` is (default: here alone)."""
         self._store, self._directory, self.max_bytes = store, directory, max_bytes
+        self.shared = shared or SharedFiles()
         make_private(directory)
 
     def create(
@@ -75,7 +75,7 @@ class Files:
 
         Raises:
             DataError: it is longer than max_bytes. LimitError: the tenant's files would be more than it may have.
-            DiskFullError: there is no room.
+            DiskFullError: there is no room. StoreError: it cannot be shared.
         """
         now = int(time.time())
         id = id or new_id("file-")
@@ -104,7 +104,7 @@ class Files:
     def write_blob(self, id: str, chunks: Iterable[bytes]) -> int:
         """Write a blob whole, or not at all; returns its bytes. Without a record, it is gone after the next start.
 
-        DiskFullError if there is no room for it.
+        DiskFullError if there is no room for it; StoreError if it cannot be shared.
         """
         part, num_bytes = self._directory / f"{id}{_PART}", 0
         try:
@@ -116,9 +116,10 @@ class Files:
                     file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
-            part.rename(self._directory / id)
+            self.shared.keep(part.rename(self._directory / id))
         except BaseException as error:
             part.unlink(missing_ok=True)
+            discard(self._directory / id)
             if isinstance(error, OSError) and is_disk_full(error):
                 raise DiskFullError(
                     "the disk is full, and the file was not kept: free some space there, and try again"
@@ -128,11 +129,13 @@ class Files:
 
     def remove_blob(self, id: str) -> None:
         """No error if it is not there, or cannot be removed: then it is gone after the next start."""
-        discard(self._directory / id)
+        self.shared.discard(self._directory / id)
 
     def path(self, record: FileRecord) -> Path:
-        """Where its blob is."""
-        return self._directory / record.id
+        """Where its blob is, if it is anywhere; StoreError if that cannot be known now."""
+        path = self._directory / record.id
+        self.shared.fetch(path)
+        return path
 
     def find(self, tenant: str, id: str) -> FileRecord | None:
         with self._store.read() as transaction:
@@ -153,9 +156,9 @@ class Files:
         with self._store.write() as transaction:
             transaction.remove_expired_files()
             known = transaction.file_ids()
-        for path in self._directory.iterdir():
+        for path in self.shared.entries(self._directory):
             if path.name not in known:
-                discard(path)
+                self.shared.discard(path)
 
 
 def _check_room(transaction: Transaction, record: FileRecord, max_total_bytes: int | None) -> None:
@@ -167,21 +170,3 @@ def _check_room(transaction: Transaction, record: FileRecord, max_total_bytes: i
             what="files",
             retry_after_s=QUOTA_RETRY_S,
         )
-
-
-def discard(path: Path) -> bool:
-    """Remove a file, or a directory and all in it; returns whether it is gone now.
-
-    What cannot be removed is logged and left: nothing that matters hangs on it, and nothing waits for it.
-    """
-    try:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    except FileNotFoundError:  # or something in it, which another has removed just now
-        return not path.exists() or discard(path)
-    except OSError as error:
-        _log.error("%s is not needed any more, and cannot be removed: %s", path, error)
-        return False
-    return True

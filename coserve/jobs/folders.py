@@ -4,29 +4,30 @@ Whatever the store does not know is removed, so that a process may end anywhere 
 cannot be removed is logged, and tried again at the next start.
 """
 
-import logging
 from collections.abc import Collection
 from pathlib import Path
 
-from coserve.engine.checkpoint import can_resume, keep_adapter_alone
+from coserve.adapters.base import CONFIG_FILE
+from coserve.engine.checkpoint import JOB_FILES
 from coserve.home import make_private
-from coserve.jobs.files import discard
 from coserve.jobs.records import CheckpointRecord, JobRecord
+from coserve.jobs.shared_files import SharedFiles
 from coserve.jobs.transaction import Transaction
 
-_log = logging.getLogger(__name__)
+EXAMPLES = "examples.msgpack"
 
 
 class Folders:
     """Below one directory, a folder for each job."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, shared: SharedFiles | None = None) -> None:
+        """shared: where `directory` is (default: here alone)."""
+        self._directory, self.shared = directory, shared or SharedFiles()
         make_private(directory)
 
     def examples(self, job: str) -> Path:
         """The training file's examples."""
-        return self._directory / job / "examples.msgpack"
+        return self._directory / job / EXAMPLES
 
     def validation(self, job: str) -> Path:
         """The validation file's."""
@@ -48,68 +49,68 @@ class Folders:
         """While a job runs: remove the directories that were dropped, and keep all checkpoints but the newest as
         adapters alone. What else is there, the engine may be writing just now. Returns whether all of it could be done.
         """
-        done = [discard(Path(directory)) for directory in dropped]
-        done += [_thin_out(each) for each in sorted(kept, key=lambda each: each.step)[:-1]]
+        done = [self.shared.discard(Path(directory)) for directory in dropped]
+        done += [self._thin_out(each) for each in sorted(kept, key=lambda each: each.step)[:-1]]
         return all(done)
 
     def sweep(self, job: str, kept: Collection[CheckpointRecord], *, is_terminal: bool) -> None:
         """When no engine has the job: remove all that is not known. Of a job that is over, adapters alone are kept."""
         known = {Path(each.directory) for each in kept}
-        done = [discard(path) for path in entries(self.checkpoints(job)) if path not in known]
-        done.append(discard(self.contributions(job)))
+        there = self.shared.entries(self.checkpoints(job))
+        done = [self.shared.discard(path) for path in there if path not in known]
+        done.append(self.shared.discard(self.contributions(job)))
         done.append(self.thin_out(kept, ()))
         if is_terminal:
-            done += [_thin_out(each) for each in kept]
-            done.append(discard(self.validation(job)))
+            done += [self._thin_out(each) for each in kept]
+            done.append(self.shared.discard(self.validation(job)))
             if all(done):
-                discard(self.examples(job))  # the last: as long as it is there, this has not been done
+                self.shared.discard(self.examples(job))  # the last: as long as it is there, this has not been done
 
     def unswept(self) -> list[str]:
         """Jobs whose examples are there."""
-        return [path.name for path in self._directory.iterdir() if self.examples(path.name).exists()]
+        there = (path.parent for path in self.shared.all_below(self._directory) if path.name == EXAMPLES)
+        return sorted(path.name for path in there if path.parent == self._directory)
 
     def remove(self, job: str) -> None:
         """Remove all of a job's; no error if there is nothing."""
-        discard(self._directory / job)
+        self.shared.discard(self._directory / job)
 
     def tidy(self, known: Collection[str], unfinished: Collection[str], kept: Collection[str]) -> None:
         """Remove the folders of jobs that are not known; and of those that are over, the checkpoints that are not.
 
         kept: the directories that are.
         """
-        for path in self._directory.iterdir():
-            if path.name not in known:
-                discard(path)
-            elif path.name not in unfinished:
-                for checkpoint in entries(self.checkpoints(path.name)):
+        there = self.shared.all_below(self._directory)
+        parts = [path.relative_to(self._directory).parts for path in there]
+        for job in sorted({each[0] for each in parts}):
+            if job not in known:
+                self.remove(job)
+            elif job not in unfinished:
+                checkpoints = self.checkpoints(job)
+                names = {each[2] for each in parts if each[0] == job and each[1:2] == (checkpoints.name,) and each[2:]}
+                for checkpoint in sorted(checkpoints / name for name in names):
                     if str(checkpoint) not in kept:
-                        discard(checkpoint)
+                        self.shared.discard(checkpoint)
+
+    def resume_point(self, checkpoints: Collection[CheckpointRecord]) -> CheckpointRecord | None:
+        """The newest checkpoint that has all that it takes to resume, as there is not once a job is over."""
+        for each in sorted(checkpoints, key=lambda each: each.step, reverse=True):
+            if all(self.shared.is_file(Path(each.directory) / name) for name in JOB_FILES):
+                return each
+        return None
+
+    def has_adapter(self, checkpoint: CheckpointRecord) -> bool:
+        """Whether it is there, at least as an adapter."""
+        return self.shared.is_file(Path(checkpoint.directory) / CONFIG_FILE)
+
+    def _thin_out(self, checkpoint: CheckpointRecord) -> bool:
+        """Keep its adapter alone; returns whether that could be done."""
+        return all(self.shared.discard(Path(checkpoint.directory) / name) for name in JOB_FILES)
 
 
 def contributions_beside(checkpoints: Path) -> Path:
     """Of the job that has its checkpoints there."""
     return checkpoints.with_name("contributions")
-
-
-def entries(directory: Path) -> list[Path]:
-    """What is in it; nothing if it is not there, or cannot be read."""
-    try:
-        return list(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        _log.error("%s cannot be read: %s", directory, error)
-        return []
-
-
-def _thin_out(checkpoint: CheckpointRecord) -> bool:
-    """Keep its adapter alone; returns whether that could be done."""
-    try:
-        keep_adapter_alone(checkpoint.directory)
-    except OSError as error:
-        _log.error("%s: what only its job needed cannot be removed: %s", checkpoint.directory, error)
-        return False
-    return True
 
 
 def prune_records(
@@ -124,9 +125,3 @@ def prune_records(
     for each in dropped:
         transaction.remove_checkpoint(job.id, each.step)
     return kept, tuple(each.directory for each in dropped)
-
-
-def resume_point(checkpoints: Collection[CheckpointRecord]) -> CheckpointRecord | None:
-    """The newest checkpoint that has all that it takes to resume."""
-    usable = [each for each in checkpoints if can_resume(each.directory)]
-    return max(usable, key=lambda each: each.step, default=None)

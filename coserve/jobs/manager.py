@@ -52,7 +52,7 @@ class JobManager:
         tenant. timeout_s: how long a job may run before it fails.
         """
         self.store, self.files, self.models = store, files, models
-        folders = Folders(directory)
+        folders = Folders(directory, files.shared)
         self._transitions = Transitions(store, files, folders)
         self.adapters = JobAdapters(store, models.served.name)
         self._reader = FileReader(files, folders, models, self._files_read)

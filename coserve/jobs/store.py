@@ -16,10 +16,11 @@ from sqlalchemy.orm import Session
 from coserve.errors import DiskFullError, StoreError
 from coserve.home import make_private
 from coserve.jobs.copying import Row, copy_rows
-from coserve.jobs.databases import database_faults, open_database, without_password
+from coserve.jobs.databases import database_faults, open_database
 from coserve.jobs.schema import claim, make_tables
 from coserve.jobs.tables import SchemaTable, Table
 from coserve.jobs.transaction import Transaction
+from coserve.settings import without_password
 
 DATABASE_FILE = "coserve.db"
 # How SQLite says that its disk is full (the second: no room for the index of its log), and how PostgreSQL does.

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from coserve.errors import JobError, LimitError
 from coserve.jobs.deaths import Deaths, after_death
-from coserve.jobs.files import QUOTA_RETRY_S, RESULTS, Files, discard
-from coserve.jobs.folders import Folders, prune_records, resume_point
+from coserve.jobs.files import QUOTA_RETRY_S, RESULTS, Files
+from coserve.jobs.folders import Folders, prune_records
 from coserve.jobs.messages import JobStart
 from coserve.jobs.recording import adapter_of, job_event
 from coserve.jobs.records import AdapterRef, CheckpointRecord, FileRecord, JobRecord, JobStatus, new_id
@@ -180,12 +180,14 @@ class Transitions:
         """The checkpoint to resume from; everything after it is forgotten, as if it had not been. And whether there is
         nothing left to be done.
         """
-        with self._store.write() as transaction:
+        with self._store.read() as transaction:
             checkpoints = transaction.all_checkpoints(job.id)
-            found = resume_point(checkpoints)
-            last = checkpoints[-1] if checkpoints else None
-            # The last checkpoint of all is the adapter alone, if the engine wrote it when the job had ended.
-            is_done = last is not None and found is not last and _is_final(last, job)
+        found = self._folders.resume_point(checkpoints)
+        last = checkpoints[-1] if checkpoints else None
+        # The last checkpoint of all is the adapter alone, if the engine wrote it when the job had ended.
+        is_final = last is not None and last.listed and last.step == job.num_steps
+        is_done = last is not None and found is not last and is_final and self._folders.has_adapter(last)
+        with self._store.write() as transaction:
             if not is_done:
                 transaction.roll_back(job.id, 0 if found is None else found.step)
             kept, _ = prune_records(transaction, job, is_terminal=False)
@@ -264,7 +266,7 @@ class Transitions:
             unused = [Path(each) for each in directories if not transaction.adapters_in(each)]
         for directory in unused:
             if self._folders.holds(directory):
-                discard(directory)
+                self._folders.shared.discard(directory)
         if is_model:
             self._folders.remove(found.job)
         return tuple(each.name for each in gone)
@@ -293,8 +295,3 @@ def _list_newest(transaction: Transaction, job: JobRecord) -> None:
     if checkpoints := transaction.all_checkpoints(job.id):
         newest = transaction.put_checkpoint(replace(checkpoints[-1], listed=True))
         transaction.put_adapter(adapter_of(job, newest.name, newest.directory))
-
-
-def _is_final(checkpoint: CheckpointRecord, job: JobRecord) -> bool:
-    is_whole = (Path(checkpoint.directory) / "adapter_config.json").is_file()
-    return checkpoint.listed and checkpoint.step == job.num_steps and is_whole

@@ -73,6 +73,7 @@ def validate(
 
     examples = read("training_file", training, 0)
     write_examples_file(folders.examples(job.id), examples)
+    folders.shared.keep(folders.examples(job.id))
     if validation is not None:
         held_out = read("validation_file", validation, training.num_bytes)
         try:
@@ -80,6 +81,7 @@ def validate(
         except DataError as error:
             raise JobError(f"validation_file {validation.id}: {error}", param="validation_file") from None
         write_examples_file(folders.validation(job.id), held_out)
+        folders.shared.keep(folders.validation(job.id))
     return Validated(
         num_examples=len(examples),
         num_tokens=sum(len(example.tokens) for example in examples),

@@ -9,8 +9,8 @@ from threading import Lock
 from typing import Any
 
 from coserve.home import make_private
-from coserve.jobs.files import discard
 from coserve.jobs.records import new_id
+from coserve.jobs.shared_files import discard
 from coserve.server.bodies import named_once
 from coserve.server.errors import ApiError
 from coserve.server.responses import to_json

@@ -128,7 +128,7 @@ class BatchRunner:
             message = f"The file {record.input_file} is not there any more."
             errors = [{"code": "invalid_file", "line": None, "message": message, "param": "input_file_id"}]
         else:
-            lines, errors = await asyncio.to_thread(read_input, self._files.path(found), record.endpoint)
+            lines, errors = await self._until_done(lambda: read_input(self._files.path(found), record.endpoint))
         if not errors or record.status != "validating":
             return lines
         await self._change(id, "failed", errors=errors)
@@ -169,7 +169,7 @@ class BatchRunner:
 
     async def _answer(self, record: BatchRecord, line: BatchLine, due_at: float) -> tuple[int, str, dict[str, Any]]:
         """Status, name and body of the answer to one request."""
-        request, path = new_id("req_"), self._files.path(_input_of(record))
+        request, path = new_id("req_"), await self._until_done(self._files.path, _input_of(record))
         num_deaths, wait_s = 0, _FIRST_WAIT_S
         while True:
             was_sent = True

@@ -12,6 +12,7 @@ from coserve.jobs.databases import database_url
 from coserve.jobs.files import Files
 from coserve.jobs.manager import JobManager
 from coserve.jobs.models import BaseModel, JobModels
+from coserve.jobs.remote_files import files_url, shared_files
 from coserve.jobs.store import Store
 from coserve.jobs.trackers import Trackers
 from coserve.models.families import build_architecture
@@ -46,17 +47,19 @@ class _JobReports:
 
 
 async def start_jobs(context: ServerContext) -> None:
-    """Open the store, and have jobs resume as soon as there is an engine. StoreError if it cannot be opened; ModelError
-    if a model that jobs may train is not there.
+    """Open the store, and have jobs resume as soon as there is an engine. StoreError if it cannot be opened, or files
+    cannot be kept; ModelError if a model that jobs may train is not there.
 
     `stop_jobs` is to be called when the engine has ended.
     """
     config = context.config
+    shared = shared_files(files_url(config.files_url), config.directory)
+    await asyncio.to_thread(shared.check)
     models = await asyncio.to_thread(_models, context)
     store = Store.at(config.directory, database_url(config.database))
     manager = JobManager(
         store=store,
-        files=Files(store, config.directory / "files", max_bytes=config.max_upload_bytes),
+        files=Files(store, config.directory / "files", max_bytes=config.max_upload_bytes, shared=shared),
         directory=config.directory / "jobs",
         engine=context.link,
         models=models,

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from coserve.errors import CoserveError
 from coserve.home import private_files
+from coserve.jobs.remote_files import files_url
 from coserve.models.source import find_model
 from coserve.server.adapters import GivenAdapters
 from coserve.server.app import create_app
@@ -171,6 +172,7 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
         max_model_len=config.max_model_len,
         log_format=config.log_format,
         log_level=config.log_level,
+        files_url=files_url(config.files_url),
         engine=config.engine,
     )
 

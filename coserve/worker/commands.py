@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import Any
 
 from coserve.devices.grammar import Grammar
-from coserve.devices.job_messages import ReadContributions
 from coserve.devices.matching import Vocabulary
 from coserve.devices.messages import OpenGrammar, SetVocabulary
 from coserve.engine.engine import Engine
@@ -165,11 +164,10 @@ class Commands:
     def _take_job(self, command: Any) -> None:
         if isinstance(command, CombineJob):
             id, directories = command.id, command.combination.directories
-            read = ReadContributions(id, directories)
             self._queue.put(
                 (_job_key(id),),
                 lambda read: self._handle(command, read),
-                prepare=lambda: lambda: self._engine.device.execute(read),
+                prepare=lambda: lambda: self._jobs.read_contributions(id, directories),
             )
             return
         if not isinstance(command, StartJob):

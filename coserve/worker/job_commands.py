@@ -9,7 +9,7 @@ its checkpoints wait until there is room, but no pause, cancellation or shutdown
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.peft_directory import adapter_config
+from coserve.devices.job_messages import ReadContributions
 from coserve.engine.checkpoint import write_contribution
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
@@ -25,6 +26,7 @@ from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import AdapterError, CoserveError, DiskFullError, JobOverError
 from coserve.jobs.messages import Checkpointed, Contributed, JobStart
 from coserve.jobs.records import AdapterRef
+from coserve.jobs.shared_files import SharedFiles
 from coserve.worker.activity import Activity
 from coserve.worker.disk_writers import DiskWriters
 from coserve.worker.job_files import JobFiles
@@ -70,9 +72,12 @@ class _PendingReport:
 class JobCommands:
     """Adapters and jobs of one engine."""
 
-    def __init__(self, engine: Engine, activity: Activity | None = None) -> None:
-        """activity: told whose files are read and written."""
+    def __init__(self, engine: Engine, activity: Activity | None = None, shared: SharedFiles | None = None) -> None:
+        """activity: told whose files are read and written. shared: where the paths of adapters and jobs are (default: on
+        disk here).
+        """
         self._engine, self._activity = engine, activity or Activity(None)
+        self._shared = shared or SharedFiles()
         self._starts: dict[str, JobStart] = {}
         self._writers = DiskWriters()
         self._waiting: dict[str, deque[_PendingReport]] = {}  # by job
@@ -89,7 +94,7 @@ class JobCommands:
             load = self._engine.begin_load(adapter.name, adapter.directory)
         except AdapterError as error:
             return partial(_raise, error)
-        return None if load is None else load.read
+        return None if load is None else partial(self._read_adapter, load)
 
     def finish_adapter(self, adapter: AdapterRef, load: AdapterLoad | None) -> None:
         """Have it on the device, now that it was read; it was used now."""
@@ -97,6 +102,10 @@ class JobCommands:
             self._engine.finish_load(load)
         elif adapter.directory is not None:
             self._engine.ensure_adapter(adapter.name, adapter.directory)
+
+    def _read_adapter(self, load: AdapterLoad) -> AdapterLoad:
+        self._shared.fetch(Path(load.directory))
+        return load.read()
 
     def unload_adapter(self, name: str) -> None:
         """No new request finds it."""
@@ -110,7 +119,25 @@ class JobCommands:
         if job.config.evaluation.asks:
             self._engine.answers_tokenizer()  # here, and not within the first step that needs it
         with self._activity.files_of(job.id):
-            return JobFiles.read(job)
+            read = JobFiles.read(job, self._shared)
+        self._shared.trim(self._needed())
+        return read
+
+    def read_contributions(self, id: str, directories: Sequence[str]) -> None:
+        """Have the device take in what the nodes of a job have contributed; from any thread. CoserveError of where they
+        are shared.
+        """
+        for each in directories:
+            self._shared.fetch(Path(each))
+        self._engine.device.execute(ReadContributions(id, tuple(directories)))
+        for each in directories:
+            self._shared.release(Path(each))
+
+    def _needed(self) -> frozenset[Path]:
+        """What jobs begin with, which the device may not have read yet."""
+        jobs = list(self._starts.values())
+        named = [job.checkpoint for job in jobs] + [job.start.directory for job in jobs if job.start is not None]
+        return frozenset(Path(each) for each in named if each is not None)
 
     def handle(
         self, command: StartJob | PauseJob | ResumeJob | CancelJob | CombineJob, read: Callable[[], Any] | None = None
@@ -309,7 +336,12 @@ class JobCommands:
         )
         waiting = _PendingReport(job=due.job, step=due.step, listed=False, contribution=told)
         copy = self._engine.contribution(due.job)
-        write = partial(write_contribution, copy, directory)
+
+        def write() -> Path:
+            written = write_contribution(copy, directory)
+            self._shared.keep(written)
+            return written
+
         waiting.written = self._written(due.job, write, even_in_a_hurry=True)
         self._append(waiting)
 
@@ -325,7 +357,13 @@ class JobCommands:
             failed: Future[Path] = Future()
             failed.set_exception(error)
             return failed
-        write = partial(checkpoint.write, self._starts[job].checkpoints)
+        parent = self._starts[job].checkpoints
+
+        def write() -> Path:
+            kept = self._shared.keep_checkpoint(checkpoint.write(parent))
+            self._shared.trim(self._needed())
+            return kept
+
         return self._written(job, write)
 
     def _written(self, job: str, write: Callable[[], Path], *, even_in_a_hurry: bool = False) -> "Future[Path]":

@@ -7,6 +7,7 @@ from typing import Self
 
 from coserve.jobs.examples import read_examples_file
 from coserve.jobs.messages import JobStart
+from coserve.jobs.shared_files import SharedFiles
 from coserve.tuning.examples import Example
 
 _READ_BYTES = 1 << 20
@@ -20,10 +21,15 @@ class JobFiles:
     validation: list[Example]
 
     @classmethod
-    def read(cls, job: JobStart) -> Self:
-        """Its examples, and its checkpoint ahead of the device; DataError."""
+    def read(cls, job: JobStart, shared: SharedFiles) -> Self:
+        """Its examples, and its checkpoint ahead of the device; DataError, or StoreError of where they are shared."""
+        for path in (job.examples, job.validation, job.checkpoint):
+            if path is not None:
+                shared.fetch(Path(path))
         if job.checkpoint is not None:
             _read_ahead(Path(job.checkpoint))
+        elif job.start is not None and job.start.directory is not None:
+            shared.fetch(Path(job.start.directory))
         return cls(
             examples=read_examples_file(job.examples),
             validation=[] if job.validation is None else read_examples_file(job.validation),

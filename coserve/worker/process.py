@@ -31,6 +31,9 @@ from coserve.engine.records import EngineStats, HandoverStats
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
 from coserve.handover.base import Alone, HandoverEnd
+from coserve.home import home_directory
+from coserve.jobs.remote_files import shared_files
+from coserve.jobs.shared_files import SharedFiles
 from coserve.logs import configure_logs
 from coserve.worker.activity import Activity, WatchedDevice
 from coserve.worker.commands import Commands
@@ -80,12 +83,13 @@ class EngineProcess:
         socket: "zmq.Socket[bytes]",
         activity: Activity | None = None,
         handover: HandoverEnd | None = None,
+        shared: SharedFiles | None = None,
     ) -> None:
-        """activity: that of the engine's device. handover: to other instances."""
+        """activity: that of the engine's device. handover: to other instances. shared: see `JobCommands`."""
         self._engine, self._socket, self._activity = engine, socket, activity or Activity(None)
         self._handover = handover or Alone()
         self._handover_stats: HandoverStats | None = None
-        self._jobs = JobCommands(engine, self._activity)
+        self._jobs = JobCommands(engine, self._activity, shared)
         self._commands = Commands(engine, self._jobs, self._send, self._activity, self._handover)
         self._steps: list[StepRecord] = []
         # Pages by owner after the step that left fewest free, since the last report.
@@ -249,8 +253,10 @@ def _step_record(engine: Engine, result: StepResult, end_s: float, step_s: float
 
 def start(
     settings: EngineSettings, socket: "zmq.Socket[bytes]", activity: Activity
-) -> tuple[Engine, HandoverEnd] | None:
-    """The engine, when it is ready; None if it cannot be started as it was asked, which has been reported then."""
+) -> tuple[Engine, HandoverEnd, SharedFiles] | None:
+    """The engine, when it is ready, and what it shares with others; None if it cannot be started as it was asked, which
+    has been reported then.
+    """
 
     def progress(stage: str, done: int, total: int) -> None:
         socket.send(encode(StartProgress(stage, done, total)))
@@ -258,7 +264,9 @@ def start(
     progress(f"starting {settings.model}", 0, 0)
     keep_freed_memory()
     bound_compiled_products()
+    shared = shared_files(settings.files_url, home_directory(), most_bytes=settings.files_cache_bytes)
     try:
+        shared.check()
         torch.set_num_threads(settings.threads or worthwhile_threads(settings.model))
         engine = Engine.load(
             settings.model,
@@ -280,7 +288,7 @@ def start(
         socket.send(encode(StartFailed(" ".join(str(error).split()) or type(error).__name__)))
         return None
     socket.send(encode(ready))
-    return engine, handover
+    return engine, handover, shared
 
 
 def _ready(engine: Engine) -> Ready:
@@ -342,8 +350,8 @@ def main() -> int:
         started = start(settings, socket, activity)
         if started is None:
             return 1
-        engine, handover = started
-        EngineProcess(engine, socket, activity, handover).run()
+        engine, handover, shared = started
+        EngineProcess(engine, socket, activity, handover, shared).run()
         return 0
     finally:
         socket.close()

@@ -28,7 +28,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     for `coserve.worker.activity`. threads: of the CPU; None: as many as the model is worth. record: a file to write all
     that the engine does to. role, prefill_socket, prefill_min_tokens: see `coserve.worker.handover`. max_model_len:
     tokens of a request, prompt and answer, and of an example; None: as many as the model has positions. log_format,
-    log_level: see `coserve.logs`.
+    log_level: see `coserve.logs`. files_url, files_cache_bytes: see `coserve.jobs.remote_files`; the process's home is
+    the directory here.
     """
 
     address: str
@@ -45,6 +46,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     log_format: str = "text"
     log_level: str = "warning"
+    files_url: str | None = None
+    files_cache_bytes: int | None = None
     engine: EngineConfig
 
 

@@ -35,10 +35,12 @@ def free_port() -> int:
 class RayWorld:
     """The cluster, its front's URL, and ways to harm it. Times are of recoveries, by what was killed."""
 
-    def __init__(self, cluster: Any, config: ServerConfig) -> None:
+    def __init__(self, cluster: Any, config: ServerConfig, homes: Path | None = None) -> None:
+        """homes: below it, each machine has one of its own (None: the usual one)."""
         from coserve.cluster import on_ray
 
-        self.on_ray, self.cluster, self.config = on_ray, cluster, config
+        self.on_ray, self.cluster, self.config, self.homes = on_ray, cluster, config, homes
+        self._num_machines = 0
         self.url = f"https://127.0.0.1:{config.port}/v1"
         assert config.ssl_certfile is not None
         self._trusting = ssl.create_default_context(cafile=config.ssl_certfile)
@@ -61,7 +63,9 @@ class RayWorld:
     def add_machine(self) -> None:
         from coserve.cluster.ray_machine import DEVICE
 
-        self.machines.append(self.cluster.add_node(num_cpus=1, resources={DEVICE: 1}))
+        own = {} if self.homes is None else {"COSERVE_HOME": str(self.homes / f"machine-{self._num_machines}")}
+        self._num_machines += 1
+        self.machines.append(self.cluster.add_node(num_cpus=1, resources={DEVICE: 1}, env_vars=own))
 
     # -- questions ----------------------------------------------------------------------
 
@@ -117,6 +121,18 @@ class RayWorld:
         self.cluster.remove_node(machine, allow_graceful=False)
         self.add_machine()
 
+    def remove_machine_of(self, job: str) -> None:
+        """The one that trains a job; none takes its place."""
+        pid = self.until(lambda: [each["pid"] for each in self._nodes() if job in each["jobs"] and each["pid"]])[0]
+        raylet = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        (machine,) = [
+            each
+            for each in self.machines
+            if any(part.process.pid == raylet for parts in each.all_processes.values() for part in parts)
+        ]
+        self.machines.remove(machine)
+        self.cluster.remove_node(machine, allow_graceful=False)
+
     def kill_front(self, number: int) -> None:
         """Ray Serve's replica, with the store and all connections."""
         _kill(self.until(lambda: self._front_pid()))
@@ -156,9 +172,14 @@ def write_keys(path: Path, key: str) -> None:
 
 @contextmanager
 def ray_world(
-    home: Path, num_machines: int = 3, *, placement: str = "round-robin", **settings: Any
+    home: Path,
+    num_machines: int = 3,
+    *,
+    placement: str = "round-robin",
+    homes: Path | None = None,
+    **settings: Any,
 ) -> Iterator[RayWorld]:
-    """All nodes ready."""
+    """All nodes ready. homes: of machines."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
 
@@ -174,7 +195,7 @@ def ray_world(
         initialize_head=True, head_node_args={"num_cpus": 2, "resources": HEAD, "include_dashboard": False}
     )
     try:
-        world = RayWorld(cluster, config)
+        world = RayWorld(cluster, config, homes)
         for _ in range(num_machines):
             world.add_machine()
         on_ray.connect(cluster.address)

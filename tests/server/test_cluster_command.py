@@ -39,6 +39,8 @@ def test_without_ray_it_says_how_to_get_it(command: str):
         (("up", "--placement", "best"), "placement 'best' is not one of "),
         (("up", "--ssl-certfile", "a.pem"), "--ssl-certfile a.pem cannot be used: No such file or directory"),
         (("up", "--record", "a.rec"), "--record is for coserve up"),
+        (("up", "--files-url", "ftp://127.0.0.1:1/x"), "the files at ftp://127.0.0.1:1/x cannot be used: [Errno 111]"),
+        (("up", "--files-url", "gopher://here/x"), "cannot be used: Protocol not known: gopher"),
         (("status", "--address", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1"),
     ],
 )

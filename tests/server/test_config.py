@@ -41,7 +41,7 @@ def test_options_are_the_fields_of_the_configuration_in_groups():
         "HTTP": "--host --port --ssl-certfile --ssl-keyfile --allowed-hosts --cors-origin --root-path "
         "--max-connections --max-body --max-upload --timeout-headers --timeout-body --timeout-keep-alive "
         "--request-timeout",
-        "Operation": "--home --database --result-encoding --response-storage --log-format --log-level "
+        "Operation": "--home --database --files-url --result-encoding --response-storage --log-format --log-level "
         "--otlp-endpoint --record --engine-timeout --drain",
     }
     assert model.default is ... and 1 + len(marks) == len(fields(ServerConfig))

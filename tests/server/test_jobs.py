@@ -15,7 +15,7 @@ from job_engine import LIMIT_S, TENANT, base_model, world
 from peft import PeftModel
 from support import make_model
 
-from coserve.engine.checkpoint import Checkpoint, can_resume
+from coserve.engine.checkpoint import JOB_FILES, Checkpoint
 from coserve.errors import DeviceMemoryError, EngineGoneError, JobError
 from coserve.jobs import validation
 from coserve.jobs.examples import read_training_file
@@ -156,7 +156,7 @@ def test_pause_resume_and_cancel(tmp_path):
             await w.until(lambda: w.job(job.id).finished_at)
             events, checkpoints = w.events(job.id), w.checkpoints(job.id)
             assert steps_of(events) == list(range(1, len(steps_of(events)) + 1))
-            assert not any(can_resume(each.directory) for each in checkpoints)
+            assert not any((Path(each.directory) / name).exists() for each in checkpoints for name in JOB_FILES)
             listed = {Path(each.directory) for each in checkpoints}
             assert set((tmp_path / "jobs" / job.id / "checkpoints").iterdir()) == listed
             # The engine has room for the next one.

@@ -307,6 +307,9 @@ def test_mistakes_are_one_line(tmp_path: Path):
             (("--slo-tpot", "soon"), "is no number with a unit"),
             (("--drain", "-1s"), "'-1s' is negative"),
             (("--database", "jobs.db"), "--database must be a URL of SQLAlchemy"),
+            (("--files-url", "bucket/prefix"), "--files-url must be a URL of fsspec's, such as s3://bucket/prefix"),
+            (("--files-url", "memory://here"), "--files-url must be a URL that every machine reads, not memory://"),
+            (("--files-url", "gopher://here/x"), "cannot be used: Protocol not known: gopher"),
         ):
             result = up(tmp_path, *options)
             assert result.returncode != 0

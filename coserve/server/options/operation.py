@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coserve.home import home_directory
+from coserve.jobs.remote_files import files_url as check_files_url
 from coserve.logs import FORMATS, LEVELS
 from coserve.server.options.option import OptionGroup, check_choice, option
 from coserve.server.units import bytes_of, seconds_of
@@ -30,6 +31,14 @@ class OperationOptions(OptionGroup):
         "password better in COSERVE_DATABASE: ps shows this one to all users of the machine.",
         metavar="URL",
         shown="$COSERVE_DATABASE or SQLite in --home",
+    )
+    files_url: str | None = option(
+        None,
+        "--files-url",
+        "Where files and checkpoints are kept beside --home, as a URL of fsspec's, such as s3://bucket/prefix: nodes "
+        "of a cluster then share no disk. One with a password better in COSERVE_FILES_URL.",
+        metavar="URL",
+        shown="$COSERVE_FILES_URL or --home alone",
     )
     result_encoding: str = option(
         "plain",
@@ -90,6 +99,7 @@ class OperationOptions(OptionGroup):
             raise ValueError(f"drain_s must be a number of seconds, 0 or more, not {self.drain_s!r}")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"otlp_endpoint must be a URL of http or https, not {self.otlp_endpoint!r}")
+        check_files_url(self.files_url)
         if self.database is not None and "://" not in self.database:
             raise ValueError(
                 "database must be a URL of SQLAlchemy, such as postgresql://me@host/coserve or sqlite:////DIR/jobs.db, "

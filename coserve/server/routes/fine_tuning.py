@@ -11,11 +11,10 @@ from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response
 
-from coserve.devices.job_messages import OPTIMIZER_FILE
-from coserve.engine.checkpoint import POSITION_FILE
+from coserve.engine.checkpoint import JOB_FILES
 from coserve.errors import EngineGoneError
-from coserve.jobs.folders import entries
 from coserve.jobs.records import JobRecord, Page
+from coserve.jobs.shared_files import entries
 from coserve.server.bodies import JsonRoute
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
@@ -176,12 +175,14 @@ def _adapter_directory(context: ServerContext, job: JobRecord, step: int | None)
     if not listed:
         which = "" if step is None else f" after step {step}"
         raise not_found(f"Job {job.id} has no checkpoint{which}", param="step")
-    return Path(listed[-1].directory)
+    directory = Path(listed[-1].directory)
+    context.jobs.files.shared.fetch(directory)
+    return directory
 
 
 def _adapter_files(directory: Path) -> list[Path]:
     """Without what only its job needs to resume."""
-    return [path for path in entries(directory) if path.is_file() and path.name not in (OPTIMIZER_FILE, POSITION_FILE)]
+    return [path for path in entries(directory) if path.is_file() and path.name not in JOB_FILES]
 
 
 def _page(page: Page, data: list[dict[str, Any]]) -> Response:
