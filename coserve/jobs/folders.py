@@ -23,6 +23,7 @@ class Folders:
     def __init__(self, directory: Path, shared: SharedFiles | None = None) -> None:
         """shared: where `directory` is (default: here alone)."""
         self._directory, self.shared = directory, shared or SharedFiles()
+        self._thin = set[str]()  # directories that have been thinned out, which nobody fills again
         make_private(directory)
 
     def examples(self, job: str) -> Path:
@@ -105,7 +106,10 @@ class Folders:
 
     def _thin_out(self, checkpoint: CheckpointRecord) -> bool:
         """Keep its adapter alone; returns whether that could be done."""
-        return all(self.shared.discard(Path(checkpoint.directory) / name) for name in JOB_FILES)
+        directory = checkpoint.directory
+        if directory not in self._thin and all(self.shared.discard(Path(directory) / name) for name in JOB_FILES):
+            self._thin.add(directory)
+        return directory in self._thin
 
 
 def contributions_beside(checkpoints: Path) -> Path:

@@ -70,7 +70,6 @@ class RemoteFiles(SharedFiles):
         """
         self._url, self._root, self._most_bytes = url.rstrip("/"), root, most_bytes
         self._waits_s = _WAITS_S if waits_s is None else waits_s
-        self._discarded: set[Path] = set()
 
     def check(self) -> None:
         name = f".coserve-{uuid4().hex}"
@@ -104,7 +103,6 @@ class RemoteFiles(SharedFiles):
             fs.pipe_file(f"{target}/{MARKER}", json.dumps({each.name: each.stat().st_size for each in files}).encode())
 
         self._do(upload)
-        self._discarded.discard(path)
 
     def keep_checkpoint(self, directory: Path) -> Path:
         named = directory.rename(directory.with_name(f"{directory.name}-{uuid4().hex[:8]}"))
@@ -144,7 +142,7 @@ class RemoteFiles(SharedFiles):
     def is_file(self, path: Path) -> bool:
         if not self._is_shared(path):
             return path.is_file()
-        return path not in self._discarded and self._do(lambda fs, base: _size(fs, self._place(base, path))) is not None
+        return self._do(lambda fs, base: _size(fs, self._place(base, path))) is not None
 
     def entries(self, directory: Path) -> list[Path]:
         def names(fs: Any, base: str) -> Sequence[str]:
@@ -165,7 +163,7 @@ class RemoteFiles(SharedFiles):
     def discard(self, path: Path) -> bool:
         if not discard(path):
             return False
-        if not self._is_shared(path) or path in self._discarded:
+        if not self._is_shared(path):
             return True
 
         def remove(fs: Any, base: str) -> bool:
@@ -176,10 +174,7 @@ class RemoteFiles(SharedFiles):
                 fs.rm_file(target)
             return True
 
-        is_gone = self._tried(remove, False, missing=True)
-        if is_gone:
-            self._discarded.add(path)
-        return is_gone
+        return self._tried(remove, False, missing=True)
 
     # -- what is here -----------------------------------------------------------------
 

@@ -62,14 +62,14 @@ def ask(world: RayWorld, prompt: str, num_tokens: int, model: str = "tiny") -> s
     return found.choices[0].text
 
 
-def train(world: RayWorld, number: int, num_steps: int, **extension: Any) -> str:
-    rows = [json.dumps({"prompt": f"{i} and {number} ", "completion": f"make {i + number}"}) for i in range(8)]
+def train(world: RayWorld, number: int, num_steps: int, *, num_rows: int = 8, **extension: Any) -> str:
+    rows = [json.dumps({"prompt": f"{i} and {number} ", "completion": f"make {i + number}"}) for i in range(num_rows)]
     file = world.client.files.create(file=("train.jsonl", "\n".join(rows).encode()), purpose="fine-tune")
     job = world.client.fine_tuning.jobs.create(
         model="tiny",
         training_file=file.id,
         seed=number,
-        hyperparameters={"n_epochs": num_steps // 2, "batch_size": 4},
+        hyperparameters={"n_epochs": num_steps * 4 // num_rows, "batch_size": 4},
         extra_body={"coserve": {"checkpoint_every_steps": 10} | extension},
     )
     return job.id

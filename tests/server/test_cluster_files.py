@@ -104,9 +104,12 @@ def test_a_job_resumes_on_a_node_that_shares_no_disk_and_every_node_serves_what_
             names = {Path(each.directory).name for each in ends}
             assert checkpoints(front, job.id) == set(), "the front needs none of them on its own disk"
             assert checkpoints(homes[0], job.id) and checkpoints(homes[1], job.id)
-            assert checkpoints(server.directory / "kept" / "here", job.id) == names, "what is not on record is removed"
-            left = {name.rpartition("/")[2] for name in server.files() if "/checkpoints/" in name}
-            assert left == {".complete", "adapter_config.json", "adapter_model.safetensors"}
+            # What is not on record is removed, and what only the job needed.
+            await made.until(lambda: checkpoints(server.directory / "kept" / "here", job.id) == names)
+            adapters = {".complete", "adapter_config.json", "adapter_model.safetensors"}
+            await made.until(
+                lambda: {name.rpartition("/")[2] for name in server.files() if "/checkpoints/" in name} == adapters
+            )
             adapter = AdapterRef(name=made.world.job(job.id).name, directory=ends[-1].directory)
             without, with_it = await answer(made, None), await answer(made, adapter)
             assert with_it != without

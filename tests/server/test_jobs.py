@@ -536,7 +536,7 @@ def test_what_cannot_be_removed_is_left_to_the_next_start(tmp_path, monkeypatch,
 
     async def first():
         async with world(tmp_path) as w:
-            monkeypatch.setattr("coserve.jobs.files.shutil", SimpleNamespace(rmtree=refuse))
+            monkeypatch.setattr("coserve.jobs.shared_files.shutil", SimpleNamespace(rmtree=refuse))
             async with asyncio.timeout(LIMIT_S):
                 extension = {**LONG["extension"], "checkpoint_every_steps": 0}
                 job = await w.create(DATA, **{**LONG, "extension": extension})
