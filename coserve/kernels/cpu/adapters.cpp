@@ -4,99 +4,15 @@
 // One call for any number of adapters, of any ranks, of which each sits at all of the sites or at some; factors are
 // read where they lie. Sums are float32, in an order that depends neither on other rows nor on the number of threads.
 
-#include "kernels.h"
+#include <vector>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "adapter_pairs.h"
+#include "kernels.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-const int LANES = 16;
-#else
-const int LANES = 8;
-#endif
-
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Ints __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-
-inline Floats load(const float* x) {
-    Floats values;
-    std::memcpy(&values, x, sizeof values);
-    return values;
-}
-
-inline Floats load(const bf16* x) {
-    Halves bits;
-    std::memcpy(&bits, x, sizeof bits);
-    return (Floats)(__builtin_convertvector(bits, Ints) << 16);
-}
-
-// The first elements, and zeros.
-template <typename T>
-inline Floats load_first(const T* x, i64 count) {
-    if (count >= LANES) return load(x);
-    T values[LANES] = {};
-    for (i64 i = 0; i < count; i++) values[i] = x[i];
-    return load(values);
-}
-
-#if defined(__AVX512F__)
-inline Floats load_first(const float* x, i64 count) {
-    return (Floats)_mm512_maskz_loadu_ps(count >= LANES ? 0xffff : (1u << count) - 1, x);
-}
-#endif
-
-// In one order, wherever the compiler puts it.
-inline float sum_of(Floats x) {
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half; half /= 2) {
-        Ints other;
-        for (int i = 0; i < LANES; i++) other[i] = i ^ half;
-        x += __builtin_shuffle(x, other);
-    }
-    return x[0];
-}
-
-// Rows become columns: halves of the square change places, then halves of these, and so on.
-inline void transpose(Floats (&square)[LANES]) {
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half; half /= 2) {
-        Ints upper, lower;
-        for (int i = 0; i < LANES; i++) {
-            upper[i] = i & half ? LANES + i - half : i;
-            lower[i] = i & half ? LANES + i : i + half;
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            if (!(i & half)) {
-                const Floats one = square[i], other = square[i + half];
-                square[i] = __builtin_shuffle(one, other, upper);
-                square[i + half] = __builtin_shuffle(one, other, lower);
-            }
-    }
-}
-
-// What an adapter has at a site, as Python writes it down; rank 0: nothing.
-template <typename T>
-struct Factors {
-    const T* a;  // [rank, inner]
-    const T* b;  // [outer, rank]
-    i64 rank;
-    double scale;
-};
-
-template <typename T>
-struct Site {
-    T* y;  // [.., outer]
-    i64 step, outer;
-};
-
-// Rows that are multiplied while a part of the factors stays in a core's cache; rows of A, and columns of y, of which
-// one thread makes the results.
-const i64 BLOCK = 32, STRIP = 8, COLUMNS = 4 * LANES;
+// Rows that are multiplied while a part of the factors stays in a core's cache.
+const i64 BLOCK = 32;
 
 // What is done for rows that a factor is read for, in terms of one row.
 const i64 READING = 4;
@@ -115,21 +31,25 @@ class Part {
         return start >= start_ && start < end_;
     }
 
+    // Whether none of the next pieces, of this cost together, is this thread's.
+    bool passes(i64 cost) {
+        if (done_ < end_ && done_ + cost > start_) return false;
+        done_ += cost;
+        return true;
+    }
+
   private:
     i64 start_, end_, done_ = 0;
 };
 
-thread_local Scratch shared_scratch, own_scratch;
+thread_local Scratch shared_scratch;
 
 template <typename T>
 class Batch {
   public:
     Batch(const T* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,
           const Factors<T>* table, i64 table_step, const Site<T>* sites, i64 num_sites)
-        : x_(x),
-          x_step_(x_step),
-          inner_(inner),
-          rows_(rows),
+        : all_{x, x_step, inner, rows, nullptr, 0},
           ends_(ends),
           num_adapters_(num_adapters),
           table_(table),
@@ -138,147 +58,73 @@ class Batch {
           num_sites_(num_sites) {
         for (i64 adapter = 0; adapter < num_adapters; adapter++) {
             i64 width = 0;
-            for (i64 site = 0; site < num_sites; site++) width += padded(at(adapter, site));
-            width_ = std::max(width_, width);
+            for (i64 site = 0; site < num_sites; site++) width += at(adapter, site).padded();
+            all_.width = std::max(all_.width, width);
         }
-        narrow_ = reinterpret_cast<float*>(shared_scratch.take(ends[num_adapters - 1] * width_ * sizeof(float)));
+        const i64 num_narrow = ends[num_adapters - 1] * all_.width;
+        all_.narrow = reinterpret_cast<T*>(shared_scratch.take(num_narrow * sizeof(T)));
+        std::memset(static_cast<void*>(all_.narrow), 0, num_narrow * sizeof(T));
     }
 
-    void run(i64 num_threads) {
+    void run(i64 num_threads) const {
         i64 costs[2] = {};
-        each_piece(true, [&](const Piece&, i64 cost) { costs[0] += cost; });
-        each_piece(false, [&](const Piece&, i64 cost) { costs[1] += cost; });
+        for (bool is_down : {true, false})
+            each_group(is_down, [&](const Piece<T>&, i64 cost, i64 end) { costs[is_down] += cost * end; });
 #pragma omp parallel num_threads(num_threads)
         {
-            Part down(costs[0]), up(costs[1]);
-            each_piece(true, [&](const Piece& piece, i64 cost) {
-                if (down.has(cost)) to_narrow(piece);
-            });
+            thread_local std::vector<Piece<T>> pieces;
+            pieces.clear();
+            take_part(true, Part(costs[true]), pieces);
+            const size_t num_down = pieces.size();
+            take_part(false, Part(costs[false]), pieces);
+            for (size_t i = 0; i + 1 < pieces.size(); i++) pieces[i].next = start_of(pieces[i + 1], i + 1 < num_down);
+            for (size_t i = 0; i < num_down; i++) to_narrow(all_, pieces[i]);
 #pragma omp barrier
-            each_piece(false, [&](const Piece& piece, i64 cost) {
-                if (up.has(cost)) from_narrow(piece);
-            });
+            for (size_t i = num_down; i < pieces.size(); i++) from_narrow(all_, pieces[i]);
         }
     }
 
   private:
-    // Rows first to last of an adapter, in the order of `rows`; rows of A or columns of y from `start` on; where the
-    // site's sums stand in a row of `narrow`.
-    struct Piece {
-        const Factors<T>& factors;
-        const Site<T>& site;
-        i64 first, last, start, place;
-    };
-
     const Factors<T>& at(i64 adapter, i64 site) const { return table_[adapter * table_step_ + site]; }
-    static i64 padded(const Factors<T>& factors) { return round_up(factors.rank, LANES); }
 
+    const T* start_of(const Piece<T>& piece, bool is_down) const {
+        return is_down ? piece.factors->a + piece.start * all_.inner
+                       : piece.factors->b + piece.start * piece.factors->rank;
+    }
+
+    // Calls with the first piece of each adapter's rows at each site, the cost of a row of A, or column of y, and the
+    // number of these.
     template <typename Function>
-    void each_piece(bool is_down, Function function) const {
+    void each_group(bool is_down, Function function) const {
         for (i64 adapter = 0, first = 0; adapter < num_adapters_; first = ends_[adapter++])
             for (i64 row = first; row < ends_[adapter]; row += BLOCK) {
                 const i64 last = std::min(row + BLOCK, ends_[adapter]);
-                for (i64 site = 0, place = 0; site < num_sites_; place += padded(at(adapter, site++))) {
+                for (i64 site = 0, place = 0; site < num_sites_; place += at(adapter, site++).padded()) {
                     const Factors<T>& factors = at(adapter, site);
                     if (!factors.rank) continue;
-                    const i64 end = is_down ? factors.rank : sites_[site].outer, step = is_down ? STRIP : COLUMNS;
-                    const i64 cost = (last - row + READING) * (is_down ? inner_ : padded(factors));
-                    for (i64 start = 0; start < end; start += step)
-                        function(Piece{factors, sites_[site], row, last, start, place},
-                                 cost * std::min(step, end - start));
+                    const Piece<T> piece{&factors, &sites_[site], row, last, 0, place, factors.b};
+                    function(piece, (last - row + READING) * (is_down ? all_.inner : factors.padded()),
+                             is_down ? factors.rank : sites_[site].outer);
                 }
             }
     }
 
-    // Sums of ROWS rows of x with RANKS rows of A.
-    template <int ROWS, int RANKS>
-    void multiply(const Piece& piece, i64 row, i64 rank) const {
-        Floats totals[RANKS][ROWS] = {};
-        const T *a = piece.factors.a + rank * inner_, *x[ROWS];
-        for (int r = 0; r < ROWS; r++) x[r] = x_ + rows_[row + r] * x_step_;
-        const i64 whole = inner_ / LANES * LANES;
-        auto add = [&](i64 k, auto load) {
-            Floats values[ROWS];
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) values[r] = load(x[r] + k);
-#pragma GCC unroll 8
-            for (int j = 0; j < RANKS; j++) {
-                const Floats factor = load(a + j * inner_ + k);
-#pragma GCC unroll 8
-                for (int r = 0; r < ROWS; r++) totals[j][r] += factor * values[r];
-            }
-        };
-        for (i64 k = 0; k < whole; k += LANES) add(k, [](const T* from) { return load(from); });
-        if (whole < inner_) add(whole, [&](const T* from) { return load_first(from, inner_ - whole); });
-        for (int j = 0; j < RANKS; j++)
-            for (int r = 0; r < ROWS; r++)
-                narrow_[(row + r) * width_ + piece.place + rank + j] =
-                    rounded<T>(rounded<T>(sum_of(totals[j][r])) * float(piece.factors.scale));
+    // The pieces of this thread, after what is there.
+    void take_part(bool is_down, Part part, std::vector<Piece<T>>& pieces) const {
+        each_group(is_down, [&](Piece<T> piece, i64 cost, i64 end) {
+            if (part.passes(cost * end)) return;
+            for (const i64 step = is_down ? STRIP : COLUMNS; piece.start < end; piece.start += step)
+                if (part.has(cost * std::min(step, end - piece.start))) pieces.push_back(piece);
+        });
     }
 
-    template <int ROWS>
-    void multiply_rows(const Piece& piece, i64 row) const {
-        const int most = ROWS == 4 ? 4 : 8;
-        const i64 end = std::min(piece.start + STRIP, piece.factors.rank);
-        i64 rank = piece.start;
-        for (; rank + most <= end; rank += most) multiply<ROWS, most>(piece, row, rank);
-        for (; rank < end; rank++) multiply<ROWS, 1>(piece, row, rank);
-    }
-
-    void to_narrow(const Piece& piece) const {
-        const i64 rank = piece.factors.rank;
-        i64 row = piece.first;
-        for (; row + 4 <= piece.last; row += 4) multiply_rows<4>(piece, row);
-        for (; row < piece.last; row++) multiply_rows<1>(piece, row);
-        if (piece.start + STRIP >= rank)
-            for (row = piece.first; row < piece.last; row++)
-                for (i64 j = rank; j < padded(piece.factors); j++) narrow_[row * width_ + piece.place + j] = 0;
-    }
-
-    void from_narrow(const Piece& piece) const {
-        const Factors<T>& factors = piece.factors;
-        const i64 rank = factors.rank, depth = padded(factors);
-        const i64 columns = std::min(COLUMNS, piece.site.outer - piece.start);
-        // B's rows as columns [depth, COLUMNS].
-        float* right = reinterpret_cast<float*>(own_scratch.take(depth * COLUMNS * sizeof(float)));
-        for (i64 column = 0; column < columns; column += LANES)
-            for (i64 j = 0; j < depth; j += LANES) {
-                Floats square[LANES];
-                const T* b = factors.b + (piece.start + column) * rank + j;
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++)
-                    square[i] = column + i < columns ? load_first(b + i * rank, rank - j) : Floats{};
-                transpose(square);
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++)
-                    std::memcpy(right + (j + i) * COLUMNS + column, &square[i], sizeof(Floats));
-            }
-        for (i64 row = piece.first; row < piece.last; row++) {
-            const float* left = narrow_ + row * width_ + piece.place;
-            Floats totals[COLUMNS / LANES] = {};
-            for (i64 j = 0; j < rank; j++)
-#pragma GCC unroll 4
-                for (int i = 0; i < COLUMNS / LANES; i++) totals[i] += load(right + j * COLUMNS + i * LANES) * left[j];
-            float sums[COLUMNS];
-            std::memcpy(sums, totals, sizeof sums);
-            T* y = piece.site.y + rows_[row] * piece.site.step + piece.start;
-            if (columns == COLUMNS)
-                for (i64 i = 0; i < COLUMNS; i++) narrow(widen(y[i]) + sums[i], y[i]);
-            else
-                for (i64 i = 0; i < columns; i++) narrow(widen(y[i]) + sums[i], y[i]);
-        }
-    }
-
-    const T* x_;
-    i64 x_step_, inner_;
-    const i64 *rows_, *ends_;
+    Rows<T> all_;
+    const i64* ends_;
     i64 num_adapters_;
     const Factors<T>* table_;
     i64 table_step_;
     const Site<T>* sites_;
     i64 num_sites_;
-    float* narrow_;  // A x * scale, rounded, as many columns as the most that an adapter has: [n, width]
-    i64 width_ = 0;
 };
 
 }  // namespace
