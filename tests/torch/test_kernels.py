@@ -12,6 +12,7 @@ from coserve.kernels.attention import AttentionSpec, Segment
 from coserve.kernels.base import Grouped, JoinedRows
 from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
 from coserve.kernels.cpu import products
+from coserve.kernels.cpu.adapters import MANY_ROWS
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
 from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank, LowRankAdapter
 from coserve.kernels.plain import PlainBackend
@@ -222,8 +223,10 @@ def row_adapters(inner: int, outs: tuple[int, ...], dtype: torch.dtype) -> list[
         return LowRank(a=torch.randn(rank, inner).to(dtype), b=torch.randn(out, rank).to(dtype), scale=0.4)
 
     return [
-        LowRankAdapter([None, *(None if (i + rank) % 4 == 0 else factors(rank + i, out) for i, out in enumerate(outs))])
-        for rank in (16, 1, 4, 41, 7)
+        LowRankAdapter(
+            [None, *(None if (i + 2 * rank) % 5 == 0 else factors(rank + i, out) for i, out in enumerate(outs))]
+        )
+        for rank in (16, 1, 4, 41, 31, 7, 8)
     ]
 
 
@@ -231,14 +234,15 @@ def row_adapters(inner: int, outs: tuple[int, ...], dtype: torch.dtype) -> list[
 @each_dtype
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize(("inner", "outs"), [(64, (96, 32, 40)), (37, (50,)), (24, (3, 130))])
-def test_adapters_add_to_their_own_rows_in_one_call(backend, dtype, threads, inner, outs):
+@pytest.mark.parametrize("most", [40, 5])
+def test_adapters_add_to_their_own_rows_in_one_call(backend, dtype, threads, inner, outs, most):
     torch.manual_seed(0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    adapters, places = row_adapters(inner, outs, dtype), torch.randperm(60).tolist()
-    rows = [places[:1], places[1:4], places[4:44], places[44:45], places[45:53]]
-    x = torch.randn(60, inner + 5).to(dtype)[:, 2:-3]
-    given = [torch.randn(60, out + 3).to(dtype)[:, 1:-2] for out in outs]
+    adapters, places = row_adapters(inner, outs, dtype), torch.randperm(70)
+    rows = [own.tolist() for own in places.split((1, 3, most, 1, 8, 2, 5, 50 - most))[:-1]]
+    x = torch.randn(70, inner + 5).to(dtype)[:, 2:-3]
+    given = [torch.randn(70, out + 3).to(dtype)[:, 1:-2] for out in outs]
     expected = [y.double() for y in given]
     for adapter, own in zip(adapters, rows, strict=True):
         for y, each in zip(expected, adapter.places[1:], strict=True):
@@ -249,9 +253,9 @@ def test_adapters_add_to_their_own_rows_in_one_call(backend, dtype, threads, inn
     for y, exact in zip(outputs, expected, strict=True):
         tolerance = (2e-6 if dtype == torch.float32 else 2e-2) * float(exact.abs().max())
         torch.testing.assert_close(y.double(), exact, atol=tolerance, rtol=0)
-    others = [row for row in range(60) if not any(row in own for own in rows)]
+    others = [row for row in range(70) if not any(row in own for own in rows)]
     assert all(torch.equal(y[others], old[others]) for y, old in zip(outputs, given, strict=True))
-    if type(backend) is not PlainBackend and dtype == torch.float32:
+    if type(backend) is not PlainBackend and (dtype == torch.float32 or most < MANY_ROWS):
         torch.set_num_threads(1)
         for adapter, own in zip(adapters, rows, strict=True):
             alone = [y.clone() for y in given]
