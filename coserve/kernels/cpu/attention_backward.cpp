@@ -40,12 +40,14 @@ class Worker {
         size_t num_bytes = 0;
         auto count = [&](size_t elements, size_t size) { return num_bytes += elements * size, num_bytes; };
         count(3 * keys + 4 * block + 3 * tile, sizeof(bf16));
-        count(2 * keys + block + 2 * tile + 2 * TILE, sizeof(float));
+        count(2 * keys + block + 4 * BLOCK * BLOCK + 2 * TILE, sizeof(float));
         char* at = scratch.take(num_bytes);
         auto floats = [&](size_t n) { return take<float>(at, n); };
         auto halves = [&](size_t n) { return take<bf16>(at, n); };
         k_sum_ = floats(keys), v_sum_ = floats(keys);
-        q_grad_ = floats(block), scores_ = floats(tile), p_grads_ = floats(tile);
+        q_grad_ = floats(block);
+        for (int turn = 0; turn < 2; turn++)
+            scores_[turn] = floats(BLOCK * BLOCK), p_grads_[turn] = floats(BLOCK * BLOCK);
         norm_ = floats(TILE), delta_ = floats(TILE);
         k_ = halves(keys), v_ = halves(keys), k_columns_ = halves(keys);
         q_columns_ = halves(block), q_rows_ = halves(block), grad_columns_ = halves(block), grad_rows_ = halves(block);
@@ -94,7 +96,8 @@ class Worker {
         const i64 keys = p_.padded_keys();
         collect(p_, p_.k, head, k_);
         collect(p_, p_.v, head, v_);
-        transpose(k_, width_, keys, keys, width_, k_columns_);
+        for (i64 key = 0; key < keys; key += TILE)
+            by_columns(k_ + key * width_, width_, TILE, TILE, width_, k_columns_ + key * width_);
         std::memset(k_sum_, 0, keys * width_ * sizeof(float));
         std::memset(v_sum_, 0, keys * width_ * sizeof(float));
     }
@@ -102,60 +105,104 @@ class Worker {
     void reverse(i64 head, i64 block) {
         const i64 first = block * TILE, step = p_.num_heads * width_, at = (first * p_.num_heads + head) * width_;
         const int n = int(std::min<i64>(TILE, p_.num_rows - first)), padded = int(round_up(n, 32));
-        by_column_pairs(p_.q + at, step, n, padded, width_, q_columns_, TILE);
+        by_column_pairs(p_.q + at, step, n, padded, width_, q_columns_);
         by_row_pairs(p_.q + at, step, n, padded, width_, q_rows_);
-        by_column_pairs(p_.grad + at, step, n, padded, width_, grad_columns_, TILE);
+        by_column_pairs(p_.grad + at, step, n, padded, width_, grad_columns_);
         by_row_pairs(p_.grad + at, step, n, padded, width_, grad_rows_);
-        for (int i = 0; i < padded; i++) {
-            // A query that is not there has no probabilities.
-            norm_[i] = i < n ? p_.lse[(first + i) * p_.num_heads + head] * LOG2_E : 1e30f;
-            __m512 sum = _mm512_setzero_ps();
-            for (int d = 0; i < n && d < width_; d += 16)
-                sum = _mm512_fmadd_ps(load(p_.grad + at + i * step + d), load(p_.out + at + i * step + d), sum);
-            delta_[i] = _mm512_reduce_add_ps(sum) * p_.scale;
+        // A query that is not there has no probabilities.
+        for (int i = 0; i < padded; i++) norm_[i] = i < n ? p_.lse[(first + i) * p_.num_heads + head] * LOG2_E : 1e30f;
+        for (int i = 0; i < padded; i += 16) {
+            const i64 start = at + i * step;
+            const __m512 delta = products_of_rows(p_.grad + start, p_.out + start, step, n - i, width_);
+            _mm512_store_ps(delta_ + i, delta * _mm512_set1_ps(p_.scale));
         }
         const i64 position = p_.earlier() + first, end = position + n;
-        bool is_first = true;
-        for (i64 key = p_.first_key(block); key < end; key += TILE, is_first = false) {
-            const int m = int(round_up(std::min<i64>(TILE, end - key), 32));
-            product<false>(m, padded, width_, k_ + key * width_, width_, q_columns_, TILE, scores_, TILE);
-            product<false>(m, padded, width_, v_ + key * width_, width_, grad_columns_, TILE, p_grads_, TILE);
-            const bool is_masked = p_.is_masked(key, m, position, padded);
-            is_masked ? differentiate<true>(m, padded, key, position) : differentiate<false>(m, padded, key, position);
-            product<true>(m, width_, padded, weights_, TILE, grad_rows_, width_, v_sum_ + key * width_, width_);
-            product<true>(m, width_, padded, score_grads_, TILE, q_rows_, width_, k_sum_ + key * width_, width_);
-            auto add = is_first ? product<false> : product<true>;
-            add(width_, padded, m, k_columns_ + key, p_.padded_keys(), score_grad_pairs_, TILE, q_grad_, TILE);
+        for (i64 key = p_.first_key(block); key < end; key += TILE) {
+            const Tile tile{key, position, int(round_up(std::min<i64>(TILE, end - key), BLOCK)), padded};
+            differentiate(tile);
+            add_products(tile, key > p_.first_key(block));
         }
-        const __m512i columns = count_by(TILE * 4);
-        for (int i = 0; i < n; i++)
-            for (int d = 0; d < width_; d += 16) {
-                __m512 row = _mm512_i32gather_ps(columns, q_grad_ + d * TILE + i, 1);
-                store(p_.q_grad + at + i * step + d, _mm512_cvtneps_pbh(row));
-            }
+        rows_of_columns(q_grad_, n, width_, nullptr, p_.q_grad + at, step);
     }
 
-    // Scores and gradients of probabilities -> probabilities, and gradients of scores times the scale; [keys, queries].
+    // Probabilities of a tile, and gradients of its scores times the scale. While the vectors work on one block, the
+    // tile registers work on the next.
+    void differentiate(const Tile& tile) {
+        int turn = 0, key_before = -1, query_before = 0;
+        auto finish = [&] {
+            if (key_before < 0) return;
+            const bool is_masked = p_.is_masked(tile.key + key_before, BLOCK, tile.position + query_before, BLOCK);
+            (this->*(is_masked ? &Worker::differentiate_block<true> : &Worker::differentiate_block<false>))(
+                tile, key_before, query_before, turn ^ 1);
+        };
+        for (int j = 0; j < tile.num_keys; j += BLOCK)
+            for (int i = tile.first_query(j); i < tile.num_queries; i += BLOCK) {
+                const bf16 *k = k_ + (tile.key + j) * width_, *v = v_ + (tile.key + j) * width_;
+                settle();
+                multiply<BLOCK, BLOCK, false>(width_, k, width_, q_columns_ + i * width_, BLOCK, scores_[turn], BLOCK);
+                multiply<BLOCK, BLOCK, false>(width_, v, width_, grad_columns_ + i * width_, BLOCK, p_grads_[turn],
+                                              BLOCK);
+                settle();
+                finish();
+                turn ^= 1;
+                key_before = j, query_before = i;
+            }
+        finish();
+    }
+
     template <bool MASKED>
-    void differentiate(int num_keys, int num_queries, i64 key, i64 position) {
+    void differentiate_block(const Tile& tile, int first_key, int first_query, int turn) {
         const __m512 to_log2 = _mm512_set1_ps(p_.scale * LOG2_E), scale = _mm512_set1_ps(p_.scale);
-        for (int i = 0; i < num_queries; i += 16) {
-            const __m512 norm = _mm512_load_ps(norm_ + i), delta = _mm512_load_ps(delta_ + i);
-            for (int j = 0; j < num_keys; j += 2) {
-                __m512 grads[2];
+        bf16* pairs = score_grad_pairs_ + first_query * TILE + first_key * BLOCK;
+        for (int i = 0; i < BLOCK; i += 16) {
+            const __m512 norm = _mm512_load_ps(norm_ + first_query + i),
+                         delta = _mm512_load_ps(delta_ + first_query + i);
+            for (int j = 0; j < BLOCK; j += 2) {
+                const i64 at = (first_key + j) * TILE + first_query + i;
+                __m512 grads[2], weights[2];
                 for (int e = 0; e < 2; e++) {
-                    const int at = (j + e) * TILE + i;
-                    __m512 weight = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores_ + at), to_log2, norm));
-                    if (MASKED) weight = _mm512_maskz_mov_ps(p_.seen(key + j + e, position + i), weight);
-                    store(weights_ + at, _mm512_cvtneps_pbh(weight));
-                    grads[e] = _mm512_mul_ps(weight, _mm512_fmsub_ps(_mm512_load_ps(p_grads_ + at), scale, delta));
+                    const int own = (j + e) * BLOCK + i;
+                    __m512 weight = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores_[turn] + own), to_log2, norm));
+                    if (MASKED)
+                        weight = _mm512_maskz_mov_ps(
+                            p_.seen(tile.key + first_key + j + e, tile.position + first_query + i), weight);
+                    weights[e] = weight;
+                    grads[e] =
+                        _mm512_mul_ps(weight, _mm512_fmsub_ps(_mm512_load_ps(p_grads_[turn] + own), scale, delta));
                 }
-                const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(grads[1], grads[0]);
-                store(score_grads_ + j * TILE + i, (__m256bh)_mm512_castsi512_si256(both));
-                store(score_grads_ + (j + 1) * TILE + i, (__m256bh)_mm512_extracti64x4_epi64(both, 1));
-                _mm512_storeu_si512(score_grad_pairs_ + (j / 2 * TILE + i) * 2, interleaved(both));
+                store_both(_mm512_cvtne2ps_pbh(weights[1], weights[0]), weights_ + at);
+                const __m512bh both = _mm512_cvtne2ps_pbh(grads[1], grads[0]);
+                store_both(both, score_grads_ + at);
+                _mm512_storeu_si512(pairs + (j / 2 * BLOCK + i) * 2, interleaved((__m512i)both));
             }
         }
+    }
+
+    // Halves of two rows of a tile.
+    static void store_both(__m512bh both, bf16* x) {
+        store(x, (__m256bh)_mm512_castsi512_si256((__m512i)both));
+        store(x + TILE, (__m256bh)_mm512_extracti64x4_epi64((__m512i)both, 1));
+    }
+
+    void add_products(const Tile& tile, bool has_q_grad) {
+        settle();
+        for (int j = 0; j < tile.num_keys; j += BLOCK) {
+            const int i = tile.first_query(j), inner = tile.num_queries - i;
+            if (inner <= 0) continue;
+            const i64 sum = (tile.key + j) * width_;
+            for (int d = 0; d < width_; d += BLOCK) {
+                multiply<BLOCK, BLOCK, true>(inner, weights_ + j * TILE + i, TILE, grad_rows_ + i * width_ + d * 2,
+                                             width_, v_sum_ + sum + d, width_);
+                multiply<BLOCK, BLOCK, true>(inner, score_grads_ + j * TILE + i, TILE, q_rows_ + i * width_ + d * 2,
+                                             width_, k_sum_ + sum + d, width_);
+            }
+        }
+        auto add = has_q_grad ? multiply<BLOCK, BLOCK, true> : multiply<BLOCK, BLOCK, false>;
+        for (int i = 0; i < tile.num_queries; i += BLOCK)
+            for (int d = 0; d < width_; d += BLOCK)
+                add(tile.end_key(i), k_columns_ + tile.key * width_ + d * TILE, TILE, score_grad_pairs_ + i * TILE,
+                    BLOCK, q_grad_ + d * TILE + i, TILE);
+        settle();
     }
 
     const Problem& p_;
@@ -167,7 +214,7 @@ class Worker {
     bf16 *q_columns_, *q_rows_, *grad_columns_, *grad_rows_;
     float *q_grad_, *norm_, *delta_;
     // A tile.
-    float *scores_, *p_grads_;
+    float *scores_[2], *p_grads_[2];
     bf16 *weights_, *score_grads_, *score_grad_pairs_;
 };
 

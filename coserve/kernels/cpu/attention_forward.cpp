@@ -25,13 +25,14 @@ thread_local Scratch scratch;
 class Worker {
   public:
     explicit Worker(const Problem& problem) : p_(problem), width_(int(problem.width)) {
-        const size_t keys = p_.padded_keys() * width_, block = TILE * width_, tile = TILE * TILE;
-        char* at = scratch.take((block + tile + 3 * TILE) * sizeof(float) + (2 * keys + block + tile) * sizeof(bf16));
+        const size_t keys = p_.padded_keys() * width_, block = TILE * width_, strip = TILE * BLOCK;
+        char* at =
+            scratch.take((block + 2 * strip + 3 * TILE) * sizeof(float) + (2 * keys + block + strip) * sizeof(bf16));
         auto floats = [&](size_t n) { return at += n * sizeof(float), reinterpret_cast<float*>(at) - n; };
         auto halves = [&](size_t n) { return at += n * sizeof(bf16), reinterpret_cast<bf16*>(at) - n; };
-        sums_ = floats(block), scores_ = floats(tile);
+        sums_ = floats(block), scores_[0] = floats(strip), scores_[1] = floats(strip);
         most_ = floats(TILE), norm_ = floats(TILE), shrinks_ = floats(TILE);
-        k_ = halves(keys), v_columns_ = halves(keys), q_columns_ = halves(block), weight_pairs_ = halves(tile);
+        k_ = halves(keys), v_columns_ = halves(keys), q_columns_ = halves(block), weight_pairs_ = halves(strip);
     }
 
     void run(i64 first_unit, i64 end_unit) {
@@ -41,8 +42,9 @@ class Worker {
             if (query_head / p_.group() != head) {
                 head = query_head / p_.group();
                 collect(p_, p_.k, head, k_);
-                transpose(p_.v + head * width_, p_.num_key_heads * width_, p_.num_keys, p_.padded_keys(), width_,
-                          v_columns_);
+                for (i64 key = 0; key < p_.num_keys; key += TILE)
+                    by_columns(p_.v + (key * p_.num_key_heads + head) * width_, p_.num_key_heads * width_,
+                               p_.num_keys - key, TILE, width_, v_columns_ + key * width_);
             }
             attend(query_head, unit % p_.num_blocks());
         }
@@ -52,51 +54,68 @@ class Worker {
     void attend(i64 head, i64 block) {
         const i64 first = block * TILE, step = p_.num_heads * width_, at = (first * p_.num_heads + head) * width_;
         const int n = int(std::min<i64>(TILE, p_.num_rows - first)), padded = int(round_up(n, 32));
-        by_column_pairs(p_.q + at, step, n, padded, width_, q_columns_, TILE);
+        by_column_pairs(p_.q + at, step, n, padded, width_, q_columns_);
         std::fill(most_, most_ + TILE, -1e30f);
         std::fill(norm_, norm_ + TILE, 0.0f);
         std::memset(sums_, 0, TILE * width_ * sizeof(float));
         const i64 position = p_.earlier() + first, end = position + n;
+        // While the vectors work on one strip of queries, the tile registers work on the next.
+        Tile tile{}, tile_before{};
+        int turn = 0, query_before = -1;
         for (i64 key = p_.first_key(block); key < end; key += TILE) {
-            const int m = int(round_up(std::min<i64>(TILE, end - key), 32));
-            product<false>(m, padded, width_, k_ + key * width_, width_, q_columns_, TILE, scores_, TILE);
-            const bool is_masked = p_.is_masked(key, m, position, padded);
-            is_masked ? weigh<true>(m, padded, key, position) : weigh<false>(m, padded, key, position);
-            if (key > p_.first_key(block))
-                for (int d = 0; d < width_; d++)
-                    for (int i = 0; i < padded; i += 16) {
-                        float* sum = sums_ + d * TILE + i;
-                        _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), _mm512_load_ps(shrinks_ + i)));
-                    }
-            product<true>(width_, padded, m, v_columns_ + key, p_.padded_keys(), weight_pairs_, TILE, sums_, TILE);
-        }
-        const __m512i columns = count_by(TILE * 4);
-        for (int i = 0; i < n; i++) {
-            const __m512 factor = _mm512_set1_ps(1.0f / norm_[i]);
-            for (int d = 0; d < width_; d += 16) {
-                const __m512 row = _mm512_i32gather_ps(columns, sums_ + d * TILE + i, 1);
-                store(p_.out + at + i * step + d, _mm512_cvtneps_pbh(_mm512_mul_ps(row, factor)));
+            tile = {key, position, int(round_up(std::min<i64>(TILE, end - key), BLOCK)), padded};
+            for (int i = tile.first_query(0); i < padded; i += BLOCK, turn ^= 1) {
+                settle();
+                for (int j = 0; j < tile.end_key(i); j += BLOCK)
+                    multiply<BLOCK, BLOCK, false>(width_, k_ + (key + j) * width_, width_, q_columns_ + i * width_,
+                                                  BLOCK, scores_[turn] + j * BLOCK, BLOCK);
+                settle();
+                if (query_before >= 0) add(tile_before, query_before, turn ^ 1);
+                tile_before = tile, query_before = i;
             }
-            p_.lse[(first + i) * p_.num_heads + head] = most_[i] / LOG2_E + std::log(norm_[i]);
         }
+        add(tile_before, query_before, turn ^ 1);
+        for (int i = 0; i < padded; i += 16)
+            _mm512_store_ps(shrinks_ + i, _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(norm_ + i)));
+        rows_of_columns(sums_, n, width_, shrinks_, p_.out + at, step);
+        for (int i = 0; i < n; i++) p_.lse[(first + i) * p_.num_heads + head] = most_[i] / LOG2_E + std::log(norm_[i]);
+    }
+
+    // The values of a tile's keys, by how much the queries of a strip attend to them.
+    void add(const Tile& tile, int first, int turn) {
+        const int num_keys = tile.end_key(first);
+        const bool is_masked = p_.is_masked(tile.key, num_keys, tile.position + first, BLOCK);
+        is_masked ? weigh<true>(tile, num_keys, first, turn) : weigh<false>(tile, num_keys, first, turn);
+        for (int d = 0; d < width_; d++)
+            for (int i = first; i < first + BLOCK; i += 16) {
+                float* sum = sums_ + d * TILE + i;
+                _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), _mm512_load_ps(shrinks_ + i)));
+            }
+        settle();
+        for (int d = 0; d < width_; d += BLOCK)
+            multiply<BLOCK, BLOCK, true>(num_keys, v_columns_ + tile.key * width_ + d * TILE, TILE, weight_pairs_,
+                                         BLOCK, sums_ + d * TILE + first, TILE);
+        settle();
     }
 
     // Scores [keys, queries] -> weights relative to the largest score so far, as pairs of keys; their sums; and by how
     // much what was summed before shrinks.
     template <bool MASKED>
-    void weigh(int num_keys, int num_queries, i64 key, i64 position) {
+    void weigh(const Tile& tile, int num_keys, int first, int turn) {
         const __m512 to_log2 = _mm512_set1_ps(p_.scale * LOG2_E),
                      none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-        for (int i = 0; i < num_queries; i += 16) {
-            const __m512 before = _mm512_load_ps(most_ + i);
+        for (int i = 0; i < BLOCK; i += 16) {
+            float *scores = scores_[turn] + i, *most_so_far = most_ + first + i, *norm = norm_ + first + i;
+            const __m512 before = _mm512_load_ps(most_so_far);
             // Several at once, since one waits for the last.
             __m512 mosts[4] = {none, none, none, none}, sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
             for (int j = 0; j < num_keys; j += 4)
                 for (int e = 0; e < 4; e++) {
-                    float* at = scores_ + (j + e) * TILE + i;
+                    float* at = scores + (j + e) * BLOCK;
                     __m512 score = _mm512_load_ps(at);
                     if (MASKED) {
-                        score = _mm512_mask_mov_ps(none, p_.seen(key + j + e, position + i), score);
+                        const __mmask16 seen = p_.seen(tile.key + j + e, tile.position + first + i);
+                        score = _mm512_mask_mov_ps(none, seen, score);
                         _mm512_store_ps(at, score);
                     }
                     mosts[e] = _mm512_max_ps(mosts[e], score);
@@ -106,18 +125,17 @@ class Worker {
             for (int j = 0; j < num_keys; j += 2) {
                 __m512 weights[2];
                 for (int e = 0; e < 2; e++) {
-                    const __m512 score = _mm512_load_ps(scores_ + (j + e) * TILE + i);
+                    const __m512 score = _mm512_load_ps(scores + (j + e) * BLOCK);
                     weights[e] = exp2(_mm512_fmsub_ps(score, to_log2, most));
                     sums[e] = _mm512_add_ps(sums[e], weights[e]);
                 }
-                _mm512_store_si512(weight_pairs_ + (j / 2 * TILE + i) * 2,
+                _mm512_store_si512(weight_pairs_ + (j / 2 * BLOCK + i) * 2,
                                    interleaved((__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0])));
             }
             const __m512 shrinks = exp2(_mm512_sub_ps(before, most));
-            _mm512_store_ps(shrinks_ + i, shrinks);
-            _mm512_store_ps(most_ + i, most);
-            _mm512_store_ps(norm_ + i,
-                            _mm512_fmadd_ps(_mm512_load_ps(norm_ + i), shrinks, _mm512_add_ps(sums[0], sums[1])));
+            _mm512_store_ps(shrinks_ + first + i, shrinks);
+            _mm512_store_ps(most_so_far, most);
+            _mm512_store_ps(norm, _mm512_fmadd_ps(_mm512_load_ps(norm), shrinks, _mm512_add_ps(sums[0], sums[1])));
         }
     }
 
@@ -129,8 +147,8 @@ class Worker {
     // the sum of weights, and by how much the last tile had its sums shrink.
     bf16* q_columns_;
     float *sums_, *most_, *norm_, *shrinks_;
-    // A tile.
-    float* scores_;
+    // A tile's keys × a strip of 32 queries.
+    float* scores_[2];
     bf16* weight_pairs_;
 };
 

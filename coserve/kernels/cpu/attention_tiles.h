@@ -14,18 +14,9 @@
 namespace {
 
 const int TILE = 128;
+// Blocks of a tile, 32 keys x 32 queries: what one `multiply` makes, and the first cache holds with its factors.
+const int BLOCK = 32;
 const float LOG2_E = 1.44269504f;
-
-// C = A B, or C += A B, as `multiply` does for any multiples of 32.
-template <bool ADD>
-void product(int rows, int columns, int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c,
-             i64 c_step) {
-    settle();
-    for (int i = 0; i < rows; i += 32)
-        for (int j = 0; j < columns; j += 32)
-            multiply<32, 32, ADD>(inner, a + i * a_step, a_step, b + j * 2, b_step, c + i * c_step + j, c_step);
-    settle();
-}
 
 // 2^x, to 2e-7 of it; for x below -126 as for -126, since numbers that small take a processor a hundred times as long.
 inline __m512 exp2(__m512 x) {
@@ -58,28 +49,69 @@ void by_row_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* o
         }
 }
 
-// 16 rows' pairs of elements; none of those after n.
-inline __m512i pairs_of_rows(const bf16* x, i64 step, i64 row, i64 n, int i) {
-    __mmask16 there = row + 16 <= n ? 0xffff : row >= n ? 0 : (1u << (n - row)) - 1;
-    return _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, count_by(int(step * 2)), x + row * step + i, 1);
+// 16 rows' pairs of 32 elements each, zeros after n -> by pair, 16 rows'.
+inline void pairs_of_rows(const bf16* x, i64 step, i64 row, i64 n, __m512i (&pairs)[16]) {
+    for (int e = 0; e < 16; e++)
+        pairs[e] = row + e < n ? _mm512_loadu_si512(x + (row + e) * step) : _mm512_setzero_si512();
+    transpose(pairs);
 }
 
-// x [n, width] -> [width / 2, padded, 2], zeros after n: a right factor x^T.
-void by_column_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* out, i64 out_step) {
+// x [n, width] -> [padded / 32, width / 2, 32, 2], zeros after n: of each 32 rows a right factor x^T.
+void by_column_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* out) {
+    __m512i pairs[16];
     for (int row = 0; row < padded; row += 16)
-        for (int i = 0; i < width; i += 2)
-            _mm512_storeu_si512(out + (i / 2 * out_step + row) * 2, pairs_of_rows(x, step, row, n, i));
+        for (int i = 0; i < width; i += 32) {
+            pairs_of_rows(x + i, step, row, n, pairs);
+            bf16* at = out + row / BLOCK * BLOCK * width + row % BLOCK * 2;
+            for (int e = 0; e < 16; e++) _mm512_storeu_si512(at + (i / 2 + e) * BLOCK * 2, pairs[e]);
+        }
 }
 
 // x [n, width] -> x^T [width, padded], zeros after n.
-void transpose(const bf16* x, i64 step, i64 n, i64 padded, int width, bf16* out) {
+void by_columns(const bf16* x, i64 step, i64 n, i64 padded, int width, bf16* out) {
+    __m512i pairs[16];
     for (i64 row = 0; row < padded; row += 16)
-        for (int i = 0; i < width; i += 2) {
-            __m512i pairs = pairs_of_rows(x, step, row, n, i);
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * padded + row), _mm512_cvtepi32_epi16(pairs));
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (i + 1) * padded + row),
-                                _mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+        for (int i = 0; i < width; i += 32) {
+            pairs_of_rows(x + i, step, row, n, pairs);
+            for (int e = 0; e < 16; e++) {
+                bf16* at = out + (i + 2 * e) * padded + row;
+                store(at, (__m256bh)_mm512_cvtepi32_epi16(pairs[e]));
+                store(at + padded, (__m256bh)_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs[e], 16)));
+            }
         }
+}
+
+// x [width, TILE] -> its first n columns as rows of bfloat16, `step` apart, each times its factor.
+void rows_of_columns(const float* x, int n, int width, const float* factors, bf16* out, i64 step) {
+    __m512i pairs[16];
+    for (int i = 0; i < n; i += 16) {
+        const __m512 factor = factors ? _mm512_load_ps(factors + i) : _mm512_set1_ps(1.0f);
+        for (int d = 0; d < width; d += 32) {
+            for (int e = 0; e < 16; e++) {
+                const float* at = x + (d + 2 * e) * TILE + i;
+                const __m512 even = _mm512_load_ps(at) * factor, odd = _mm512_load_ps(at + TILE) * factor;
+                pairs[e] = interleaved((__m512i)_mm512_cvtne2ps_pbh(odd, even));
+            }
+            transpose(pairs);
+            for (int e = 0; e < 16 && i + e < n; e++) _mm512_storeu_si512(out + (i + e) * step + d, pairs[e]);
+        }
+    }
+}
+
+// The products of 16 rows each of x and y, none of those after n.
+inline __m512 products_of_rows(const bf16* x, const bf16* y, i64 step, int n, int width) {
+    __m512i sums[16];
+    for (int e = 0; e < 16; e++) {
+        __m512 sum = _mm512_setzero_ps();
+        for (int d = 0; e < n && d < width; d += 32)
+            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(x + e * step + d),
+                                   (__m512bh)_mm512_loadu_si512(y + e * step + d));
+        sums[e] = (__m512i)sum;
+    }
+    transpose(sums);
+    for (int half = 8; half; half /= 2)
+        for (int e = 0; e < half; e++) sums[e] = (__m512i)((__m512)sums[e] + (__m512)sums[e + half]);
+    return (__m512)sums[0];
 }
 
 // Which queries see which keys, and how they are cut into tiles: blocks of queries × tiles of keys, both of 128.
@@ -128,6 +160,20 @@ struct Shape {
         __mmask16 seen = _mm512_cmple_epi32_mask(own, last);
         if (window) seen &= _mm512_cmpgt_epi32_mask(own, _mm512_sub_epi32(last, _mm512_set1_epi32(int(window))));
         return seen;
+    }
+};
+
+// Keys × queries of a tile, the first ones' places, and which of its blocks have keys that a query sees.
+struct Tile {
+    i64 key, position;
+    int num_keys, num_queries;
+
+    // Of the block of keys that begins with `j`.
+    int first_query(int j) const { return int(std::max<i64>(0, key + j - position)) / BLOCK * BLOCK; }
+    // Of the block of queries that begins with `i`.
+    int end_key(int i) const {
+        const i64 seen = position + i + BLOCK - key;
+        return seen <= 0 ? 0 : int(std::min<i64>(num_keys, round_up(seen, BLOCK)));
     }
 };
 
