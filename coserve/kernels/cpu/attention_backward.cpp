@@ -73,12 +73,12 @@ class Worker {
             }
         };
         for (i64 unit = first_unit; unit < end_unit; unit++) {
-            i64 query_head = unit / p_.num_blocks();
-            if (query_head / p_.group() != head) {
+            const i64 key_head = unit / p_.units_of_key_head();
+            if (key_head != head) {
                 finish();
-                begin(head = query_head / p_.group());
+                begin(head = key_head);
             }
-            reverse(query_head, unit % p_.num_blocks());
+            reverse(p_.head_of(unit), p_.block_of(unit));
         }
         finish();
     }
@@ -222,7 +222,6 @@ void reverse(const Problem& problem, i64 num_threads) {
     const std::vector<i64> starts = problem.shares(num_threads);
     const int threads = int(starts.size()) - 1;
     // A key head's sums belong to the thread that begins it; what the next ones add to it waits until that is done.
-    const i64 units_of_key_head = problem.group() * problem.num_blocks();
     std::vector<std::pair<i64, std::vector<float>>> shared(threads);
 #pragma omp parallel num_threads(threads)
     {
@@ -230,7 +229,7 @@ void reverse(const Problem& problem, i64 num_threads) {
         // There may be fewer threads than were asked for.
         for (int part = omp_get_thread_num(); part < threads; part += omp_get_num_threads()) {
             Worker worker(problem);
-            worker.run(starts[part], starts[part + 1], starts[part] % units_of_key_head != 0);
+            worker.run(starts[part], starts[part + 1], starts[part] % problem.units_of_key_head() != 0);
             shared[part] = {worker.shared_head, std::move(worker.shared_sums)};
         }
     }

@@ -38,15 +38,15 @@ class Worker {
     void run(i64 first_unit, i64 end_unit) {
         i64 head = -1;
         for (i64 unit = first_unit; unit < end_unit; unit++) {
-            i64 query_head = unit / p_.num_blocks();
-            if (query_head / p_.group() != head) {
-                head = query_head / p_.group();
+            const i64 key_head = unit / p_.units_of_key_head();
+            if (key_head != head) {
+                head = key_head;
                 collect(p_, p_.k, head, k_);
                 for (i64 key = 0; key < p_.num_keys; key += TILE)
                     by_columns(p_.v + (key * p_.num_key_heads + head) * width_, p_.num_key_heads * width_,
                                p_.num_keys - key, TILE, width_, v_columns_ + key * width_);
             }
-            attend(query_head, unit % p_.num_blocks());
+            attend(p_.head_of(unit), p_.block_of(unit));
         }
     }
 

@@ -123,6 +123,12 @@ struct Shape {
     i64 num_blocks() const { return (num_rows + TILE - 1) / TILE; }
     i64 padded_keys() const { return round_up(num_keys, TILE); }
 
+    // Units of work are blocks of queries, by key head, and of each block the query heads in turn, whose rows are
+    // neighbours in memory.
+    i64 units_of_key_head() const { return group() * num_blocks(); }
+    i64 head_of(i64 unit) const { return unit / units_of_key_head() * group() + unit % group(); }
+    i64 block_of(i64 unit) const { return unit % units_of_key_head() / group(); }
+
     // The tiles of keys that a block of queries sees: from this key on, and how many.
     i64 first_key(i64 block) const {
         return window ? std::max<i64>(0, earlier() + block * TILE - window + 1) / TILE * TILE : 0;
@@ -142,7 +148,7 @@ struct Shape {
         std::vector<i64> starts{0};
         for (i64 unit = 0; unit < units; unit++) {
             while (starts.size() < threads && done * i64(threads) >= tiles * i64(starts.size())) starts.push_back(unit);
-            done += num_tiles(unit % blocks);
+            done += num_tiles(block_of(unit));
         }
         starts.resize(threads + 1, units);
         return starts;
