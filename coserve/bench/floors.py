@@ -23,6 +23,7 @@ _PART_OF_OPERATOR = {
     "dropout_low_rank": "adapters",
     "attention": "attention",
     "cross_entropy": "head and loss",
+    "linear_cross_entropy": "head and loss",
 }
 # Whose bytes are those that are read once, whatever runs.
 _READ_ONCE = ("products", "adapters", "head and loss")

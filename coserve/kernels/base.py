@@ -259,6 +259,14 @@ class Backend(ABC):
         """Gradient of the logits [n, vocabulary]; log_sum from `cross_entropy`, loss_grad float32 [n]."""
 
     @abstractmethod
+    def cross_entropy_input_gradient(
+        self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
+    ) -> Tensor:
+        """`input_gradient` of that, rounded to the logits' dtype, with the head's weight [vocabulary, in] -> [n, in]:
+        for when nothing else needs the gradient of the logits.
+        """
+
+    @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
         """The place of the largest of each row, int64 [n]: the first of equal ones, or the first NaN."""
 

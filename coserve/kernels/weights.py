@@ -60,6 +60,12 @@ class Weight(ABC):
         """Of experts: dx = dy W of each group; grad [m, out] -> [m, in]."""
         return backend.grouped_product(grad, self.dense().mT, ends)
 
+    def cross_entropy_input_gradient(
+        self, backend: "Backend", logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor
+    ) -> Tensor:
+        """Of a head: `input_gradient` of the gradient that the next-token loss gives the logits."""
+        return self.input_gradient(backend, backend.cross_entropy_gradient(logits, targets, log_sum, loss_grad))
+
     @abstractmethod
     def joined(self, others: Sequence["Weight"], backend: "Backend") -> tuple["Weight", list["Weight"]]:
         """With others of its class as one weight, row after row; and views of that, one for each."""
@@ -103,6 +109,11 @@ class DenseWeight(Weight):
 
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         return backend.input_gradient(grad, self.tensor, onto)
+
+    def cross_entropy_input_gradient(
+        self, backend: "Backend", logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor
+    ) -> Tensor:
+        return backend.cross_entropy_input_gradient(logits, targets, log_sum, loss_grad, self.tensor)
 
     def joined(self, others: Sequence[Weight], backend: "Backend") -> tuple[Weight, list[Weight]]:
         tensors = [self.tensor, *(other.tensors()[0] for other in others)]

@@ -119,8 +119,19 @@ def frontier_of_part(
 
 
 def with_loss(head: Graph) -> Graph:
-    """The head's graph with the next-token loss of each row after its logits: outputs "loss" and "loss.correct"."""
-    b = GraphBuilder(*head.tensors, nodes=head.nodes)
+    """The head's graph with the next-token loss of each row after its logits: outputs "loss" and "loss.correct".
+
+    Logits that are a product, to which nothing is added, become one operator with their loss.
+    """
+    logits = head.outputs[0]
+    last, readers = head.producer[logits], [node for node in head.nodes if logits in node.input.values()]
+    is_product = last.op == "linear" and not readers
+    if is_product:
+        tensors = [tensor for tensor in head.tensors if tensor.name != logits]
+        b = GraphBuilder(*tensors, nodes=[node for node in head.nodes if node is not last])
+    else:
+        b = GraphBuilder(*head.tensors, nodes=head.nodes)
     targets = b.constant("targets", dtype=torch.int64)
-    loss = b.apply("cross_entropy", "loss", {"logits": head.outputs[0], "targets": targets})
+    op, inputs = ("linear_cross_entropy", last.input) if is_product else ("cross_entropy", {"logits": logits})
+    loss = b.apply(op, "loss", {**inputs, "targets": targets})
     return b.build(loss, f"{loss}.correct")

@@ -443,7 +443,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 26 and all(found.values())
+    assert len(found) == 27 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert f'extern "C" void {name}(' in sources or f"PAGED_ATTENTION({name}" in sources
@@ -459,6 +459,7 @@ def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_lo
         "int8_product_by_tiles",
         "cross_entropy_of_columns",
         "cross_entropy_gradient_of_columns",
+        "cross_entropy_input_gradient_of_columns",
     }
     assert compiled.kernels_for_amx() == amx and amx <= declared.keys()
     afresh.setattr(compiled, "signatures", lambda: {**declared, "softmax": [ctypes.c_void_p]})

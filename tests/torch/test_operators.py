@@ -326,6 +326,15 @@ def test_cross_entropy():
     )
 
 
+def test_linear_cross_entropy():
+    def reference(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+        return nn.functional.cross_entropy(nn.functional.linear(x, weight, bias), targets, reduction="none")
+
+    inputs = {"x": rnd(5, 8), "weight": rnd(9, 8), "targets": torch.tensor([0, 8, 3, 3, 1])}
+    check("linear_cross_entropy", reference, inputs)
+    check("linear_cross_entropy", reference, {**inputs, "bias": rnd(9)})
+
+
 def test_cross_entropy_is_computed_in_float32():
     logits, targets = rnd(6, 400).bfloat16() * 3, torch.arange(6)
     rule, grad = operator("cross_entropy"), torch.ones(6)

@@ -175,6 +175,29 @@ def test_cross_entropy_of_logits_that_lie_by_columns(n, num_threads, vocabulary)
         check_close(grad, twin, exact * loss_grad[:, None])
 
 
+@pytest.mark.skipif(not has_amx(), reason="needs AMX, whose products leave logits so")
+@pytest.mark.parametrize(("n", "num_threads"), [(16, 1), (13, 2), (250, 2), (33, 5)])
+@pytest.mark.parametrize(("vocabulary", "width"), [(49152, 96), (31, 32), (45, 32), (5003, 64), (520, 50)])
+def test_the_gradient_of_the_heads_input_from_logits_that_lie_by_columns(n, num_threads, vocabulary, width):
+    """Of logits whose gradient never is in memory: the same as from that gradient. No kernel is for a width of 50."""
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    rows, targets = torch.randn(n, vocabulary).bfloat16() * 4, torch.randint(vocabulary, (n,))
+    logits, weight, loss_grad = rows.T.contiguous().T, torch.randn(vocabulary, width).bfloat16(), torch.randn(n)
+    _, _, log_sum = PLAIN.cross_entropy(rows, targets)
+    found = CPU.cross_entropy_input_gradient(logits, targets, log_sum, loss_grad, weight)
+    twin = PLAIN.cross_entropy_input_gradient(rows, targets, log_sum, loss_grad, weight)
+    torch.testing.assert_close(found, twin, rtol=8e-3, atol=1e-3 * float(twin.abs().max()))
+    assert (found != twin).float().mean() < 0.02, "the gradient of the logits is rounded as where it is in memory"
+    hidden = torch.zeros(n, width, dtype=torch.float64, requires_grad=True)
+    exact_logits = rows.double() + hidden @ weight.double().T
+    exact = torch.nn.functional.cross_entropy(exact_logits, targets, reduction="none")
+    [exact_grad] = torch.autograd.grad(exact, hidden, loss_grad.double())
+    torch.testing.assert_close(found.double(), exact_grad, rtol=1e-2, atol=1e-2)
+    with pytest.raises(IndexError, match="targets must be from 0 to"):
+        CPU.cross_entropy_input_gradient(logits, targets + vocabulary, log_sum, loss_grad, weight)
+
+
 @pytest.mark.skipif(not has_amx(), reason="needs AMX")
 @pytest.mark.parametrize("n", [2, 8, 20, 64, 250])
 def test_logits_lie_by_columns_for_a_loss_and_by_rows_for_choosing_tokens(n):
@@ -209,6 +232,9 @@ def test_cross_entropy_of_logits_that_are_not_finite(dtype, place, by_columns):
     grad = CPU.cross_entropy_gradient(*arguments)
     twin = PLAIN.cross_entropy_gradient(*arguments)
     torch.testing.assert_close(grad, twin, equal_nan=True)
+    weight = torch.randn(100, 32).to(dtype)
+    x_grad, x_twin = (each.cross_entropy_input_gradient(*arguments, weight) for each in (CPU, PLAIN))
+    torch.testing.assert_close(x_grad, x_twin, equal_nan=True, rtol=1e-2, atol=1e-2)
 
 
 @dtypes

@@ -363,6 +363,19 @@ def test_the_loss_is_taken_in_chunks(monkeypatch):
     assert worst_error(chunked_grads, grads) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("name", "target", "expected"),
+    [
+        ("llama", "q_proj", ["rms_norm", "linear_cross_entropy"]),
+        ("llama", "lm_head", ["add", "cross_entropy"]),
+        ("gemma2", "q_proj", ["soft_cap", "cross_entropy"]),
+    ],
+)
+def test_the_heads_product_and_its_loss_are_one_operator_if_nothing_comes_between(name, target, expected):
+    programs = training_programs(make_adapter(make_backbone(name), target_modules=[target]))
+    assert [node.op for node in programs.loss.graph.nodes][-2:] == expected
+
+
 def test_a_chunk_is_bounded_in_bytes():
     for dtype in (torch.bfloat16, torch.float32):
         assert chunk_rows(151936, dtype) * 151936 * dtype.itemsize <= 80 << 20

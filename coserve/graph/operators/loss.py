@@ -1,4 +1,4 @@
-"""Next-token loss."""
+"""Next-token loss, of logits or of the rows that a head makes them of."""
 
 from collections.abc import Collection, Mapping
 from math import prod
@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Context, Operator, Shape, Shapes, Values
+from coserve.graph.operators.linear import Linear
 from coserve.graph.tensors import TensorSpec
+from coserve.kernels.weights import as_weight
+
+_READ_BY_GRADIENT = ("logits", "targets", "log_sum")
 
 
 class CrossEntropy(Operator):
@@ -20,7 +24,7 @@ class CrossEntropy(Operator):
     name = "cross_entropy"
     inputs = ("logits", "targets")
     outputs = ("loss", "correct", "log_sum")
-    needs = {"logits": ("logits", "targets", "log_sum"), "targets": None}
+    needs = {"logits": _READ_BY_GRADIENT, "targets": None}
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"loss": ((), torch.float32), "correct": ((), torch.bool), "log_sum": ((), torch.float32)}
@@ -39,3 +43,55 @@ class CrossEntropy(Operator):
 
     def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         return 4 * prod(specs["logits"].shape)
+
+
+class LinearCrossEntropy(Operator):
+    """`cross_entropy` of logits = x W^T + b, as in `linear`, whose gradient nothing else needs: x [n, in],
+    weight [vocabulary, in], bias [vocabulary].
+
+    One operator and not two, so that a backend may go from the logits to the gradient of x alone without the gradient
+    of all logits ever being there.
+    """
+
+    name = "linear_cross_entropy"
+    inputs = ("x", "weight", "bias", "targets")
+    outputs = ("loss", "correct", "log_sum", "logits")
+    optional = frozenset({"bias"})
+    needs = {
+        "x": ("weight", *_READ_BY_GRADIENT),
+        "weight": ("x", *_READ_BY_GRADIENT),
+        "bias": _READ_BY_GRADIENT,
+        "targets": None,
+    }
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {**_LOSS.infer(shapes, attributes), "logits": ((shapes["weight"][0],), None)}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        logits = _LINEAR.forward(values, attributes, context)["y"]
+        return {**_LOSS.forward({**values, "logits": logits}, attributes, context), "logits": logits}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        if set(wanted) == {"x"}:
+            given = (values["logits"], values["targets"], values["log_sum"], gradients["loss"])
+            return {"x": as_weight(values["weight"]).cross_entropy_input_gradient(context.backend, *given)}
+        dy = _LOSS.vjp(("logits",), values, gradients, attributes, context)["logits"]
+        return _LINEAR.vjp(wanted, values, {"y": dy}, attributes, context)
+
+    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+        return sum(rule.flops_per_row(specs, attributes, mean_context_len) for rule in (_LINEAR, _LOSS))
+
+    def vjp_flops_per_row(
+        self,
+        wanted: Collection[str],
+        specs: Mapping[str, TensorSpec],
+        attributes: Attributes,
+        mean_context_len: float,
+    ) -> float:
+        of_loss = _LOSS.vjp_flops_per_row(("logits",), specs, attributes, mean_context_len)
+        return of_loss + _LINEAR.vjp_flops_per_row(wanted, specs, attributes, mean_context_len)
+
+
+_LINEAR, _LOSS = Linear(), CrossEntropy()

@@ -161,6 +161,14 @@ class CpuBackend(PlainBackend):
             return super().cross_entropy_gradient(logits, targets, log_sum, loss_grad)
         return rows.cross_entropy_gradient(self._kernels, logits, targets, log_sum, loss_grad)
 
+    def cross_entropy_input_gradient(
+        self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
+    ) -> Tensor:
+        given = (logits, targets, log_sum, loss_grad, weight)
+        if not rows.fit_head_by_columns(self._kernels, logits, weight):
+            return super().cross_entropy_input_gradient(*given)
+        return rows.cross_entropy_input_gradient(self._kernels, *given)
+
     def argmax(self, logits: Tensor) -> Tensor:
         fits = rows.fit(logits) and logits.shape[1]  # an empty vocabulary is PyTorch's error
         return rows.argmax(self._kernels, logits) if fits else super().argmax(logits)

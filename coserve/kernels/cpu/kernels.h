@@ -83,5 +83,8 @@ void cross_entropy_of_columns(const bf16* logits, const i64* targets, float* los
                               i64 vocabulary, i64 num_threads);
 void cross_entropy_gradient_of_columns(const bf16* logits, const i64* targets, const float* log_sum,
                                        const float* loss_grad, bf16* grad, i64 n, i64 vocabulary, i64 num_threads);
+void cross_entropy_input_gradient_of_columns(const bf16* logits, const i64* targets, const float* log_sum,
+                                             const float* loss_grad, const bf16* weight, bf16* x_grad, i64 n,
+                                             i64 vocabulary, i64 width, i64 num_threads);
 
 }  // extern "C"

@@ -93,6 +93,13 @@ def fit_by_columns(kernels: Library, logits: Tensor) -> bool:
     return kernels.has_amx and logits.dtype == torch.bfloat16 and logits.is_cpu and logits.T.is_contiguous()
 
 
+def fit_head_by_columns(kernels: Library, logits: Tensor, weight: Tensor) -> bool:
+    """Whether they do, and a head's weight is one that the kernel cuts into whole tiles."""
+    if logits.stride(1) == 1 or not fit_by_columns(kernels, logits) or weight.dtype != logits.dtype:
+        return False
+    return weight.is_contiguous() and weight.shape[1] % 32 == 0
+
+
 def cross_entropy(kernels: Library, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `Backend.cross_entropy`; IndexError for a target that is not in the vocabulary."""
     targets = _checked(targets, logits)
@@ -126,6 +133,21 @@ def cross_entropy_gradient(
     kernels.cross_entropy_gradient(
         *(logits.data_ptr(), logits.stride(0), targets.data_ptr(), log_sum.data_ptr(), loss_grad.data_ptr()),
         *(grad.data_ptr(), *logits.shape, logits.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return grad
+
+
+def cross_entropy_input_gradient(
+    kernels: Library, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
+) -> Tensor:
+    """See `Backend.cross_entropy_input_gradient`; IndexError for a target that is not in the vocabulary."""
+    (n, vocabulary), width = logits.shape, weight.shape[1]
+    assert weight.shape[0] == vocabulary
+    grad = torch.empty(n, width, dtype=logits.dtype)
+    targets, log_sum, loss_grad = _checked(targets, logits), log_sum.contiguous(), loss_grad.contiguous()
+    kernels.cross_entropy_input_gradient_of_columns(
+        *(logits.data_ptr(), targets.data_ptr(), log_sum.data_ptr(), loss_grad.data_ptr(), weight.data_ptr()),
+        *(grad.data_ptr(), n, vocabulary, width, torch.get_num_threads()),
     )
     return grad
 

@@ -182,6 +182,11 @@ class PlainBackend(Backend):
     def cross_entropy_gradient(self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor) -> Tensor:
         return cross_entropy.cross_entropy_gradient(logits, targets, log_sum, loss_grad)
 
+    def cross_entropy_input_gradient(
+        self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
+    ) -> Tensor:
+        return self.input_gradient(self.cross_entropy_gradient(logits, targets, log_sum, loss_grad), weight)
+
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
 
