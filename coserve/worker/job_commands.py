@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ from coserve.jobs.shared_files import SharedFiles
 from coserve.worker.activity import Activity
 from coserve.worker.disk_writers import DiskWriters
 from coserve.worker.job_files import JobFiles
+from coserve.worker.pending_reports import PendingReport, PendingReports
 from coserve.worker.protocol import CancelJob, CombineJob, PauseJob, Reply, ResumeJob, StartJob
 
 _log = logging.getLogger(__name__)
@@ -38,50 +39,17 @@ _log = logging.getLogger(__name__)
 _MOST_COPIES = 2
 
 
-@dataclass(kw_only=True)
-class PendingReports:
-    """What is to be told of jobs, in this order: events, checkpoints, contributions, replies."""
-
-    events: list[JobEvent] = field(default_factory=list)
-    checkpoints: list[Checkpointed] = field(default_factory=list)
-    contributions: list[Contributed] = field(default_factory=list)
-    replies: list[Reply] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.events or self.checkpoints or self.contributions or self.replies)
-
-
-@dataclass(kw_only=True)
-class _PendingReport:
-    """What is to be told when a checkpoint is on disk. written: None if there was nothing to write. is_new: whether the
-    checkpoint itself is to be told. name: of the adapter on the device that is on disk with it. contribution: what is
-    written is one, for the other nodes of the job.
-    """
-
-    job: str
-    step: int
-    listed: bool
-    written: "Future[Path] | None" = None
-    is_new: bool = True
-    event: JobEvent | None = None
-    call: int | None = None
-    name: str | None = None
-    contribution: Contributed | None = None
-
-
 class JobCommands:
     """Adapters and jobs of one engine."""
 
     def __init__(self, engine: Engine, activity: Activity | None = None, shared: SharedFiles | None = None) -> None:
-        """activity: told whose files are read and written. shared: where the paths of adapters and jobs are (default: on
-        disk here).
-        """
+        """activity: told whose files are read and written. shared: where their paths are (default: on disk here)."""
         self._engine, self._activity = engine, activity or Activity(None)
         self._shared = shared or SharedFiles()
         self._starts: dict[str, JobStart] = {}
         self._writers = DiskWriters()
-        self._waiting: dict[str, deque[_PendingReport]] = {}  # by job
-        self._last: dict[str, _PendingReport] = {}  # checkpoint of each job
+        self._waiting: dict[str, deque[PendingReport]] = {}  # by job
+        self._last: dict[str, PendingReport] = {}  # checkpoint of each job
         self._held: set[str] = set()  # jobs that wait for the disk
 
     # -- adapters -------------------------------------------------------------------
@@ -237,7 +205,7 @@ class JobCommands:
         """What may be told now."""
         pending = PendingReports()
         for job, lane in list(self._waiting.items()):
-            while lane and _is_ready(lane[0]):
+            while lane and lane[0].is_ready:
                 self._finish(lane.popleft(), pending)
             if not lane:
                 del self._waiting[job]
@@ -251,7 +219,7 @@ class JobCommands:
     @property
     def has_pending(self) -> bool:
         """Whether something may be told now."""
-        return any(_is_ready(lane[0]) for lane in self._waiting.values())
+        return any(lane[0].is_ready for lane in self._waiting.values())
 
     @property
     def is_waiting(self) -> bool:
@@ -262,7 +230,7 @@ class JobCommands:
         """End the threads, when all is written that there is room for."""
         self._writers.close()
 
-    def _finish(self, done: _PendingReport, pending: PendingReports) -> None:
+    def _finish(self, done: PendingReport, pending: PendingReports) -> None:
         error: CoserveError | None = None
         directory = ""
         if done.contribution is not None and done.written is not None:
@@ -294,24 +262,24 @@ class JobCommands:
 
     def _tell(self, job: str, reply: Reply) -> None:
         """After all that waits of this job."""
-        self._append(_PendingReport(job=job, step=0, listed=False, call=reply.call))
+        self._append(PendingReport(job=job, step=0, listed=False, call=reply.call))
 
     def _tell_event(self, event: JobEvent) -> None:
-        self._append(_PendingReport(job=event.job, step=event.step, listed=False, event=event))
+        self._append(PendingReport(job=event.job, step=event.step, listed=False, event=event))
 
-    def _append(self, waiting: _PendingReport) -> None:
+    def _append(self, waiting: PendingReport) -> None:
         self._waiting.setdefault(waiting.job, deque()).append(waiting)
 
-    def _checkpoint(self, job: str, *, listed: bool, event: JobEvent | None = None) -> _PendingReport:
+    def _checkpoint(self, job: str, *, listed: bool, event: JobEvent | None = None) -> PendingReport:
         """Copy a job as it is now, and have it written, unless that step is on disk (or on its way) already, or another
         node writes it.
         """
         step, last = self._engine.job(job).checkpoint_step, self._last.get(job)
-        waiting = _PendingReport(job=job, step=step or 0, listed=listed, event=event)
+        waiting = PendingReport(job=job, step=step or 0, listed=listed, event=event)
         if step is None or not _writes_checkpoints(self._starts[job]):
             self._append(waiting)
             return waiting
-        if last is not None and last.step == step and last.listed >= listed and not _failed(last):
+        if last is not None and last.step == step and last.listed >= listed and not last.has_failed:
             waiting.written, waiting.is_new = last.written, False
         else:
             waiting.written = self._write(job)
@@ -334,7 +302,7 @@ class JobCommands:
             meets=job.exchange.meets,
             num_trained=job.sums.num_trained,
         )
-        waiting = _PendingReport(job=due.job, step=due.step, listed=False, contribution=told)
+        waiting = PendingReport(job=due.job, step=due.step, listed=False, contribution=told)
         copy = self._engine.contribution(due.job)
 
         def write() -> Path:
@@ -390,11 +358,6 @@ class JobCommands:
         self._held.discard(job)
 
 
-def _is_ready(waiting: _PendingReport) -> bool:
-    """Whether it may be told."""
-    return waiting.written is None or waiting.written.done()
-
-
 def _writes_checkpoints(job: JobStart) -> bool:
     """Of the nodes of a job, the first one does."""
     return job.shard is None or job.shard.index == 0
@@ -402,9 +365,3 @@ def _writes_checkpoints(job: JobStart) -> bool:
 
 def _raise(error: CoserveError) -> NoReturn:
     raise error
-
-
-def _failed(waiting: _PendingReport) -> bool:
-    """Whether it could not be written."""
-    written = waiting.written
-    return written is not None and written.done() and written.exception() is not None

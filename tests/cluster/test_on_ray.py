@@ -154,9 +154,8 @@ def test_every_node_answers_as_a_single_engine_for_every_adapter_version(world: 
 
 @pytest.mark.parametrize("synchronization", ["synchronous", "local-sgd", "asynchronous"])
 def test_three_nodes_learn_one_job_and_serve_it(world: RayWorld, engine: Any, synchronization: str):
-    asked = {"data_parallel": 3, "live": True, "synchronization": synchronization}
     world.until(lambda: world.num_ready() == 3)
-    id = train(world, 5, 60, **asked)
+    id = train(world, 5, 60, data_parallel=3, live=True, synchronization=synchronization)
     world.until(
         lambda: sum(id in node["jobs"] for node in world.status()["nodes"]) == 3 or job_of(world, id).finished_at
     )

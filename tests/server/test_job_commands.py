@@ -13,7 +13,8 @@ from coserve.errors import JobOverError
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
 from coserve.tuning.config import TuningConfig
-from coserve.worker.job_commands import JobCommands, PendingReports
+from coserve.worker.job_commands import JobCommands
+from coserve.worker.pending_reports import PendingReports
 from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 
 NUM_STEPS = 6
