@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.models.base import Architecture
@@ -76,7 +77,7 @@ def _held(
             saved[storage] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _GroupedProducts():
         model.base_model(inputs_embeds=x, position_ids=positions, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
@@ -98,6 +99,17 @@ def _model(architecture: Architecture, kind: str | None, num_blocks: int, dtype:
         if getattr(blocks, name, None) is not None:
             setattr(blocks, name, nn.Identity())
     return model.requires_grad_(False).train()
+
+
+class _GroupedProducts(TorchFunctionMode):
+    """On the meta device PyTorch has those of experts for bfloat16 alone. Of others each becomes a product with one
+    expert's matrix: it has the same shape, and autograd keeps the same rows of it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
+            return args[0] @ args[1][0]
+        return func(*args, **(kwargs or {}))
 
 
 def _blocks(architecture: Architecture) -> str:

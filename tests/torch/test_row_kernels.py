@@ -193,7 +193,7 @@ def test_the_gradient_of_the_heads_input_from_logits_that_lie_by_columns(n, num_
     exact_logits = rows.double() + hidden @ weight.double().T
     exact = torch.nn.functional.cross_entropy(exact_logits, targets, reduction="none")
     [exact_grad] = torch.autograd.grad(exact, hidden, loss_grad.double())
-    torch.testing.assert_close(found.double(), exact_grad, rtol=1e-2, atol=1e-2)
+    assert (found.double() - exact_grad).norm() < 5e-3 * exact_grad.norm()
     with pytest.raises(IndexError, match="targets must be from 0 to"):
         CPU.cross_entropy_input_gradient(logits, targets + vocabulary, log_sum, loss_grad, weight)
 
