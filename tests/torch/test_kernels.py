@@ -13,6 +13,7 @@ from coserve.kernels.base import Grouped, JoinedRows
 from coserve.kernels.bits import pack_signs, packed_width, unpack_signs
 from coserve.kernels.cpu import products
 from coserve.kernels.cpu.adapters import MANY_ROWS
+from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
 from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank, LowRankAdapter
 from coserve.kernels.plain import PlainBackend
@@ -21,6 +22,7 @@ from coserve.kernels.weights import DenseWeight, Int8Weight, join
 DEVICE = torch.device("cpu")
 PLAIN = PlainBackend(DEVICE)
 BACKENDS = [PLAIN] + [find_backend(DEVICE)] * (type(find_backend(DEVICE)) is not PlainBackend)
+HAS_AMX = (kernels := compiled_kernels()) is not None and kernels.has_amx
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.identity)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -303,7 +305,7 @@ def test_int8_weights_are_the_nearest_of_a_scale_per_output_channel(dtype):
 
 @each_backend
 @each_dtype
-@pytest.mark.parametrize(("inner", "outer"), [(24, 90), (37, 41), (576, 960)])
+@pytest.mark.parametrize(("inner", "outer"), [(24, 90), (37, 41), (576, 960), (1088, 352)])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 13, 33, 100])
 def test_products_with_int8_weights_are_those_with_the_dequantised(backend, dtype, inner, outer, n):
     torch.manual_seed(0)
@@ -324,11 +326,50 @@ def test_products_with_int8_weights_are_those_with_the_dequantised(backend, dtyp
         assert (found.double() - expected).abs().max() <= step * expected.abs().max()
 
 
+@each_backend
+@pytest.mark.parametrize("n", [1, 20])
+def test_products_with_int8_weights_of_rows_with_outliers_are_as_near_as_bfloat16_is(backend, n):
+    """A few elements are ten thousand times the others, as in rows of language models; one row has them alone."""
+    torch.manual_seed(0)
+    weight, x = Int8Weight.quantised(torch.randn(64, 1088)), torch.randn(n, 1088)
+    x[:, [3, 700]] *= 1e4
+    x[0] = 0
+    x[0, 5] = 3e-20
+    x = x.bfloat16()
+    exact = x.double() @ weight.dense().double().T
+    rounding = 2**-8 * (x.double().abs() @ weight.dense().double().abs().T)  # of the weights or the result
+    assert ((weight.product(backend, x).double() - exact).abs() <= rounding + 1e-30).all()
+    values, scales = weight.tensors()
+    values[:, [3, 700]] = 0  # what does not read the outliers does not lose by them
+    exact = x.double() @ (values.double() * scales[:, None].double()).T
+    error = (Int8Weight(values, scales, torch.bfloat16).product(backend, x).double() - exact).norm()
+    assert error <= 3e-3 * exact.norm()
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_products_with_int8_weights_do_not_hide_what_is_no_number(backend, bad):
+    torch.manual_seed(0)
+    weight, x = Int8Weight.quantised(torch.randn(64, 1088)), torch.randn(3, 1088).bfloat16()
+    before = weight.product(backend, x)
+    x[1, 700] = bad
+    found = weight.product(backend, x)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[[0, 2]], before[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "dtype"),
+    [
+        (45, 70, torch.float32),
+        pytest.param(1088, 96, torch.bfloat16, marks=pytest.mark.skipif(not HAS_AMX, reason="AMX")),
+    ],
+)
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_rows_int8_product_does_not_depend_on_its_company_or_threads(num_threads):
+def test_a_rows_int8_product_does_not_depend_on_its_company_or_threads(num_threads, inner, outer, dtype):
     backend = BACKENDS[-1]
     torch.manual_seed(0)
-    weight, x = Int8Weight.quantised(torch.randn(70, 45)), torch.randn(13, 45)
+    weight, x = Int8Weight.quantised(torch.randn(outer, inner)), torch.randn(13, inner).to(dtype)
     whole = [weight.product(backend, x[:n])[:1] for n in (1, 2, 3, 4, 8, 13)] if backend is not PLAIN else []
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)

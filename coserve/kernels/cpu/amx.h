@@ -3,7 +3,7 @@
 
 #include "kernels.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
 #define HAS_AMX
 
 #include <immintrin.h>

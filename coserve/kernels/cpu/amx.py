@@ -1,5 +1,5 @@
-"""Products on AMX by kernels of our own (`products.cpp`, `low_rank.cpp`): bfloat16, with float32 sums that are rounded
-once.
+"""Products on AMX by kernels of our own (`products.cpp`, `int8_tiles.cpp`, `low_rank.cpp`): bfloat16, with float32 sums
+that are rounded once.
 
 Two cases, in which a library's product takes several times what reading the tensors once would take: few rows with a
 large weight (skinny GEMM), and a factor of low rank, such as a LoRA's (A [rank, width], B [width, rank]) with any
@@ -39,7 +39,7 @@ class AmxProducts:
         return y
 
     def int8_skinny_gemm(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """(x W^T) s + b: the same with int8 values [out, in] and float32 scales [out]."""
+        """(x W^T) s + b: the same with int8 values [out, in] and float32 scales [out]; in is a multiple of 64."""
         (n, inner), outer = x.shape, values.shape[0]
         if not _is_skinny(x, values, bias) or not scales.is_contiguous():
             return None
@@ -107,7 +107,7 @@ def _is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def fit_weight(weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a weight [out, in] and a bias are of a shape that is cut into whole tiles, and lie so."""
     outer, inner = weight.shape
-    if inner % 32 or outer % 32 or not weight.is_contiguous():
+    if inner * weight.itemsize % 64 or outer % 32 or not weight.is_contiguous():
         return False
     return bias is None or (bias.shape == (outer,) and bias.is_contiguous() and _are_for_amx(bias))
 

@@ -32,6 +32,8 @@ void paged_attention_float32(const float* q, const float* keys, const float* val
 // products.cpp (AMX)
 void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer,
              i64 num_threads);
+
+// int8_tiles.cpp (AMX)
 void int8_product_by_tiles(const bf16* x, i64 x_step, const int8_t* weight, const float* scales, const bf16* bias,
                            bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads);
 

@@ -7,8 +7,8 @@ Which way is fastest depends on the processor, the dtype and the number of rows;
   kernels (`amx.py`) take half to three quarters of what PyTorch's then takes.
 - A CPU that has no such instruction emulates them at a quarter of its float32 speed; there the wide functions convert a
   tile of the weight at a time, and multiply in float32.
-- int8 weights: with few rows kernels of our own read them once as they lie (`int8.cpp`; `products.cpp` with AMX); with
-  many, a tile at a time becomes a dense weight.
+- int8 weights: with few rows kernels of our own read them once as they lie (`int8.cpp`, and `int8_tiles.cpp` with AMX);
+  with many, a tile at a time becomes a dense weight.
 - Otherwise the choice is PyTorch's.
 
 In every case the sums are float32, and a product is rounded once.
