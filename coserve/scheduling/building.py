@@ -1,4 +1,6 @@
-"""Building a plan piece by piece: what policies share. A policy says how much time there is; here is what fits."""
+"""Building a plan piece by piece: what policies share. A policy says how much time there is; here is what fits.
+`step_time.py` adds up what it takes.
+"""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -10,7 +12,6 @@ from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.plan import (
     JobView,
-    Partition,
     Plan,
     PlannedLoss,
     PlannedRows,
@@ -18,6 +19,7 @@ from coserve.scheduling.plan import (
     RequestView,
     View,
 )
+from coserve.scheduling.step_time import StepTime
 
 # The smallest piece of a prompt that is urgent, and of one that has time; unless it is all that is left.
 LEAST_PREFILL_ROWS, LEAST_RIDING_ROWS = 64, 16
@@ -35,24 +37,24 @@ class PlanBuilder:
     def __init__(self, view: View, latency: LatencyModel, *, margin: float | None = None) -> None:
         """margin: by which predictions may be too low (default: what recent ones were)."""
         self._latency, self._max_rows = latency, view.max_rows
-        self._late_factor = 1 + (latency.corrections.margin if margin is None else margin)
+        self._time = StepTime(1 + (latency.corrections.margin if margin is None else margin))
         self._load = ForwardLoad()
         self._rows: list[PlannedRows] = []
         self._losses: list[PlannedLoss] = []
         self._tasklets: list[PlannedTasklets] = []
         self._updates: list[str] = []
-        self._decode_share = self._prefill_s = self._batch_s = 0.0
-        self._forward_s = self._window_s = self._loss_s = self._backward_s = self._update_s = 0.0
+        self._decode_share = 0.0
         self._loss_rows = 0
-        self._until_s = inf  # what jobs were given
-        self._longest_tasklet_s = 0.0
-        self._partition: Partition | None = None
-        self._forward_speed, self._backward_speed = 1.0, 0.0  # of the sides of a divided device
 
     @property
     def seconds(self) -> float:
         """What the plan takes, without a margin, one piece after the other on the whole device."""
-        return self._forward_s + self._loss_s + self._backward_s + self._update_s
+        return self._time.whole_s
+
+    @property
+    def late_s(self) -> float:
+        """What it takes if predictions are off by the margin; backward work has none, as it stops in time."""
+        return self._time.late_s
 
     @property
     def runs_nothing(self) -> bool:
@@ -64,16 +66,11 @@ class PlanBuilder:
         """Of its forward pass."""
         return self._load.rows
 
-    @property
-    def late_s(self) -> float:
-        """What it takes if predictions are off by the margin; backward work has none, as it stops in time."""
-        left_s = max(0.0, self._loss_s * self._late_factor + self._backward_s - self._beside_s)
-        return self._late_forward_s + self._update_s * self._late_factor + left_s
-
     def build(self, memory: MemoryPlan | None = None) -> Plan:
         """The plan; memory: the pages that change hands before it."""
         if not (self._losses or self._tasklets):  # nothing fitted
-            self._partition, self._forward_speed, self._backward_speed = None, 1.0, 0.0
+            self._time.divide(None)
+        time = self._time
         return Plan(
             preempt=tuple(memory.preempt) if memory else (),
             drop=tuple(memory.drop) if memory else (),
@@ -83,18 +80,18 @@ class PlanBuilder:
             losses=tuple(self._losses),
             tasklets=tuple(self._tasklets),
             updates=tuple(self._updates),
-            backward_limit_s=self._backward_limit_s(),
-            partition=self._partition,
-            forward_s=self._forward_s,
-            prefill_s=self._prefill_s,
-            batch_s=self._batch_s,
-            window_s=self._window_s,
-            loss_s=self._loss_s,
-            backward_s=self._backward_s,
-            update_s=self._update_s,
+            backward_limit_s=time.backward_limit_s() if self._tasklets else None,
+            partition=time.partition,
+            forward_s=time.forward_s,
+            prefill_s=time.prefill_s,
+            batch_s=time.batch_s,
+            window_s=time.window_s,
+            loss_s=time.loss_s,
+            backward_s=time.backward_s,
+            update_s=time.update_s,
             forward_correction=self._latency.forward_correction(self._load),
-            forward_speed=self._forward_speed,
-            backward_speed=self._backward_speed,
+            forward_speed=time.forward_speed,
+            backward_speed=time.backward_speed,
             decode_share=self._decode_share,
         )
 
@@ -104,9 +101,11 @@ class PlanBuilder:
             requests = sorted(requests, key=lambda request: request.last_token_s)[: self._max_rows]
         self._load.add_decodes(requests)
         self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
-        self._forward_s = self._latency.forward_s(self._load)
+        self._time.forward_s = self._latency.forward_s(self._load)
         if requests:
-            self._decode_share = self._forward_s * sum([1 / request.tpot_s for request in requests]) / len(requests)
+            self._decode_share = (
+                self._time.forward_s * sum([1 / request.tpot_s for request in requests]) / len(requests)
+            )
 
     def prefill(self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
@@ -125,8 +124,8 @@ class PlanBuilder:
             rows = _most(least, longest, seconds, budget_s)
             self._load.add_request(request, rows)
             self._rows.append(PlannedRows(request.id, "prefill", request.num_past, rows))
-            before_s, self._forward_s = self._forward_s, self._latency.forward_s(self._load)
-            self._prefill_s += self._forward_s - before_s
+            before_s, self._time.forward_s = self._time.forward_s, self._latency.forward_s(self._load)
+            self._time.prefill_s += self._time.forward_s - before_s
             if rows < request.num_rows:
                 return False
         return True
@@ -137,7 +136,7 @@ class PlanBuilder:
 
         must: the smallest piece in any case.
         """
-        before_s, prefill_s, budget_s = self._forward_s, self._prefill_s, until_s / self._late_factor
+        before_s, prefill_s, budget_s = self._time.forward_s, self._time.prefill_s, until_s / self._time.late_factor
         decoding = sorted([each for each in requests if each.num_rows == 1], key=lambda each: each.last_token_s)
         most = min(len(decoding), self._max_rows - self._load.rows)
         if most > 0:
@@ -146,12 +145,12 @@ class PlanBuilder:
             taken = decoding[: _most(1, most, seconds, budget_s)] if fits or must else []
             self._load.add_decodes(taken)
             self._rows += [PlannedRows(each.id, "decode", each.num_past, 1) for each in taken]
-            self._forward_s = self._latency.forward_s(self._load)
+            self._time.forward_s = self._latency.forward_s(self._load)
             must = must and not taken
         prompts = [each for each in requests if each.num_rows > 1]
         self.prefill(sorted(prompts, key=lambda each: each.batch_due_s or 0.0), budget_s, urgent=must)
-        self._batch_s += self._forward_s - before_s
-        self._prefill_s = prefill_s
+        self._time.batch_s += self._time.forward_s - before_s
+        self._time.prefill_s = prefill_s
 
     def divide(self, jobs: Sequence[JobView], until_s: float) -> None:
         """Have the tasklets of the plan run beside its forward pass where that is predicted to get more done by then;
@@ -167,11 +166,11 @@ class PlanBuilder:
         if found is None:
             return
         _, forward_speed, backward_speed = found
-        forward_s = self._forward_s / forward_speed
+        forward_s = self._time.forward_s / forward_speed
         left_s = self._latency.tasklet_s(job, job.num_rows_left)
         left_s += (job.num_parts_left - 1) * self._latency.tasklet_s(job, job.num_rows)
-        if forward_s * self._late_factor <= until_s and backward_speed * forward_s <= left_s:
-            self._partition, self._forward_speed, self._backward_speed = found
+        if forward_s * self._time.late_factor <= until_s and backward_speed * forward_s <= left_s:
+            self._time.divide(*found)
 
     def tune(
         self, jobs: Sequence[JobView], until_s: float, *, max_defer_s: float = 0.0, least_share: float = 0.0
@@ -188,25 +187,25 @@ class PlanBuilder:
             least_share: of the time, what jobs get in any case: one that has waited long enough for its smallest piece
                 to be no more gets it.
         """
-        self._until_s = until_s
+        self._time.until_s = until_s
         joins = any(job.phase in ("loss", "backward") for job in jobs)
         tasks = hybrid_tasks(jobs, self._latency, max_rows=self._max_rows) if joins else {}
         served: set[str] = set()
         forward: set[int] = set()  # hybrid tasks of jobs that get on with their forward pass
         for job in jobs:
-            left_s = (until_s - self.late_s) / self._late_factor
+            left_s = (until_s - self.late_s) / self._time.late_factor
             if left_s <= 0:
                 break
             if job.phase == "update":
                 self._update(job, left_s)
-            elif job.phase == "forward" and self._partition is None:
+            elif job.phase == "forward" and self._time.partition is None:
                 if self._window(job, left_s, may_wait=job.waited_s < max_defer_s):
                     forward.add(tasks.get(job.id, 0))
-            elif job.id not in served and (self._partition is None or job.phase == "backward"):
+            elif job.id not in served and (self._time.partition is None or job.phase == "backward"):
                 # Who was served more waits at the loss for those of its hybrid task who were served less.
                 if tasks[job.id] in forward and is_before_backward(job):
                     continue
-                phases = ("loss", "backward") if self._partition is None else ("backward",)
+                phases = ("loss", "backward") if self._time.partition is None else ("backward",)
                 together = [each for each in jobs if tasks.get(each.id) == tasks[job.id] and each.phase in phases]
                 served.update([each.id for each in together])
                 self._together(together, until_s, max_defer_s=max_defer_s)
@@ -234,8 +233,8 @@ class PlanBuilder:
             windows = tasklet_rows(job, rows, num_tasklets)
             seconds = {size: self._latency.tasklet_s(job, size) for size in set(windows)}
             self._tasklets.append(PlannedTasklets(job.id, rows, len(windows)))
-            self._backward_s += sum([seconds[size] for size in windows])
-            self._longest_tasklet_s = max(self._longest_tasklet_s, *seconds.values())
+            self._time.backward_s += sum([seconds[size] for size in windows])
+            self._time.longest_tasklet_s = max(self._time.longest_tasklet_s, *seconds.values())
 
     def _age(self, jobs: Sequence[JobView], least_share: float) -> None:
         """The smallest piece of the job that has waited longest, if that is long enough."""
@@ -250,7 +249,7 @@ class PlanBuilder:
         elif oldest.phase == "loss":
             seconds = self._latency.loss_s(rows)
         elif self._load.rows + rows <= self._max_rows:
-            seconds = self._latency.with_window(self._load, oldest)(rows) - self._forward_s
+            seconds = self._latency.with_window(self._load, oldest)(rows) - self._time.forward_s
         else:
             return
         if seconds * len(jobs) <= least_share * oldest.waited_s:
@@ -261,37 +260,6 @@ class PlanBuilder:
         pieces = [piece.job for piece in self._losses] + [part.job for part in self._tasklets] + self._updates
         return job in pieces or any(rows.item == job and rows.kind == "window" for rows in self._rows)
 
-    def _backward_limit_s(self) -> float | None:
-        """When the last tasklet must have begun, so that all else is done in time."""
-        if not self._tasklets or self._until_s == inf:
-            return None
-        until_s, longest_s = (
-            self._until_s - self._update_s * self._late_factor,
-            self._longest_tasklet_s * self._late_factor,
-        )
-        if self._partition is None:
-            return max(0.0, until_s - self._forward_s * self._late_factor - longest_s)
-        # What it has not done when the forward pass ends, it does on the whole device.
-        after_s = until_s - self._late_forward_s
-        if after_s >= longest_s:
-            return until_s - longest_s
-        return max(0.0, self._late_forward_s - (longest_s - after_s) / self._backward_speed)
-
-    @property
-    def _late_forward_s(self) -> float:
-        """The forward pass on its part of the device, if predictions are off by the margin."""
-        return self._forward_s / self._forward_speed * self._late_factor
-
-    @property
-    def _beside_s(self) -> float:
-        """What is done of losses and tasklets meanwhile, in seconds of the whole device."""
-        return self._backward_speed * self._forward_s / self._forward_speed
-
-    def _left_s(self, until_s: float) -> float:
-        """Seconds of the whole device that further tasklets may take."""
-        after_s = (self._loss_s + self._update_s) * self._late_factor + self._backward_s
-        return until_s - self._late_forward_s - after_s + self._beside_s
-
     def _least(self, job: JobView) -> None:
         """The smallest piece of a job."""
         rows = min(job.num_rows_left, LEAST_WINDOW_ROWS)
@@ -300,8 +268,8 @@ class PlanBuilder:
         elif job.phase == "backward":
             seconds = self._latency.tasklet_s(job, rows)
             self._tasklets.append(PlannedTasklets(job.id, rows, 1))
-            self._backward_s += seconds
-            self._longest_tasklet_s = max(self._longest_tasklet_s, seconds)
+            self._time.backward_s += seconds
+            self._time.longest_tasklet_s = max(self._time.longest_tasklet_s, seconds)
         elif job.phase == "loss":
             self._add_loss(job, rows)
         else:
@@ -311,7 +279,7 @@ class PlanBuilder:
         seconds = self._latency.update_s(job)
         if seconds <= left_s:
             self._updates.append(job.id)
-            self._update_s += seconds
+            self._time.update_s += seconds
 
     def _together(self, jobs: Sequence[JobView], until_s: float, *, max_defer_s: float) -> None:
         """Jobs of a hybrid task: what is left of their losses as far as it fits, then tasklets of all who can join."""
@@ -319,12 +287,12 @@ class PlanBuilder:
         for job in jobs:
             if job.phase == "backward":
                 going.append(job)
-            elif self._loss(job, (until_s - self.late_s) / self._late_factor, may_wait=job.waited_s < max_defer_s):
+            elif self._loss(job, (until_s - self.late_s) / self._time.late_factor, may_wait=job.waited_s < max_defer_s):
                 going.append(structs.replace(job, phase="backward", num_rows_left=job.num_rows))
         while going:
             joined = least_advanced(going)
             going = [job for job in going if job not in joined]
-            self._backward(joined, self._left_s(until_s))
+            self._backward(joined, self._time.left_s(until_s))
 
     def _backward(self, jobs: Sequence[JobView], left_s: float) -> None:
         if left_s <= 0:
@@ -335,8 +303,8 @@ class PlanBuilder:
             found = joined_tasklets([alone], left_s, self._latency, group=0)
         if found is not None:
             self._tasklets += found.tasklets
-            self._backward_s += found.seconds
-            self._longest_tasklet_s = max(self._longest_tasklet_s, found.longest_s)
+            self._time.backward_s += found.seconds
+            self._time.longest_tasklet_s = max(self._time.longest_tasklet_s, found.longest_s)
 
     def _loss(self, job: JobView, left_s: float, *, may_wait: bool) -> bool:
         """As many rows as possible; whether tasklets can follow."""
@@ -353,12 +321,12 @@ class PlanBuilder:
 
     def _more_loss_s(self, rows: int) -> float:
         """What rows add to the losses, which are one batch."""
-        return self._latency.loss_s(self._loss_rows + rows) - self._loss_s
+        return self._latency.loss_s(self._loss_rows + rows) - self._time.loss_s
 
     def _add_loss(self, job: JobView, rows: int) -> None:
         self._losses.append(PlannedLoss(job.id, rows))
         self._loss_rows += rows
-        self._loss_s = self._latency.loss_s(self._loss_rows)
+        self._time.loss_s = self._latency.loss_s(self._loss_rows)
 
     def _window(self, job: JobView, left_s: float, *, may_wait: bool) -> bool:
         """As many rows as fit, or fewer if they cost less each; whether there are any."""
@@ -366,7 +334,7 @@ class PlanBuilder:
         least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
         if longest < least:
             return False
-        before_s, seconds = self._forward_s, self._latency.with_window(self._load, job)
+        before_s, seconds = self._time.forward_s, self._latency.with_window(self._load, job)
 
         def extra_s(rows: int) -> float:
             return seconds(rows) - before_s
@@ -386,8 +354,8 @@ class PlanBuilder:
     def _add_window(self, job: JobView, rows: int) -> None:
         self._latency.add_window(self._load, job, rows)
         self._rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, rows))
-        before_s, self._forward_s = self._forward_s, self._latency.forward_s(self._load)
-        self._window_s += max(0.0, self._forward_s - before_s)
+        before_s, self._time.forward_s = self._time.forward_s, self._latency.forward_s(self._load)
+        self._time.window_s += max(0.0, self._time.forward_s - before_s)
 
 
 def _most(least: int, most: int, seconds: Callable[[int], float], within_s: float) -> int:

@@ -72,6 +72,13 @@ def test_no_module_imports_itself_through_others():
     assert _cycles(_graph()) == []
 
 
+def test_files_of_the_package_can_be_read_in_one_go():
+    """What has grown beyond that has two subjects."""
+    files = [path for kind in ("py", "cpp", "h") for path in ROOT.rglob(f"*.{kind}")]
+    lines = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in files}
+    assert {name: number for name, number in lines.items() if number > 400} == {}
+
+
 def test_a_cycle_of_imports_would_be_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert _cycles(graph) == [["b", "c"]]

@@ -1,16 +1,14 @@
 """Tracing on CPUs: calls of kernels are written down as numbers, which `calls.cpp` goes through.
 
-Rows that a step computes lie in memory of its own, in which each tensor has its place: a number of bytes for each row
-of the step, taken again by others once nobody reads it.
+What operators are given meanwhile is in `stand_ins.py`.
 """
 
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from struct import pack, unpack
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,135 +19,28 @@ from coserve.kernels.cpu.adapters import MANY_ROWS
 from coserve.kernels.cpu.attention import CpuAttentionBatch
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import most_int8_rows, multiplies_bfloat16
+from coserve.kernels.cpu.stand_ins import (
+    ALIGNMENT,
+    CONSTANT,
+    ROWS,
+    STEP,
+    STEP_NUMBERS,
+    Argument,
+    Place,
+    RowMemory,
+    StepNumber,
+    TracedRows,
+    step,
+)
 from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.trace import Trace, TracedCalls, TracedStep, UntraceableError
 
-# How an argument is given: two numbers after its kind (see `calls.cpp`).
-_Argument = tuple[int, int, int]
-_CONSTANT, _STEP, _ROWS = range(3)
-# Numbers of every step, by their place; inputs come after them.
-_STEP_NUMBERS = (
-    *("num_rows", "memory", "num_threads", "pages", "offsets", "table", "first_page", "lengths"),
-    *("adapter_rows", "adapter_ends", "num_adapters", "num_places", "adapter_addresses"),
-)
-# Of the memory for a step's rows; a line of the caches.
-_ALIGNMENT = 64
 _ATTENTION = {torch.bfloat16: "paged_attention_bfloat16", torch.float32: "paged_attention_float32"}
 _KERNELS = (
     *("product", "int8_product_by_tiles", "int8_product", "rms_norm", "silu_mul", "rope", "add", "store_rows"),
     *("add_adapters", *_ATTENTION.values()),
 )
-
-
-class _Place:
-    """Where a tensor's rows lie in the step's memory; given back when nobody reads them any more."""
-
-    def __init__(self, memory: "_Memory", num_bytes: int) -> None:
-        """num_bytes: for each row."""
-        self._memory = memory
-        self.num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.start = memory.take(self.num_bytes)
-
-    def __del__(self) -> None:
-        self._memory.give_back(self.start, self.num_bytes)
-
-
-class _Memory:
-    """Which bytes of a step's memory are free, for each row."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._free: list[tuple[int, int]] = []  # (start, number of bytes), in order, no two neighbours
-
-    def take(self, num_bytes: int) -> int:
-        """The start of the first room that is large enough."""
-        for index, (start, size) in enumerate(self._free):
-            if size >= num_bytes:
-                self._free[index : index + 1] = [(start + num_bytes, size - num_bytes)] if size > num_bytes else []
-                return start
-        start = self.num_bytes
-        self.num_bytes += num_bytes
-        return start
-
-    def give_back(self, start: int, num_bytes: int) -> None:
-        """It may be taken again."""
-        joined: list[tuple[int, int]] = []
-        for first, size in sorted([*self._free, (start, num_bytes)]):
-            if joined and sum(joined[-1]) == first:
-                joined[-1] = (joined[-1][0], joined[-1][1] + size)
-            else:
-                joined.append((first, size))
-        self._free = joined
-
-
-def _refuse(*_: object, **__: object) -> NoReturn:
-    raise UntraceableError
-
-
-class _Rows:
-    """Stands for rows [n, width], or [n, heads, width of a head]: columns of a place, or of an input."""
-
-    def __init__(
-        self, trace: "CpuTrace", source: "_Place | int", *, width: int, step: int, first: int = 0, heads: int = 1
-    ) -> None:
-        """source: an input by its number of the step. step: from one row to the next. first: column."""
-        self._trace, self.source = trace, source
-        self.width, self.step, self.first, self.heads = width, step, first, heads
-
-    @property
-    def argument(self) -> _Argument:
-        """Its address."""
-        offset = self.first * self._trace.dtype.itemsize
-        if isinstance(self.source, _Place):
-            return _ROWS, self.source.start, offset
-        return _STEP, self.source, offset
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """With -1 for the number of rows."""
-        return (-1, self.width) if self.heads == 1 else (-1, self.heads, self.width // self.heads)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._trace.dtype
-
-    def view(self, num_rows: int, heads: int, width: int) -> "_Rows":
-        if num_rows != -1 or width != -1 or self.width % heads:
-            raise UntraceableError
-        return self._columns(self.first, self.width, heads)
-
-    def flatten(self, start: int) -> "_Rows":
-        if start != 1:
-            raise UntraceableError
-        return self._columns(self.first, self.width)
-
-    def split_with_sizes(self, sizes: Sequence[int], dim: int) -> "list[_Rows]":
-        if dim != -1 or sum(sizes) != self.width:
-            raise UntraceableError
-        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        return [self._columns(self.first + end - size, size) for end, size in zip(ends, sizes, strict=True)]
-
-    def _columns(self, first: int, width: int, heads: int = 1) -> "_Rows":
-        return _Rows(self._trace, self.source, width=width, step=self.step, first=first, heads=heads)
-
-    def __getitem__(self, rows: object) -> "_Rows":
-        if rows != slice(None):
-            raise UntraceableError
-        return self
-
-    def __add__(self, other: object) -> "_Rows":
-        return self._trace.add(self, other)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise UntraceableError
-
-    @classmethod
-    def __torch_function__(cls, *_: object, **__: object) -> NoReturn:
-        raise UntraceableError
-
-    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __radd__ = __neg__ = __pow__ = _refuse
-    __matmul__ = __rmatmul__ = __setitem__ = __iadd__ = __imul__ = __len__ = __iter__ = __bool__ = _refuse
 
 
 class CpuTrace(Trace[PlainBackend]):
@@ -165,7 +56,7 @@ class CpuTrace(Trace[PlainBackend]):
         self._numbers = _kernel_numbers(kernels)
         self._calls: list[int] = []
         self.names: list[str] = []  # of the kernels, call by call
-        self._memory = _Memory()
+        self._memory = RowMemory()
         self._inputs: dict[str, int] = {}
         self._kept: list[Tensor] = []
         self._device = device
@@ -196,8 +87,8 @@ class CpuTrace(Trace[PlainBackend]):
         return self.dtype == torch.bfloat16
 
     def input(self, name: str, width: int) -> Tensor:
-        number = self._inputs.setdefault(name, len(_STEP_NUMBERS) + len(self._inputs))
-        return cast(Tensor, _Rows(self, number, width=width, step=width))
+        number = self._inputs.setdefault(name, len(STEP_NUMBERS) + len(self._inputs))
+        return cast(Tensor, TracedRows(self, number, width=width, step=width))
 
     def store(self, rows: Tensor, store: Tensor) -> None:
         x = self.rows(rows)
@@ -210,21 +101,21 @@ class CpuTrace(Trace[PlainBackend]):
 
     def end(self, output: Tensor) -> TracedCalls:
         y = self.rows(output)
-        if not isinstance(y.source, _Place) or y.first or y.step != y.width:
+        if not isinstance(y.source, Place) or y.first or y.step != y.width:
             raise UntraceableError
         return _CpuCalls(self, self._kernels, y.source, y.width)
 
     # -- what is written down ----------------------------------------------------------
 
-    def new(self, width: int, *, heads: int = 1) -> _Rows:
+    def new(self, width: int, *, heads: int = 1) -> TracedRows:
         """Room for rows of the compute dtype."""
-        return _Rows(self, self.room(width * self.dtype.itemsize), width=width, step=width, heads=heads)
+        return TracedRows(self, self.room(width * self.dtype.itemsize), width=width, step=width, heads=heads)
 
-    def room(self, num_bytes: int) -> _Place:
+    def room(self, num_bytes: int) -> Place:
         """Room for as many bytes a row."""
-        return _Place(self._memory, num_bytes)
+        return Place(self._memory, num_bytes)
 
-    def add(self, one: object, other: object) -> _Rows:
+    def add(self, one: object, other: object) -> TracedRows:
         a, b = self.rows(one), self.rows(other)
         if a.width != b.width:
             raise UntraceableError
@@ -232,9 +123,9 @@ class CpuTrace(Trace[PlainBackend]):
         self.call("add", a, a.step, b, b.step, y, step("num_rows"), a.width, self.is_bfloat16)
         return y
 
-    def rows(self, value: object) -> _Rows:
+    def rows(self, value: object) -> TracedRows:
         """A stand-in for rows of this trace."""
-        if not isinstance(value, _Rows):
+        if not isinstance(value, TracedRows):
             raise UntraceableError
         return value
 
@@ -247,21 +138,21 @@ class CpuTrace(Trace[PlainBackend]):
             self._calls += self._argument(argument)
         self.names.append(name)
 
-    def _argument(self, value: object) -> _Argument:
+    def _argument(self, value: object) -> Argument:
         match value:
-            case _StepNumber():
-                return _STEP, value.place, value.more
-            case _Rows():
+            case StepNumber():
+                return STEP, value.place, value.more
+            case TracedRows():
                 return value.argument
-            case _Place():
-                return _ROWS, value.start, 0
+            case Place():
+                return ROWS, value.start, 0
             case Tensor():
                 self._kept.append(value)
-                return _CONSTANT, 0, value.data_ptr()
+                return CONSTANT, 0, value.data_ptr()
             case float():
-                return _CONSTANT, 0, unpack("q", pack("d", value))[0]
+                return CONSTANT, 0, unpack("q", pack("d", value))[0]
             case int() | None:
-                return _CONSTANT, 0, int(value or 0)
+                return CONSTANT, 0, int(value or 0)
         raise UntraceableError
 
     @property
@@ -270,23 +161,10 @@ class CpuTrace(Trace[PlainBackend]):
         return array("q", self._calls), len(self.names), self._kept, list(self._inputs), self._memory.num_bytes
 
 
-@dataclass(frozen=True)
-class _StepNumber:
-    """A number of the step, by its place among them, plus some more."""
-
-    place: int
-    more: int
-
-
-def step(name: str, more: int = 0) -> _StepNumber:
-    """A number of the step by its name, plus some more."""
-    return _StepNumber(_STEP_NUMBERS.index(name), more)
-
-
 class _CpuCalls(TracedCalls):
     """See `TracedCalls`."""
 
-    def __init__(self, trace: CpuTrace, kernels: Library, output: _Place, width: int) -> None:
+    def __init__(self, trace: CpuTrace, kernels: Library, output: Place, width: int) -> None:
         self._kernels, self._dtype, self._max_rows = kernels, trace.dtype, trace.max_rows
         self._has_adapters = trace.has_adapters
         self._calls, self._num_calls, self._kept, self._inputs, self._row_bytes = trace.written
@@ -321,8 +199,8 @@ class _CpuCalls(TracedCalls):
         table, first_page, lengths = step.attention.single.paged
         inputs = [step.inputs[name].contiguous() for name in self._inputs]
         assert all(rows.shape[0] == n and rows.dtype == self._dtype for rows in inputs)
-        memory = torch.empty(n * self._row_bytes + _ALIGNMENT, dtype=torch.uint8)
-        skipped = -memory.data_ptr() % _ALIGNMENT
+        memory = torch.empty(n * self._row_bytes + ALIGNMENT, dtype=torch.uint8)
+        skipped = -memory.data_ptr() % ALIGNMENT
         adapters = (0, 0, 0, 0, 0)
         if self._has_adapters:
             given = step.adapters

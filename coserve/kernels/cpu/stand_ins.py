@@ -1,0 +1,156 @@
+"""What operators are given while they are traced: stand-ins for rows and numbers of a step, and the step's memory.
+
+Rows that a step computes lie in memory of its own, in which each tensor has its place: a number of bytes for each row
+of the step, taken again by others once nobody reads it. A stand-in knows where its rows will lie, and refuses all else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import torch
+
+from coserve.kernels.trace import UntraceableError
+
+# How an argument is given: two numbers after its kind (see `calls.cpp`).
+Argument = tuple[int, int, int]
+CONSTANT, STEP, ROWS = range(3)
+# Numbers of every step, by their place; inputs come after them.
+STEP_NUMBERS = (
+    *("num_rows", "memory", "num_threads", "pages", "offsets", "table", "first_page", "lengths"),
+    *("adapter_rows", "adapter_ends", "num_adapters", "num_places", "adapter_addresses"),
+)
+# Of the memory for a step's rows; a line of the caches.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class StepNumber:
+    """A number of the step, by its place among them, plus some more."""
+
+    place: int
+    more: int
+
+
+def step(name: str, more: int = 0) -> StepNumber:
+    """A number of the step by its name, plus some more."""
+    return StepNumber(STEP_NUMBERS.index(name), more)
+
+
+class Place:
+    """Where a tensor's rows lie in the step's memory; given back when nobody reads them any more."""
+
+    def __init__(self, memory: "RowMemory", num_bytes: int) -> None:
+        """num_bytes: for each row."""
+        self._memory = memory
+        self.num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self.start = memory.take(self.num_bytes)
+
+    def __del__(self) -> None:
+        self._memory.give_back(self.start, self.num_bytes)
+
+
+class RowMemory:
+    """Which bytes of a step's memory are free, for each row."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._free: list[tuple[int, int]] = []  # (start, number of bytes), in order, no two neighbours
+
+    def take(self, num_bytes: int) -> int:
+        """The start of the first room that is large enough."""
+        for index, (start, size) in enumerate(self._free):
+            if size >= num_bytes:
+                self._free[index : index + 1] = [(start + num_bytes, size - num_bytes)] if size > num_bytes else []
+                return start
+        start = self.num_bytes
+        self.num_bytes += num_bytes
+        return start
+
+    def give_back(self, start: int, num_bytes: int) -> None:
+        """It may be taken again."""
+        joined: list[tuple[int, int]] = []
+        for first, size in sorted([*self._free, (start, num_bytes)]):
+            if joined and sum(joined[-1]) == first:
+                joined[-1] = (joined[-1][0], joined[-1][1] + size)
+            else:
+                joined.append((first, size))
+        self._free = joined
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise UntraceableError
+
+
+class RowsTrace(Protocol):
+    """What stand-ins for rows ask of their trace."""
+
+    dtype: torch.dtype
+
+    def add(self, one: object, other: object) -> "TracedRows":
+        """The sum of rows of equal width."""
+
+
+class TracedRows:
+    """Stands for rows [n, width], or [n, heads, width of a head]: columns of a place, or of an input."""
+
+    def __init__(
+        self, trace: RowsTrace, source: Place | int, *, width: int, step: int, first: int = 0, heads: int = 1
+    ) -> None:
+        """source: an input by its number of the step. step: from one row to the next. first: column."""
+        self._trace, self.source = trace, source
+        self.width, self.step, self.first, self.heads = width, step, first, heads
+
+    @property
+    def argument(self) -> Argument:
+        """Its address."""
+        offset = self.first * self._trace.dtype.itemsize
+        if isinstance(self.source, Place):
+            return ROWS, self.source.start, offset
+        return STEP, self.source, offset
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """With -1 for the number of rows."""
+        return (-1, self.width) if self.heads == 1 else (-1, self.heads, self.width // self.heads)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._trace.dtype
+
+    def view(self, num_rows: int, heads: int, width: int) -> "TracedRows":
+        if num_rows != -1 or width != -1 or self.width % heads:
+            raise UntraceableError
+        return self._columns(self.first, self.width, heads)
+
+    def flatten(self, start: int) -> "TracedRows":
+        if start != 1:
+            raise UntraceableError
+        return self._columns(self.first, self.width)
+
+    def split_with_sizes(self, sizes: Sequence[int], dim: int) -> "list[TracedRows]":
+        if dim != -1 or sum(sizes) != self.width:
+            raise UntraceableError
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        return [self._columns(self.first + end - size, size) for end, size in zip(ends, sizes, strict=True)]
+
+    def _columns(self, first: int, width: int, heads: int = 1) -> "TracedRows":
+        return TracedRows(self._trace, self.source, width=width, step=self.step, first=first, heads=heads)
+
+    def __getitem__(self, rows: object) -> "TracedRows":
+        if rows != slice(None):
+            raise UntraceableError
+        return self
+
+    def __add__(self, other: object) -> "TracedRows":
+        return self._trace.add(self, other)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UntraceableError
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> NoReturn:
+        raise UntraceableError
+
+    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __radd__ = __neg__ = __pow__ = _refuse
+    __matmul__ = __rmatmul__ = __setitem__ = __iadd__ = __imul__ = __len__ = __iter__ = __bool__ = _refuse
