@@ -20,12 +20,6 @@ from coserve.kernels.base import Backend
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.transfer import on_device
 
-# Candidates among which top-k and top-p are looked for first.
-_NUM_CANDIDATES = 1024
-# Where top-p needs more tokens than that, probability is counted in bins, which reach this far below the likeliest
-# score: what lies deeper has less of it than top_p can tell from 1.
-_NUM_BINS = 4096
-_DEPTH = 32.0
 # A CPU works on few rows at a time, so that they stay in its caches; an accelerator on enough to be busy.
 _ROWS_AT_ONCE = {"cpu": 8}
 _ROWS_AT_ONCE_ELSEWHERE = 64
@@ -104,7 +98,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None 
     is_plain = len(drawn) + len(adjusted) < len(rows)
     tokens = backend.argmax(logits) if is_plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     at_once = _ROWS_AT_ONCE.get(logits.device.type, _ROWS_AT_ONCE_ELSEWHERE)
-    for indices, choose in ((adjusted, partial(_likeliest, backend)), (drawn, _draw)):
+    for indices, choose in ((adjusted, partial(_likeliest, backend)), (drawn, partial(_draw, backend))):
         for start in range(0, len(indices), at_once):
             few = indices[start : start + at_once]
             which = on_device(few, logits.device)
@@ -191,7 +185,7 @@ def _penalize_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     scores[index, tokens] = values - (presence * (uses > 0) + frequency * uses)
 
 
-def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _draw(backend: Backend, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """One token per row, all with temperature above 0; `scores` is used up."""
     device = scores.device
     _adjust_(scores, rows)
@@ -199,102 +193,10 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if any(row.params.min_p > 0 for row in rows):
         floor = scores.amax(-1, keepdim=True) + _column(rows, "min_p", device).log()
         scores.masked_fill_(scores < floor, float("-inf"))
-    uniform = on_device(_uniform(rows), device)[:, None]
-    cut = [index for index, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1]
-    if not cut:
-        return _inverse(scores, uniform)
-    tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
-    if len(cut) < len(rows):
-        whole = on_device(sorted(set(range(len(rows))).difference(cut)), device)
-        tokens[whole] = _inverse(scores[whole], uniform[whole])
-    which = on_device(cut, device)
-    some = [rows[index] for index in cut]
-    top_k, top_p = _column(some, "top_k", device), _column(some, "top_p", device).double()
-    most = max(_NUM_CANDIDATES, *(row.params.top_k for row in some))
-    tokens[which] = _draw_cut(scores[which], uniform[which], top_k, top_p, min(most, scores.shape[1]))
-    return tokens
+    top_k, top_p = [row.params.top_k for row in rows], [row.params.top_p for row in rows]
+    return backend.draw(scores, [_uniform(row) for row in rows], top_k, top_p)
 
 
-def _draw_cut(scores: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int) -> Tensor:
-    """Draw among the top_k likeliest tokens (all, where it is not above 0), and of those among the fewest whose
-    probabilities sum to top_p; of equal ones, the first in the vocabulary are kept.
-
-    All of top_k are among the candidates. Most rows have all of top_p there, too; the others look at all tokens. Which
-    these are is known on the device alone, so that a step with rows of top_k or top_p waits for it once more.
-    """
-    ordered, candidates = scores.topk(num_candidates)
-    within = (top_k <= 0) | (torch.arange(num_candidates, device=scores.device) < top_k)
-    # Shares are of what top-k leaves.
-    left = ordered.masked_fill(~within, float("-inf")).logsumexp(-1, keepdim=True)
-    total = torch.where(top_k > 0, left, scores.logsumexp(-1, keepdim=True))
-    shares = (ordered - total).double().exp_()
-    reach = shares.cumsum(-1)
-    least, ties = _edge(ordered, within & (reach - shares < top_p))
-    # In the order of the vocabulary, so that a number leads to the same token as in the whole row.
-    candidates = candidates.sort(-1).values
-    tokens = candidates.gather(1, _draw_above(scores.gather(1, candidates), least, ties, uniform)[:, None])[:, 0]
-    if num_candidates < scores.shape[1]:
-        # Said so that rows without numbers (a broken model's) are in neither.
-        short = ((top_k <= 0) & (reach[:, -1:] < top_p))[:, 0]
-        if bool(short.any()):
-            least[short], ties[short] = _nucleus(scores[short], total[short], top_p[short])
-        open_ended = short | (least == ordered[:, -1:])[:, 0]
-        if bool(open_ended.any()):
-            tokens[open_ended] = _draw_above(*(each[open_ended] for each in (scores, least, ties, uniform)))
-    return tokens
-
-
-def _edge(ordered: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """The least score that is kept, and how many equal to it are [n, 1] each; of scores in falling order [n, m], the
-    first is kept in any case.
-    """
-    number = kept.sum(-1, keepdim=True).clamp_(min=1)
-    least = ordered.gather(1, number - 1)
-    return least, number - (ordered > least).sum(-1, keepdim=True)
-
-
-def _nucleus(scores: Tensor, total: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The `_edge` of the fewest likeliest tokens whose probabilities sum to top_p, in whole rows [n, vocabulary];
-    total [n, 1]: logsumexp of the rows.
-
-    Without sorting: probability is summed in bins of similar scores, and only the bin in which it reaches top_p is
-    looked at token by token.
-    """
-    most = scores.amax(-1, keepdim=True)
-    depth = (most - scores.amin(-1, keepdim=True)).clamp_(1e-6, _DEPTH)
-    bins = ((most - scores) * ((_NUM_BINS - 1) / depth)).clamp_(max=_NUM_BINS - 1).long()
-    shares = (scores - total).double().exp_()
-    first = torch.arange(0, len(scores) * _NUM_BINS, _NUM_BINS, device=scores.device)[:, None]
-    bins += first  # every row has bins of its own
-    sums, sizes = (
-        torch.bincount(bins.flatten(), weights, len(scores) * _NUM_BINS).view(len(scores), _NUM_BINS)
-        for weights in (shares.flatten(), None)
-    )
-    above = sums.cumsum(-1) - sums
-    edge = (above < top_p).sum(-1, keepdim=True) - 1
-    ordered = scores.masked_fill(bins != edge + first, float("-inf")).topk(int(sizes.gather(1, edge).max())).values
-    shares = (ordered - total).double().exp_()
-    return _edge(ordered, above.gather(1, edge) + shares.cumsum(-1) - shares < top_p)
-
-
-def _draw_above(scores: Tensor, least: Tensor, ties: Tensor, uniform: Tensor) -> Tensor:
-    """Draw among the scores above `least`, and the first `ties` that are equal to it."""
-    equal = scores == least
-    kept = (scores > least) | (equal & (equal.cumsum(-1, dtype=torch.int32) <= ties.int()))
-    return _inverse(scores.masked_fill(~kept, float("-inf")), uniform)
-
-
-def _inverse(scores: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse transform sampling: the first place in each row at which the cumulative probability exceeds its number
-    of uniform [n, 1].
-    """
-    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum_(-1)
-    target = uniform * cumulative[:, -1:]
-    places: Tensor = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return places.clamp_(max=scores.shape[1] - 1)  # the product above may round up to the sum itself
-
-
-def _uniform(rows: Sequence[SamplingRow]) -> Tensor:
-    """A number in [0, 1) for each row, float64 [n], from its seed and the place of the token to come."""
-    places = ((row.seed % 2**64) << 32 | row.place for row in rows)
-    return torch.tensor([Random(place).random() for place in places], dtype=torch.float64)
+def _uniform(row: SamplingRow) -> float:
+    """A number in [0, 1), from the seed and the place of the token to come."""
+    return Random((row.seed % 2**64) << 32 | row.place).random()

@@ -271,6 +271,16 @@ class Backend(ABC):
         """The place of the largest of each row, int64 [n]: the first of equal ones, or the first NaN."""
 
     @abstractmethod
+    def draw(self, scores: Tensor, uniform: Sequence[float], top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:
+        """A place of each row, int64 [n]: the first at which the cumulative probability of what is kept exceeds its
+        number from [0, 1) times all of that.
+
+        scores float32 [n, width]: probabilities are their softmax. Kept are the top_k likeliest (all, where it is not
+        above 0), and of those the fewest whose probabilities sum to top_p, which is relative to what top_k leaves; of
+        equal ones, the first. A row without numbers gives any place.
+        """
+
+    @abstractmethod
     def pack_signs(self, x: Tensor) -> Tensor:
         """x [n, width] -> uint8 [n, ceil(width / 8)]; a bit is set where x > 0."""
 

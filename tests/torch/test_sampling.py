@@ -12,8 +12,19 @@ from transformers import (
 
 from coserve.devices.sampling import SamplingRow, TokenCounts, sample
 from coserve.devices.sampling_params import SamplingParams
+from coserve.kernels import find_backend
+from coserve.kernels.plain import PlainBackend
 
 VOCAB = 50
+DEVICE = torch.device("cpu")
+BACKENDS = [PlainBackend(DEVICE)] + [find_backend(DEVICE)] * (type(find_backend(DEVICE)) is not PlainBackend)
+
+
+@pytest.fixture(autouse=True, params=BACKENDS, ids=lambda backend: backend.identity)
+def backend(request, monkeypatch):
+    """What `sample` works with."""
+    monkeypatch.setattr("coserve.devices.sampling.PlainBackend", lambda device: request.param)
+    return request.param
 
 
 def rnd(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -72,7 +83,7 @@ def test_a_few_candidates_give_what_sorting_gives(monkeypatch, params):
     logits = rnd(64, VOCAB, seed=3)
     rows = [SamplingRow(params=SamplingParams(**params), seed=seed) for seed in range(64)]
     whole = sample(logits, rows).tokens
-    monkeypatch.setattr("coserve.devices.sampling._NUM_CANDIDATES", 8)
+    monkeypatch.setattr("coserve.kernels.plain.draws._NUM_CANDIDATES", 8)
     assert torch.equal(sample(logits, rows).tokens, whole)
 
 
@@ -80,7 +91,7 @@ def test_a_few_candidates_give_what_sorting_gives(monkeypatch, params):
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.9999])
 def test_top_p_of_flat_and_peaked_rows_is_what_sorting_gives(monkeypatch, spread, top_p):
     """Half precision: many tokens are equal, and of those the first are kept."""
-    monkeypatch.setattr("coserve.devices.sampling._NUM_CANDIDATES", 8)
+    monkeypatch.setattr("coserve.kernels.plain.draws._NUM_CANDIDATES", 8)
     logits = (rnd(1, 3_001, seed=4) * spread).bfloat16()
     ordered, order = logits.double().softmax(-1).sort(stable=True, descending=True)
     kept = order[0, (ordered.cumsum(-1) - ordered)[0] < top_p]
@@ -89,6 +100,32 @@ def test_top_p_of_flat_and_peaked_rows_is_what_sorting_gives(monkeypatch, spread
     for row, token in zip(rows, sample(logits.expand(20, -1), rows).tokens, strict=True):
         expected = sample(weights.log()[None], [SamplingRow(params=SamplingParams(), seed=row.seed)]).tokens
         assert token == expected
+
+
+@pytest.mark.parametrize("spread", [0.3, 3])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_every_backend_draws_the_same_tokens(backend, spread, num_threads):
+    """Of a large vocabulary, in full and in half precision; a row's draw is that of the row alone."""
+    scores = rnd(12, 50_021) * spread
+    scores[6:] = scores[6:].bfloat16()
+    scores[3, ::2] = float("-inf")
+    uniform = [
+        0.0,
+        1 - 2**-53,
+        *torch.rand(10, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).tolist(),
+    ]
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for top_k in (0, 1, 20, 2_000, 50_021):
+            for top_p in (1.0, 0.99, 0.5, 1e-9):
+                cuts = [top_k] * 12, [top_p] * 12
+                found = backend.draw(scores, uniform, *cuts)
+                assert torch.equal(found, BACKENDS[0].draw(scores, uniform, *cuts)), (top_k, top_p)
+                one = [each[5:6] for each in (scores, uniform, *cuts)]
+                assert backend.draw(*one) == found[5]
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("top_k", [3, 1024, 2000])

@@ -173,6 +173,11 @@ class CpuBackend(PlainBackend):
         fits = rows.fit(logits) and logits.shape[1]  # an empty vocabulary is PyTorch's error
         return rows.argmax(self._kernels, logits) if fits else super().argmax(logits)
 
+    def draw(self, scores: Tensor, uniform: Sequence[float], top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:
+        if not (rows.fit(scores) and scores.dtype == torch.float32 and scores.shape[1]):
+            return super().draw(scores, uniform, top_k, top_p)
+        return rows.draw(self._kernels, scores, uniform, top_k, top_p)
+
 
 def _each(
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],

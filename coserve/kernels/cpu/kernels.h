@@ -73,6 +73,10 @@ void cross_entropy_gradient(const void* logits, i64 step, const i64* targets, co
                             i64 num_threads);
 void argmax(const void* x, i64 step, i64* places, i64 num_rows, i64 width, i64 is_bfloat16, i64 num_threads);
 
+// draw.cpp
+void draw(const float* scores, i64 step, const double* uniform, const i64* top_k, const double* top_p, i64* tokens,
+          i64 n, i64 vocabulary, i64 num_threads);
+
 // calls.cpp
 void add(const void* a, i64 a_step, const void* b, i64 b_step, void* y, i64 num_rows, i64 width, i64 is_bfloat16);
 void store_rows(const void* x, i64 x_step, void* store, i64 page_step, const i64* pages, const i64* offsets,

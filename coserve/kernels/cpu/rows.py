@@ -1,6 +1,8 @@
-"""Pieces that work row by row, by the kernels of `rows.cpp`: float32 or bfloat16, no gaps within a row, however far
-apart rows lie. Each function gives the same as its plain twin, to rounding.
+"""Pieces that work row by row, by the kernels of `rows.cpp` and `draw.cpp`: float32 or bfloat16, no gaps within a row,
+however far apart rows lie. Each function gives the same as its plain twin, to rounding.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -159,6 +161,20 @@ def argmax(kernels: Library, logits: Tensor) -> Tensor:
     kernels.argmax(
         *(logits.data_ptr(), logits.stride(0), places.data_ptr(), n, vocabulary),
         *(logits.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return places
+
+
+def draw(
+    kernels: Library, scores: Tensor, uniform: Sequence[float], top_k: Sequence[int], top_p: Sequence[float]
+) -> Tensor:
+    """See `Backend.draw`: one pass for the weights, some of ever fewer for what is kept, and one for the place."""
+    n, vocabulary = scores.shape
+    places, numbers = torch.empty(n, dtype=torch.int64), torch.tensor((uniform, top_p), dtype=torch.float64)
+    most = torch.tensor(top_k, dtype=torch.int64)
+    kernels.draw(
+        *(scores.data_ptr(), scores.stride(0), numbers[0].data_ptr(), most.data_ptr(), numbers[1].data_ptr()),
+        *(places.data_ptr(), n, vocabulary, torch.get_num_threads()),
     )
     return places
 

@@ -14,7 +14,7 @@ from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask
 from coserve.kernels.gated_delta import GatedDeltaGradients, GatedDeltaRows, GatedDeltaSpec, GatedDeltaWeights
 from coserve.kernels.low_rank import AdapterBatch
-from coserve.kernels.plain import adapters, cross_entropy, experts, gated_delta, products, rows
+from coserve.kernels.plain import adapters, cross_entropy, draws, experts, gated_delta, products, rows
 from coserve.kernels.plain.attention import Part, PlainAttentionBatch, backward, forward
 
 
@@ -189,6 +189,9 @@ class PlainBackend(Backend):
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
+
+    def draw(self, scores: Tensor, uniform: Sequence[float], top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:
+        return draws.draw(scores, uniform, top_k, top_p)
 
     def pack_signs(self, x: Tensor) -> Tensor:
         return pack_signs(x)
