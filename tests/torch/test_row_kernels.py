@@ -199,13 +199,13 @@ def test_the_gradient_of_the_heads_input_from_logits_that_lie_by_columns(n, num_
 
 
 @pytest.mark.skipif(not has_amx(), reason="needs AMX")
-@pytest.mark.parametrize("n", [2, 8, 20, 64, 250])
+@pytest.mark.parametrize("n", [2, 8, 20, 64, 100, 250])
 def test_logits_lie_by_columns_for_a_loss_and_by_rows_for_choosing_tokens(n):
     torch.manual_seed(0)
     x, weight = torch.randn(n, 64).bfloat16(), torch.randn(40000, 64).bfloat16()
     of_requests, of_loss = CPU.product(x, weight), CPU.for_losses.product(x, weight)
     assert of_requests.is_contiguous()
-    assert n < 250 or of_loss.T.is_contiguous()
+    assert of_loss.is_contiguous() == (n < 96)
     exact = (x.float() @ weight.float().T).bfloat16()
     for logits in (of_requests, of_loss):
         torch.testing.assert_close(logits, exact, rtol=8e-3, atol=1e-2)

@@ -40,6 +40,9 @@ _FEW_BFLOAT16_ROWS = 24
 # the time, and the loss of its logits, which has kernels for that, hardly more. Choosing a token of each row from it
 # would take forty times as long.
 _MANY_OUTPUTS = 1 << 15
+# From how many rows on, where there is a skinny GEMM that leaves fewer by rows: the head's input gradient then comes
+# from the logits as they lie, which reads the head's weight once less.
+_MANY_LOSS_ROWS = 96
 # Up to how many rows our own kernel multiplies int8 weights: with instructions for bfloat16, and without.
 _MOST_INT8_ROWS_NATIVE, _MOST_INT8_ROWS = 8, 32
 
@@ -61,12 +64,13 @@ class CpuProducts:
         if is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
             return wide_product(x, weight, bias)
         if has_native_bf16(x):
+            least = _FEW_BFLOAT16_ROWS if self._amx is None else _MANY_LOSS_ROWS
+            if self._may_lie_by_columns and x.shape[0] >= least and weight.shape[0] >= _MANY_OUTPUTS and bias is None:
+                return torch.mm(weight, x.T).T
             if self._amx is not None and (y := self._amx.skinny_gemm(x, weight, bias)) is not None:
                 return y
             if 0 < x.shape[0] < _FEW_BFLOAT16_ROWS:
                 return left_product(x, weight, bias)
-            if self._may_lie_by_columns and weight.shape[0] >= _MANY_OUTPUTS and bias is None:
-                return torch.mm(weight, x.T).T
         return torch.nn.functional.linear(x, weight, bias)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
