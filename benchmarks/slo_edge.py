@@ -1,6 +1,6 @@
 """Loads that requests alone just hold, and the same loads beside fine-tuning jobs; in simulated time.
 
-    python benchmarks/slo_edge.py [--loads 48] [--first-seed 0] [--rates FILE] [--write FILE]
+    python benchmarks/slo_edge.py [--loads 48] [--first-seed 0] [--rates FILE] [--share 1] [--write FILE]
     python benchmarks/slo_edge.py --random [--loads 62]
 
 A seed names a load: a model on a modelled A100 or H100, 600 requests (of Azure's chats as recorded; or with the
@@ -8,7 +8,8 @@ arrivals of BurstGPT's densest half minute, again and again, and lengths of Shar
 what steps take. Its rate is searched for that requests alone attain 99.0 to 99.9% at. Then the same requests come
 beside jobs: once at that rate, where the SLOs must still be attained by 99%, and once at half of it, where what jobs
 get is to be compared before and after a change. --rates: the result of an earlier run (--write), for the same loads
-without the search. --random: at a random rate instead, from light to too much; loads count that requests alone hold.
+without the search. --share: at this share of the edge's rate, where requests alone are run again. --random: at a random
+rate instead, from light to too much; loads count that requests alone hold.
 The last line is JSON.
 """
 
@@ -223,6 +224,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--random", action="store_true", help="at random rates, without a search")
     parser.add_argument("--edge-only", action="store_true", help="not at half the rate")
+    parser.add_argument("--share", type=float, default=1.0, help="of the edge's rate")
     parser.add_argument("--policy", default="slack")
     asked = parser.parse_args()
     if not (DATA / "azure_conv.csv.gz").exists():
@@ -244,6 +246,9 @@ def main() -> int:
             print(f"{load} requests alone do not hold their SLOs, or not just", flush=True)
             continue
         rate, alone = edge
+        if asked.share != 1.0:
+            rate *= asked.share
+            alone = simulate(load, rate, "inference-only").attained
         line = {"seed": seed, "rate": rate, "alone": alone}
         beside = simulate(load, rate, asked.policy)
         line |= {"beside": beside.attained, "harvest": beside.harvest}

@@ -23,7 +23,7 @@ from coserve.cluster.profiler import node_profile, node_profile_path, with_store
 from coserve.cluster.simulation.engine import EngineNode
 from coserve.cluster.simulation.fluid import FluidNode
 from coserve.cluster.simulation.node import ModelledNode
-from coserve.cluster.simulation.simulation import ClusterSimulation, Outcome
+from coserve.cluster.simulation.simulation import ClusterSimulation, TaskOutcome
 from coserve.cluster.view import NodeProfile, Task
 from coserve.engine.config import EngineConfig
 from coserve.errors import DataError
@@ -179,7 +179,7 @@ def _run_cell(cell: int) -> _Cell:
     )
 
 
-def _attained(outcome: Outcome) -> bool:
+def _attained(outcome: TaskOutcome) -> bool:
     """Whether both SLOs were held; of one that still runs, the first."""
     task = outcome.task
     assert task.ttft_s is not None and task.tpot_s is not None
@@ -187,7 +187,7 @@ def _attained(outcome: Outcome) -> bool:
     return outcome.response_s <= task.ttft_s and (tpot_s is None or tpot_s <= 1.01 * task.tpot_s)
 
 
-def _tpot_s(outcome: Outcome) -> float | None:
+def _tpot_s(outcome: TaskOutcome) -> float | None:
     if outcome.end_s is None or outcome.first_token_s is None or outcome.task.num_output_tokens < 2:
         return None
     return (outcome.end_s - outcome.first_token_s) / (outcome.task.num_output_tokens - 1)

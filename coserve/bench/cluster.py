@@ -25,7 +25,7 @@ from typing import Any
 from coserve.bench.staleness import loss_after
 from coserve.cluster.placement import make_placement
 from coserve.cluster.simulation.pipeline import PipelineNode
-from coserve.cluster.simulation.simulation import ClusterSimulation, Outcome, Ran
+from coserve.cluster.simulation.simulation import ClusterSimulation, Ran, TaskOutcome
 from coserve.cluster.view import Latency, NodeProfile, Task, TaskKind
 from coserve.simulate.hardware import A100, ADA6000, Hardware
 
@@ -148,7 +148,7 @@ def play(model: LemixModel, placement: str, training_share: float, given: Sequen
     }
     seen, losses, num_trained = dict.fromkeys(nodes, 0), list[float](), 0
 
-    def on_end(outcome: Outcome, now_s: float) -> None:
+    def on_end(outcome: TaskOutcome, now_s: float) -> None:
         nonlocal num_trained
         assert outcome.node is not None
         if not outcome.task.trains:

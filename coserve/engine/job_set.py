@@ -16,7 +16,7 @@ from coserve.engine.job_endings import JobEndings
 from coserve.engine.job_exchange import JobExchange
 from coserve.engine.job_milestones import JobMilestones
 from coserve.engine.job_packs import JobPacks
-from coserve.engine.job_progress import JobProgress
+from coserve.engine.job_steps import JobSteps
 from coserve.engine.optimizer_swap import OptimizerSwap
 from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
@@ -82,7 +82,7 @@ class JobSet(Mapping[str, Job]):
         )
         self._milestones = JobMilestones(device, adapters, answers, self._endings, emit)
         self._exchange = JobExchange(device, self._copies, self._milestones, emit)
-        self._progress = JobProgress(
+        self._steps = JobSteps(
             self._jobs,
             self._packs,
             counters,
@@ -129,7 +129,7 @@ class JobSet(Mapping[str, Job]):
     @property
     def window_use(self) -> WindowUse:
         """What came of the window of weights so far."""
-        return self._progress.window_use
+        return self._steps.window_use
 
     @property
     def joined(self) -> tuple[tuple[str, ...], ...]:
@@ -281,7 +281,7 @@ class JobSet(Mapping[str, Job]):
 
     def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
         """Move jobs on by what has run; started_s: when the step began."""
-        self._progress.apply(batch, result, started_s=started_s, now_s=now_s)
+        self._steps.apply(batch, result, started_s=started_s, now_s=now_s)
         self.catch_up()
 
     def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
@@ -289,13 +289,13 @@ class JobSet(Mapping[str, Job]):
         fails its job, and packs that took part are dropped; their jobs are held back for some turns, or have failed
         if that was once too often. Returns whether any of this freed something.
         """
-        freed = self._progress.recover(batch, result, now_s)
+        freed = self._steps.recover(batch, result, now_s)
         self.catch_up()
         return freed
 
     def abandon(self, batch: StepBatch, error: BaseException) -> None:
         """The device failed: the step's packs and updates are in an unknown state. All else is as it was."""
-        self._progress.abandon(batch, error)
+        self._steps.abandon(batch, error)
         with suppress(DeviceGoneError):  # it may not take a command any more
             self.settle()
 

@@ -67,7 +67,7 @@ class EngineReports:
         if recorded.num_checkpoints:
             self._adapters.changed()
         for id in recorded.left & self._machines.keys():
-            self._machines[id].left(recorded.ended.get(id), is_over=id in recorded.ended)
+            self._machines[id].left(recorded.ended.get(id), is_terminal=id in recorded.ended)
         # A job has succeeded when its last checkpoint is there, which may come later.
         await self._settle([id for id, machine in self._machines.items() if machine.has_ended])
 

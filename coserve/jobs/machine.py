@@ -115,9 +115,9 @@ class JobMachine:
         """Whether somebody waits for what was asked for."""
         return self.asked is not None and not self.asked.done.done()
 
-    def left(self, error: str | None, *, is_over: bool) -> None:
-        """The engine does not run it any more. is_over: it has succeeded there, or failed with an error."""
-        self.holding, self.has_succeeded = "ended" if is_over else "nothing", is_over and error is None
+    def left(self, error: str | None, *, is_terminal: bool) -> None:
+        """The engine does not run it any more. is_terminal: it has succeeded there, or failed with an error."""
+        self.holding, self.has_succeeded = "ended" if is_terminal else "nothing", is_terminal and error is None
         if error is not None:
             self.failure = {"code": "training_failed", "message": error, "param": None}
 

@@ -93,7 +93,7 @@ class NeedView(msgspec.Struct, frozen=True):
     there is nothing left for jobs (`scheduling.attainment`).
 
     late_share: of those that needed more than 1. time: the most that they needed lately of some seconds, for prompts
-    and to decode at the pace of their SLOs.
+    and to decode at the pace of their SLOs; 0 in the first seconds, and in those after a long pause.
     """
 
     ttft: float = 0.0

@@ -373,6 +373,17 @@ def test_requests_that_were_late_by_themselves_leave_jobs_nothing_at_their_pace(
     assert not tunes(plan("slack", structs.replace(seen, need=NeedView(tpot=1.0))))
 
 
+def test_near_their_slos_requests_leave_jobs_nothing_until_it_is_known_how_much_of_the_time_they_fill():
+    """In the first seconds of a load that just fills it, what jobs take is never made up for."""
+    seen = view(decoding(num_output=20, first_token_s=5.0, last_token_s=9.9), job(phase="backward"))
+    for need, can_tune in (
+        (NeedView(tpot=0.9), False),
+        (NeedView(tpot=0.9, time=0.7), True),
+        (NeedView(tpot=0.5), True),
+    ):
+        assert tunes(plan("slack", structs.replace(seen, need=need))) == can_tune, need
+
+
 def test_nothing_is_tuned_while_a_prompt_is_not_wholly_in():
     much, little = prompt(rows=2000, ttft_s=20.0), prompt(rows=100, ttft_s=20.0)
     for phase in ("forward", "backward", "update"):

@@ -18,7 +18,7 @@ _RETRY_S = 0.05
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
+class TaskOutcome:
     """What came of a task. Times in seconds; None: it did not come to that."""
 
     task: Task
@@ -39,14 +39,14 @@ class Ran:
     scheduler and the placement took in all, real ones. num_placed: tasks that got a node.
     """
 
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, TaskOutcome]
     busy_s: dict[str, float]
     end_s: float = 0.0
     scheduling_s: float = 0.0
     num_placed: int = 0
 
     @property
-    def requests(self) -> list[Outcome]:
+    def requests(self) -> list[TaskOutcome]:
         """What came of requests."""
         return [one for one in self.outcomes.values() if not one.task.trains]
 
@@ -77,7 +77,7 @@ class ClusterSimulation:
         nodes: Sequence[ModelledNode],
         placement: Placement,
         *,
-        on_end: Callable[[Outcome, float], None] | None = None,
+        on_end: Callable[[TaskOutcome, float], None] | None = None,
     ) -> None:
         self._nodes = {node.id: node for node in nodes}
         self._scheduler = ClusterScheduler(placement)
@@ -105,7 +105,7 @@ class ClusterSimulation:
             while index < len(queue) and queue[index].arrival_s <= now_s:
                 task = queue[index]
                 index += 1
-                ran.outcomes[task.id] = Outcome(task=task)
+                ran.outcomes[task.id] = TaskOutcome(task=task)
                 scheduler.submit(task)
             if scheduler.num_waiting:
                 self._place(now_s, ran)

@@ -37,7 +37,7 @@ def step(name: str, more: int = 0) -> StepNumber:
     return StepNumber(STEP_NUMBERS.index(name), more)
 
 
-class Place:
+class MemorySlot:
     """Where a tensor's rows lie in the step's memory; given back when nobody reads them any more."""
 
     def __init__(self, memory: "RowMemory", num_bytes: int) -> None:
@@ -95,7 +95,7 @@ class TracedRows:
     """Stands for rows [n, width], or [n, heads, width of a head]: columns of a place, or of an input."""
 
     def __init__(
-        self, trace: RowsTrace, source: Place | int, *, width: int, step: int, first: int = 0, heads: int = 1
+        self, trace: RowsTrace, source: MemorySlot | int, *, width: int, step: int, first: int = 0, heads: int = 1
     ) -> None:
         """source: an input by its number of the step. step: from one row to the next. first: column."""
         self._trace, self.source = trace, source
@@ -105,7 +105,7 @@ class TracedRows:
     def argument(self) -> Argument:
         """Its address."""
         offset = self.first * self._trace.dtype.itemsize
-        if isinstance(self.source, Place):
+        if isinstance(self.source, MemorySlot):
             return ROWS, self.source.start, offset
         return STEP, self.source, offset
 

@@ -26,7 +26,7 @@ from coserve.kernels.cpu.stand_ins import (
     STEP,
     STEP_NUMBERS,
     Argument,
-    Place,
+    MemorySlot,
     RowMemory,
     StepNumber,
     TracedRows,
@@ -101,7 +101,7 @@ class CpuTrace(Trace[PlainBackend]):
 
     def end(self, output: Tensor) -> TracedCalls:
         y = self.rows(output)
-        if not isinstance(y.source, Place) or y.first or y.step != y.width:
+        if not isinstance(y.source, MemorySlot) or y.first or y.step != y.width:
             raise UntraceableError
         return _CpuCalls(self, self._kernels, y.source, y.width)
 
@@ -111,9 +111,9 @@ class CpuTrace(Trace[PlainBackend]):
         """Room for rows of the compute dtype."""
         return TracedRows(self, self.room(width * self.dtype.itemsize), width=width, step=width, heads=heads)
 
-    def room(self, num_bytes: int) -> Place:
+    def room(self, num_bytes: int) -> MemorySlot:
         """Room for as many bytes a row."""
-        return Place(self._memory, num_bytes)
+        return MemorySlot(self._memory, num_bytes)
 
     def add(self, one: object, other: object) -> TracedRows:
         a, b = self.rows(one), self.rows(other)
@@ -144,7 +144,7 @@ class CpuTrace(Trace[PlainBackend]):
                 return STEP, value.place, value.more
             case TracedRows():
                 return value.argument
-            case Place():
+            case MemorySlot():
                 return ROWS, value.start, 0
             case Tensor():
                 self._kept.append(value)
@@ -164,7 +164,7 @@ class CpuTrace(Trace[PlainBackend]):
 class _CpuCalls(TracedCalls):
     """See `TracedCalls`."""
 
-    def __init__(self, trace: CpuTrace, kernels: Library, output: Place, width: int) -> None:
+    def __init__(self, trace: CpuTrace, kernels: Library, output: MemorySlot, width: int) -> None:
         self._kernels, self._dtype, self._max_rows = kernels, trace.dtype, trace.max_rows
         self._has_adapters = trace.has_adapters
         self._calls, self._num_calls, self._kept, self._inputs, self._row_bytes = trace.written

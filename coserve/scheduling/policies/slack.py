@@ -12,7 +12,7 @@ what is left, and stop before any of these would be late:
   arrives just after planning waits for: with nothing else running, its first row enters the next step.
 - Where recent requests by themselves needed nearly all of their SLO, jobs may take of each only what they left, and the
   less the more of the time requests filled lately: a queue that hardly ever empties makes all that come later late by
-  what jobs take now.
+  what jobs take now. As long as it is not known how much of the time they fill, jobs get nothing there.
 - Jobs that stretch requests keep pages and slots occupied: as these get scarce, jobs give way, and wholly while a
   request that can still be in time waits for them.
 
@@ -24,8 +24,8 @@ In any case jobs get `least_share` of the time, in smallest pieces, so that none
 their SLOs, a fiftieth of it.
 
 The aim: SLOs that requests alone hold at p99, they hold at p99 beside jobs. tests/torch/test_simulation.py holds random
-loads against it, benchmarks/slo_edge.py loads that requests alone just hold: of these some still fall below, where
-the queue grows from the first second on and what jobs took before that was known is never made up for.
+loads against it, benchmarks/slo_edge.py loads that requests alone just hold: of these some still fall below, which
+benchmarks/slo-edge.md explains.
 """
 
 from collections.abc import Sequence
@@ -271,7 +271,9 @@ class Slack(Policy):
         wait_s = self.arrival_wait_s(view, tpot_s)
         most_s = min(wait_s - requests_s, wait_share(view.need.ttft) * view.ttft_s)
         own_s = deadlines.extra_s
-        if view.need.tpot < 1:  # a step at the pace of the SLOs takes nothing that a later one could need
+        need = view.need
+        if need.tpot <= EDGE or (need.tpot < 1 and need.time):
+            # A step at the pace of the SLOs takes nothing that a later one could need.
             own_s = max(own_s, tpot_s - requests_s)
         extra_s = min(deadlines.jobs_s - view.now_s - requests_s, own_s, most_s)
         room = _room(memory, view) if memory.requests else 1.0
@@ -290,10 +292,12 @@ def tightest_tpot_s(view: View, requests: Sequence[RequestView]) -> float:
 
 def jobs_share(need: NeedView) -> float:
     """What jobs may take of a request's time per token, in all: as much as they like where requests need no more than
-    EDGE of it themselves; nothing where they need all of it, or where the time was filled lately.
+    EDGE of it themselves; nothing where they need all of it, or where the time was filled lately, or may have been.
     """
     if need.tpot <= EDGE:
         return inf
+    if not need.time:
+        return 0.0
     unfilled = max(0.0, min(1.0, (FILLED[1] - need.time) / (FILLED[1] - FILLED[0])))
     return unfilled * max(0.0, 1 - need.tpot) ** 2 / (need.tpot - EDGE)
 

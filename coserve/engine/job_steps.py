@@ -13,7 +13,7 @@ from coserve.engine.step_shares import joined_jobs, largest_pieces, shares_of_ti
 from coserve.scheduling.fairness import TokenCounters
 
 
-class JobProgress:
+class JobSteps:
     """Of the jobs on one device. window_use: what came of the window of weights so far."""
 
     def __init__(
