@@ -144,7 +144,7 @@ def _comparison(results: dict[str, Any]) -> str:
         f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
         '<p class="note">The same trace of requests, and the same job; latencies as the senders saw them over HTTP, '
         "from the moment at which the trace has a request arrive. A gap between two pieces of text can be several "
-        "tokens long, as those without text (such as the end of an answer, gone past here) send nothing. Requests "
+        "tokens long, as those without text (such as the end of an answer, left out here) send nothing. Requests "
         "count that came while the job beside them ran. The job alone is stopped after the time of the trace; beside "
         "requests, it has as many epochs as are expected to fill that time.</p>"
     )
