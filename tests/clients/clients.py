@@ -81,11 +81,11 @@ QUANTISERS = Client(
     name="quantisers",
     packages=(
         *("torch==2.13.0", "transformers==5.17.0", "accelerate==1.15.0", "datasets==5.2.0", "loguru", "pydantic"),
-        *("psutil", "requests", "tqdm", "nvidia-ml-py", "pillow", "pyyaml", "py-cpuinfo"),
+        *("psutil", "requests", "tqdm", "nvidia-ml-py", "pillow", "pyyaml", "py-cpuinfo", "setuptools", "wheel"),
     ),
     alone=(
         *("bitsandbytes==0.50.2", "compressed-tensors==0.19.0", "llmcompressor==0.14.0.1", "torchao==0.18.0"),
-        "auto-round==0.15.1",
+        *("auto-round==0.15.1", "autoawq==0.2.9", "--no-build-isolation"),  # the last has no wheel
     ),
     script="quantisers.py",
     is_heavy=True,

@@ -13,10 +13,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -153,6 +154,140 @@ quantiser("auto-round-gptq-4", "auto-round")(auto_round("auto_gptq", bits=4, gro
 quantiser("auto-round-gptq-8", "auto-round")(auto_round("auto_gptq", bits=8, group_size=64, sym=True))
 quantiser("auto-round-gptq-asym", "auto-round")(auto_round("auto_gptq", bits=4, group_size=64, sym=False))
 quantiser("auto-round-awq", "auto-round")(auto_round("auto_awq", bits=4, group_size=64, sym=False))
+
+
+# -- AutoAWQ ---------------------------------------------------------------------------
+
+
+@quantiser("autoawq", "autoawq")
+def auto_awq(source: str, out: str) -> Any:
+    """By its layer and its own reading of it: the rest of the tool imports what transformers no longer has."""
+    at = Path(str(importlib.metadata.distribution("autoawq").locate_file("")))
+    for name in ("awq", "awq.modules", "awq.modules.linear"):  # without what their __init__ imports
+        sys.modules[name] = package = ModuleType(name)
+        package.__path__ = [str(at.joinpath(*name.split(".")))]
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.utils.packing_utils import dequantize_gemm
+
+    each, found = 64, {}
+
+    def pack(name: str, linear: torch.nn.Linear) -> dict[str, torch.Tensor]:
+        groups = linear.weight.data.unflatten(1, (-1, each))  # as its pseudo_quantize_tensor, with zeros
+        low, high = groups.amin(-1), groups.amax(-1)
+        scales = ((high - low).clamp(min=1e-5) / 15).half().float()
+        zeros = (-(low / scales).round()).clamp(0, 15)
+        linear.weight.data = (
+            ((groups / scales[..., None]).round() + zeros[..., None]).clamp(0, 15).sub(zeros[..., None])
+            * scales[..., None]
+        ).flatten(1)
+        made = WQLinear_GEMM.from_linear(linear, 4, each, scales=scales.T.contiguous(), zeros=zeros.T.contiguous())
+        found[name] = dequantize_gemm(made.qweight, made.qzeros, made.scales.float(), 4, each).T
+        return made.state_dict()
+
+    fields = {"quant_method": "awq", "bits": 4, "group_size": each, "zero_point": True, "version": "gemm"}
+    write_layers(source, out, fields, pack)
+    return dequantised(source, found.get)
+
+
+# -- transformers' own: fine-grained fp8, and gpt-oss's MXFP4 ----------------------------
+
+
+def fine_grained(**settings: Any) -> Callable[[str, str], Any]:
+    def write(source: str, out: str) -> Any:
+        """It quantises models on a GPU alone; what it does to each weight, and its reading of files, run anywhere."""
+        from transformers import FineGrainedFP8Config
+        from transformers.integrations.finegrained_fp8 import Fp8Quantize
+        from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+        config = FineGrainedFP8Config(**settings)
+        operation = Fp8Quantize(FineGrainedFP8HfQuantizer(config))
+        write_layers(
+            source, out, config.to_dict(), lambda name, linear: operation.convert({"weight": linear.weight.data})
+        )
+        return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)  # dequantises, as there is no GPU
+
+    return write
+
+
+quantiser("transformers-fp8", "transformers")(fine_grained(weight_block_size=(128, 128)))
+quantiser("transformers-fp8-ue8m0", "transformers")(fine_grained(weight_block_size=(128, 128), scale_fmt="ue8m0"))
+
+
+@quantiser("torchao-mxfp4", "torchao")
+def mxfp4(source: str, out: str) -> Any:
+    """gpt-oss, its experts packed by torchao and read by transformers, which needs a GPU or kernels to write them."""
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        **(SHAPE | {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}),
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=8,
+    )
+    model = GptOssForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 3:
+            parameter.data.normal_(std=0.05).mul_(torch.rand(parameter.shape[0], 1, parameter.shape[2]).add(0.2))
+    model.save_pretrained(out)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(Path(out) / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = weight
+            continue
+        scales, values = to_mx(weight.mT.contiguous(), torch.float4_e2m1fn_x2, 32)  # [experts, out, in / 32 or 2]
+        tensors[f"{name}_blocks"] = values.view(torch.uint8).unflatten(-1, (-1, 16)).contiguous()
+        tensors[f"{name}_scales"] = scales.view(torch.uint8).reshape(tensors[f"{name}_blocks"].shape[:-1]).contiguous()
+    save_file(tensors, Path(out) / "model.safetensors", {"format": "pt"})
+    configure(out, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
+    # It leaves experts in bfloat16, which holds them exactly; to multiply with them in that would round.
+    return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).float()
+
+
+@quantiser("torchao", "torchao")
+def torch_ao(source: str, out: str) -> Any:
+    """What coserve refuses, by name."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()), dtype=torch.float32, device_map="cpu"
+    )
+    model.save_pretrained(out)
+    return model
+
+
+# -- files, where a tool's packing alone is taken ----------------------------------------
+
+
+def configure(out: str, fields: dict[str, Any]) -> None:
+    """Say in a checkpoint's configuration how it is quantised."""
+    path = Path(out) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": fields}))
+
+
+def write_layers(source: str, out: str, fields: dict[str, Any], pack: Callable[..., dict[str, torch.Tensor]]) -> None:
+    """Save the model with the linear layers of its blocks packed. pack: of a name and a layer, to tensors."""
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.save_pretrained(out)
+    tensors = load_file(Path(out) / "model.safetensors")
+    for name, layer in model.model.layers.named_modules(prefix="model.layers"):
+        if isinstance(layer, torch.nn.Linear):
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in pack(name, layer).items()}
+    save_file(tensors, Path(out) / "model.safetensors", {"format": "pt"})
+    configure(out, fields)
+
+
+def dequantised(source: str, weight: Callable[[str], torch.Tensor | None]) -> Any:
+    """The model with the weights that a tool makes. weight: of a layer's name; None: it is left as it was."""
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for name, layer in model.model.layers.named_modules(prefix="model.layers"):
+        if isinstance(layer, torch.nn.Linear):
+            found = weight(name)
+            assert found is not None, f"{name} was not quantised"
+            layer.weight.data = found.detach().float().contiguous()
+    return model
 
 
 def main(directory: Path, names: list[str]) -> None:
