@@ -123,6 +123,23 @@ CASES: dict[str, Case] = {
         job={"type": "lora", "r": 4, "alpha": 6, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 9}},
         families=DENSE,
     ),
+    "rslora-attention": Case(
+        peft=_lora(use_rslora=True, target_modules=ATTENTION),
+        job={"type": "lora", "r": 4, "alpha": 6, "use_rslora": True, "target_modules": ATTENTION},
+        families=(MIXTURE,),
+    ),
+    "lora-patterns-attention": Case(
+        peft=_lora(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 9}, target_modules=ATTENTION),
+        job={
+            "type": "lora",
+            "r": 4,
+            "alpha": 6,
+            "target_modules": ATTENTION,
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"v_proj": 9},
+        },
+        families=(MIXTURE,),
+    ),
     "lora-bias": Case(
         peft=_lora(lora_bias=True, target_modules=ATTENTION),
         job={"type": "lora", "r": 4, "alpha": 6, "lora_bias": True, "target_modules": ATTENTION},
@@ -137,6 +154,11 @@ CASES: dict[str, Case] = {
         peft=_lora(init_lora_weights="pissa"),
         job={"type": "lora", "r": 4, "alpha": 6, "init_lora_weights": "pissa"},
         families=DENSE,
+    ),
+    "pissa-attention": Case(
+        peft=_lora(init_lora_weights="pissa", target_modules=ATTENTION),
+        job={"type": "lora", "r": 4, "alpha": 6, "init_lora_weights": "pissa", "target_modules": ATTENTION},
+        families=(MIXTURE,),
     ),
     "olora": Case(
         peft=_lora(init_lora_weights="olora", target_modules=ATTENTION),
@@ -203,7 +225,12 @@ CASES: dict[str, Case] = {
             "target_modules": ATTENTION,
             "modules_to_save": ["embed_tokens", "lm_head"],
         },
-        families=("qwen2", "llama-biases-tied"),
+        families=("qwen2", "llama-biases-tied", MIXTURE),
+    ),
+    "lora-whole-parallel": Case(
+        peft=_lora(target_modules=ATTENTION, modules_to_save=["wte", "lm_head"]),
+        job={"type": "lora", "r": 4, "alpha": 6, "target_modules": ATTENTION, "modules_to_save": ["wte", "lm_head"]},
+        families=("gptj",),
     ),
     "bitfit": Case(define=_define_bitfit, job={"type": "bitfit"}, families=("qwen2", "gptj", "opt")),
 }

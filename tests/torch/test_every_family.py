@@ -10,6 +10,7 @@ import torch
 from engines import examples_of, make_engine
 from family_configs import MORE_CONFIGS
 from peft import PeftModel
+from peft_training import train_by_autograd
 from safetensors.torch import load_file
 from support import (
     fresh_peft_twin,
@@ -37,7 +38,6 @@ from coserve.models.vision_language import VisionLanguage
 from coserve.models.weights import weight_tensors
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.config import OptimizerConfig, TuningConfig
-from coserve.tuning.examples import epoch_order
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:fan_in_fan_out is set to",
@@ -147,18 +147,7 @@ def test_a_job_makes_pefts_adapter(name, tmp_path):
 
     save_adapter(Adapter(make_backbone(name), lora, seed=config.seed), tmp_path / "start")
     model = PeftModel.from_pretrained(make_model(name), str(tmp_path / "start"), is_trainable=True)
-    trained, losses = [p for p in model.parameters() if p.requires_grad], []
-    adamw = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
-    for epoch in range(config.num_epochs):
-        order = epoch_order(len(examples), seed=config.seed, epoch=epoch, shuffle=True)
-        for batch in ([examples[index] for index in order[start : start + 3]] for start in (0, 3)):
-            adamw.zero_grad()
-            sequences = [(list(example.tokens), list(example.trained)) for example in batch]
-            loss = summed_loss(model, sequences) / sum(example.num_trained for example in batch)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            adamw.step()
-            losses.append(float(loss.detach()))
+    losses = train_by_autograd(model, examples, config)
     found = [event.loss for event in events if isinstance(event, JobEvent) and event.kind == "step"]
     assert found == pytest.approx(losses, rel=1e-4)
     model.save_pretrained(tmp_path / "theirs")

@@ -149,12 +149,16 @@ def test_gates_of_diff_pruning_are_those_of_the_paper():
     assert (published != 0).float().mean() == pytest.approx(0.1, abs=0.01)
 
 
+PARALLEL = "lora-whole-parallel"
 MERGED = [case for case, found in CASES.items() if not config_of(case).num_virtual_tokens and case != "bottleneck"]
 
 
 @pytest.mark.parametrize(
     ("case", "family"),
-    [("lora", "gpt2"), ("lora-bias", "opt"), *((case, "qwen2") for case in MERGED if case != "lora-bias")],
+    [
+        *[("lora", "gpt2"), ("lora-bias", "opt"), (PARALLEL, "gptj")],
+        *((case, "qwen2") for case in MERGED if case not in ("lora-bias", PARALLEL)),
+    ],
 )
 def test_a_merged_model_is_the_model_with_its_adapter(case, family, tmp_path):
     directory = peft_directory(case, family)
