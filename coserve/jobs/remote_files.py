@@ -262,7 +262,15 @@ def _size(fs: Any, target: str) -> int | None:
 
 
 def _put(fs: Any, path: Path, target: str) -> None:
-    fs.put_file(str(path), target)
+    for is_last in (False, False, False, True):
+        try:
+            fs.put_file(str(path), target)
+            break
+        except Exception:  # each of fsspec's packages has errors of its own
+            if is_last:
+                raise
+            # Another process may have made the directory, or what it lies in, since this one looked.
+            fs.invalidate_cache()
     if (there := _size(fs, target)) != (here := path.stat().st_size):
         raise OSError(f"{path.name} has {here} bytes, and {there} of them are there")
 

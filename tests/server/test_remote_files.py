@@ -69,6 +69,22 @@ def test_what_one_machine_keeps_another_one_fetches(here, there):
     assert oct(found.parent.stat().st_mode & 0o777) == "0o700"
 
 
+def test_two_processes_that_make_a_directory_at_the_same_moment_both_write_into_it(server, here, monkeypatch):
+    """As a server and its engine do when they start: FTP refuses the second."""
+    from fsspec.implementations.ftp import FTPFileSystem
+
+    makes = FTPFileSystem.mkdir
+
+    def second(fs, path, create_parents=True):
+        makes(fs, path, create_parents)
+        makes(fs, path, False)
+
+    monkeypatch.setattr(FTPFileSystem, "mkdir", second)
+    with pytest.raises(Exception, match="File exists"):
+        FTPFileSystem(host="127.0.0.1", port=server.port, username="ann", password=PASSWORD).mkdir("/somewhere-else")
+    here.files.check()
+
+
 def test_the_same_name_by_two_machines_is_two_checkpoints(here, there):
     kept = [
         each.files.keep_checkpoint(write(each.home / "jobs" / "a" / "checkpoints" / "step-5", weights=content))
