@@ -40,6 +40,13 @@ def test_the_container_file_installs_what_is_pinned():
             assert all((ROOT / name).exists() for name in line.split()[1:-1]), line
 
 
+def test_the_user_of_the_container_can_write_to_its_volume():
+    (user,) = (line.split()[1] for line in instructions() if line.startswith("USER"))
+    (volume,) = (line.split()[1] for line in instructions() if line.startswith("VOLUME"))
+    made = [line for line in instructions() if line.startswith("RUN") and f"--owner {user}" in line]
+    assert any(volume in line.split() for line in made)
+
+
 def test_the_ray_service_is_one():
     service = read("rayservice.yaml")
     assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
