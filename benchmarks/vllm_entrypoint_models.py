@@ -2,9 +2,9 @@
 
 None of those models can be had without the hub, and none is needed: the tests ask how a server speaks. A stand-in has
 a byte-level tokenizer with real merges, and a chat template as Qwen3's (tools, thinking). `random` ones have random
-weights, a vocabulary as large as the tests' token ids, and end a sampled text after some twenty tokens; `learned` ones
-have learned by heart to call each function that they are given (of `CALLS`), or else to say one of a few sentences;
-`thinking` ones think before. Of the adapters two have learned to make a noise instead.
+weights, no thinking in their template, a vocabulary as large as the tests' token ids, and end a sampled text after some
+twenty tokens; `learned` ones have learned by heart to call each function that they are given (of `CALLS`), or else to
+say one of a few sentences; `thinking` ones think before. Of the adapters two have learned to make a noise instead.
 """
 
 import json
@@ -69,6 +69,7 @@ _SHAPE = {
     "tie_word_embeddings": False,
 }
 _TOOLS = '{"name": NAME, "arguments": {}}'
+_NO_THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
     "{% if messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
@@ -80,7 +81,7 @@ TEMPLATE = (
     "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    f"{_NO_THINKING}{{% endif %}}"
 )
 _THOUGHT, _NO_THOUGHT = "<think>\nThey ask me something, and I answer.\n</think>\n\n", "<think>\n\n</think>\n\n"
 _ANSWERS = tuple(
@@ -98,9 +99,10 @@ def make_hub(directory: Path) -> None:
     """Write every model and adapter below directory as the hub's client caches them, unless they are there."""
     for name, (kind, vocabulary) in MODELS.items():
         if (snapshot := _snapshot(directory, name)) is not None:
-            model = random(vocabulary) if "random" in kind else learned(vocabulary, thinks=kind == "thinking")
+            is_random = "random" in kind
+            model = random(vocabulary) if is_random else learned(vocabulary, thinks=kind == "thinking")
             model.save_pretrained(snapshot)
-            tokenizer(vocabulary, begins="first" in kind).save_pretrained(snapshot)
+            tokenizer(vocabulary, begins="first" in kind, can_think=not is_random).save_pretrained(snapshot)
     for seed, (name, (base, noise)) in enumerate(ADAPTERS.items()):
         if (snapshot := _snapshot(directory, name)) is not None:
             model = AutoModelForCausalLM.from_pretrained(_path(directory, base))
@@ -154,9 +156,10 @@ def _learned_adapter(model: Any, base: str, noise: str) -> Any:
 
 
 @cache
-def tokenizer(vocabulary: int, *, begins: bool = False) -> PreTrainedTokenizerFast:
+def tokenizer(vocabulary: int, *, begins: bool = False, can_think: bool = True) -> PreTrainedTokenizerFast:
     """Merges learned from Python's standard library, which is everywhere and large enough. begins: texts have a special
-    token before them, as OPT's have.
+    token before them, as OPT's have. can_think: whether its chat template knows of thinking; what has random weights
+    would begin to, and not end.
     """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -176,8 +179,9 @@ def tokenizer(vocabulary: int, *, begins: bool = False) -> PreTrainedTokenizerFa
         made.post_processor = processors.TemplateProcessing(
             single=f"{_SPECIAL[0]} $A", special_tokens=[(_SPECIAL[0], 0)]
         )
+    template = TEMPLATE if can_think else TEMPLATE.replace(_NO_THINKING, "")
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token=_END, pad_token=_SPECIAL[0], chat_template=TEMPLATE, model_max_length=32_768
+        tokenizer_object=made, eos_token=_END, pad_token=_SPECIAL[0], chat_template=template, model_max_length=32_768
     )
 
 
