@@ -133,6 +133,11 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def filled(page: str) -> str:
+    """The page with the table in its place."""
+    before, rest = page.split(_BEGIN)
+    return before + _BEGIN + table() + _END + rest.split(_END, 1)[1]
+
+
 if __name__ == "__main__":
-    before, rest = PAGE.read_text().split(_BEGIN)
-    PAGE.write_text(before + _BEGIN + table() + _END + rest.split(_END, 1)[1])
+    PAGE.write_text(filled(PAGE.read_text()))

@@ -105,7 +105,8 @@ def _define_difference(model: Any, job: dict[str, Any]) -> None:
 
 def _define_bitfit(model: Any, job: dict[str, Any]) -> None:
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.endswith(".bias"))
+        is_of_mixture = ".router." in name or ".experts." in name
+        parameter.requires_grad_(name.endswith(".bias") and not is_of_mixture)
 
 
 CASES: dict[str, Case] = {
@@ -232,7 +233,7 @@ CASES: dict[str, Case] = {
         job={"type": "lora", "r": 4, "alpha": 6, "target_modules": ATTENTION, "modules_to_save": ["wte", "lm_head"]},
         families=("gptj",),
     ),
-    "bitfit": Case(define=_define_bitfit, job={"type": "bitfit"}, families=("qwen2", "gptj", "opt")),
+    "bitfit": Case(define=_define_bitfit, job={"type": "bitfit"}, families=("qwen2", "gptj", "opt", "gpt-oss")),
 }
 
 

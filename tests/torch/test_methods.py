@@ -1,8 +1,10 @@
 """What a bypass may be beyond the methods that there are, and gradients of a block's weights, against autograd."""
 
 import copy
+import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -155,3 +157,10 @@ def test_full_weights_of_a_block_equal_autograd(name):
     run.advance()
     theirs = {weight: block.get_parameter(weight).grad for weight in asked}
     assert worst_error(accumulators | {"x": run.gradient("x")}, theirs | {"x": leaf.grad}) < 1e-5
+
+
+@pytest.mark.long
+def test_the_page_of_methods_shows_what_its_script_finds():
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "methods_by_family.py"))
+    page = script["PAGE"].read_text()
+    assert script["filled"](page) == page

@@ -242,6 +242,10 @@ def test_settings_that_make_no_sense(settings, message):
             {"target_modules": ["fc9"]},
             "matches no module with a bias of this qwen2; it has q_proj, k_proj, v_proj",
         ),
+        ("bottleneck", {"reduction_factor": 8}, r"has shape \[\d+, 32\], .* needs \[\d+, 32\]"),
+        ("bottleneck", {"non_linearity": "cubic"}, "non_linearity must be one of swish, .* not 'cubic'"),
+        ("diff-pruning", {"target_modules": ["q_proj", "up_proj"]}, "lacks .*up_proj.*; it was made for another model"),
+        ("diff-pruning", {"fraction": "half"}, "fraction must be a number above 0 and at most 1"),
     ],
 )
 def test_a_bad_directory_gets_one_line(case, edit, message, tmp_path):

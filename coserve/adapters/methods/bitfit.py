@@ -1,5 +1,6 @@
-"""BitFit: the biases of the model are trained, and nothing else. Source: arXiv 2106.10199. PEFT has none:
-directories have the same two files, with whole biases under the model's own names.
+"""BitFit: the biases of linear layers and norms are trained, and nothing else; a mixture's router and experts keep
+theirs. Source: arXiv 2106.10199. PEFT has none: directories have the same two files, with whole biases under the
+model's own names.
 """
 
 from collections.abc import Mapping
