@@ -85,7 +85,8 @@ QUANTISERS = Client(
     ),
     alone=(
         *("bitsandbytes==0.50.2", "compressed-tensors==0.19.0", "llmcompressor==0.14.0.1", "torchao==0.18.0"),
-        *("auto-round==0.15.1", "autoawq==0.2.9", "--no-build-isolation"),  # the last has no wheel
+        *("auto-round==0.15.1", "autoawq==0.2.9", "gptqmodel==7.7.0", "device-smi", "tokenicer", "logbar", "pypcre"),
+        *("defuser", "threadpoolctl", "--no-build-isolation"),  # two of these have no wheels
     ),
     script="quantisers.py",
     is_heavy=True,

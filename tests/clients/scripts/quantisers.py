@@ -1,6 +1,6 @@
 """Writes a small model's checkpoint with each quantiser that runs on a CPU, and what the tool itself makes of it.
 
-    python quantisers.py DIRECTORY [NAME ...]
+    GPTQMODEL_CPU_WORKERS=2 TORCHDYNAMO_DISABLE=1 python quantisers.py DIRECTORY [NAME ...]
 
 Below DIRECTORY: a folder for each, with the checkpoint as the tool saves it and `expected.safetensors`: the tokens, and
 the logits in float32 of the model with the weights that the tool makes of its own files. The last line is JSON: by name
@@ -255,6 +255,34 @@ def torch_ao(source: str, out: str) -> Any:
     )
     model.save_pretrained(out)
     return model
+
+
+# -- GPTQModel, last: what it imports puts experts of its own into transformers ----------
+
+
+def gptq_model(**settings: Any) -> Callable[[str, str], Any]:
+    def write(source: str, out: str) -> Any:
+        from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+        config = QuantizeConfig(bits=4, group_size=64, offload_to_disk=False, device="cpu", **settings)
+        model = GPTQModel.load(source, config)
+        rows = torch.randint(0, SHAPE["vocab_size"], (32, 64), generator=torch.Generator().manual_seed(2))
+        model.quantize([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows.tolist()], batch_size=4)
+        model.save(out)
+        # Its default here, bfloat16, rounds the scales of the files, which are float16; the rest comes from the files.
+        found = GPTQModel.load(out, device="cpu", backend=BACKEND.TORCH, dtype=torch.float16).model
+        layers = dict(found.float().named_modules())  # or it would round the weights to the type of its scales
+        model = dequantised(source, lambda name: layers[name].dequantize_weight().T)
+        left = {name: tensor for path in Path(out).glob("*.safetensors") for name, tensor in load_file(path).items()}
+        model.load_state_dict(left, strict=False)
+        return model
+
+    return write
+
+
+quantiser("gptqmodel", "gptqmodel")(gptq_model(desc_act=False))
+quantiser("gptqmodel-desc_act", "gptqmodel")(gptq_model(desc_act=True))
+quantiser("gptqmodel-v2-asym", "gptqmodel")(gptq_model(desc_act=False, sym=False, format="gptq_v2"))
 
 
 # -- files, where a tool's packing alone is taken ----------------------------------------
