@@ -218,6 +218,14 @@ def expected(prompt: list[int], max_tokens: int, model_: Any = None) -> tuple[li
     return ids[len(prompt) :], logprobs
 
 
+def prompt_ranks(prompt: list[int]) -> list[int]:
+    """By transformers' scores, where each token of a prompt but the first stands among all that could come there."""
+    with torch.inference_mode():
+        scores = model()(torch.tensor([prompt])).logits[0, :-1].float()
+    own = scores.gather(1, torch.tensor(prompt[1:])[:, None])
+    return (scores >= own).sum(-1).tolist()  # type: ignore[no-any-return]
+
+
 @cache
 def adapter_root() -> Path:
     """Below it lie directories that the server may read."""

@@ -7,11 +7,15 @@ from coserve.scheduling.plan import Partition
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A chosen token with its log-probability, and the likeliest tokens in its place with theirs."""
+    """A chosen token with its log-probability, and the likeliest tokens in its place with theirs.
+
+    rank: of a prompt's token, from 1 (the likeliest); 0 where nothing counted.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True, gc=False):

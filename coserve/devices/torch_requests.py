@@ -7,6 +7,7 @@ from math import nan
 from operator import itemgetter
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -223,13 +224,17 @@ class RequestsResult:
 
 
 def _score(scores: Tensor, targets: Sequence[int], k: int, readout: Readout) -> Callable[[], list[TokenLogprob]]:
-    """Log-probabilities of a token in each row of scores [n, vocab_size], and the k likeliest."""
+    """Log-probabilities and ranks of a token in each row of scores [n, vocab_size], and the k likeliest."""
     logprobs = scores.float().log_softmax(-1)
     tokens = on_device(targets, scores.device)
-    own = logprobs.gather(1, tokens[:, None])[:, 0]
+    own = logprobs.gather(1, tokens[:, None])
     values, places = logprobs.topk(k)
-    read = _Lines(readout, tokens, own, places, values)
-    return lambda: read.lines([k] * len(targets))
+    read = _Lines(readout, tokens, own[:, 0], places, values)
+    ranks = readout.add((logprobs >= own).sum(-1))
+    return lambda: [
+        structs.replace(line, rank=rank)
+        for line, rank in zip(read.lines([k] * len(targets)), ranks.ints(), strict=True)
+    ]
 
 
 class _Lines:

@@ -59,7 +59,9 @@ async def chat_request(
 
 
 def _refuse_what_is_not_there(body: ChatBody) -> None:
-    for name in ("functions", "audio", "web_search_options", "moderation"):
+    if body.functions:
+        raise ApiError("functions is not supported: use tools", param="functions", code="unsupported_parameter")
+    for name in ("audio", "web_search_options", "moderation"):
         if getattr(body, name):
             raise ApiError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
     if body.function_call not in (None, "none", "auto"):

@@ -57,8 +57,8 @@ class TokenDetails:
         return {"prompt_logprobs": [None, *map(self._position, found)]} if self.of_prompt else {}
 
     def _position(self, found: TokenLogprob) -> dict[str, Any]:
-        """The prompt's token, whose rank is known if it is among the likeliest, and these."""
-        ranked: dict[int, tuple[int | None, float]] = {found.token: (None, found.logprob)}
+        """The prompt's token and the likeliest, with their ranks."""
+        ranked = {found.token: (found.rank, found.logprob)}
         ranked |= {token: (rank, logprob) for rank, (token, logprob) in enumerate(found.top, 1)}
         return {
             str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": self.prompts.piece(token).text}

@@ -169,6 +169,7 @@ def test_no_share_of_the_probability_is_the_likeliest_token(client: OpenAI):
         ({"use_beam_search": True}, "use_beam_search"),
         ({"options": {"num_ctx": 8}}, "options"),
         ({"guardrails": ["x"]}, "guardrails"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"chat_template": "x"}, "chat_template"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from served import chat_tokens, expected, tokenizer
+from served import chat_tokens, expected, prompt_ranks, tokenizer
 
 PROMPT = [30, 60, 90, 120]
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
@@ -69,6 +69,8 @@ def test_log_probabilities_of_the_prompt(client: OpenAI):
     for token, position, logprob in zip(PROMPT[1:], others, echoed[1:], strict=False):
         assert position[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-4)
         assert {each["rank"] for each in position.values()} >= {1, 2}
+    ranks = [position[str(token)]["rank"] for token, position in zip(PROMPT[1:], others, strict=True)]
+    assert ranks == prompt_ranks(PROMPT)
     answer = chat(client, prompt_logprobs=0)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert complete(client)["prompt_logprobs"] is None
