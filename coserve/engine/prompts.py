@@ -2,7 +2,9 @@
 which has no engine in its process.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coserve.errors import CoserveError, ModelError, RequestError
@@ -13,6 +15,8 @@ from coserve.tuning.chats import template_message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# The first line of tiktoken's files: a token in base 64, and its rank.
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s")
 # Text, token ids, or the messages of a chat.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -22,6 +26,7 @@ def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if source.directory is None or not any((source.directory / name).exists() for name in names):
         return None
+    _check_sentencepiece(source.directory)
     from transformers import AutoTokenizer
 
     try:
@@ -31,6 +36,29 @@ def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
             f"the tokenizer in {source.directory} cannot be read: {' '.join(str(error).split())}"
         ) from error
     return tokenizer
+
+
+def _check_sentencepiece(directory: Path) -> None:
+    """ModelError where a model's only vocabulary is a tokenizer.model that cannot be read: transformers takes a damaged
+    one for tiktoken's, and an empty one for a vocabulary of nothing.
+    """
+    path = directory / "tokenizer.model"
+    if not path.exists() or (directory / "tokenizer.json").exists():
+        return
+    content = path.read_bytes()
+    if _TIKTOKEN.match(content):
+        return
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        num_pieces = SentencePieceProcessor(model_proto=content).get_piece_size() if content else 0
+    except RuntimeError:
+        num_pieces = 0
+    if not num_pieces:
+        raise ModelError(
+            f"the tokenizer in {directory} cannot be read: tokenizer.model is neither SentencePiece's nor tiktoken's; "
+            "it is damaged or was not copied whole"
+        )
 
 
 def tokens_of(

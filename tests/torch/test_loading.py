@@ -326,6 +326,15 @@ def test_a_tokenizer_of_sentencepiece_alone(directory):
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
 
 
+@pytest.mark.parametrize("content", [b"", b"garbage", b"version https://git-lfs.github.com/spec/v1\n"])
+def test_a_damaged_sentencepiece_model_is_called_damaged(directory, content):
+    (directory / "tokenizer.model").write_bytes(content)
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(ModelError, match=r"tokenizer.model is neither SentencePiece's .* it is damaged") as error:
+        load_tokenizer(find_model(str(directory)))
+    one_line(error)
+
+
 def test_a_tokenizer_that_is_damaged_is_one_line(directory):
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=f"the tokenizer in {directory} cannot be read: ") as error:
