@@ -21,6 +21,8 @@ from coserve.scheduling.plan import NeedView, Plan
 _NUM_REQUESTS, _MEMORY_S = 512, 900.0
 # SLOs are promised to 99 of 100.
 _QUANTILE = 0.99
+# What 99 of 100 need is known from this many requests on, or once they have been watched for this many seconds.
+_KNOWN_REQUESTS, _KNOWN_S = 256, 120.0
 # What needed more than this was lost whatever jobs did: one fewer of the 100th that may be. Where more than this share
 # was lost, the promise is broken anyway, and is made to the others.
 _LOST, _MOST_LOST_SHARE = 1.25, 0.05
@@ -111,8 +113,13 @@ class RecentNeed:
         """What 99 of 100 recent requests needed at most, and how many needed more than there was."""
         slowness = self._speed.now
         ttft, tpot = self._ttft.at(now_s, slowness), self._tpot.at(now_s, slowness)
-        late_share = ttft.late_share + tpot.late_share
-        return NeedView(ttft.quantile, tpot.quantile, late_share, slowness * self._time.peak(now_s))
+        return NeedView(
+            ttft=ttft.quantile,
+            tpot=tpot.quantile,
+            late_share=ttft.late_share + tpot.late_share,
+            time=slowness * self._time.peak(now_s),
+            known=self._tpot.known(now_s),
+        )
 
 
 class _Slowness:
@@ -187,6 +194,13 @@ class _Recent:
         if self._summary is None or self._summary[0] != times:
             self._summary = times, self._summarize(times)
         return self._summary[1]
+
+    def known(self, now_s: float) -> float:
+        """How far the values tell what 99 of 100 are, from 0 to 1."""
+        if not self._recent:
+            return 0.0
+        watched_s = now_s - self._recent[0][0]
+        return min(1.0, max(len(self._recent) / _KNOWN_REQUESTS, watched_s / _KNOWN_S))
 
     def _summarize(self, times: float) -> _Summary:
         shares, most = self._sorted, _LOST / times

@@ -17,7 +17,7 @@ class Run:
     state: Callable[[], dict[str, Any]]
     on_cancel: Callable[[], Awaitable[None]]
     events: list[dict[str, Any]] = field(default_factory=list)
-    is_over: bool = False
+    is_finished: bool = False
     task: "asyncio.Task[None] | None" = None
     _more: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -28,7 +28,7 @@ class Run:
             for event in self.events[start:]:
                 start += 1
                 yield event
-            if self.is_over:
+            if self.is_finished:
                 return
             if more is self._more:
                 await more.wait()
@@ -40,7 +40,7 @@ class Run:
 
     def end(self) -> None:
         """There are no more."""
-        self.is_over = True
+        self.is_finished = True
         self._wake()
 
     def _wake(self) -> None:

@@ -31,14 +31,14 @@ class DeadlineMiddleware:
             await self._app(scope, receive, send)
             return
         begun: Headers | None = None
-        is_over = False
+        is_complete = False
 
         async def noted_send(message: Message) -> None:
-            nonlocal begun, is_over
+            nonlocal begun, is_complete
             if message["type"] == "http.response.start":
                 begun = Headers(raw=message["headers"])
             await send(message)
-            is_over = message["type"] == "http.response.body" and not message.get("more_body", False)
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
@@ -46,7 +46,7 @@ class DeadlineMiddleware:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            if is_over:
+            if is_complete:
                 return
             if begun is None:
                 await error_response(self._error())(scope, receive, send)

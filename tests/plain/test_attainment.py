@@ -61,6 +61,17 @@ def test_a_minute_in_which_the_machine_was_slow_says_nothing_about_the_minutes_a
     assert found[-1].tpot == pytest.approx(0.4, rel=0.1) and found[-1].time == pytest.approx(0.4, rel=0.3)
 
 
+def test_what_99_of_100_need_is_known_after_some_hundred_requests_or_two_minutes():
+    many, few = RecentNeed(), RecentNeed()
+    assert many.view(5.0).known == 0
+    for index in range(256):
+        many.add_end(5.0, 0.5)
+        assert many.view(5.0).known == (index + 1) / 256
+    few.add_end(5.0, 0.5)
+    assert 0 < few.view(5.0).known < 0.01 and few.view(65.0).known == 0.5 and few.view(200.0).known == 1
+    assert few.view(2000.0).known == 0, "it was a long time ago"
+
+
 def test_one_step_that_was_held_up_is_nobodys_need():
     need = RecentNeed()
     plan = Plan(forward_s=0.4, prefill_s=0.4)

@@ -64,10 +64,10 @@ def test_a_job_that_kills_engines_fails_and_the_one_beside_it_does_not():
         jobs = served.client().fine_tuning.jobs
         bad, good = create(served, 5), create(served, 4)
 
-        def is_over(id: str) -> bool:
+        def is_finished(id: str) -> bool:
             return jobs.retrieve(id).status in ("succeeded", "failed")
 
-        served.wait_until(lambda: is_over(bad) and is_over(good), limit_s=240)
+        served.wait_until(lambda: is_finished(bad) and is_finished(good), limit_s=240)
         failed = jobs.retrieve(bad)
         assert failed.status == "failed" and failed.error is not None
         assert (

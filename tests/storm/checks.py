@@ -70,7 +70,7 @@ def _check_tokens(world: World, asked: Asked, index: int, tokens: list[int]) -> 
 
 def jobs_ended(world: World) -> None:
     for job in world.jobs.values():
-        assert job.is_over, f"{job.id} has never come to its end"
+        assert job.is_finished, f"{job.id} has never come to its end"
 
 
 def idle(world: World) -> None:

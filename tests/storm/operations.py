@@ -145,13 +145,13 @@ def cancel_job(world: World) -> None:
 
 def forget_job(world: World) -> None:
     """Only what is over, and was told so."""
-    if over := [job for job in world.engine.jobs if world.jobs[job].is_over]:
+    if over := [job for job in world.engine.jobs if world.jobs[job].is_finished]:
         world.engine.forget_job(world.rng.choice(over))
 
 
 def take_checkpoint(world: World) -> None:
     """Copied now, to be written later."""
-    if jobs := [job for job in world.engine.jobs if not world.jobs[job].is_over]:
+    if jobs := [job for job in world.engine.jobs if not world.jobs[job].is_finished]:
         job = world.rng.choice(jobs)
         world.taken.append((job, world.engine.checkpoint(job)))
 
@@ -277,7 +277,7 @@ def _example(rng: Random) -> Example:
 
 
 def _submit(world: World, job: Submitted) -> None:
-    if sum(not other.is_over for other in world.jobs.values()) >= 8:
+    if sum(not other.is_finished for other in world.jobs.values()) >= 8:
         return
     try:
         start_job(world, job)

@@ -143,7 +143,7 @@ def _calm(world: World) -> None:
     world.set_faults(0.0)
     calm_policy(world)
     start_lost_jobs(world)
-    for name in [name for name, asked in world.asked.items() if not asked.is_over and world.rng.random() < 0.5]:
+    for name in [name for name, asked in world.asked.items() if not asked.is_finished and world.rng.random() < 0.5]:
         world.asked[name].was_cancelled = True
         world.engine.cancel(name)
     for number in range(_MOST_CALM_STEPS):

@@ -64,7 +64,7 @@ class Asked:
     stopped: set[int] = field(default_factory=set)
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         return len(self.ends) == self.params.n
 
 
@@ -85,7 +85,7 @@ class Submitted:
     state: str = "running"
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         return self.state not in ("running", "paused")
 
 
@@ -191,7 +191,7 @@ class World:
         for asked in self.asked.values():
             for index in range(asked.params.n):
                 asked.ends.setdefault(index, "thrown away")
-        self.lost = [job.id for job in self.jobs.values() if not job.is_over]
+        self.lost = [job.id for job in self.jobs.values() if not job.is_finished]
         self.taken.clear()
         self.loads.clear()
         self.ended.clear()
@@ -250,7 +250,7 @@ class World:
 
     def _take_job_event(self, event: JobEvent) -> None:
         job = self.jobs[event.job]
-        assert not job.is_over, f"nothing comes after the end: {event}"
+        assert not job.is_finished, f"nothing comes after the end: {event}"
         if event.kind == "step":
             assert event.step == job.step + 1, "each optimizer step is told once, in order"
             job.step = event.step

@@ -369,8 +369,21 @@ def test_a_request_that_has_only_its_reserve_left_gives_jobs_no_more_than_its_pa
 def test_requests_that_were_late_by_themselves_leave_jobs_nothing_at_their_pace():
     request = decoding(num_output=6, first_token_s=7.85, last_token_s=9.9)
     seen = view(request, job(phase="backward"))
-    assert tunes(plan("slack", structs.replace(seen, need=NeedView(tpot=0.99, time=1.0))))
-    assert not tunes(plan("slack", structs.replace(seen, need=NeedView(tpot=1.0))))
+    assert tunes(plan("slack", structs.replace(seen, need=NeedView(tpot=0.9, time=1.0, known=1.0))))
+    for late in NeedView(tpot=1.0, time=1.0, known=1.0), NeedView(ttft=0.99, tpot=0.9, time=1.0, known=1.0):
+        assert not tunes(plan("slack", structs.replace(seen, need=late)))
+
+
+def test_near_their_slos_requests_leave_jobs_the_more_of_their_pace_the_more_of_them_were_seen():
+    """The next burst may be larger than all before it; far from their SLOs requests hold them all the same."""
+    seen = view(decoding(num_output=6, first_token_s=7.85, last_token_s=9.9), job(phase="backward", rows=4096))
+
+    def seconds(tpot: float, known: float) -> float:
+        need = NeedView(tpot=tpot, time=1.0, known=known)
+        return plan("slack", structs.replace(seen, need=need)).predicted_s
+
+    assert seconds(0.9, 0.0) < seconds(0.9, 0.2) < seconds(0.9, 1.0)
+    assert seconds(0.5, 0.0) == seconds(0.5, 1.0) >= seconds(0.9, 1.0)
 
 
 def test_near_their_slos_requests_leave_jobs_nothing_until_it_is_known_how_much_of_the_time_they_fill():

@@ -5,7 +5,8 @@ from it what they need to be in time, and more where decoding requests have it t
 what is left, and stop before any of these would be late:
 
 - A step at the pace of the SLOs takes nothing of what was banked, so jobs may have it, also where they may have nothing
-  else; prompts likewise. This is all that token fusion fills. Urgent prompts may make requests late, by a tenth of what
+  else, unless requests just hold their SLOs, or too few have been seen to rule it out; prompts likewise. This is all
+  that token fusion fills. Urgent prompts may make requests late, by a tenth of what
   these could catch up over their remaining tokens.
 - Beyond that a little of every bank is never spent: a step that takes longer than predicted finds it there.
 - No step with fine-tuning in it is planned to last longer than `arrival_wait_s`, which bounds what a request that
@@ -49,6 +50,8 @@ MOST_ARRIVAL_SHARE = 0.5
 # Requests that by themselves need more of their SLO than this are near its edge: each may lose to jobs no more than
 # was left. A step of jobs may take no more than the second share of what TTFTs left, in units of what they needed.
 EDGE, WAIT_SHARE_OF_REST = 0.75, 0.3
+# Requests that need more of their SLO than this just hold it.
+JUST_HELD = 0.97
 # Near the edge jobs get less the more of the time requests needed lately: from the first of these shares on; nothing
 # above the second. A queue that forms then never ends, so that what jobs take is taken from all that come later.
 FILLED = 0.8, 0.9
@@ -272,9 +275,8 @@ class Slack(Policy):
         most_s = min(wait_s - requests_s, wait_share(view.need.ttft) * view.ttft_s)
         own_s = deadlines.extra_s
         need = view.need
-        if need.tpot <= EDGE or (need.tpot < 1 and need.time):
-            # A step at the pace of the SLOs takes nothing that a later one could need.
-            own_s = max(own_s, tpot_s - requests_s)
+        # A step at the pace of the SLOs takes nothing of what was banked.
+        own_s = max(own_s, pace_share(need) * (tpot_s - requests_s))
         extra_s = min(deadlines.jobs_s - view.now_s - requests_s, own_s, most_s)
         room = _room(memory, view) if memory.requests else 1.0
         return requests_s + room * extra_s, requests_s + room * most_s
@@ -300,6 +302,15 @@ def jobs_share(need: NeedView) -> float:
         return 0.0
     unfilled = max(0.0, min(1.0, (FILLED[1] - need.time) / (FILLED[1] - FILLED[0])))
     return unfilled * max(0.0, 1 - need.tpot) ** 2 / (need.tpot - EDGE)
+
+
+def pace_share(need: NeedView) -> float:
+    """What jobs may take of a step at the pace of the SLOs. Requests that are held to this pace are more when a burst
+    of prompts comes, and have saved up less for it: harmless, unless requests just hold their SLOs, or it may be so.
+    """
+    if need.tpot <= EDGE:
+        return 1.0
+    return need.known if need.time and max(need.ttft, need.tpot) < JUST_HELD else 0.0
 
 
 def wait_share(need: float) -> float:

@@ -36,11 +36,11 @@ class _Nesting:
 class JsonArguments:
     """The arguments of a function that is known: one JSON object. before: what the model wrote of the call so far.
 
-    is_over: whether it is complete, or `failed`.
+    is_complete: whether it is complete, or `failed`.
     """
 
     def __init__(self, name: str, before: str) -> None:
-        self.is_over, self.failed = False, False
+        self.is_complete, self.failed = False, False
         self._name, self._before, self._raw = name, before, ""
         self._nesting = _Nesting()
         self._begun = False
@@ -60,7 +60,7 @@ class JsonArguments:
             self._nesting.read(character)
             if not self._nesting.depth:
                 self._raw += text[: place + 1]
-                self.is_over = True
+                self.is_complete = True
                 parts.append(Arguments(text[: place + 1]))
                 return parts + ([] if _is_object(self._raw) else self._fail()), text[place + 1 :]
         self._raw += text
@@ -68,10 +68,10 @@ class JsonArguments:
 
     def finish(self) -> list[Part]:
         """No more text comes."""
-        return [] if self.is_over else self._fail()
+        return [] if self.is_complete else self._fail()
 
     def _fail(self) -> list[Part]:
-        self.is_over = self.failed = True
+        self.is_complete = self.failed = True
         text = self._before + self._raw
         return [CallFails(text) if self._begun else Content(text)]
 
@@ -79,12 +79,12 @@ class JsonArguments:
 class JsonCall:
     """An object with a `name` and `arguments` (or `parameters`), in any order; without arguments there are none.
 
-    names: of the functions that can be called. before: what the model wrote of the call so far. is_over: whether it
+    names: of the functions that can be called. before: what the model wrote of the call so far. is_complete: whether it
     is complete, or `failed`.
     """
 
     def __init__(self, names: Collection[str], before: str = "") -> None:
-        self.is_over, self.failed = False, False
+        self.is_complete, self.failed = False, False
         self._names, self._before, self._raw = names, before, ""
         self._nesting = _Nesting()
         self._expects = "object"  # then a key, a colon, a value, a comma
@@ -100,18 +100,18 @@ class JsonCall:
         for place in range(start, len(self._raw)):
             if not self._read(self._raw[place], place):
                 return self._fail(place)
-            if self.is_over:
+            if self.is_complete:
                 rest, self._raw = self._raw[place + 1 :], self._raw[: place + 1]
                 return self._close(), rest
         return self._arguments_so_far(), ""
 
     def finish(self) -> list[Part]:
         """No more text comes."""
-        return [] if self.is_over else self._fail(len(self._raw))[0]
+        return [] if self.is_complete else self._fail(len(self._raw))[0]
 
     def _fail(self, place: int) -> tuple[list[Part], str]:
         """It is none, from that place on."""
-        self.is_over = self.failed = True
+        self.is_complete = self.failed = True
         text, rest = self._before + self._raw[:place], self._raw[place:]
         if self._sent is not None:
             return [CallFails(text)], rest
@@ -152,7 +152,7 @@ class JsonCall:
         elif nesting.depth == 1 and not nesting.in_string and character in ",}":
             value = self._values[self._key] = self._raw[self._place : place].strip(_SPACE)
             self._expects = "key"
-            self.is_over = character == "}"
+            self.is_complete = character == "}"
             if self._key == "name":
                 self._name = _string(value)
                 return self._name in self._names

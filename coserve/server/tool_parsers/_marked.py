@@ -77,7 +77,7 @@ class MarkedJsonCalls(MarkedCalls, JsonCalls):
             return self._step_after_call()
         parts, self._rest = self._call.push(self._rest)
         self._add(*parts)
-        if not self._call.is_over:
+        if not self._call.is_complete:
             return False
         if self._call.failed:
             self._leave(failed=True)

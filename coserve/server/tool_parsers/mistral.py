@@ -48,7 +48,7 @@ class Mistral(MarkedCalls, JsonCalls):
         assert self._call is not None
         parts, self._rest = self._call.push(self._rest)
         self._add(*parts)
-        if not self._call.is_over:
+        if not self._call.is_complete:
             return False
         failed, self._call = self._call.failed, None
         if failed or not self._in_list:

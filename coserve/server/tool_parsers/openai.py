@@ -76,7 +76,7 @@ class OpenAI(JsonCalls):
         return True
 
     def _add_body(self, text: str) -> None:
-        if self._call is not None and not self._call.is_over:
+        if self._call is not None and not self._call.is_complete:
             parts, text = self._call.push(text)
             self._add(*parts)
         if text and (self._call is None or self._call.failed):  # nothing is expected after a call

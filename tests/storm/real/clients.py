@@ -22,7 +22,7 @@ async def stream(world: World, number: int) -> None:
     """One answer after another, each checked to the letter."""
     rng = world.rng(f"stream {number}")
     await asyncio.sleep(2 * rng.random())
-    while not world.is_over:
+    while not world.is_finished:
         name, answers = _model(world, rng)
         prompt = rng.choice(list(answers))
         streams = rng.random() < 0.8
@@ -67,7 +67,7 @@ def _check_text(world: World, body: dict[str, Any], answer: Answer, expected: st
 
 async def health(world: World) -> None:
     """Asked as a supervisor does; slow answers count where no fault is at work."""
-    while not world.is_over:
+    while not world.is_finished:
         since_s, was_disturbed = time.monotonic(), world.is_disturbed
         answer = await world.ask(Request(method="GET", path="/health"))
         if answer is not None and not was_disturbed and not world.is_disturbed:
@@ -84,7 +84,7 @@ _LONG = {"model": "small", "prompt": "x", "max_tokens": 300, "n": 8, "stream": T
 async def rude(world: World, number: int) -> None:
     """One after another of these."""
     rng = world.rng(f"rude {number}")
-    while not world.is_over:
+    while not world.is_finished:
         kind = rng.choice(_KINDS)
         since_s = time.monotonic()
         connection = socket.socket()

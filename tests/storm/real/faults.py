@@ -29,7 +29,7 @@ async def faults(world: World) -> None:
     kinds |= {kill_fork_server: 1, jump_clock: 3}
     if world.disk is not None:
         kinds[fill_disk] = 3
-    while not world.is_over:
+    while not world.is_finished:
         await asyncio.sleep(min(rng.expovariate(1 / _MEAN_S), 4 * _MEAN_S))
         fault = rng.choices(list(kinds), list(kinds.values()))[0]
         world.counts[f"fault: {fault.__name__.replace('_', ' ')}"] += 1

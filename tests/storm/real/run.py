@@ -96,7 +96,7 @@ async def _undisturbed(
 async def _end_of_storm(world: World) -> None:
     while time.monotonic() - world.started_s < world.settings.storm_s:
         await asyncio.sleep(0.2)
-    world.is_over = True
+    world.is_finished = True
 
 
 async def _all(actors: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -13,7 +13,7 @@ OVER = ("succeeded", "failed", "cancelled")
 async def jobs(world: World, number: int) -> None:
     """One job after another."""
     rng = world.rng(f"jobs {number}")
-    while not world.is_over:
+    while not world.is_finished:
         recipe = rng.choice(world.recipes)
         file = await _upload(world, recipe.data)
         if file is None:
@@ -32,7 +32,7 @@ async def jobs(world: World, number: int) -> None:
 
 async def _see_through(world: World, rng: Random, id: str) -> None:
     """Until it is over, with a hand in it now and then."""
-    while not world.is_over:
+    while not world.is_finished:
         await asyncio.sleep(rng.uniform(0.2, 1.5))
         action = rng.choices(("look", "pause", "resume", "cancel", "events"), (60, 8, 12, 1, 4))[0]
         path = f"/v1/fine_tuning/jobs/{id}"
@@ -58,7 +58,7 @@ async def files(world: World, number: int) -> None:
     """Uploads, looks, deletes."""
     rng = world.rng(f"files {number}")
     mine: list[str] = []
-    while not world.is_over:
+    while not world.is_finished:
         if not mine or rng.random() < 0.5:
             lines = (json.dumps({"text": rng.randbytes(40).hex()}) for _ in range(rng.choice((1, 10, 1000))))
             file = await _upload(world, "\n".join(lines).encode())
@@ -109,7 +109,7 @@ async def _upload(world: World, content: bytes) -> str | None:
 async def adapters(world: World) -> None:
     """Come and go; a client that asks for one that is not there is told so."""
     rng = world.rng("adapters")
-    while not world.is_over:
+    while not world.is_finished:
         recipe = rng.choice(world.recipes)
         answer = await load(world, recipe) if rng.random() < 0.7 else await _unload(world, recipe)
         if answer is not None and answer.status not in (503, 507):

@@ -69,7 +69,7 @@ class World:
     idle: list[Resources] = field(default_factory=list)
     # From its undisturbed adapter, of all jobs' parameters.
     farthest: float = 0.0
-    is_over: bool = False
+    is_finished: bool = False
     started_s: float = field(default_factory=time.monotonic)
     _num_disturbances: int = 0
     _disturbed_until_s: float = 0.0
