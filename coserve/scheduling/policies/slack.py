@@ -25,8 +25,8 @@ In any case jobs get `least_share` of the time, in smallest pieces, so that none
 their SLOs, a fiftieth of it.
 
 The aim: SLOs that requests alone hold at p99, they hold at p99 beside jobs. tests/torch/test_simulation.py holds random
-loads against it, benchmarks/slo_edge.py loads that requests alone just hold: of these some still fall below, which
-benchmarks/slo-edge.md explains.
+loads against it, benchmarks/slo_edge.py loads that requests alone just hold, of which a few fall below
+(benchmarks/slo-edge.md).
 """
 
 from collections.abc import Sequence
