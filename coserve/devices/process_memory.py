@@ -48,7 +48,12 @@ def keep_freed_memory() -> None:
     cleared anew: a quarter of the time of the loss over a large vocabulary. For a process that is the engine's own.
 
     All threads share one heap: of each other heap `give_back_freed_memory` would leave the end, up to 64 MB.
+
+    Even so a large tensor gets new pages where what is kept lies in smaller pieces. So PyTorch asks for huge pages,
+    which are 512 times fewer: to be called before the first tensor of some megabytes. What the user's environment says
+    stands. https://github.com/pytorch/pytorch/pull/93888
     """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):

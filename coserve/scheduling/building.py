@@ -26,6 +26,9 @@ LEAST_PREFILL_ROWS, LEAST_RIDING_ROWS = 64, 16
 # The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward pass may not have as
 # many rows.
 LEAST_WINDOW_ROWS = 16
+# Where a piece of a loss ends before the last row, its rows are a multiple of this: libraries compile a product for
+# each number of rows, which takes a tenth of the loss of 128 rows over a large vocabulary, and cut it into tiles.
+LOSS_ROWS_STEP = 32
 # Either may cost this many times per row what one of GOOD_ROWS rows would; a smaller one waits until more time has been
 # saved up, where that can be: slack is spent in lumps.
 MOST_ROW_COST, GOOD_ROWS = 1.1, 256
@@ -313,6 +316,8 @@ class PlanBuilder:
         if self._more_loss_s(least) > left_s:
             return False
         rows = _most(least, longest, self._more_loss_s, left_s)
+        if LOSS_ROWS_STEP < rows < longest:
+            rows -= rows % LOSS_ROWS_STEP
         good = min(longest, GOOD_ROWS)
         if may_wait and rows < good and self._more_loss_s(rows) / rows > MOST_ROW_COST * self._more_loss_s(good) / good:
             return False

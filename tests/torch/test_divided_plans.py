@@ -84,7 +84,7 @@ def test_tasklets_run_beside_the_forward_pass_where_more_gets_done():
         (view(decoding(), job(phase="forward")), (0.6, 0.56)),
         (view(decoding(), job(phase="loss")), (0.6, 0.56)),
         (view(decoding(), job(left=16, parts=1)), (0.6, 0.56)),
-        (view(decoding(tpot_s=0.1, banked_s=0.28), job()), (0.6, 0.56)),
+        (view(decoding(tpot_s=0.1, banked_s=0.18), job()), (0.6, 0.56)),
     ],
     ids=["slower", "one unit", "no rows", "windows", "losses", "a small rest", "no time"],
 )

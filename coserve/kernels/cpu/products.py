@@ -42,7 +42,7 @@ _FEW_BFLOAT16_ROWS = 24
 _MANY_OUTPUTS = 1 << 15
 # From how many rows on, where there is a skinny GEMM that leaves fewer by rows: the head's input gradient then comes
 # from the logits as they lie, which reads the head's weight once less.
-_MANY_LOSS_ROWS = 96
+_MANY_LOSS_ROWS = 32
 # Up to how many rows our own kernel multiplies int8 weights: with instructions for bfloat16, and without.
 _MOST_INT8_ROWS_NATIVE, _MOST_INT8_ROWS = 8, 32
 

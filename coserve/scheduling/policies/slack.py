@@ -50,6 +50,8 @@ MOST_ARRIVAL_SHARE = 0.5
 # Requests that by themselves need more of their SLO than this are near its edge: each may lose to jobs no more than
 # was left. A step of jobs may take no more than the second share of what TTFTs left, in units of what they needed.
 EDGE, WAIT_SHARE_OF_REST = 0.75, 0.3
+# There every bank keeps at least this much: a burst of prompts finds it.
+EDGE_RESERVE_TPOTS = 1.5
 # Requests that need more of their SLO than this just hold it.
 JUST_HELD = 0.97
 # Near the edge jobs get less the more of the time requests needed lately: from the first of these shares on; nothing
@@ -82,7 +84,9 @@ class Slack(Policy):
     max_gap_tpots: float = setting(
         4.0, "The longest gap between two tokens of a request, in units of its TPOT SLO.", least=1
     )
-    reserve_tpots: float = setting(1.5, "What every request keeps of the time that early tokens saved, in TPOTs.")
+    reserve_tpots: float = setting(
+        0.5, "What every request keeps of the time that early tokens saved, in TPOTs; near its SLO 1.5 at least."
+    )
     arrival_share: float = setting(
         0.1, "Share of the TTFT SLO that an arrival may wait for a step with fine-tuning in it to end.", most=1
     )
@@ -196,7 +200,7 @@ class Slack(Policy):
             lost_tpot_s=view.tpot_s,
             max_gap_tpots=self.max_gap_tpots,
             prompt_reserve_tpots=0.0 if share > URGENT_SHARE else 1.0,
-            reserve_tpots=self.reserve_tpots,
+            reserve_tpots=max(self.reserve_tpots, EDGE_RESERVE_TPOTS if nearness(view) > EDGE else 0.0),
             jobs_share=jobs_share(view.need),
         )
         if not prompts:
@@ -307,10 +311,11 @@ def jobs_share(need: NeedView) -> float:
 def pace_share(need: NeedView) -> float:
     """What jobs may take of a step at the pace of the SLOs. Requests that are held to this pace are more when a burst
     of prompts comes, and have saved up less for it: harmless, unless requests just hold their SLOs, or it may be so.
+    The first burst that shows it is late by what jobs took before.
     """
     if need.tpot <= EDGE:
         return 1.0
-    return need.known if need.time and max(need.ttft, need.tpot) < JUST_HELD else 0.0
+    return need.known**2 if need.time and max(need.ttft, need.tpot) < JUST_HELD else 0.0
 
 
 def wait_share(need: float) -> float:
