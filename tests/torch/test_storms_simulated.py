@@ -11,10 +11,16 @@ pytestmark = pytest.mark.long
 
 
 def test_storms():
-    """No invariant is broken, and they reach what they are about."""
+    """No invariant is broken, and they reach what they are about: some faults are rare, and it depends on every step of a
+    policy which of the storms they hit.
+    """
     report = Report()
     for seed in range(30):
         run_storm(seed, report, num_actions=500)
+    for seed in range(30, 60):
+        if report.faults.keys() == FAULTS.keys():
+            break
+        run_storm(seed, report, num_actions=2000)
     assert report.policies.keys() >= set(policy_names())
     assert report.operations.keys() >= {operation.__name__ for operation in OPERATIONS}
     assert report.faults.keys() == FAULTS.keys()
