@@ -11,8 +11,8 @@ pytestmark = pytest.mark.long
 
 
 def test_storms():
-    """No invariant is broken, and they reach what they are about: some faults are rare, and it depends on every step of a
-    policy which of the storms they hit.
+    """No invariant is broken, and they reach what they are about: some faults are rare, and which storms these hit
+    depends on every step of a policy.
     """
     report = Report()
     for seed in range(30):
