@@ -53,7 +53,7 @@ def test_a_dozen_jobs_leave_no_pages_tensors_or_handles():
 
 
 LARGE_TENSOR = """
-import os, resource, torch
+import resource, torch
 from coserve.devices.process_memory import keep_freed_memory
 
 keep_freed_memory()

@@ -6,8 +6,8 @@ what is left, and stop before any of these would be late:
 
 - A step at the pace of the SLOs takes nothing of what was banked, so jobs may have it, also where they may have nothing
   else, unless requests just hold their SLOs, or too few have been seen to rule it out; prompts likewise. This is all
-  that token fusion fills. Urgent prompts may make requests late, by a tenth of what
-  these could catch up over their remaining tokens.
+  that token fusion fills. Urgent prompts may make requests late, by a tenth of what these could catch up over their
+  remaining tokens.
 - Beyond that a little of every bank is never spent: a step that takes longer than predicted finds it there.
 - No step with fine-tuning in it is planned to last longer than `arrival_wait_s`, which bounds what a request that
   arrives just after planning waits for: with nothing else running, its first row enters the next step.
