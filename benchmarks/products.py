@@ -3,8 +3,8 @@
     python benchmarks/products.py [--dtype bfloat16]
 
 What `coserve/kernels/cpu/products.py` and `amx.py` choose is read off this table. Every product has its own weight, so
-that none is in the caches. Columns: microseconds of x W^T by PyTorch's choice, with the weight on the left, by our AMX
-kernel (where there is one), by our kernel for the weight in int8, of dy W, and of reading the weight once.
+that none is in the caches. Columns: microseconds of x W^T by PyTorch's choice, converted to float32, by our choice,
+by our kernel for the weight in int8, of dy W by PyTorch and by our choice, and of reading the weight once.
 """
 
 import argparse
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from coserve.bench.machine import describe, read_bytes_per_s
 from coserve.kernels import find_backend
-from coserve.kernels.cpu.amx import AmxProducts
-from coserve.kernels.cpu.compiled import compiled_kernels
-from coserve.kernels.cpu.products import left_product
+from coserve.kernels.cpu.products import wide_product
 from coserve.kernels.weights import Int8Weight
 
 _SHAPES = ((4864, 896), (896, 4864), (1536, 576), (576, 1536), (960, 576), (49152, 576))
@@ -45,11 +43,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     dtype = getattr(torch, parser.parse_args().dtype)
     device = torch.device("cpu")
-    kernels, backend = compiled_kernels(), find_backend(device)
-    amx = AmxProducts(kernels) if kernels is not None and kernels.has_amx else None
+    backend = find_backend(device)
     bytes_per_s = read_bytes_per_s(device)
     print(f"{describe(device)}, {dtype}, reads {bytes_per_s / 1e9:.0f} GB/s")
-    print(f"{'weight':>12} layout  rows  linear    left    ours    int8   dy W    read")
+    print(f"{'weight':>12} layout  rows  linear    wide    ours    int8    dy W    ours    read")
     for out, inner in _SHAPES:
         num_bytes = out * inner * dtype.itemsize
         rows_major = [torch.randn(out, inner).to(dtype) for _ in range(max(1, min(40, _WEIGHT_BYTES // num_bytes)))]
@@ -61,18 +58,17 @@ def main() -> None:
             weights = rows_major if layout == "rows" else [weight.T.contiguous().T for weight in rows_major]
             for rows in _ROWS:
                 x, dy = torch.randn(rows, inner).to(dtype), torch.randn(rows, out).to(dtype)
+                ways: list[tuple[Callable[[Any], object], Sequence[Tensor | Int8Weight]]] = [
+                    (partial(torch.nn.functional.linear, x), weights),
+                    (partial(wide_product, x), weights),
+                    (partial(backend.product, x), weights),
+                    (methodcaller("product", backend, x), quantised),
+                    (partial(torch.matmul, dy), weights),
+                    (partial(backend.input_gradient, dy), weights),
+                ]
                 with torch.inference_mode():
-                    linear = _best_us(partial(torch.nn.functional.linear, x), weights)
-                    left = _best_us(partial(left_product, x), weights)
-                    ours = float("nan")
-                    if amx is not None and amx.skinny_gemm(x, weights[0]) is not None:
-                        ours = _best_us(partial(amx.skinny_gemm, x), weights)
-                    int8 = _best_us(methodcaller("product", backend, x), quantised)
-                    back = _best_us(partial(torch.matmul, dy), weights)
-                read = 1e6 * num_bytes / bytes_per_s
-                name = f"{out}x{inner}"
-                times = f"{linear:7.0f} {left:7.0f} {ours:7.0f} {int8:7.0f} {back:6.0f} {read:7.0f}"
-                print(f"{name:>12} {layout:7} {rows:4} {times}")
+                    times = "".join(f"{_best_us(*way):8.0f}" for way in ways)
+                print(f"{f'{out}x{inner}':>12} {layout:7} {rows:4}{times}{1e6 * num_bytes / bytes_per_s:8.0f}")
 
 
 if __name__ == "__main__":

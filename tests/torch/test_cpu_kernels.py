@@ -219,7 +219,7 @@ def test_products_with_a_matrix_of_low_rank(n, width, rank, num_threads):
 
 @needs_kernels
 def test_products_that_the_amx_kernels_are_not_for_go_the_other_way():
-    without_functions: Any = SimpleNamespace(has_amx=True)
+    without_functions: Any = SimpleNamespace(has_amx=True, vector_product=KERNELS.vector_product)
     products, amx = CpuProducts(without_functions), AmxProducts(without_functions)
     torch.manual_seed(0)
 
@@ -443,7 +443,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 28 and all(found.values())
+    assert len(found) == 29 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert f'extern "C" void {name}(' in sources or f"PAGED_ATTENTION({name}" in sources

@@ -359,17 +359,21 @@ def test_products_with_int8_weights_do_not_hide_what_is_no_number(backend, bad):
 
 
 @pytest.mark.parametrize(
-    ("inner", "outer", "dtype"),
+    ("kind", "inner", "outer", "dtype"),
     [
-        (45, 70, torch.float32),
-        pytest.param(1088, 96, torch.bfloat16, marks=pytest.mark.skipif(not HAS_AMX, reason="AMX")),
+        (Int8Weight.quantised, 45, 70, torch.float32),
+        pytest.param(
+            *(Int8Weight.quantised, 1088, 96, torch.bfloat16), marks=pytest.mark.skipif(not HAS_AMX, reason="AMX")
+        ),
+        (DenseWeight, 45, 70, torch.bfloat16),  # of no whole tiles
+        (DenseWeight, 1088, 96, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_rows_int8_product_does_not_depend_on_its_company_or_threads(num_threads, inner, outer, dtype):
+def test_a_rows_product_does_not_depend_on_its_company_or_threads(num_threads, kind, inner, outer, dtype):
     backend = BACKENDS[-1]
     torch.manual_seed(0)
-    weight, x = Int8Weight.quantised(torch.randn(outer, inner)), torch.randn(13, inner).to(dtype)
+    weight, x = kind(torch.randn(outer, inner).to(dtype)), torch.randn(13, inner).to(dtype)
     whole = [weight.product(backend, x[:n])[:1] for n in (1, 2, 3, 4, 8, 13)] if backend is not PLAIN else []
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -428,17 +432,33 @@ def test_row_keys_do_not_repeat():
     assert int(keys.max()) < 2**32
 
 
-@pytest.mark.parametrize("rows", [1, 2, 23])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_with_the_weight_on_the_left_are_the_plain_ones(rows, dtype):
-    x, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((rows, 24), (90, 24), (90,)))
-    for left, plain in (
-        (products.left_product(x, weight), torch.nn.functional.linear(x, weight)),
-        (products.left_product(x, weight, bias), torch.nn.functional.linear(x, weight, bias)),
+@each_backend
+@pytest.mark.parametrize(("inner", "outer"), [(24, 90), (37, 41), (576, 960), (1088, 352)])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 13, 16, 33, 64, 65])
+def test_products_in_bfloat16_are_rounded_once(backend, inner, outer, n):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
+    x = torch.randn(n, inner + 8).bfloat16()[:, 8:]
+    exact = x.double() @ weight.double().T
+    for found, expected in (
+        (backend.product(x, weight), exact),
+        (backend.product(x, weight, bias), exact + bias.double()),
     ):
-        assert left.shape == plain.shape
-        assert left.is_contiguous()
-        torch.testing.assert_close(left, plain, **_tolerance(dtype))
+        assert found.dtype == torch.bfloat16 and found.shape == (n, outer)
+        error = (found.double() - expected).abs()
+        assert (error <= 2**-8 * expected.abs() + 1e-5 * (x.double().abs() @ weight.double().abs().T)).all()
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_products_in_bfloat16_do_not_hide_what_is_no_number(backend, bad):
+    torch.manual_seed(0)
+    weight, x = torch.randn(70, 45).bfloat16(), torch.randn(3, 45).bfloat16()
+    before = backend.product(x, weight)
+    x[1, 40] = bad
+    found = backend.product(x, weight)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[[0, 2]], before[[0, 2]])
 
 
 @pytest.mark.parametrize("rows", [1, 16, 47, 48, 130])

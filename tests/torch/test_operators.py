@@ -19,6 +19,12 @@ from coserve.tuning.pack_states import PackStates, clear_gradient, states_shape
 CONTEXT = Context(backend=PlainBackend(torch.device("cpu")))
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Whatever ran before: a few draws in a thousand are beyond a tolerance by rounding alone."""
+    torch.manual_seed(0)
+
+
 def rnd(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).float()
 

@@ -11,27 +11,20 @@ from support import CONFIGS, make_adapter, make_backbone, random_tokens, random_
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coserve.kernels.cpu import CpuBackend
-from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.memory.paged_kv import PagedKv
 from coserve.models import Backbone, forward, load_backbone
 
 pytestmark = pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
 
-KERNELS, BLOCK = compiled_kernels(), 4
-needs_amx = pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs AMX")
-# Whole tiles of AMX.
+BLOCK = 4
+# Whole tiles, where there is AMX.
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 MODELS = [
     ("qwen3", "float32", "int8"),
     ("llama-biases-tied", "float32", "int8"),
     ("qwen3", "bfloat16", "int8"),
     *(
-        pytest.param(
-            name,
-            "bfloat16",
-            weights,
-            marks=pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs AMX"),
-        )
+        (name, "bfloat16", weights)
         for name in ("llama", "qwen2-sliding", "qwen3", "llama-biases-tied")
         for weights in ("dense", "int8")
     ),

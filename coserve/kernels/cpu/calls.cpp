@@ -54,6 +54,7 @@ const Kernel KERNELS[] = {
     {"product", Call<product>::run},
     {"int8_product_by_tiles", Call<int8_product_by_tiles>::run},
 #endif
+    {"vector_product", Call<vector_product>::run},
     {"int8_product", Call<int8_product>::run},
     {"paged_attention_bfloat16", Call<paged_attention_bfloat16>::run},
     {"paged_attention_float32", Call<paged_attention_float32>::run},

@@ -2,11 +2,11 @@
 
 Which way is fastest depends on the processor, the dtype and the number of rows; `benchmarks/products.py` measures it.
 
-- A CPU with instructions for bfloat16 (AMX, AVX-512): a weight as the left factor streams through once as it lies,
-  while a weight as the right factor is rearranged first; with few rows that is a third of the time. With AMX our own
-  kernels (`amx.py`) take half to three quarters of what PyTorch's then takes.
-- A CPU that has no such instruction emulates them at a quarter of its float32 speed; there the wide functions convert a
-  tile of the weight at a time, and multiply in float32.
+- bfloat16 and few rows: kernels of our own read the weight once as it lies, on tiles where there is AMX (`amx.py`), and
+  in float32 elsewhere (`vector_products.cpp`); PyTorch's take twice as long, and rearrange the weight first.
+- bfloat16 and many rows, on a CPU that multiplies it faster than float32 (AMX; AMD's AVX-512): PyTorch's.
+- The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it have half of that
+  (Intel's without AMX): the wide functions convert a tile of the weight at a time, and multiply in float32.
 - int8 weights: with few rows kernels of our own read them once as they lie (`int8.cpp`, and `int8_tiles.cpp` with AMX);
   with many, a tile at a time becomes a dense weight.
 - Otherwise the choice is PyTorch's.
@@ -28,14 +28,15 @@ from coserve.kernels.plain import products as plain
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
 _TILE_ELEMENTS = 1 << 21
-# From how many rows on a conversion pays.
+# Up to how many rows our own kernel without tiles multiplies bfloat16: where PyTorch's product is faster than one in
+# float32, and where it is not.
+_MOST_VECTOR_ROWS_NATIVE, _MOST_VECTOR_ROWS = 16, 64
+# From how many rows on a conversion pays for the products of gradients.
 _MIN_WIDE_ROWS = 16
 # Held while factors are rounded.
 _ROUNDING = Lock()
 # Below how many rows float32 products are faster with the weight as the left factor.
 _FEW_ROWS = 48
-# The same for products by instructions for bfloat16.
-_FEW_BFLOAT16_ROWS = 24
 # From how many outputs on (a vocabulary) a result for a loss is left lying by columns: the product then takes half of
 # the time, and the loss of its logits, which has kernels for that, hardly more. Choosing a token of each row from it
 # would take forty times as long.
@@ -61,27 +62,37 @@ class CpuProducts:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
-        if is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS:
-            return wide_product(x, weight, bias)
-        if has_native_bf16(x):
-            least = _FEW_BFLOAT16_ROWS if self._amx is None else _MANY_LOSS_ROWS
-            if self._may_lie_by_columns and x.shape[0] >= least and weight.shape[0] >= _MANY_OUTPUTS and bias is None:
+        if x.dtype != torch.bfloat16 or not x.shape[0]:
+            return torch.nn.functional.linear(x, weight, bias)
+        if self._amx is not None:
+            is_for_columns = x.shape[0] >= _MANY_LOSS_ROWS and weight.shape[0] >= _MANY_OUTPUTS and bias is None
+            if self._may_lie_by_columns and is_for_columns:
                 return torch.mm(weight, x.T).T
-            if self._amx is not None and (y := self._amx.skinny_gemm(x, weight, bias)) is not None:
+            if (y := self._amx.skinny_gemm(x, weight, bias)) is not None:
                 return y
-            if 0 < x.shape[0] < _FEW_BFLOAT16_ROWS:
-                return left_product(x, weight, bias)
-        return torch.nn.functional.linear(x, weight, bias)
+        if x.shape[0] <= most_vector_rows() and x.stride(1) == 1 and fit_vectors(weight, bias):
+            return self._vector_product(x, weight, bias)
+        return wide_product(x, weight, bias) if is_widened(x) else torch.nn.functional.linear(x, weight, bias)
+
+    def _vector_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        (n, inner), outer = x.shape, weight.shape[0]
+        assert weight.shape == (outer, inner)
+        y = torch.empty(n, outer, dtype=x.dtype)
+        self._kernels.vector_product(
+            *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
+            *(n, inner, outer, torch.get_num_threads()),
+        )
+        return y
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless bfloat16 is emulated."""
-        if is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
+        if is_widened(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
             return _added(wide_input_gradient(grad, weight), onto)
         return grad @ weight if onto is None else onto.addmm_(grad, weight)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs nothing."""
-        if is_emulated(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
+        if is_widened(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
             return wide_weight_gradient(grad, x)
         return grad.T @ x
 
@@ -143,7 +154,7 @@ class CpuProducts:
                 return y
             if onto is not None and self._amx.add_from_low_rank(onto, x, factor, transposed=True):
                 return onto
-        if onto is None or (is_emulated(x) and x.shape[0] >= _MIN_WIDE_ROWS):
+        if onto is None or (is_widened(x) and x.shape[0] >= _MIN_WIDE_ROWS):
             return _added(self.product(x, factor), onto)
         return onto.addmm_(x, factor.T)
 
@@ -170,20 +181,11 @@ class CpuProducts:
 
 
 def layout(weight: Tensor) -> Tensor:
-    """A weight [out, in] laid out as products read it: by its columns, but for native bfloat16.
+    """A weight [out, in] laid out as products read it: by its columns, but for bfloat16.
 
     PyTorch's float32 products of 8 rows then take two thirds of the time; with many rows it is the same.
     """
-    return weight.contiguous() if has_native_bf16(weight) else weight.T.contiguous().T
-
-
-def left_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product` with the weight as the left factor, for few rows, at least one."""
-    if x.shape[0] == 1:
-        y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
-        return y[None]
-    y = torch.mm(weight, x.T) if bias is None else torch.addmm(bias[:, None], weight, x.T)
-    return torch.stack(y.unbind(1))  # half of what a transposed copy takes
+    return weight.contiguous() if weight.dtype == torch.bfloat16 else weight.T.contiguous().T
 
 
 def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -255,18 +257,38 @@ def rounded_factors() -> Iterator[None]:
             settings.fp32_precision = before
 
 
+def most_vector_rows() -> int:
+    """Up to how many rows our own kernel without tiles multiplies bfloat16."""
+    return _MOST_VECTOR_ROWS_NATIVE if multiplies_bfloat16() else _MOST_VECTOR_ROWS
+
+
+def fit_vectors(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether that kernel is for a weight [out, in] and a bias: bfloat16, lying by rows."""
+    for tensor in (weight, bias):
+        if tensor is not None and not (tensor.dtype == torch.bfloat16 and tensor.is_cpu and tensor.is_contiguous()):
+            return False
+    return True
+
+
 def has_native_bf16(x: Tensor) -> bool:
-    """Whether it is bfloat16 on a CPU that has instructions for its products."""
+    """Whether it is bfloat16 on a CPU that multiplies it faster than float32."""
     return x.dtype == torch.bfloat16 and x.is_cpu and multiplies_bfloat16()
 
 
-def is_emulated(x: Tensor) -> bool:
-    """Whether it is bfloat16 on a CPU that has no instructions for its products."""
+def is_widened(x: Tensor) -> bool:
+    """Whether it is bfloat16 on a CPU that multiplies float32 faster."""
     return x.dtype == torch.bfloat16 and x.is_cpu and not multiplies_bfloat16()
 
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has an instruction for sums of products of bfloat16."""
+    """Whether this CPU's instructions for sums of products of bfloat16 are faster than those for float32.
+
+    Intel's of AVX-512 are not: 168 GFLOP/s by PyTorch's bfloat16 and 306 by its float32 on two cores of a Xeon (model
+    207) whose virtual machine hides AMX.
+    """
     found = torch.cpu.get_capabilities()
-    return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    if found.get("amx_bf16"):
+        return True
+    is_slow = "Intel" in str(found.get("cpu_name"))
+    return not is_slow and any(bool(found.get(name)) for name in ("avx512_bf16", "bf16"))

@@ -18,7 +18,7 @@ from coserve.kernels.cpu import amx
 from coserve.kernels.cpu.adapters import MANY_ROWS
 from coserve.kernels.cpu.attention import CpuAttentionBatch
 from coserve.kernels.cpu.compiled import Library
-from coserve.kernels.cpu.products import most_int8_rows, multiplies_bfloat16
+from coserve.kernels.cpu.products import fit_vectors, most_int8_rows, most_vector_rows, multiplies_bfloat16
 from coserve.kernels.cpu.stand_ins import (
     ALIGNMENT,
     CONSTANT,
@@ -38,7 +38,17 @@ from coserve.kernels.trace import Trace, TracedCalls, TracedStep, UntraceableErr
 
 _ATTENTION = {torch.bfloat16: "paged_attention_bfloat16", torch.float32: "paged_attention_float32"}
 _KERNELS = (
-    *("product", "int8_product_by_tiles", "int8_product", "rms_norm", "silu_mul", "rope", "add", "store_rows"),
+    *(
+        "product",
+        "vector_product",
+        "int8_product_by_tiles",
+        "int8_product",
+        "rms_norm",
+        "silu_mul",
+        "rope",
+        "add",
+        "store_rows",
+    ),
     *("add_adapters", *_ATTENTION.values()),
 )
 
@@ -225,9 +235,11 @@ class _Tracer(PlainBackend):
         self._trace = trace
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not (self._trace.has_amx and self._trace.is_bfloat16 and amx.fit_weight(weight, bias)):
+        if not (self._trace.is_bfloat16 and fit_vectors(weight, bias)):
             raise UntraceableError
-        return self._product("product", x, (weight,), bias, most_rows=amx.MOST_ROWS)
+        if self._trace.has_amx and amx.fit_weight(weight, bias):
+            return self._product("product", x, (weight,), bias, most_rows=amx.MOST_ROWS)
+        return self._product("vector_product", x, (weight,), bias, most_rows=most_vector_rows())
 
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
         is_bfloat16 = self._trace.is_bfloat16

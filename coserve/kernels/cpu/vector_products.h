@@ -1,0 +1,220 @@
+// What products y = x W^T of few rows share on processors without tiles: a weight that becomes float32 in registers,
+// so that it is read once, as it lies.
+//
+// Sums are float32, in an order that does not depend on how many rows there are.
+#pragma once
+
+#include "kernels.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace vectors {
+
+#if defined(__AVX512F__)
+const int LANES = 16;
+#else
+const int LANES = 8;
+#endif
+// Elements of a weight's row that become two vectors.
+const int PAIR = 2 * LANES;
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+inline Floats load(const float* x) {
+    Floats values;
+    std::memcpy(&values, x, sizeof values);
+    return values;
+}
+
+inline Floats load(const int8_t* x) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+#else
+    Bytes bytes;
+    std::memcpy(&bytes, x, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
+}
+
+// PAIR elements as two vectors, in the order in which they lie.
+inline void load_pair(const int8_t* x, Floats& first, Floats& second) {
+    first = load(x);
+    second = load(x + LANES);
+}
+
+// The even elements, then the odd ones: that takes no shuffle.
+inline void load_pair(const bf16* x, Floats& first, Floats& second) {
+    Words words;
+    std::memcpy(&words, x, sizeof words);
+    first = (Floats)(words << 16);
+    second = (Floats)(words & 0xffff0000u);
+}
+
+inline void load_pair(const float* x, Floats& first, Floats& second) {
+    first = load(x);
+    second = load(x + LANES);
+}
+
+// A row of x in float32, its elements in the order in which `load_pair` gives those of a weight.
+template <typename T>
+void arrange(const T* x, i64 n, const int8_t*, float* out) {
+    for (i64 i = 0; i < n; i++) out[i] = widen(x[i]);
+}
+
+template <typename T>
+void arrange(const T* x, i64 n, const T*, float* out) {
+    const i64 whole = n / PAIR * PAIR;
+    for (i64 i = 0; i < whole; i += PAIR) {
+        Floats pair[2];
+        load_pair(x + i, pair[0], pair[1]);
+        std::memcpy(out + i, pair, sizeof pair);
+    }
+    for (i64 i = whole; i < n; i++) out[i] = widen(x[i]);
+}
+
+// a b + c, rounded once. As an expression two of them would become a product, a product and a sum, and a sum.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// The sum of each of COUNT vectors, at most 16, each in the same order whatever their number.
+#if defined(__AVX512F__)
+template <int COUNT>
+inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
+    static_assert(COUNT <= 16);
+    __m512 x[16] = {}, pairs[8], fours[4];
+    for (int i = 0; i < COUNT; i++) x[i] = (__m512)totals[i];
+    // At each of four steps half as many vectors, of the sums of twice as many.
+    auto two = [](__m512 a, __m512 b) { return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b); };
+    for (int i = 0; i < 8; i++) pairs[i] = two(x[i], x[i + 8]);
+    for (int i = 0; i < 4; i++) fours[i] = two(pairs[i], pairs[i + 4]);
+    // Each quarter now has a part of the sums of vectors i, i + 4, i + 8 and i + 12.
+    auto half = [](__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
+    const __m512 all = half(half(fours[0], fours[1]), half(fours[2], fours[3]));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512 found = _mm512_permutexvar_ps(order, all);
+    std::memcpy(sums, &found, sizeof sums);
+}
+#else
+template <int COUNT>
+inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
+    for (int i = 0; i < COUNT; i++) {
+        sums[i] = 0;
+        for (int lane = 0; lane < LANES; lane++) sums[i] += totals[i][lane];
+    }
+}
+#endif
+
+// The sums of ROWS rows of x with CHANNELS rows of a weight; x [n, inner], its elements arranged as those of a weight
+// are loaded. ahead: how many rows further on lies what is fetched meanwhile; of `turns` calls with the same rows of
+// the weight each fetches a part of that.
+template <int ROWS, int CHANNELS, typename W>
+inline void multiply(const float* x, const W* weight, i64 inner, i64 ahead, i64 turn, i64 turns,
+                     float (&sums)[ROWS * CHANNELS]) {
+    Floats totals[ROWS * CHANNELS] = {};
+    const i64 whole = inner / PAIR * PAIR;
+    for (i64 k = 0; k < whole; k += PAIR) {
+        Floats values[CHANNELS][2];
+#pragma GCC unroll 16
+        for (int channel = 0; channel < CHANNELS; channel++) {
+            load_pair(weight + channel * inner + k, values[channel][0], values[channel][1]);
+            __builtin_prefetch(weight + (channel % turns == turn ? channel + ahead : channel) * inner + k);
+        }
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                const Floats own = load(x + row * inner + k + half * LANES);
+#pragma GCC unroll 16
+                for (int channel = 0; channel < CHANNELS; channel++) {
+                    Floats& total = totals[row * CHANNELS + channel];
+                    total = multiply_add(values[channel][half], own, total);
+                }
+            }
+    }
+    add_up(totals, sums);
+    for (int i = 0; i < ROWS * CHANNELS; i++)
+        for (i64 k = whole; k < inner; k++)
+            sums[i] += x[i / CHANNELS * inner + k] * widen(weight[i % CHANNELS * inner + k]);
+}
+
+// y = (x W^T) s + b, with a scale s per output channel, or none.
+template <typename T, typename W>
+struct Problem {
+    const float* x;  // [n, inner], arranged
+    const W* weight;
+    const float* scales;  // or null
+    const T* bias;        // or null
+    T* y;
+    i64 inner, outer, turns;
+
+    template <int ROWS, int CHANNELS>
+    void run(i64 row, i64 channel) const {
+        float sums[ROWS * CHANNELS];
+        const i64 ahead = std::min<i64>(CHANNELS, outer - CHANNELS - channel);
+        multiply<ROWS, CHANNELS>(x + row * inner, weight + channel * inner, inner, ahead, row / ROWS, turns, sums);
+        for (int r = 0; r < ROWS; r++)
+            for (int c = 0; c < CHANNELS; c++) {
+                float& sum = sums[r * CHANNELS + c];
+                if (scales) sum *= scales[channel + c];
+                if (bias) sum += widen(bias[channel + c]);
+            }
+        T rounded[ROWS * CHANNELS];
+        for (int i = 0; i < ROWS * CHANNELS; i++) narrow(sums[i], rounded[i]);
+        for (int r = 0; r < ROWS; r++)
+            std::memcpy(y + (row + r) * outer + channel, rounded + r * CHANNELS, CHANNELS * sizeof(T));
+    }
+
+    // As many channels at once as leave the sums in registers. Of both at most four: with two channels of eight rows
+    // what is loaded of x, not what is computed, takes the time (80 in place of 130 GFLOP/s a core).
+    template <int ROWS>
+    void run_rows(i64 row, i64 first, i64 last) const {
+        const int most = ROWS == 1 ? 8 : 16 / ROWS;
+        i64 channel = first;
+        for (; channel + most <= last; channel += most) run<ROWS, most>(row, channel);
+        for (; channel < last; channel++) run<ROWS, 1>(row, channel);
+    }
+};
+
+// scratch: a thread's, for x in float32.
+template <typename T, typename W>
+void product_of(Scratch& scratch, const T* x, i64 x_step, const W* weight, const float* scales, const T* bias, T* y,
+                i64 n, i64 inner, i64 outer, i64 num_threads) {
+    // Channels whose weights stay in a core's cache while all rows are multiplied with them. Few rows take little
+    // longer than reading: there each channel's rows take turns at fetching what comes next, so that none waits for all
+    // of it.
+    const bool takes_turns = 4 < n && n <= 16;
+    const i64 strip = takes_turns ? 4 : 16, turns = takes_turns ? n / 4 : 1;
+    float* wide = reinterpret_cast<float*>(scratch.take(n * inner * sizeof(float)));
+    const Problem<T, W> problem{wide, weight, scales, bias, y, inner, outer, turns};
+#pragma omp parallel num_threads(num_threads)
+    {
+        const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        for (i64 row = n * thread / threads; row < n * (thread + 1) / threads; row++)
+            arrange(x + row * x_step, inner, weight, wide + row * inner);
+#pragma omp barrier
+        const i64 end = outer * (thread + 1) / threads;
+        for (i64 first = outer * thread / threads; first < end; first += strip) {
+            const i64 last = std::min(first + strip, end);
+            i64 row = 0;
+            for (; row + 4 <= n; row += 4) problem.template run_rows<4>(row, first, last);
+            for (; row + 2 <= n; row += 2) problem.template run_rows<2>(row, first, last);
+            if (row < n) problem.template run_rows<1>(row, first, last);
+        }
+    }
+}
+
+}  // namespace vectors
