@@ -17,6 +17,7 @@ from coserve.kernels.attention import AttentionSpec, Segment
 from coserve.kernels.cpu import CpuBackend, compiled
 from coserve.kernels.cpu.amx import AmxProducts
 from coserve.kernels.cpu.attention import run_backward, run_forward
+from coserve.kernels.cpu.low_rank import LowRankProducts
 from coserve.kernels.cpu.products import CpuProducts
 from coserve.kernels.plain import PlainBackend
 
@@ -188,7 +189,7 @@ def test_products_of_few_rows(inner, outer, num_threads):
         assert torch.equal(amx.skinny_gemm(x[-1:], weight), whole[-1:]), "whatever other rows are there"
 
 
-@needs_amx
+@needs_kernels
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize(
     ("n", "width", "rank"), [(1, 96, 4), (37, 96, 16), (160, 896, 16), (33, 128, 40), (512, 96, 64)]
@@ -196,31 +197,35 @@ def test_products_of_few_rows(inner, outer, num_threads):
 def test_products_with_a_matrix_of_low_rank(n, width, rank, num_threads):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
-    amx = AmxProducts(KERNELS)
+    low_rank = LowRankProducts(KERNELS)
     x = torch.randn(n, width + 8).bfloat16()[:, :width]  # rows of a wider tensor
     narrow, a, b = (torch.randn(shape).bfloat16() for shape in ((n, rank), (rank, width), (width, rank)))
     for matrix, transposed in ((a, True), (b, False)):
         exact = x.double() @ (matrix.T if transposed else matrix).double()
-        y = amx.to_low_rank(x, matrix, transposed=transposed)
+        y = low_rank.to_low_rank(x, matrix, transposed=transposed)
         torch.testing.assert_close(y, exact.bfloat16(), atol=1e-3, rtol=2**-7)
     for matrix, transposed in ((a, False), (b, True)):
         total = torch.randn(n, width + 8).bfloat16()[:, 8:]  # as where several sites' outputs are one tensor
         exact = total.double() + narrow.double() @ (matrix.T if transposed else matrix).double()
-        assert amx.add_from_low_rank(total, narrow, matrix, transposed=transposed)
+        assert low_rank.add_from_low_rank(total, narrow, matrix, transposed=transposed)
         torch.testing.assert_close(total, exact.bfloat16(), atol=1e-3, rtol=2**-7)
     exact = narrow.double().T @ x.double()
     for transposed in (False, True):
         start = torch.randn(exact.T.shape if transposed else exact.shape)
         grad = start.clone()
-        assert amx.add_low_rank_gradient(grad, narrow, x, transposed=transposed)
+        assert low_rank.add_low_rank_gradient(grad, narrow, x, transposed=transposed)
         expected = start + (exact.T if transposed else exact)
         torch.testing.assert_close(grad, expected.float(), atol=1e-3, rtol=1e-4)
 
 
 @needs_kernels
 def test_products_that_the_amx_kernels_are_not_for_go_the_other_way():
-    without_functions: Any = SimpleNamespace(has_amx=True, vector_product=KERNELS.vector_product)
+    names = ("to_low_rank", "from_low_rank", "add_low_rank_gradient")
+    without_functions: Any = SimpleNamespace(
+        has_amx=True, vector_product=KERNELS.vector_product, **dict.fromkeys(names)
+    )
     products, amx = CpuProducts(without_functions), AmxProducts(without_functions)
+    low_rank = LowRankProducts(without_functions)
     torch.manual_seed(0)
 
     def check(x, weight, grad):
@@ -244,18 +249,18 @@ def test_products_that_the_amx_kernels_are_not_for_go_the_other_way():
     check(torch.randn(4, 96), torch.randn(96, 96), torch.randn(4, 96))
     check(torch.randn(4, 96), torch.randn(16, 96), torch.randn(4, 16))
     x, narrow, part = (torch.randn(shape).bfloat16() for shape in ((4, 96), (4, 16), (16, 100)))
-    assert amx.to_low_rank(x, part[:, :96], transposed=True) is None
-    assert not amx.add_from_low_rank(x, narrow, part[:, :96], transposed=False)
+    assert low_rank.to_low_rank(x, part[:, :96], transposed=True) is None
+    assert not low_rank.add_from_low_rank(x, narrow, part[:, :96], transposed=False)
     weight = torch.randn(64, 96)
     assert amx.skinny_gemm(x, weight) is None, "another dtype"
     assert amx.skinny_gemm(x, weight[:, :64].bfloat16().contiguous()) is None, "another width"
     assert amx.skinny_gemm(x, weight.bfloat16(), torch.zeros(128).bfloat16()[::2]) is None
     total = torch.zeros(16, 96)
-    assert not amx.add_low_rank_gradient(total, narrow, x[:3], transposed=False), "other rows"
-    assert not amx.add_low_rank_gradient(total.T, narrow, x, transposed=True), "gaps"
-    assert not amx.add_low_rank_gradient(total.bfloat16(), narrow, x, transposed=False), "another dtype"
+    assert not low_rank.add_low_rank_gradient(total, narrow, x[:3], transposed=False), "other rows"
+    assert not low_rank.add_low_rank_gradient(total.T, narrow, x, transposed=True), "gaps"
+    assert not low_rank.add_low_rank_gradient(total.bfloat16(), narrow, x, transposed=False), "another dtype"
     assert not total.any()
-    assert not amx.add_from_low_rank(x.float(), narrow, part[:, :96].contiguous(), transposed=False)
+    assert not low_rank.add_from_low_rank(x.float(), narrow, part[:, :96].contiguous(), transposed=False)
 
 
 def paged(lengths, num_heads, num_key_heads, width, block_tokens, dtype):
@@ -443,7 +448,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 29 and all(found.values())
+    assert len(found) == 32 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert f'extern "C" void {name}(' in sources or f"PAGED_ATTENTION({name}" in sources

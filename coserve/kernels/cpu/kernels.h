@@ -54,6 +54,14 @@ void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transpo
 void add_low_rank_gradient(const bf16* x, i64 x_step, const bf16* y, i64 y_step, float* grad, i64 is_transposed, i64 n,
                            i64 width, i64 rank, i64 num_threads);
 
+// vector_low_rank.cpp
+void vector_to_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 n, i64 width,
+                        i64 rank, i64 num_threads);
+void vector_from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 y_step, i64 n,
+                          i64 width, i64 rank, i64 num_threads);
+void vector_low_rank_gradient(const bf16* x, i64 x_step, const bf16* wide, i64 wide_step, float* grad,
+                              i64 is_transposed, i64 n, i64 width, i64 rank, i64 num_threads);
+
 // adapters.cpp
 void add_adapters(const void* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,
                   const i64* table, i64 table_step, const i64* sites, i64 num_sites, i64 is_bfloat16, i64 num_threads);

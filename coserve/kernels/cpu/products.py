@@ -24,6 +24,7 @@ from torch import Tensor
 
 from coserve.kernels.cpu.amx import AmxProducts
 from coserve.kernels.cpu.compiled import Library
+from coserve.kernels.cpu.low_rank import LowRankProducts
 from coserve.kernels.plain import products as plain
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
@@ -59,6 +60,7 @@ class CpuProducts:
         self._kernels = kernels
         self._may_lie_by_columns = may_lie_by_columns
         self._amx = AmxProducts(kernels) if kernels.has_amx else None
+        self._low_rank = LowRankProducts(kernels)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
@@ -85,7 +87,7 @@ class CpuProducts:
         return y
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
-        """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless bfloat16 is emulated."""
+        """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless bfloat16 is widened."""
         if is_widened(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
             return _added(wide_input_gradient(grad, weight), onto)
         return grad @ weight if onto is None else onto.addmm_(grad, weight)
@@ -148,32 +150,32 @@ class CpuProducts:
     # -- factors of low rank --------------------------------------------------------------
 
     def low_rank_product(self, x: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
-        """x F^T; F [out, in], one of both the rank. Added to `onto`: rounded once, unless bfloat16 is emulated."""
-        if has_native_bf16(x) and self._amx is not None:
-            if onto is None and (y := self._amx.to_low_rank(x, factor, transposed=True)) is not None:
-                return y
-            if onto is not None and self._amx.add_from_low_rank(onto, x, factor, transposed=True):
-                return onto
-        if onto is None or (is_widened(x) and x.shape[0] >= _MIN_WIDE_ROWS):
-            return _added(self.product(x, factor), onto)
+        """x F^T; F [out, in], one of both the rank. Added to `onto`: rounded once, unless bfloat16 is widened."""
+        own = self._low_rank
+        if onto is None:
+            return self.product(x, factor) if (y := own.to_low_rank(x, factor, transposed=True)) is None else y
+        if own.add_from_low_rank(onto, x, factor, transposed=True):
+            return onto
+        if is_widened(x) and x.shape[0] >= _MIN_WIDE_ROWS:
+            return onto.add_(self.product(x, factor))
         return onto.addmm_(x, factor.T)
 
     def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
         """dx = dy F."""
-        if has_native_bf16(grad) and self._amx is not None:
-            if onto is None and (found := self._amx.to_low_rank(grad, factor, transposed=False)) is not None:
-                return found
-            if onto is not None and self._amx.add_from_low_rank(onto, grad, factor, transposed=False):
-                return onto
+        own = self._low_rank
+        if onto is None and (found := own.to_low_rank(grad, factor, transposed=False)) is not None:
+            return found
+        if onto is not None and own.add_from_low_rank(onto, grad, factor, transposed=False):
+            return onto
         return self.input_gradient(grad, factor, onto)
 
     def add_low_rank_gradient(self, grad: Tensor, x: Tensor, onto: Tensor) -> None:
         """Add dF = dy^T x to a float32 sum."""
-        if has_native_bf16(grad) and self._amx is not None:
-            if self._amx.add_low_rank_gradient(onto, grad, x, transposed=False):
-                return
-            if self._amx.add_low_rank_gradient(onto, x, grad, transposed=True):
-                return
+        own = self._low_rank
+        if own.add_low_rank_gradient(onto, grad, x, transposed=False):
+            return
+        if own.add_low_rank_gradient(onto, x, grad, transposed=True):
+            return
         if grad.dtype == onto.dtype:
             onto.addmm_(grad.T, x)
         else:

@@ -119,10 +119,10 @@ inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
 #endif
 
 // The sums of ROWS rows of x with CHANNELS rows of a weight; x [n, inner], its elements arranged as those of a weight
-// are loaded. ahead: how many rows further on lies what is fetched meanwhile; of `turns` calls with the same rows of
-// the weight each fetches a part of that.
+// are loaded. step: from one row of the weight to the next. ahead: how many rows further on lies what is fetched
+// meanwhile; of `turns` calls with the same rows of the weight each fetches a part of that.
 template <int ROWS, int CHANNELS, typename W>
-inline void multiply(const float* x, const W* weight, i64 inner, i64 ahead, i64 turn, i64 turns,
+inline void multiply(const float* x, const W* weight, i64 inner, i64 step, i64 ahead, i64 turn, i64 turns,
                      float (&sums)[ROWS * CHANNELS]) {
     Floats totals[ROWS * CHANNELS] = {};
     const i64 whole = inner / PAIR * PAIR;
@@ -130,8 +130,8 @@ inline void multiply(const float* x, const W* weight, i64 inner, i64 ahead, i64 
         Floats values[CHANNELS][2];
 #pragma GCC unroll 16
         for (int channel = 0; channel < CHANNELS; channel++) {
-            load_pair(weight + channel * inner + k, values[channel][0], values[channel][1]);
-            __builtin_prefetch(weight + (channel % turns == turn ? channel + ahead : channel) * inner + k);
+            load_pair(weight + channel * step + k, values[channel][0], values[channel][1]);
+            __builtin_prefetch(weight + (channel % turns == turn ? channel + ahead : channel) * step + k);
         }
 #pragma GCC unroll 4
         for (int row = 0; row < ROWS; row++)
@@ -148,7 +148,7 @@ inline void multiply(const float* x, const W* weight, i64 inner, i64 ahead, i64 
     add_up(totals, sums);
     for (int i = 0; i < ROWS * CHANNELS; i++)
         for (i64 k = whole; k < inner; k++)
-            sums[i] += x[i / CHANNELS * inner + k] * widen(weight[i % CHANNELS * inner + k]);
+            sums[i] += x[i / CHANNELS * inner + k] * widen(weight[i % CHANNELS * step + k]);
 }
 
 // y = (x W^T) s + b, with a scale s per output channel, or none.
@@ -165,7 +165,8 @@ struct Problem {
     void run(i64 row, i64 channel) const {
         float sums[ROWS * CHANNELS];
         const i64 ahead = std::min<i64>(CHANNELS, outer - CHANNELS - channel);
-        multiply<ROWS, CHANNELS>(x + row * inner, weight + channel * inner, inner, ahead, row / ROWS, turns, sums);
+        multiply<ROWS, CHANNELS>(x + row * inner, weight + channel * inner, inner, inner, ahead, row / ROWS, turns,
+                                 sums);
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < CHANNELS; c++) {
                 float& sum = sums[r * CHANNELS + c];
