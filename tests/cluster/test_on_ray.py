@@ -168,6 +168,8 @@ def test_three_nodes_learn_one_job_and_serve_it(world: RayWorld, engine: Any, sy
     too_many = {"data_parallel": 4}
     with pytest.raises(openai.BadRequestError, match="this server has 3 nodes that are ready"):
         train(world, 5, 60, **too_many)
+    with pytest.raises(openai.BadRequestError, match="all nodes serve: ask for all 3 that are ready"):
+        train(world, 5, 60, data_parallel=2, adapter={"type": "full"}, live=True)
 
 
 class Streams:
