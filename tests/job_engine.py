@@ -26,6 +26,7 @@ from coserve.jobs.records import DEFAULT_TENANT, JobRecord
 from coserve.jobs.settings import job_settings
 from coserve.jobs.shared_files import SharedFiles
 from coserve.jobs.store import Store
+from coserve.tuning.objectives import SUPERVISED
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 
@@ -197,6 +198,7 @@ class World:
             "hyperparameters": named.pop("hyperparameters", {}),
             "extension": named.pop("extension", {}),
             "seed": named.pop("seed", 4),
+            "objective": named.pop("objective", SUPERVISED),
         }
         start = named.pop("start", None)
         made = job_settings(**settings, architecture=base_model().architecture, is_fresh=start is None)

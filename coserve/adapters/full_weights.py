@@ -19,6 +19,7 @@ from coserve.graph.bypass import AttachedGraph
 from coserve.kernels.weights import Weight
 from coserve.models.backbone import Backbone
 from coserve.models.base import HEAD, Architecture, Part
+from coserve.models.restoring import read_weights
 from coserve.models.saving import save_model
 from coserve.models.source import find_model
 
@@ -68,6 +69,14 @@ class FullWeights(Adapter):
         """Publish the masters to the served weights, in place."""
         for name, master in self.masters.items():
             self._served(name).copy_(master)
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Begin anew with the weights of the model's files; ModelError if it has none."""
+        read_weights(self.backbone.architecture, find_model(self.backbone.name), self.masters)
+        self.sync_compute_copy()
+        for name, master in self.masters.items():
+            master.copy_(self._served(name))  # rounded, as they were when they were loaded
 
     def snapshot(self) -> Adapter:
         """What a version of it is: the served weights, as they are at any time."""

@@ -1,10 +1,14 @@
 """What jobs have made, by name, in a server's home: adapters, and the models of full fine-tuning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coserve.cli.at_rest import existing_home
 from coserve.errors import AdapterError
+
+if TYPE_CHECKING:
+    from coserve.server.config import ServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +54,14 @@ def find_finished(name: str, home: str | None, database: str | None) -> Finished
         return Finished(name=record.name, directory=Path(record.directory or ""), base=record.base)
     known = ", ".join(record.name for record in models) or "none"
     raise AdapterError(f"there is no finished model {name!r}; there are: {known}")
+
+
+def with_finished_model(config: "ServerConfig") -> "ServerConfig":
+    """The files of a model that a job has made, by its name; clients call it so, too. Other names stay as they are."""
+    if not config.model.startswith("ft:") or Path(config.model).exists():
+        return config
+    found = find_finished(config.model, config.home, config.database)
+    if not found.is_model:
+        raise AdapterError(f"{found.name} is an adapter of {found.base}: a server of that model serves it by its name")
+    names = config.served_model_names or (found.name,)
+    return replace(config, model=str(found.directory), served_model_names=names)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from coserve.cluster.changed_weights import ChangedWeights
 from coserve.cluster.cluster_jobs import ClusterJobs
 from coserve.cluster.contributions import Contributions
 from coserve.cluster.nodes import ClusterNode
@@ -38,8 +39,8 @@ _CATCH_UP_S = 10.0
 @dataclass(kw_only=True, eq=False)
 class _Divided:
     """One whose shards have been started. asked: of it. attempt: a word for these shards, and no others. done: nodes,
-    other than the first, that have made all of it. rests: it is paused. checkpoint: the newest. turn: of those who
-    change it.
+    other than the first, that have made all of it. rests: it is paused. is_over: it will not be started again.
+    checkpoint: the newest. turn: of those who change it.
     """
 
     start: JobStart
@@ -50,6 +51,7 @@ class _Divided:
     contributions: Contributions
     reports: ShardReports
     rests: bool = False
+    is_over: bool = False
     checkpoint: str | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -75,6 +77,7 @@ class DividedJobs:
         """
         self._jobs, self._nodes, self._tell, self._lost = jobs, nodes, tell, lost
         self._shared = shared or SharedFiles()
+        self._weights = ChangedWeights()
         self._divided: dict[str, _Divided] = {}
         self._of: dict[str, tuple[_Divided, int]] = {}  # job and number of a shard
         self._leaving: dict[str, asyncio.Task[None]] = {}  # by job: its last shards are being ended
@@ -86,22 +89,27 @@ class DividedJobs:
         """The job that a shard is of; any other is its own."""
         return self._of[id][0].id if id in self._of else id
 
+    def lacking(self) -> str | None:
+        """Why an engine that has just started cannot serve beside the others; None: it can."""
+        return self._weights.lacking(has_others=bool(self._nodes()))
+
     # -- what the manager asks ----------------------------------------------------------
 
     async def start_job(self, job: JobStart) -> None:
         """See `JobEngine`; one that must wait for nodes has been taken, too."""
-        if job.data_parallel is None or job.data_parallel.num_nodes == 1:
+        if (asked := self._weights.asked(job)) is None:
             await self._jobs.start(job)
             return
         if (leaving := self._leaving.get(job.id)) is not None:
             await asyncio.wait([leaving])
-        divided = self._divide(job)
+        divided = self._divide(job, asked)
         async with divided.turn:
             try:
                 await self._start_shard(divided, 0)
             except EngineGoneError:  # which is told with the node's end
                 raise
             except CoserveError:
+                divided.is_over = True
                 await self._end(divided)
                 raise
         for number in range(1, len(divided.shards)):
@@ -130,8 +138,15 @@ class DividedJobs:
             await self._jobs.cancel(id)
             return
         async with job.turn:
-            await self._all(job.shards, self._jobs.cancel)
+            nodes = self._nodes_of(job)
+            job.is_over = True  # nothing that its shards say of that has them ended otherwise
+            try:
+                await self._all(job.shards, self._jobs.cancel)
+            except CoserveError:
+                job.is_over = False
+                raise
             self._forget(job)
+            await self._undo(job, nodes)
 
     # -- nodes that come and go ---------------------------------------------------------
 
@@ -148,7 +163,7 @@ class DividedJobs:
     def grow(self) -> None:
         """There is a node more: jobs that have fewer than they ask for begin again with it."""
         for job in list(self._divided.values()):
-            if len(job.shards) < min(job.asked.num_nodes, len(self._nodes())):
+            if len(job.shards) < self._weights.number(job.start, job.asked, len(self._nodes())):
                 self._soon(self._regroup(job))
 
     def lose(self, node: ClusterNode) -> frozenset[str]:
@@ -187,9 +202,11 @@ class DividedJobs:
             if not isinstance(each, JobEvent):
                 job.checkpoint = each.directory
             elif each.kind == "succeeded":
+                self._weights.keep(job.start)
                 self._keep_from_disk(job)
                 self._forget(job)
-            elif each.kind in ("failed", "cancelled"):
+            elif each.kind in ("failed", "cancelled") and not job.is_over:
+                job.is_over = True
                 self._leave(job)
         return told
 
@@ -205,10 +222,9 @@ class DividedJobs:
 
     # -- shards -----------------------------------------------------------------------
 
-    def _divide(self, job: JobStart) -> _Divided:
-        asked, attempt = job.data_parallel, uuid4().hex[:8]
-        assert asked is not None
-        count = max(1, min(asked.num_nodes, len(self._nodes())))
+    def _divide(self, job: JobStart, asked: DataParallel) -> _Divided:
+        attempt, count = uuid4().hex[:8], self._weights.number(job, asked, len(self._nodes()))
+        self._weights.begin(job)
         divided = _Divided(
             start=job,
             asked=asked,
@@ -231,6 +247,7 @@ class DividedJobs:
                 return
             await asyncio.sleep(_WAIT_S)
         shard = Shard(
+            job=job.id,
             index=number,
             count=len(job.shards),
             synchronization=job.asked.synchronization,
@@ -295,12 +312,12 @@ class DividedJobs:
 
     async def _end(self, job: _Divided) -> None:
         self._forget(job)
-        await self._end_shards(job)
+        await self._end_shards(job, self._nodes_of(job))
 
     def _leave(self, job: _Divided) -> None:
         """The same, soon; shards of the same job wait for that."""
         self._forget(job)
-        ending = self._leaving[job.id] = self._soon(self._end_shards(job))
+        ending = self._leaving[job.id] = self._soon(self._end_shards(job, self._nodes_of(job)))
         ending.add_done_callback(lambda _: self._leaving.get(job.id) is ending and self._leaving.pop(job.id))
 
     def _forget(self, job: _Divided) -> None:
@@ -310,11 +327,25 @@ class DividedJobs:
         for shard in job.shards:
             self._of.pop(shard, None)
 
-    async def _end_shards(self, job: _Divided) -> None:
+    async def _end_shards(self, job: _Divided, nodes: Collection[ClusterNode]) -> None:
         """So that their nodes can have others of the same job."""
         await asyncio.gather(*(self._jobs.cancel(shard, keeps=False) for shard in job.shards), return_exceptions=True)
         for shard in job.shards:
             self._jobs.forget(shard)
+        if job.is_over:
+            await self._undo(job, nodes)
+
+    def _nodes_of(self, job: _Divided) -> list[ClusterNode]:
+        found = map(self._jobs.node_of, job.shards)
+        return [node for node in found if node is not None]
+
+    async def _undo(self, job: _Divided, nodes: Collection[ClusterNode]) -> None:
+        """It has not come to its end: where it has trained the weights that serve, engines begin anew with their own,
+        since each node has others.
+        """
+        if job.start.changes_model:
+            self._weights.undo(job.start)
+            await asyncio.gather(*(node.connection.end(0.0) for node in nodes))
 
     def _keep_from_disk(self, job: _Divided) -> None:
         """What the job has made lies on disk: nodes may let go of it when they have no room."""

@@ -203,6 +203,9 @@ class ClusterLink:
         if self._ready is not None and (problem := how_unlike(ready, self._ready)) is not None:
             self._nodes.refuse(node, problem)
             return
+        if (problem := self._divided.lacking()) is not None:
+            self._nodes.refuse(node, problem)
+            return
         node.problem, node.is_refused = None, False
         node.tracker = NodeTracker(node.name, ready, profile_of(ready, self._home))
         self._nodes.ask(node)  # its process may be another one

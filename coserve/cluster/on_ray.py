@@ -118,6 +118,8 @@ class FrontRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
+        if pending_request is not None:  # where nobody answers, Ray asks again after a while, and not at once forever
+            pending_request.routing_context.should_backoff = True
         return [choose_front({replica: replica.routing_stats for replica in candidate_replicas})]
 
 

@@ -76,6 +76,7 @@ class StandbyFront:
 
 def choose_front(said: Mapping[Any, Mapping[str, Any]]) -> list[Any]:
     """Of fronts, by what each last said of itself, those that a request may go to: the one that answers; none while
-    nobody does, unless there is but one, which knows best.
+    nobody does. One that is alone and has said nothing yet has no others to wait for.
     """
-    return list(said) if len(said) == 1 else [front for front, stats in said.items() if stats.get(ANSWERS)]
+    is_alone = len(said) == 1
+    return [front for front, stats in said.items() if stats.get(ANSWERS, is_alone)]

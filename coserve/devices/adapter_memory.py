@@ -35,9 +35,10 @@ class AdapterMemory:
             yield
 
     @contextmanager
-    def for_training(self, what: str, layout: AdapterLayout) -> Iterator[None]:
-        """Likewise, for one that is to be trained."""
-        num_bytes = layout.num_parameters * (4 * _TRAINING_COPIES + self._copy_bytes) + 4 * layout.num_derived
+    def for_training(self, what: str, layout: AdapterLayout, num_more: int = 0) -> Iterator[None]:
+        """Likewise, for one that is to be trained. num_more: tensors of each parameter's size beside the usual ones."""
+        num_copies = _TRAINING_COPIES + num_more
+        num_bytes = layout.num_parameters * (4 * num_copies + self._copy_bytes) + 4 * layout.num_derived
         with self._taking(what, layout, num_bytes):
             yield
 

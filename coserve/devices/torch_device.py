@@ -223,10 +223,11 @@ class TorchDevice:
         backbone, window = self.backbone, None
         if command.model:
             backbone, window = self._others.backbone(command.model), self._others.window(command.model)
-        resumes = self._changed_by == command.job
+        job = command.job if command.shard is None else command.shard.job
+        resumes = self._changed_by == job
         if not command.model and not resumes:
             self._require_own_weights(f"job {command.job}")
-        trainer = open_trainer(command, backbone, self._versions, self._adapter_memory, window)
+        trainer = open_trainer(command, backbone, self._versions, self._adapter_memory, window, restores=resumes)
         opened = trainer.opened()
         if opened.changes_model:
             others = [*self._versions, *(job for job in self._trainers if job != command.job)]
@@ -237,7 +238,7 @@ class TorchDevice:
                 )
             if command.model:
                 raise AdapterError("full fine-tuning trains the model that serves, not one beside it")
-            self._changed_by = command.job
+            self._changed_by = job
         self._trainers[command.job] = trainer
         return opened
 

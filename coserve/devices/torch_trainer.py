@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter
+from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.peft_directory import adapter_config, load_adapter, save_adapter
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.tensor_files import open_tensors, write_tensors
@@ -28,6 +29,7 @@ from coserve.models.backbone import Backbone
 from coserve.tuning.blockwise import BlockwisePass
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.layerwise import LayerwisePass
+from coserve.tuning.objectives import objective_class
 from coserve.tuning.optimizer import NUM_MOMENTS, AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import evaluation_programs, training_programs
@@ -237,12 +239,21 @@ class TorchTrainer:
 
 def _check_objective(name: str, adapter: Adapter, window: WeightWindow | None) -> None:
     """AdapterError for what an objective over sequences cannot train."""
+    objective = objective_class(name)
+    if adapter.config.is_model and objective is not None and objective.needs_reference:
+        raise AdapterError(f"{name} compares with the model as it was, and full fine-tuning changes it: use an adapter")
     if window is not None:
         raise AdapterError(f"{name} trains on the model that serves; jobs on other models have the method supervised")
     if adapter.config.num_virtual_tokens:
         raise AdapterError(f"{name} trains no virtual tokens, which the model without the adapter does not have")
-    if any(part == "head" for part, _ in adapter.sites.values()):
-        raise AdapterError(f"{name} does not train an adapter at the output layer; leave lm_head out of target_modules")
+    if not adapter.parameters("head"):
+        return
+    if adapter.config.is_model:
+        raise AdapterError(
+            f"{name} does not train the output layer, nor a table of embeddings that is one: choose blocks by "
+            "layers_to_transform, or modules by target_modules"
+        )
+    raise AdapterError(f"{name} does not train an adapter at the output layer; leave lm_head out of target_modules")
 
 
 class TorchCopy:
@@ -289,23 +300,32 @@ def open_trainer(
     versions: dict[str, Adapter],
     memory: AdapterMemory,
     window: WeightWindow | None = None,
+    *,
+    restores: bool = False,
 ) -> TorchTrainer:
-    """The tensors of a job, as the command says; AdapterError as there. window: see `TorchTrainer`."""
+    """The tensors of a job, as the command says; AdapterError as there. window: see `TorchTrainer`. restores: the job
+    has changed the model's weights before, so that without a checkpoint it begins with those of its files.
+    """
     checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
     config = None if command.adapter is None else adapter_config(command.adapter)
+    more = 0 if command.shard is None else command.shard.num_copies
     if checkpoint is not None and config is not None and config.is_model:
-        with memory.for_training(f"job {command.job}", config.sizes(backbone.architecture)):
+        with memory.for_training(f"job {command.job}", config.sizes(backbone.architecture), more):
             adapter = config.create(backbone, seed=command.config.seed)
     elif checkpoint is not None:
-        adapter = load_adapter(backbone, checkpoint, taking=memory.for_training)
+        adapter = load_adapter(
+            backbone, checkpoint, taking=lambda what, layout: memory.for_training(what, layout, more)
+        )
     elif config is None:
         adapter = versions[command.version or ""]
-        with memory.for_training(f"job {command.job}", adapter.config.sizes(backbone.architecture)):
+        with memory.for_training(f"job {command.job}", adapter.config.sizes(backbone.architecture), more):
             is_model = adapter.config.is_model
             adapter = adapter.config.create(backbone, seed=command.config.seed) if is_model else adapter.snapshot()
     else:
-        with memory.for_training(f"job {command.job}", config.sizes(backbone.architecture)):
+        with memory.for_training(f"job {command.job}", config.sizes(backbone.architecture), more):
             adapter = config.create(backbone, seed=command.config.seed)
+        if restores and isinstance(adapter, FullWeights):
+            adapter.restore()
     if adapter.config.is_model and not command.config.live:
         raise AdapterError("full fine-tuning changes the weights that serve: set live to true")
     generator = torch.Generator().manual_seed(command.config.seed)

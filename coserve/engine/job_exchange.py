@@ -48,3 +48,5 @@ class JobExchange:
     def _combine(self, job: Job, number: int) -> None:
         assert job.exchange is not None
         self._device.execute(CombineContributions(job.id, number, meets=job.exchange.meets))
+        if not job.exchange.shard.gives_gradients:
+            self._milestones.note_change(job)

@@ -31,6 +31,10 @@ class JobMilestones:
         if job.answers_due and job.state == "running":
             self._follow_questions(job)
 
+    def note_change(self, job: Job) -> None:
+        """What it trains is another now, and serves, if it is the model itself."""
+        self._adapters.versions.num_model_changes += job.costs.changes_model
+
     def finish_evaluation(self, job: Job, answers: Mapping[str, float]) -> None:
         """Its validation set has been measured; answers: what came of its questions, by the metric's name."""
         self._emit(job.finish_evaluation(self._device.clock.now(), answers))
@@ -50,7 +54,6 @@ class JobMilestones:
 
     def _follow_update(self, job: Job) -> None:
         """A version, an evaluation (unless that was done), the next step."""
-        self._adapters.versions.num_model_changes += job.costs.changes_model
         step, config = job.num_steps_done, job.config
         last = step == job.order.num_steps
         if job.exchange is not None and not job.exchange.holds_what_all_hold(step):

@@ -178,6 +178,7 @@ class JobSet(Mapping[str, Job]):
         """It has been opened (`JobOpener`), and runs from now on."""
         self._num_tokens_forgotten -= job.num_tokens_trained  # of one that is resumed: another engine's
         self._jobs[job.id] = job
+        self._milestones.note_change(job)  # to what it resumes from
         self._counters.arrive(job.tenant)
         self.catch_up()
 

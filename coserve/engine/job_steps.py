@@ -86,6 +86,7 @@ class JobSteps:
                 self._packs.drop(job)
 
     def _book_update(self, job: Job, norm: float | None, now_s: float) -> None:
+        self._milestones.note_change(job)
         self._emit(job.finish_update(norm, now_s))
         if job.error is not None:
             self._endings.fail(job, job.error)

@@ -89,6 +89,7 @@ class StepLoop:
         self.last_need = NeedView()
         self._step: _Begun | None = None  # under way
         self._max_step_rows = config.max_step_rows
+        self._num_model_changes = 0  # that requests which wait have been told of
 
     @property
     def policy(self) -> Policy:
@@ -106,6 +107,7 @@ class StepLoop:
         if self._step is not None:  # the caller was interrupted before it could finish
             self.finish()
         self._jobs.catch_up()
+        self._note_model_changes()
         self._bring_back_adapters()
         started_s = self._device.clock.now()
         view, plan = self._plan(started_s)
@@ -165,6 +167,13 @@ class StepLoop:
         """What the device knows of the requests that run is not known: they are to be opened again."""
         for request in reversed(list(self._requests.running.values())):  # the first one is to be the first again
             self._commands.send(self._requests.preempt(request))
+
+    def _note_model_changes(self) -> None:
+        """Tell those that wait, if the weights are others now."""
+        number = self._adapters.versions.num_model_changes
+        if number != self._num_model_changes:
+            self._num_model_changes = number
+            self._requests.note_model_changes(number)
 
     # -- commands without a step ------------------------------------------------------
 
@@ -270,10 +279,8 @@ class StepLoop:
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
         self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
-        num_changes = self._adapters.versions.num_model_changes
         self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)
-        if num_changes != self._adapters.versions.num_model_changes:
-            self._requests.note_model_changes(self._adapters.versions.num_model_changes)
+        self._note_model_changes()
         self._follow_device()
 
     def _remember(self, step: _Begun, result: StepResult) -> None:

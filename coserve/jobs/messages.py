@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from coserve.adapters.methods import changes_model
 from coserve.jobs.records import AdapterRef
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.shard import DataParallel, Shard
@@ -38,6 +39,11 @@ class JobStart:
     model: str = ""
     data_parallel: DataParallel | None = None
     shard: Shard | None = None
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether it trains the weights that serve."""
+        return changes_model(self.adapter)
 
 
 @dataclass(frozen=True, kw_only=True)

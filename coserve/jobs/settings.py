@@ -18,7 +18,7 @@ from coserve.models.base import Architecture
 from coserve.settings import MOST_WHOLE, check_number, check_whole, shown
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.evaluation import EvaluationConfig
-from coserve.tuning.objectives import SUPERVISED, make_objective
+from coserve.tuning.objectives import SUPERVISED, make_objective, objective_class, objective_names
 from coserve.tuning.shard import SYNCHRONIZATIONS, DataParallel, Synchronization
 
 _Settings = TypeVar("_Settings")
@@ -171,6 +171,8 @@ def job_settings(
     length = asked.max_sequence_length or min(_LONGEST_SEQUENCE, positions)
     if length > positions:
         _refuse("coserve.max_sequence_length", f"is {length}; the model has {positions} positions")
+    if is_fresh and _trains_model(asked.adapter):
+        _check_full(objective)
     if not is_fresh and asked.adapter is not None:
         _refuse("coserve.adapter", "must not be given where the model is an adapter: that one is trained further")
     every = asked.checkpoint_every_steps
@@ -273,6 +275,24 @@ def _trains_model(adapter: Any) -> bool:
         return isinstance(adapter, Mapping) and method(adapter.get("type", "lora")).is_model
     except ValueError:  # said later
         return False
+
+
+def _check_full(objective: str) -> None:
+    """JobError for what full fine-tuning cannot be trained for."""
+    with _of("method"):
+        found = objective_class(objective)
+    if found is not None and found.needs_reference:
+        others = ", ".join(each.replace("-", "_") for each in objective_names() if not _needs_reference(each))
+        _refuse(
+            "coserve.adapter",
+            f"must not be full for {objective}, which compares with the model as it was: full fine-tuning changes "
+            f"that; train an adapter, or for one of {others}",
+        )
+
+
+def _needs_reference(objective: str) -> bool:
+    found = objective_class(objective)
+    return found is not None and found.needs_reference
 
 
 def _build(kind: type[_Settings], given: Any, where: str) -> _Settings:

@@ -4,6 +4,7 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
+from coserve.adapters.methods import changes_model
 from coserve.jobs.names import SUFFIX
 from coserve.jobs.records import AdapterRef
 from coserve.jobs.settings import JobSettings, job_settings
@@ -44,10 +45,12 @@ def read_job_request(
 
 
 def _check_data_parallel(settings: JobSettings, base: str, context: ServerContext) -> None:
-    if settings.data_parallel is None:
+    asked, num_nodes = 1 if settings.data_parallel is None else settings.data_parallel.num_nodes, context.link.num_nodes
+    if changes_model(settings.adapter) and num_nodes > 1 and asked != num_nodes:
+        wrong = f"full fine-tuning changes the weights that all nodes serve: ask for all {num_nodes} that are ready."
+    elif settings.data_parallel is None:
         return
-    asked, num_nodes = settings.data_parallel.num_nodes, context.link.num_nodes
-    if base != context.jobs.models.served.name:
+    elif base != context.jobs.models.served.name:
         wrong = f"{base} is trained beside the model that serves, on one node: leave it out."
     elif num_nodes < asked:
         nodes = "1 node that is ready" if num_nodes == 1 else f"{num_nodes} nodes that are ready"

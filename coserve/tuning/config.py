@@ -147,5 +147,11 @@ class TuningConfig:
         return objective is not None and objective.needs_reference
 
     @property
+    def counts_packs(self) -> bool:
+        """Whether the examples of a pack count together; see `Objective`."""
+        objective = self.make_objective()
+        return objective is not None and objective.counts_packs
+
+    @property
     def pack_tokens(self) -> int:
         return self.max_pack_tokens or max(1024, self.max_sequence_length)

@@ -50,7 +50,9 @@ class TrainingOrder:
     """The optimizer steps of a job, each a batch of examples; an epoch's last batch may be smaller."""
 
     def __init__(self, examples: Sequence[Example], config: TuningConfig, shard: Shard | None = None) -> None:
-        """shard: its part of each batch alone, which may have no examples."""
+        """shard: its part of each batch alone, which may have no examples: of the batch's packs, where the examples of
+        a pack count together, so that they are those of one node.
+        """
         assert examples, "a job has examples"
         self.examples, self.config, self._shard = examples, config, shard
         self.steps_per_epoch = -(-len(examples) // config.batch_size)
@@ -63,11 +65,13 @@ class TrainingOrder:
         order, rows_before = self._order(epoch)
         start = batch * self.config.batch_size
         end = min(start + self.config.batch_size, len(order))
-        if self._shard is not None:
-            start, end = self._shard.part(start, end)
+        shard, by_pack = self._shard, self.config.counts_packs
+        if shard is not None and not by_pack:
+            start, end = shard.part(start, end)
         members = [self.examples[index] for index in order[start:end]]
         first_row = epoch * rows_before[-1] + rows_before[start]
-        return packs_of(members, self.config, first_row=first_row)
+        packs = packs_of(members, self.config, first_row=first_row)
+        return packs if shard is None or not by_pack else _part(packs, shard)
 
     def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
         """The order of an epoch's examples, and how many rows lie before each of them (and before the end)."""
@@ -75,3 +79,10 @@ class TrainingOrder:
         order = epoch_order(len(self.examples), seed=config.seed, epoch=epoch, shuffle=config.shuffle)
         lengths = (len(self.examples[index].tokens) for index in order)
         return order, list(accumulate(lengths, initial=0))
+
+
+def _part(packs: Sequence[PackMembers], shard: Shard) -> list[PackMembers]:
+    """A node's packs, each with its reference."""
+    start, end = shard.part(0, sum(not pack.is_reference for pack in packs))
+    numbers = accumulate((not pack.is_reference for pack in packs), initial=0)  # of packs before each one
+    return [pack for number, pack in zip(numbers, packs, strict=False) if start <= number < end]

@@ -32,11 +32,13 @@ class DataParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One node's part of a job. index: of `count`; the first one measures the validation set, and writes checkpoints.
+    """One node's part of a job. job: the whole of it. index: of `count`; the first one measures the validation set, and
+    writes checkpoints.
     meet_every_steps: after as many steps all nodes wait for one another, so that there can be a checkpoint (0: at the
     end alone). directory: that all nodes can read and write, for contributions.
     """
 
+    job: str = ""
     index: int
     count: int
     synchronization: Synchronization
@@ -48,6 +50,13 @@ class Shard:
     def gives_gradients(self) -> bool:
         """Before each optimizer step; else it gives its progress, after some of these."""
         return self.synchronization == "synchronous"
+
+    @property
+    def num_copies(self) -> int:
+        """Tensors of each parameter's size that its exchange with the others holds: what it gives and reads of all; and
+        of progress, what nodes last held in common.
+        """
+        return 1 + self.count if self.gives_gradients else 1 + 3 * (1 + self.count)
 
     def part(self, start: int, end: int) -> tuple[int, int]:
         """Of a range of examples, those of this node: a range of nearly the same size for each; may be empty."""

@@ -137,6 +137,22 @@ class RayWorld:
         """Ray Serve's replica, with the store and all connections."""
         _kill(self.until(lambda: self._front_pid()))
 
+    def fronts(self) -> set[int]:
+        """Processes that are fronts: the one that answers, and those that stand by."""
+        found = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:coserve:front"], capture_output=True, text=True)
+        return set(map(int, found.stdout.split()))
+
+    def num_fronts(self) -> int:
+        """Those that have started, whichever of them answers."""
+        from ray import serve
+
+        front = serve.status().applications[self.on_ray.APPLICATION].deployments[self.on_ray.FRONT]
+        return int(front.replica_states.get("RUNNING", 0))
+
+    def front_that_answers(self) -> int | None:
+        """Its process; None while there is none."""
+        return self._front_pid()
+
     def _pid_of_node(self, number: int) -> int:
         ready = self.until(lambda: [each for each in self._nodes() if each["state"] == "ready"])
         pid: int = ready[number % len(ready)]["pid"]

@@ -8,8 +8,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from cluster.ray_world import KEY, OTHER_KEY, RayWorld, ray_world, write_keys
+from cluster.ray_world import KEY, NUM_FRONTS, OTHER_KEY, RayWorld, ray_world, write_keys
 
 pytestmark = [
     pytest.mark.cluster,
@@ -168,6 +169,8 @@ def test_three_nodes_learn_one_job_and_serve_it(world: RayWorld, engine: Any, sy
     too_many = {"data_parallel": 4}
     with pytest.raises(openai.BadRequestError, match="this server has 3 nodes that are ready"):
         train(world, 5, 60, **too_many)
+    with pytest.raises(openai.BadRequestError, match="all nodes serve: ask for all 3 that are ready"):
+        train(world, 5, 60, data_parallel=2, adapter={"type": "full"}, live=True)
 
 
 class Streams:
@@ -246,6 +249,83 @@ def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(w
         print(f"  {name}: {', '.join(f'{each:.1f}' for each in seconds)}")
     for text in sorted(set(streams.errors))[:8]:
         print(f"  {text}")
+
+
+def test_a_front_that_stands_by_takes_over_and_no_request_is_left_without_an_answer_or_an_error(
+    world: RayWorld, engine: Any
+):
+    expected = {prompt: alone(engine, prompt, 48) for prompt in PROMPTS}
+    streams = Streams(world, expected, 48)
+    took: dict[str, list[float]] = {}
+    world.until(lambda: world.num_ready() == 3)
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        reading = [threads.submit(streams.run, number) for number in range(8)]
+        try:
+            for number in range(max(1, NUM_KILLS // 4)):
+                world.until(lambda: world.num_fronts() == len(world.fronts()) == NUM_FRONTS)
+                job = train(world, 100 + number, NUM_STEPS)
+                world.until(partial(has_made, world, job, 10))
+                world.until(partial(streams.has_more_than, streams.num_whole))
+                for name, seconds in kill_the_front_that_answers(world, threads, expected, job).items():
+                    took.setdefault(name, []).append(seconds)
+                finished(world, job)
+                assert steps_of(world, job) == list(range(1, NUM_STEPS + 1))
+        finally:
+            streams.end()
+        for each in reading:
+            each.result(timeout=120)
+    assert streams.wrong == []
+    print(
+        f"\n{streams.num_whole} whole answers, {len(streams.errors)} errors; seconds from the kill of the front until"
+    )
+    for name, times in took.items():
+        print(f"  {name}: {', '.join(f'{each:.1f}' for each in times)}")
+
+
+def kill_the_front_that_answers(
+    world: RayWorld, threads: ThreadPoolExecutor, expected: dict[str, str], job: str
+) -> dict[str, float]:
+    """With requests open, and one that comes then: each ends. Returns what it took until what."""
+    took: dict[str, float] = {}
+    answered, before = world.status()["pid"], world.fronts()
+    asked = [threads.submit(whole_or_error, world, prompt, text) for prompt, text in expected.items()]
+    time.sleep(0.1)
+    start_s = time.monotonic()
+
+    def since(name: str, question: Callable[[], Any]) -> Any:
+        found = world.until(question)
+        took[name] = time.monotonic() - start_s
+        return found
+
+    world.kill_front(0)
+    prompt = PROMPTS[0]
+    late = threads.submit(whole_or_error, world, prompt, expected[prompt])
+    answers = since("another front answers", lambda: (pid := world.front_that_answers()) != answered and pid)
+    assert answers in before - {answered}, "it stood by"
+    since("it has given a whole answer", lambda: whole_or_error(world, prompt, expected[prompt]) == "whole")
+    since("all nodes are ready", lambda: world.num_ready() == 3)
+    since("the job has made a step more", partial(has_made, world, job, 11))
+    ends = [each.result(timeout=120) for each in asked]
+    print(f"of {len(ends)} requests that were open {ends.count('whole')} ended whole; others: {set(ends) - {'whole'}}")
+    assert "wrong" not in ends
+    print(f"one that came then: {late.result(timeout=120)}")
+    assert late.result() == "whole" or "no node is ready" in late.result()
+    return took
+
+
+def has_made(world: RayWorld, job: str, step: int) -> bool:
+    """Whether a job has made as many steps."""
+    with suppress(openai.APIError):
+        return max(steps_of(world, job), default=0) >= step
+    return False
+
+
+def whole_or_error(world: RayWorld, prompt: str, expected: str) -> str:
+    """How a request ends: whole, wrong, or an error, in its words."""
+    try:
+        return "whole" if ask(world, prompt, 48) == expected else "wrong"
+    except openai.APIError as error:
+        return f"{type(error).__name__}: {error}"[:160]
 
 
 def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path):

@@ -10,6 +10,9 @@ from coserve.cluster.contributions import Contributions
 from coserve.cluster.shard_reports import ShardReports
 from coserve.engine.job import JobEvent
 from coserve.jobs.messages import Checkpointed, Contributed
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.examples import Example
+from coserve.tuning.order import TrainingOrder
 from coserve.tuning.shard import Combination, Shard
 
 
@@ -27,6 +30,20 @@ def test_the_parts_of_a_batch_are_all_of_it_once_and_nearly_the_same_size(number
     parts = [range(*shard(index=index, count=count).part(10, 10 + number)) for index in range(count)]
     assert [index for part in parts for index in part] == list(range(10, 10 + number))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_where_the_examples_of_a_pack_count_together_nodes_have_whole_packs_those_of_one_node():
+    examples = [
+        Example(tokens=tuple(range(8)), trained=(True,) * 8, parts=(4, 4), labels=(1.0, 0.0)) for _ in range(11)
+    ]
+    config = TuningConfig(objective="kto", batch_size=5, max_sequence_length=8, max_pack_tokens=17)
+    alone = TrainingOrder(examples, config)
+    nodes = [TrainingOrder(examples, config, shard(index=index)) for index in range(3)]
+    for step, number in enumerate((3, 3, 1)):
+        packs = alone.packs(step)
+        assert [pack.is_reference for pack in packs] == [True, False] * number
+        assert [pack for node in nodes for pack in node.packs(step)] == packs
+        assert max(len(node.packs(step)) for node in nodes) == 2, "each of them has one, with its reference"
 
 
 def test_asynchronous_nodes_meet_where_a_checkpoint_is_due_and_others_whenever_they_contribute():

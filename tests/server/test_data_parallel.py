@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_nodes import make_request
+from divided import EXTENSION, NUM_STEPS, STRATEGIES, finished, losses, run
 from engine_nodes import ClusterWorld, cluster_world, small_engine
 from job_data import DATA, adapter_in, distance, steps_of
 from job_engine import World, world
@@ -17,26 +17,6 @@ from coserve.devices.messages import SaveAdapter
 from coserve.engine.engine import Engine
 from coserve.errors import JobError
 from coserve.jobs.records import JobRecord
-
-# Seven examples in batches of three: the last batch of an epoch has parts without examples.
-NUM_STEPS = 9
-EXTENSION: dict[str, Any] = {
-    "adapter": {"r": 3, "alpha": 6, "dropout": 0},
-    "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
-    "checkpoint_every_steps": 4,
-}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "synchronous": {},
-    "local-sgd": {"synchronization": "local-sgd", "synchronize_every_steps": 2},
-    "asynchronous": {"synchronization": "asynchronous", "synchronize_every_steps": 2},
-}
-
-
-def run(test: Callable[[], Awaitable[Any]]) -> Any:
-    async def limited() -> Any:
-        return await asyncio.wait_for(test(), 240)
-
-    return asyncio.run(limited())
 
 
 async def create(made: World, *, epochs: int = 3, **extension: Any) -> JobRecord:
@@ -48,15 +28,6 @@ async def create(made: World, *, epochs: int = 3, **extension: Any) -> JobRecord
     )
 
 
-async def finished(made: World, job: JobRecord) -> tuple[list[Any], dict[int, Any]]:
-    """Its events, and the parameters in its checkpoints."""
-    job = await made.until_over(job.id)
-    assert (job.status, job.error) == ("succeeded", None)
-    assert steps_of(made.events(job.id)) == list(range(1, job.num_steps + 1))
-    await made.until(lambda: not (made.home / "jobs" / job.id / "contributions").exists())
-    return made.events(job.id), {each.step: adapter_in(each.directory) for each in made.checkpoints(job.id)}
-
-
 def on_one_node(home: Path, **named: Any) -> tuple[list[Any], dict[int, Any]]:
     async def test() -> Any:
         async with world(home) as made:
@@ -64,10 +35,6 @@ def on_one_node(home: Path, **named: Any) -> tuple[list[Any], dict[int, Any]]:
 
     found: tuple[list[Any], dict[int, Any]] = run(test)
     return found
-
-
-def losses(events: list[Any]) -> list[float]:
-    return [event.data["train_loss"] for event in events if event.kind == "step"]
 
 
 def test_synchronous_nodes_learn_what_one_node_learns_from_the_whole_batches(tmp_path: Path):

@@ -35,6 +35,7 @@ def test_requests_go_to_the_one_that_answers_and_wait_while_nobody_does():
     assert choose_front({"a": {"answers": False}, "b": {"answers": True}, "c": {}}) == ["b"]
     assert choose_front({"a": {"answers": False}, "b": {}}) == []
     assert choose_front({"a": {}}) == ["a"], "it is the only one, and answers once it has started"
+    assert choose_front({"a": {"answers": False}}) == [], "the other has just died, and it has not taken over yet"
 
 
 def test_another_front_takes_over_when_one_is_gone(tmp_path: Path):

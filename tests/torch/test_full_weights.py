@@ -1,5 +1,7 @@
 """Full fine-tuning: the model's own weights are trained where they are served."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engines import drain, examples_of, greedy, make_engine, prompts_of, tokens_by_request
@@ -18,12 +20,15 @@ from transformers import AutoModelForCausalLM
 from coserve.adapters import save_adapter
 from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.methods.full import FullConfig
+from coserve.devices.job_messages import ReadContributions
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, AdapterTooLargeError
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.config import OptimizerConfig, TuningConfig
+from coserve.tuning.examples import Example
 from coserve.tuning.optimizer import AdapterOptimizer
+from coserve.tuning.shard import Combination, Shard
 
 SEQUENCES, TOKENS = random_sequences((9, 6)), random_tokens(12, 1)
 CONFIG = TuningConfig(num_epochs=3, batch_size=2, live=True, optimizer=OptimizerConfig(learning_rate=3e-3))
@@ -182,3 +187,48 @@ def test_int8_weights_cannot_be_trained():
     backbone = load_backbone(str(model_directory()), dtype="float32", weights="int8")
     with pytest.raises(AdapterError, match="int8 weights cannot be trained"):
         full_of(backbone)
+
+
+def test_between_exchanges_of_nodes_nothing_of_older_weights_is_a_prefix(engine, tmp_path):
+    prompt = prompts_of((20,))[0]
+    shard = Shard(
+        job="job",
+        index=0,
+        count=2,
+        synchronization="local-sgd",
+        every_steps=1,
+        meet_every_steps=0,
+        directory=str(tmp_path),
+    )
+    engine.generate([prompt], greedy(4))  # what it computes of the prompt is kept
+    engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), job_id="job.0", name="mine", shard=shard)
+
+    def cached() -> int:
+        name = engine.add(prompt, greedy(1))
+        return next(e.num_cached_tokens for e in drain(engine) if isinstance(e, Chunk) and e.request == name)
+
+    while not engine.jobs["job.0"].exchange.is_waiting:
+        engine.step()
+    assert cached() == 0, "it waits for the other, and has made a step of its own"
+    contribution = engine.contribution("job.0")
+    contribution.write(tmp_path)
+    engine.device.execute(ReadContributions("job.0", (str(tmp_path),) * 2))
+    engine.combine("job.0", Combination(directories=(str(tmp_path),) * 2, num_trained=2))
+    assert cached() == 0, "it has what both have made"
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("llama", ()), ("llama", ("lm_head",)), ("llama-biases-tied", ("embed_tokens",))]
+)
+def test_an_objective_over_sequences_does_not_train_the_output_layer(monkeypatch, name, targets):
+    monkeypatch.setattr("engines.make_backbone", lambda *_: fresh(name))
+    pairs = [Example(tokens=tuple(range(1, 9)), trained=(False, True, True, True) * 2, parts=(4, 4))]
+    config = TuningConfig(num_epochs=1, batch_size=1, live=True, objective="simpo")
+    with pytest.raises(
+        AdapterError, match="simpo does not train the output layer, nor a table of embeddings that is one"
+    ):
+        make_engine(name).submit_examples(pairs, config, adapter=FullConfig(target_modules=targets))
+    with pytest.raises(AdapterError, match="dpo compares with the model as it was, and full fine-tuning changes it"):
+        make_engine(name).submit_examples(
+            pairs, replace(config, objective="dpo"), adapter=FullConfig(layers_to_transform=(1,))
+        )

@@ -3,6 +3,7 @@
 Requests for jobs say the same name as the `type` of an adapter.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from coserve.adapters.base import AdapterConfig
@@ -21,3 +22,9 @@ def method(name: Any) -> type[AdapterConfig]:
         raise ValueError(f"{shown(name)} is not supported; supported: {', '.join(method_names())}")
     found: type[AdapterConfig] = variant_class(__name__, name, AdapterConfig)
     return found
+
+
+def changes_model(fields: Mapping[str, Any] | None) -> bool:
+    """Whether an adapter of this configuration, in PEFT's format, is the backbone's own weights."""
+    kind = None if fields is None else fields.get("peft_type")
+    return any(method(name).is_model and method(name).peft_type == kind for name in method_names())

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from coserve.cli.connection import Json
+from coserve.cli.finished import with_finished_model
 from coserve.cli.server_options import server_config, with_server_options
 from coserve.errors import ClusterError
 
@@ -80,11 +81,12 @@ def _up(
     """Serve MODEL on many nodes: start a cluster here, or join one with this machine's devices.
 
     The first one starts Ray and the front, which answers as `coserve up` does, and prints the command for others.
+    MODEL may be the name (ft:…) of what full fine-tuning has made in this home.
     With `--address` this machine joins; the model and all other options are then the cluster's own. Files, jobs and
     adapters (`--home`) lie on a path that every node can read. Ctrl-C ends this machine's part in good order.
     """
     _require_ray()
-    config = server_config(**given)
+    config = with_finished_model(server_config(**given))
     from coserve.cluster.ray_machine import check_address, ray_machine
 
     if address is not None:  # before all else, which takes seconds to import

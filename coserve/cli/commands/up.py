@@ -4,12 +4,10 @@ import asyncio
 import logging
 import os
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coserve.cli.finished import with_finished_model
 from coserve.cli.server_options import server_config, with_server_options
-from coserve.errors import AdapterError
 from coserve.logs import configure_logs
 from coserve.models.source import check_model
 from coserve.server.keys import is_digest
@@ -17,7 +15,6 @@ from coserve.server.keys import is_digest
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from coserve.server.config import ServerConfig
     from coserve.server.context import ServerContext
     from coserve.worker.protocol import Ready, StartProgress
 
@@ -32,7 +29,7 @@ def _up(**given: Any) -> None:
     run in whatever time the SLOs of requests leave over. Ctrl-C ends it in good order: open answers are finished, jobs
     keep their last checkpoints and resume at the next start.
     """
-    config = _with_finished_model(server_config(**given))
+    config = with_finished_model(server_config(**given))
     configure_logs(config.log_format, config.log_level)
     if any(not is_digest(text.rpartition("=")[2]) for text in given.get("api_keys", ())):
         _log.warning(
@@ -44,19 +41,6 @@ def _up(**given: Any) -> None:
 
     with _Screen() as screen:
         asyncio.run(serve(config, screen))
-
-
-def _with_finished_model(config: "ServerConfig") -> "ServerConfig":
-    """The files of a model that a job has made, by its name; clients call it so, too. Other names stay as they are."""
-    if not config.model.startswith("ft:") or Path(config.model).exists():
-        return config
-    from coserve.cli.finished import find_finished
-
-    found = find_finished(config.model, config.home, config.database)
-    if not found.is_model:
-        raise AdapterError(f"{found.name} is an adapter of {found.base}: a server of that model serves it by its name")
-    names = config.served_model_names or (found.name,)
-    return replace(config, model=str(found.directory), served_model_names=names)
 
 
 class _Screen:

@@ -74,12 +74,14 @@ class Objective(ABC):
     """Its fields are its settings, in the terms of its paper.
 
     unit: what the loss is a mean over. schema: of its examples (`tuning.objective_examples`): pairs, labelled answers,
-    or sampled tokens. needs_reference: whether it compares with the model without the adapter.
+    or sampled tokens. needs_reference: whether it compares with the model without the adapter. counts_packs: whether
+    what a unit counts depends on the others of its pack, which are then all on one node.
     """
 
     unit: ClassVar[str]
     schema: ClassVar[str] = "pairs"
     needs_reference: ClassVar[bool] = False
+    counts_packs: ClassVar[bool] = False
 
     @abstractmethod
     def outcome(self, rows: ScoredRows) -> Outcome:

@@ -22,6 +22,7 @@ class Kto(Objective):
     unit: ClassVar[str] = "answer"
     schema: ClassVar[str] = "labelled"
     needs_reference: ClassVar[bool] = True
+    counts_packs: ClassVar[bool] = True
 
     beta: float = 0.1
     desirable_weight: float = 1.0
