@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu.compiled import Library
-from coserve.kernels.cpu.products import has_native_bf16, rounded_factors
+from coserve.kernels.cpu.products import has_native_bf16, is_widened, rounded_factors
 from coserve.kernels.plain.attention import Part, PlainAttentionBatch
 
 # Most elements of a tile's mask.
@@ -209,6 +209,9 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[T
 
     Its causal flag means "query i sees keys j <= i", which is right only for n = m; other tiles pass an additive mask.
     """
+    if is_widened(q):
+        out, lse = run_forward(q.float(), k.float(), v.float(), spec)
+        return out.to(q.dtype), lse
     window = spec.sliding_window
     parts = [
         _tile_forward(q[rows], k[keys], v[keys], spec)
