@@ -62,21 +62,23 @@ inline void load_pair(const float* x, Floats& first, Floats& second) {
     second = load(x + LANES);
 }
 
-// A row of x in float32, its elements in the order in which `load_pair` gives those of a weight.
+// A row of x in float32, its elements in the order in which `load_pair` gives those of a weight, up to whole pairs.
 template <typename T>
 void arrange(const T* x, i64 n, const int8_t*, float* out) {
     for (i64 i = 0; i < n; i++) out[i] = widen(x[i]);
+    std::fill(out + n, out + round_up(n, PAIR), 0.0f);
 }
 
 template <typename T>
 void arrange(const T* x, i64 n, const T*, float* out) {
-    const i64 whole = n / PAIR * PAIR;
-    for (i64 i = 0; i < whole; i += PAIR) {
+    for (i64 i = 0; i < n; i += PAIR) {
+        T part[PAIR] = {};
         Floats pair[2];
-        load_pair(x + i, pair[0], pair[1]);
+        const T* from = x + i;
+        if (i + PAIR > n) from = static_cast<T*>(std::memcpy(part, from, (n - i) * sizeof(T)));
+        load_pair(from, pair[0], pair[1]);
         std::memcpy(out + i, pair, sizeof pair);
     }
-    for (i64 i = whole; i < n; i++) out[i] = widen(x[i]);
 }
 
 // a b + c, rounded once. As an expression two of them would become a product, a product and a sum, and a sum.
@@ -112,49 +114,66 @@ inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
 template <int COUNT>
 inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
     for (int i = 0; i < COUNT; i++) {
-        sums[i] = 0;
-        for (int lane = 0; lane < LANES; lane++) sums[i] += totals[i][lane];
+        Floats x = totals[i];
+        for (int half = LANES / 2; half; half /= 2) {
+            Ints others;
+            for (int lane = 0; lane < LANES; lane++) others[lane] = (lane + half) % LANES;
+            x += __builtin_shuffle(x, others);
+        }
+        sums[i] = x[0];
     }
 }
 #endif
 
-// The sums of ROWS rows of x with CHANNELS rows of a weight; x [n, inner], its elements arranged as those of a weight
-// are loaded. step: from one row of the weight to the next. ahead: how many rows further on lies what is fetched
-// meanwhile; of `turns` calls with the same rows of the weight each fetches a part of that.
+// The sums of ROWS rows of x with CHANNELS rows of a weight; x [n, inner rounded up to pairs], arranged. step: from one
+// row of the weight to the next. ahead: how many rows further on lies what is fetched meanwhile; of `turns` calls with
+// the same rows of the weight each fetches a part of that.
 template <int ROWS, int CHANNELS, typename W>
 inline void multiply(const float* x, const W* weight, i64 inner, i64 step, i64 ahead, i64 turn, i64 turns,
                      float (&sums)[ROWS * CHANNELS]) {
     Floats totals[ROWS * CHANNELS] = {};
-    const i64 whole = inner / PAIR * PAIR;
-    for (i64 k = 0; k < whole; k += PAIR) {
+    const i64 x_step = round_up(inner, PAIR);
+    auto add = [&](const W*(&from)[CHANNELS], i64 k) {
         Floats values[CHANNELS][2];
 #pragma GCC unroll 16
-        for (int channel = 0; channel < CHANNELS; channel++) {
-            load_pair(weight + channel * step + k, values[channel][0], values[channel][1]);
-            __builtin_prefetch(weight + (channel % turns == turn ? channel + ahead : channel) * step + k);
-        }
+        for (int channel = 0; channel < CHANNELS; channel++)
+            load_pair(from[channel], values[channel][0], values[channel][1]);
 #pragma GCC unroll 4
         for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
-                const Floats own = load(x + row * inner + k + half * LANES);
+                const Floats own = load(x + row * x_step + k + half * LANES);
 #pragma GCC unroll 16
                 for (int channel = 0; channel < CHANNELS; channel++) {
                     Floats& total = totals[row * CHANNELS + channel];
                     total = multiply_add(values[channel][half], own, total);
                 }
             }
+    };
+    const W* from[CHANNELS];
+    const i64 whole = inner / PAIR * PAIR;
+    for (i64 k = 0; k < whole; k += PAIR) {
+#pragma GCC unroll 16
+        for (int channel = 0; channel < CHANNELS; channel++) {
+            from[channel] = weight + channel * step + k;
+            __builtin_prefetch(from[channel] + (channel % turns == turn ? ahead * step : 0));
+        }
+        add(from, k);
+    }
+    if (whole < inner) {
+        W rest[CHANNELS][PAIR] = {};
+        for (int channel = 0; channel < CHANNELS; channel++)
+            from[channel] = static_cast<W*>(
+                std::memcpy(rest[channel], weight + channel * step + whole, (inner - whole) * sizeof(W)));
+        add(from, whole);
     }
     add_up(totals, sums);
-    for (int i = 0; i < ROWS * CHANNELS; i++)
-        for (i64 k = whole; k < inner; k++)
-            sums[i] += x[i / CHANNELS * inner + k] * widen(weight[i % CHANNELS * step + k]);
 }
 
 // y = (x W^T) s + b, with a scale s per output channel, or none.
 template <typename T, typename W>
 struct Problem {
-    const float* x;  // [n, inner], arranged
+    const float* x;  // [n, inner rounded up to pairs], arranged
     const W* weight;
     const float* scales;  // or null
     const T* bias;        // or null
@@ -165,8 +184,8 @@ struct Problem {
     void run(i64 row, i64 channel) const {
         float sums[ROWS * CHANNELS];
         const i64 ahead = std::min<i64>(CHANNELS, outer - CHANNELS - channel);
-        multiply<ROWS, CHANNELS>(x + row * inner, weight + channel * inner, inner, inner, ahead, row / ROWS, turns,
-                                 sums);
+        multiply<ROWS, CHANNELS>(x + row * round_up(inner, PAIR), weight + channel * inner, inner, inner, ahead,
+                                 row / ROWS, turns, sums);
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < CHANNELS; c++) {
                 float& sum = sums[r * CHANNELS + c];
@@ -199,13 +218,13 @@ void product_of(Scratch& scratch, const T* x, i64 x_step, const W* weight, const
     // of it.
     const bool takes_turns = 4 < n && n <= 16;
     const i64 strip = takes_turns ? 4 : 16, turns = takes_turns ? n / 4 : 1;
-    float* wide = reinterpret_cast<float*>(scratch.take(n * inner * sizeof(float)));
+    float* wide = reinterpret_cast<float*>(scratch.take(n * round_up(inner, PAIR) * sizeof(float)));
     const Problem<T, W> problem{wide, weight, scales, bias, y, inner, outer, turns};
 #pragma omp parallel num_threads(num_threads)
     {
         const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
         for (i64 row = n * thread / threads; row < n * (thread + 1) / threads; row++)
-            arrange(x + row * x_step, inner, weight, wide + row * inner);
+            arrange(x + row * x_step, inner, weight, wide + row * round_up(inner, PAIR));
 #pragma omp barrier
         const i64 end = outer * (thread + 1) / threads;
         for (i64 first = outer * thread / threads; first < end; first += strip) {
