@@ -18,6 +18,9 @@ from coserve.scheduling.plan import RequestView
 
 # The reserve is saved up over the first tokens of a request, as many as these.
 RESERVE_TOKENS = 8
+# Tokens are due at this share of their TPOT SLO: where they came exactly at it, every second request would be late by
+# what its last step takes longer than predicted.
+AIMED = 0.99
 # Beside lost causes alone, a step may last a decode step this many times.
 LOST_STRETCH = 1.25
 # For urgent prompts a request may be late by this share of what it could catch up over its remaining tokens.
@@ -43,7 +46,7 @@ def due_at_s(request: RequestView, *, max_gap_tpots: float, reserve_tpots: float
     if request.first_token_s is None:
         return request.arrival_s + request.ttft_s
     reserve = reserve_tpots * min(1.0, request.num_output / RESERVE_TOKENS)
-    banked_s = request.first_token_s + (request.num_output - reserve) * request.tpot_s
+    banked_s = request.first_token_s + (request.num_output - reserve) * AIMED * request.tpot_s
     return min(banked_s, request.last_token_s + max_gap_tpots * request.tpot_s)
 
 
@@ -58,8 +61,9 @@ def decode_deadlines(
     reserve_tpots: float,
     jobs_share: float = inf,
 ) -> Deadlines:
-    """When the first of the requests that decode is due. A token at the pace of its SLO takes nothing of the bank, so
-    that one that is in time may always be kept waiting for as long; only beyond that is something left in the bank.
+    """When the first of the requests that decode is due. A token at the pace of its SLO (`AIMED`) takes nothing of the
+    bank, so that one that is in time may always be kept waiting for as long; only beyond that is something left in the
+    bank.
 
     Args:
         decode_s: what a step of all of them takes.
@@ -72,7 +76,7 @@ def decode_deadlines(
     lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
     # Run for each of some hundred requests, so without calls.
     for request in requests:
-        num_output, tpot_s = request.num_output, request.tpot_s
+        num_output, tpot_s = request.num_output, AIMED * request.tpot_s
         first_s, last_s = request.first_token_s, request.last_token_s
         if first_s is None:  # preempted, or of a prompt of one token: due like any first token
             due_s = request.arrival_s + request.ttft_s
@@ -90,7 +94,7 @@ def decode_deadlines(
                 jobs_s = lost_s
             continue
         kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
-        noticed_s = last_s + max_gap_tpots * tpot_s
+        noticed_s = last_s + max_gap_tpots * request.tpot_s
         if noticed_s < gap_s:
             gap_s = noticed_s
         next_s = last_s + tpot_s

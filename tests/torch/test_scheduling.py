@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from math import inf
+from random import Random
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from coserve.scheduling.building import (
 )
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.counts import JobCounts
-from coserve.scheduling.deadlines import RESERVE_TOKENS
+from coserve.scheduling.deadlines import AIMED, RESERVE_TOKENS, decode_deadlines
 from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
 from coserve.scheduling.policies.slack import MOST_SHARE, Slack, tightest_tpot_s, wait_share
@@ -272,8 +273,8 @@ def test_a_first_token_is_due_when_its_slo_says():
 
 def test_tokens_that_came_early_are_banked():
     request = decoding(first_token_s=8.0, num_output=10, last_token_s=11.5, tpot_s=0.4)
-    assert due_at_s(request) == 8.0 + 10 * 0.4
-    assert due_at_s(request, 2.0) == pytest.approx(8.0 + 8 * 0.4), "but for what is kept"
+    assert due_at_s(request) == pytest.approx(8.0 + 10 * AIMED * 0.4)
+    assert due_at_s(request, 2.0) == pytest.approx(8.0 + 8 * AIMED * 0.4), "but for what is kept"
 
 
 def test_no_gap_between_tokens_is_longer_than_a_reader_would_bear():
@@ -285,7 +286,7 @@ def test_the_reserve_is_saved_up_over_the_first_tokens():
     requests = [decoding(num_output=n, last_token_s=20.0) for n in range(1, 13)]
     kept = [due_at_s(request) - due_at_s(request, 2.0) for request in requests]
     share = [min(1.0, n / RESERVE_TOKENS) for n in range(1, 13)]
-    assert kept == pytest.approx([2.0 * 0.4 * each for each in share])
+    assert kept == pytest.approx([2.0 * AIMED * 0.4 * each for each in share])
     assert due_at_s(decoding(num_output=1), 2.0) > 8.0, "the second token may take a while from the start"
 
 
@@ -336,6 +337,28 @@ def test_prompts_end_before_the_tightest_deadline_by_prediction(seen, hardware, 
     assert made.predicted_s * (1 + margin) <= max(deadline_s, most_s * (1 + margin), lost_s) + EPSILON
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 1000), st.integers(32, 400))
+def test_requests_whose_prompts_take_all_that_they_may_are_not_late_by_what_a_step_takes_longer(seed, num_tokens):
+    """Steps that should end exactly when the next token is due end sooner or later than that."""
+    random, tpot_s = Random(seed), 0.03
+    first_s = now_s = 5.1
+    for num_output in range(1, num_tokens):
+        left = num_tokens - num_output
+        request = RequestView("r", 1, 100, num_output, 5.0, first_s, now_s, 5.0, tpot_s, num_left=left)
+        due = decode_deadlines(
+            [request],
+            now_s=now_s,
+            decode_s=0.015,
+            lost_tpot_s=tpot_s,
+            max_gap_tpots=4.0,
+            prompt_reserve_tpots=0.0,
+            reserve_tpots=0.5,
+        )
+        now_s += (due.prompts_s - now_s) * random.lognormvariate(0.0, 0.03)
+    assert (now_s - first_s) / (num_tokens - 1) <= tpot_s
+
+
 def decode_load(requests: list[RequestView]) -> ForwardLoad:
     load = ForwardLoad()
     load.add_decodes(requests)
@@ -379,12 +402,16 @@ def test_near_their_slos_requests_leave_jobs_the_more_of_their_pace_the_more_of_
     """The next burst may be larger than all before it; far from their SLOs requests hold them all the same."""
     seen = view(decoding(num_output=6, first_token_s=7.85, last_token_s=9.9), job(phase="backward", rows=4096))
 
-    def seconds(tpot: float, known: float) -> float:
-        need = NeedView(tpot=tpot, time=1.0, known=known)
+    def seconds(tpot: float, known: float, ttft: float = 0.6) -> float:
+        need = NeedView(tpot=tpot, ttft=ttft, time=1.0, known=known)
         return plan("slack", structs.replace(seen, need=need)).predicted_s
 
     assert seconds(0.9, 0.0) < seconds(0.9, 0.2) < seconds(0.9, 1.0)
     assert seconds(0.5, 0.0) == seconds(0.5, 1.0) >= seconds(0.9, 1.0)
+    # Prompts may take all of a step at this pace, too, so that TPOTs are near; who has time for a first token is not.
+    assert seconds(0.99, 0.4, ttft=0.1) == seconds(0.9, 1.0) > seconds(0.9, 0.4)
+    assert seconds(0.99, 0.1, ttft=0.1) < seconds(0.99, 0.4, ttft=0.1), "little is known of what first tokens need"
+    assert seconds(1.0, 1.0, ttft=0.1) < seconds(0.99, 1.0, ttft=0.1), "they are late by themselves"
 
 
 def test_near_their_slos_requests_leave_jobs_nothing_until_it_is_known_how_much_of_the_time_they_fill():
@@ -465,7 +492,7 @@ def test_prompts_go_in_the_order_of_their_deadlines():
 
 def test_an_urgent_prompt_makes_late_who_can_catch_up_and_nobody_else():
     """Though it needs most of the time: where no tokens are left to catch up over, it gets what their pace leaves."""
-    latency, timely = make_latency(), decoding(num_output=6, first_token_s=7.9, last_token_s=9.9, num_left=1)
+    latency, timely = make_latency(), decoding(num_output=6, first_token_s=7.93, last_token_s=9.9, num_left=1)
     ttft_s = 1.1 * (latency.prompt_s(1000) / 0.78 + latency.decode_s(num_requests=1, context=100))
     urgent = prompt(rows=1000, ttft_s=ttft_s)
     made = plan("slack", view(timely, urgent), latency)

@@ -35,7 +35,7 @@ from math import inf
 from typing import ClassVar
 
 from coserve.scheduling.building import PlanBuilder
-from coserve.scheduling.deadlines import Deadlines, decode_deadlines, due_at_s
+from coserve.scheduling.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.memory import MemoryPlan, by_priority, rows_to_go
 from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
@@ -54,6 +54,8 @@ EDGE, WAIT_SHARE_OF_REST = 0.75, 0.3
 EDGE_RESERVE_TPOTS = 1.5
 # Requests that need more of their SLO than this just hold it.
 JUST_HELD = 0.97
+# Those that need less of their TTFT than this, of what is known of it, have time for the prompts of a burst.
+FAR = 0.5
 # Near the edge jobs get less the more of the time requests needed lately: from the first of these shares on; nothing
 # above the second. A queue that forms then never ends, so that what jobs take is taken from all that come later.
 FILLED = 0.8, 0.9
@@ -280,7 +282,7 @@ class Slack(Policy):
         own_s = deadlines.extra_s
         need = view.need
         # A step at the pace of the SLOs takes nothing of what was banked.
-        own_s = max(own_s, pace_share(need) * (tpot_s - requests_s))
+        own_s = max(own_s, pace_share(need) * (AIMED * tpot_s - requests_s))
         extra_s = min(deadlines.jobs_s - view.now_s - requests_s, own_s, most_s)
         room = _room(memory, view) if memory.requests else 1.0
         return requests_s + room * extra_s, requests_s + room * most_s
@@ -311,9 +313,10 @@ def jobs_share(need: NeedView) -> float:
 def pace_share(need: NeedView) -> float:
     """What jobs may take of a step at the pace of the SLOs. Requests that are held to this pace are more when a burst
     of prompts comes, and have saved up less for it: harmless, unless requests just hold their SLOs, or it may be so.
-    The first burst that shows it is late by what jobs took before.
+    The first burst that shows it is late by what jobs took before. Their TPOT tells little of that: prompts, too, may
+    take all of a step at this pace, whether they have to or not. Their TTFT does.
     """
-    if need.tpot <= EDGE:
+    if need.tpot <= EDGE or (need.time and need.tpot < 1 and need.ttft < FAR * need.known):
         return 1.0
     return need.known**2 if need.time and max(need.ttft, need.tpot) < JUST_HELD else 0.0
 
