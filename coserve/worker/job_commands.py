@@ -145,6 +145,8 @@ class JobCommands:
     def _start(self, job: JobStart, files: JobFiles) -> None:
         if job.start is not None and job.checkpoint is None and job.start.directory is not None:
             self._engine.ensure_adapter(job.start.name, job.start.directory, job.model)
+        if job.shard is not None:
+            self.unload_adapter(job.name)  # of an attempt before, whose part here came to its end and others did not
         adapter: AdapterConfig | str | None = None
         if job.adapter is not None:
             adapter = adapter_config(job.adapter)

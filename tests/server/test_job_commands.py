@@ -1,6 +1,7 @@
 """What the engine's process does about jobs: checkpoints, and what is told when."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ from engines import examples_of, make_engine
 
 from coserve.adapters import LoraConfig
 from coserve.engine.job import JobEvent
-from coserve.errors import JobOverError
+from coserve.errors import AdapterError, JobOverError
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
 from coserve.tuning.config import TuningConfig
+from coserve.tuning.shard import Shard
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.pending_reports import PendingReports
 from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
@@ -180,3 +182,26 @@ def test_nothing_stays_on_the_device_of_a_live_job_that_was_cancelled(process: P
     process.commands.handle(CancelJob(2, "j"))
     process.run()
     assert "learned" not in process.engine.versions
+
+
+def test_a_part_of_a_job_begins_again_where_it_had_come_to_its_end_before_another_node_died(
+    process: Process, tmp_path: Path
+):
+    first = job(tmp_path)
+    process.commands.handle(StartJob(call=0, job=first))
+    process.run()
+    assert process.kinds()[-1] == "succeeded" and "learned" in process.engine.versions
+    with pytest.raises(AdapterError, match="there is an adapter 'learned' already"):
+        process.commands.handle(StartJob(call=1, job=replace(first, id="another")))
+    shard = Shard(
+        job="j",
+        index=0,
+        count=2,
+        synchronization="asynchronous",
+        every_steps=100,
+        meet_every_steps=0,
+        directory=str(tmp_path),
+    )
+    process.commands.handle(StartJob(call=2, job=replace(first, id="j.0", shard=shard)))
+    while process.engine.job("j.0").num_steps_done < 2:
+        process.step()
