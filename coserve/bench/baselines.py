@@ -86,17 +86,25 @@ class PeftTrainer:
         lengths: of the sequences; the rest is padding. compiled: by torch.compile, which takes minutes for the first
         batch of a shape.
         """
-        start, model = now_s(self._device), self._compiled if compiled else self.model
-        inputs = {"labels": tokens}
+        start = now_s(self._device)
+        self.backward(tokens, lengths=lengths, compiled=compiled)
+        self.update()
+        return now_s(self._device) - start
+
+    def backward(self, tokens: Tensor, *, lengths: Tensor | None = None, compiled: bool = False) -> None:
+        """Add the gradients of a batch, as `step_s` takes it, to those that are there."""
+        model, inputs = self._compiled if compiled else self.model, {"labels": tokens}
         if lengths is not None:
             mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
             inputs = {"labels": tokens.masked_fill(~mask, -100), "attention_mask": mask.long()}
         model(input_ids=tokens, **inputs).loss.backward()
+
+    def update(self) -> None:
+        """An optimizer step with the gradients that are there."""
         if self._max_grad_norm:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return now_s(self._device) - start
 
     @cached_property
     def _compiled(self) -> Any:

@@ -44,7 +44,7 @@ class CompareConfig:
     drain_s: that answers are waited for after that, at most. budget_s: for all of it, in place of both. tpot_s: None:
     from a step alone. length_factor: what lengths are multiplied by; None: as the device needs. examples: of each job;
     none: random tokens, `sequence` of them. lora: what jobs train. rates: requests per second; none: from the
-    saturation.
+    saturation, the shares of it that loads name.
     """
 
     policies: tuple[str, ...]
@@ -60,6 +60,7 @@ class CompareConfig:
     examples: tuple[Example, ...] = ()
     lora: LoraConfig = LORA
     rates: tuple[float, ...] = ()
+    loads: tuple[str, ...] = tuple(LOADS)
     seed: int = 0
 
 

@@ -39,8 +39,8 @@ _LOWERED, _NUM_LOWERED = 0.85, 3
 _LEAST_CELL_S = 4.0
 # Where time is short, answers are waited for this share of a cell's time.
 _DRAIN_SHARE = 0.4
-# Until two separate processes are ready.
-_START_S = 20.0
+# Until two separate processes are ready; and what the last sequence that they train takes beyond a cell's time.
+_START_S, _LAST_SEQUENCE_S = 40.0, 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ def compare(
         saturation = (twin or bench).saturation(trace, slo)
         if twin is not None:
             saturation = _tried(bench, trace, slo, saturation)
-        rates = {load: share * saturation for load, share in LOADS.items()}
+        rates = {load: LOADS[load] * saturation for load in config.loads}
     cells = list(bench.cells(trace, slo, rates, watch))
     if separate is not None:
         cells += separate.cells(trace, slo, rates, config, place.latency, watch)
@@ -201,7 +201,7 @@ def _affordable_s(config: CompareConfig, budget_s: float, separate: "SeparatePro
     and with the warm-up and the search before them.
     """
     others = [policy for policy in config.policies if policy != JOBS_ALONE]
-    num_rates, arrangements = len(config.rates) or len(LOADS), separate.arrangements() if separate else []
+    num_rates, arrangements = len(config.rates or config.loads), separate.arrangements() if separate else []
     num_cells = (len(others) + len(arrangements)) * num_rates + (len(others) < len(config.policies)) + 3
-    budget_s -= _START_S * len(arrangements)
+    budget_s -= (_START_S + num_rates * _LAST_SEQUENCE_S) * len(arrangements)
     return max(_LEAST_CELL_S, budget_s / num_cells / (1 + _DRAIN_SHARE))

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # Real time for all cells on a device that is here, and time of the trace for each on a modelled one.
 _MINUTES, _QUICK_MINUTES = 40.0, 4.0
 _MODELLED_S, _QUICK_MODELLED_S = 300.0, 60.0
+# In so little time on a device that is here: the default, requests alone, and the two rivals that came nearest to it so
+# far (benchmarks/compare.md), at one rate. Shares of four minutes for all of them at three say nothing.
+_QUICK_POLICIES, _QUICK_LOADS = ("slack", "inference-only", "token-fusion", "harli"), ("middle",)
 _POOL_BYTES = 4 << 30
 _MOST_EXAMPLES, _CHARACTERS_PER_TOKEN = 1000, 4
 
@@ -65,7 +68,13 @@ def compare(
             min=1, help="Of the trace, for each policy at each rate. [modelled: 300; torch: 40 minutes for all]"
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A minute of the trace, or five minutes in all.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="modelled: a minute of the trace; torch: five minutes for four policies at the middle rate alone.",
+        ),
+    ] = False,
     slo_ttft: Annotated[
         str, typer.Option(metavar="TIME", callback=slo_option, help="SLO: time to the first token, such as 5s.")
     ] = "5s",
@@ -97,7 +106,8 @@ def compare(
         bool | None,
         typer.Option(
             "--separate/--no-separate",
-            help="Whether separate processes, transformers beside PEFT, run as well. [on torch, if PEFT is installed]",
+            help="Whether separate processes, transformers beside PEFT, run as well. "
+            "[on torch, if PEFT is installed, but not with --quick]",
         ),
     ] = None,
     vllm: Annotated[
@@ -119,8 +129,8 @@ def compare(
     requests = read_trace(trace)
     if lengths is not None:
         requests = _with_lengths(requests, lengths, seed)
-    names = _policies(policies)
-    wanted = _rates(rates)
+    wanted, hurries = _rates(rates), quick and device is On.torch and seconds is None
+    names = _policies(policies) if policies or not hurries else _QUICK_POLICIES
     budget_s = 60 * (_QUICK_MINUTES if quick else _MINUTES)
     shapes, dtype = _shapes(model, dtype, device)
     config = _config(
@@ -134,11 +144,12 @@ def compare(
         sequence=sequence,
         examples=_examples(data, model, shapes, sequence),
         rates=wanted,
+        **({"loads": _QUICK_LOADS} if hurries else {}),
         seed=seed,
     )
     screen = console(stderr=True)
     places = modelled_places(shapes, hardware) if device is On.modelled else [_here(model, dtype)]
-    rivals = _separate(separate, vllm, model, dtype, device)
+    rivals = _separate(False if hurries and separate is vllm is None else separate, vllm, model, dtype, device)
     found = [run(place, requests, config, shapes=shapes, separate=rivals, watch=screen.print) for place in places]
     result = {
         "experiment": "compare",

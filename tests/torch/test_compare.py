@@ -158,6 +158,19 @@ def test_on_torch_the_model_stands_beside_what_was_measured(tmp_path):
     assert {"attainment", "ttft_p99_ms", "tpot_p99_ms", "inference_tokens_per_s"} <= result["rows"][0].keys()
 
 
+def test_in_a_hurry_few_policies_are_compared_at_one_rate(tmp_path, monkeypatch):
+    monkeypatch.setattr("coserve.cli.bench_compare._QUICK_MINUTES", 1.0)
+    done = run_command(tmp_path, "--model", "tiny", "--dtype", "float32", "--quick")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout.splitlines()[-1])
+    rows = [(row["load"], row["policy"]) for row in result["rows"]]
+    assert rows == [("middle", policy) for policy in ("slack", "inference-only", "token-fusion", "harli")]
+    assert result["seconds"] == pytest.approx(60 / (4 + 3) / 1.4, rel=0.01), (
+        "shares of the time, with the warm-up and the search"
+    )
+    assert result["rows"][0]["rate"] == pytest.approx(0.6 * result["saturation_rate"], rel=1e-3)
+
+
 def test_separate_processes_serve_and_fine_tune_the_same_trace(tmp_path, monkeypatch):
     core = min(own_cores())
     monkeypatch.setattr("coserve.bench.separate.own_cores", lambda: (core,))
