@@ -149,7 +149,9 @@ def compare(
     )
     screen = console(stderr=True)
     places = modelled_places(shapes, hardware) if device is On.modelled else [_here(model, dtype)]
-    rivals = _separate(False if hurries and separate is vllm is None else separate, vllm, model, dtype, device)
+    if hurries and separate is None and vllm is None:
+        separate = False
+    rivals = _separate(separate, vllm, model, dtype, device)
     found = [run(place, requests, config, shapes=shapes, separate=rivals, watch=screen.print) for place in places]
     result = {
         "experiment": "compare",
