@@ -6,13 +6,15 @@ devices by the profile that the real ones have measured of themselves.
 
 What is no model's to know is measured, and given to it. Three engines may have fewer cores than they would like, and
 others use the machine: the profile is scaled by what the steps of the real run took in the mean, and its noise is their
-spread. What messages between the front and a node take is measured by requests that are alone, and added.
+spread. What an engine's process does between two steps is measured while requests are alone, and is part of each step;
+what messages between the front and a node take of each of these, too, and each of the others has one of them added.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from math import exp, log
 from random import Random
 from statistics import mean, median, pstdev
@@ -37,7 +39,7 @@ from coserve.worker.protocol import AddRequest, EngineSettings, Ready, StepRecor
 from coserve.workloads.summary import percentile
 
 # Requests that are alone, on both sides; the first of them warm the engines up.
-_ALONE, _WARM = 24, 6
+_ALONE, _WARM = 54, 6
 _READY_S, _TIMEOUT_S = 600.0, 60.0
 _MEAN_PROMPT, _MEAN_OUTPUT, _LONGEST = 64, 48, 256
 _MOST_NOISE = 1.0
@@ -85,10 +87,13 @@ class _Ran:
 
 
 class _Speed(NamedTuple):
-    """times: what steps take, of what the profile says. noise: standard deviation of the logarithm of that."""
+    """times: what steps take, of what the profile says. noise: standard deviation of the logarithm of that. pause_s:
+    between a step and the next.
+    """
 
     times: float
     noise: float
+    pause_s: float
 
 
 def run(backbone: Backbone, config: HereConfig, watch: Watch = lambda words: None) -> dict[str, Any]:
@@ -97,18 +102,21 @@ def run(backbone: Backbone, config: HereConfig, watch: Watch = lambda words: Non
     watch(f"{config.num_nodes} nodes of this machine: {config.num_requests} requests at {config.rate:g}/s")
     ready, real_alone, real = asyncio.run(_play(config, alone, tasks))
     watch("the same in virtual time")
-    speed = _speed(ready, real.steps)
-    modelled_alone = _model(backbone, ready, _speed(ready, real_alone.steps), config, alone)
-    messages_s = max(0.0, median(_firsts(real_alone.answers[_WARM:])) - median(_firsts(modelled_alone[_WARM:])))
-    modelled = [
-        answer._replace(first_s=answer.first_s + messages_s, end_s=answer.end_s + messages_s)
-        for answer in _model(backbone, ready, speed, config, tasks)
-    ]
+    pause_s = _pause_s(real_alone.steps)
+    speed = _speed(ready, real.steps, pause_s)
+    modelled_alone = _model(backbone, ready, _speed(ready, real_alone.steps, pause_s), config, alone)
+    pairs = zip(_firsts(real_alone.answers[_WARM:]), _firsts(modelled_alone[_WARM:]), strict=True)
+    messages_s = [max(0.0, real_s - modelled_s) for real_s, modelled_s in pairs]
+    random, modelled = Random(config.seed), []
+    for answer in _model(backbone, ready, speed, config, tasks):
+        more_s = random.choice(messages_s)
+        modelled.append(answer._replace(first_s=answer.first_s + more_s, end_s=answer.end_s + more_s))
     sides = {"real": _summary(real.answers, tasks), "modelled": _summary(modelled, tasks)}
     return {
-        "messages_ms": round(1e3 * messages_s, 3),
+        "messages_ms": round(1e3 * median(messages_s), 3),
         "profile_times": round(speed.times, 4),
         "noise": round(speed.noise, 4),
+        "pause_ms": round(1e3 * pause_s, 4),
         "rows": [{"nodes": name, **side} for name, side in sides.items()],
         "error": {key: round(sides["modelled"][key] / value - 1, 4) for key, value in sides["real"].items()},
     }
@@ -187,7 +195,13 @@ async def _answer(link: ClusterLink, task: Task, ready: Ready, at_s: float) -> _
 # -- in virtual time ------------------------------------------------------------------------
 
 
-def _speed(ready: Ready, steps: Sequence[StepRecord]) -> _Speed:
+def _pause_s(steps: Sequence[StepRecord]) -> float:
+    """Between two steps of an engine that decodes one request after the other."""
+    pairs = [(before, after) for before, after in pairwise(steps) if before.decode_rows == after.decode_rows == 1]
+    return median([max(0.0, after.end_s - after.step_s - before.end_s) for before, after in pairs])
+
+
+def _speed(ready: Ready, steps: Sequence[StepRecord], pause_s: float) -> _Speed:
     """What real steps took, of what the profile says of them."""
     assert ready.profile is not None
     latency = LatencyModel(ready.profile)
@@ -201,11 +215,11 @@ def _speed(ready: Ready, steps: Sequence[StepRecord]) -> _Speed:
     noise = min(_MOST_NOISE, pstdev([log(took_s / said_s) for took_s, said_s in said]))
     # Of a log-normal factor, the mean is above the median.
     times = mean([took_s for took_s, _ in said]) / mean([said_s for _, said_s in said])
-    return _Speed(times / exp(noise**2 / 2), noise)
+    return _Speed(times / exp(noise**2 / 2), noise, pause_s)
 
 
-def _scaled(profile: Profile, times: float) -> Profile:
-    """A device on which everything takes this many times as long."""
+def _scaled(profile: Profile, times: float, pause_s: float) -> Profile:
+    """A device on which everything takes this many times as long, and each forward pass these seconds more."""
     changed: dict[str, Any] = {}
     for each in fields(Profile):
         value = getattr(profile, each.name)
@@ -213,6 +227,8 @@ def _scaled(profile: Profile, times: float) -> Profile:
             changed[each.name] = replace(value, seconds=tuple([times * seconds for seconds in value.seconds]))
         elif isinstance(value, float):
             changed[each.name] = times * value
+    forward: Curve = changed["forward"]
+    changed["forward"] = replace(forward, seconds=tuple([seconds + pause_s for seconds in forward.seconds]))
     return replace(profile, **changed)
 
 
@@ -221,7 +237,7 @@ def _model(backbone: Backbone, ready: Ready, speed: _Speed, config: HereConfig, 
     place = ModelledPlace(
         name=ready.hardware,
         backbone=backbone,
-        profile=_scaled(ready.profile, speed.times),
+        profile=_scaled(ready.profile, speed.times, speed.pause_s),
         num_pages=ready.num_pages,
         noise=speed.noise,
     )
