@@ -129,7 +129,7 @@ class TorchPlace:
 
     def modelled(self, backbone: Backbone) -> ModelledPlace:
         """Its model, by what is known of it now. backbone: the same, of shapes alone."""
-        profile = self.latency.corrections.settled(self.latency.profile) or self.latency.profile
+        profile = self.latency.corrections.corrected(self.latency.profile)
         return ModelledPlace(
             name=f"{self.name}, modelled", backbone=backbone, profile=profile, num_pages=self.device.info.num_pages
         )

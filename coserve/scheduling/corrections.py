@@ -23,6 +23,8 @@ _LEAST_MARGIN, _MOST_MARGIN = 0.02, 0.5
 # A profile is to be corrected once steps have taken this much more or less than it says, after as many steps.
 _FAR_OFF, _SETTLED_STEPS = 1.15, 500
 
+_SECTIONS = ("forward", "loss", "backward", "update")
+
 # Section, the order of magnitude of its rows, and whether windows are among them.
 _Kind = tuple[str, int, bool]
 
@@ -87,9 +89,12 @@ class Corrections:
 
     def settled(self, profile: Profile) -> Profile | None:
         """A profile as steps have shown it to be, if that is far from what it says, and was seen for long."""
-        by = {section: self.of_section(section) for section in ("forward", "loss", "backward", "update")}
-        if self._num_steps < _SETTLED_STEPS or all(1 / _FAR_OFF < each < _FAR_OFF for each in by.values()):
-            return None
+        is_near = all(1 / _FAR_OFF < self.of_section(section) < _FAR_OFF for section in _SECTIONS)
+        return None if is_near or self._num_steps < _SETTLED_STEPS else self.corrected(profile)
+
+    def corrected(self, profile: Profile) -> Profile:
+        """A profile as steps have shown it to be so far."""
+        by = {section: self.of_section(section) for section in _SECTIONS}
 
         def corrected(section: str, curve: Curve) -> Curve:
             seconds = [s * self.of(section, n, False) for n, s in zip(curve.rows, curve.seconds, strict=True)]
