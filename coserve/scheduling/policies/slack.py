@@ -5,7 +5,7 @@ from it what they need to be in time, and more where decoding requests have it t
 what is left, and stop before any of these would be late:
 
 - A step at the pace of the SLOs takes nothing of what was banked, so jobs may have it, also where they may have nothing
-  else, unless requests just hold their SLOs, or too few have been seen to rule it out; prompts likewise. This is all
+  else, unless requests just hold their TTFT, or too few have been seen to rule it out; prompts likewise. This is all
   that token fusion fills. Urgent prompts may make requests late, by a tenth of what these could catch up over their
   remaining tokens.
 - Beyond that a little of every bank is never spent: a step that takes longer than predicted finds it there.
@@ -52,7 +52,7 @@ MOST_ARRIVAL_SHARE = 0.5
 EDGE, WAIT_SHARE_OF_REST = 0.75, 0.3
 # There every bank keeps at least this much: a burst of prompts finds it.
 EDGE_RESERVE_TPOTS = 1.5
-# Requests that need more of their SLO than this just hold it.
+# Requests that need more of their TTFT than this just hold it.
 JUST_HELD = 0.97
 # Those that need less of their TTFT than this, of what is known of it, have time for the prompts of a burst.
 FAR = 0.5
@@ -312,13 +312,15 @@ def jobs_share(need: NeedView) -> float:
 
 def pace_share(need: NeedView) -> float:
     """What jobs may take of a step at the pace of the SLOs. Requests that are held to this pace are more when a burst
-    of prompts comes, and have saved up less for it: harmless, unless requests just hold their SLOs, or it may be so.
-    The first burst that shows it is late by what jobs took before. Their TPOT tells little of that: prompts, too, may
-    take all of a step at this pace, whether they have to or not. Their TTFT does.
+    of prompts comes, and have saved up less for it: harmless, unless requests just hold their TTFT, or it may be so.
+    The first burst that shows it is late by what jobs took before. Their TPOT tells nothing of that as long as they
+    hold it: prompts, too, may take all of a step at this pace, whether they have to or not.
     """
-    if need.tpot <= EDGE or (need.time and need.tpot < 1 and need.ttft < FAR * need.known):
+    if need.tpot <= EDGE:
         return 1.0
-    return need.known**2 if need.time and max(need.ttft, need.tpot) < JUST_HELD else 0.0
+    if not need.time or need.tpot >= 1 or need.ttft >= JUST_HELD:
+        return 0.0
+    return 1.0 if need.ttft < FAR * need.known else need.known**2
 
 
 def wait_share(need: float) -> float:
