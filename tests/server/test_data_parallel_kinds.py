@@ -205,18 +205,46 @@ def test_when_a_job_is_cancelled_all_nodes_serve_the_models_own_weights_again(tm
     run(test)
 
 
-def test_an_engine_that_starts_after_the_job_serves_beside_the_others_no_more(tmp_path: Path, own_weights: None):
+def test_an_engine_that_starts_after_the_job_serves_what_it_has_made_beside_the_others(
+    tmp_path: Path, own_weights: None
+):
+    async def test() -> None:
+        async with cluster_world(tmp_path) as made:
+            job = await create_full(made.world, data_parallel=3)
+            _, learned = await finished(made.world, job, model_in)
+            assert distance(learned[NUM_STEPS], base_weights()) > 1e-3
+            made.node(1).die()
+            await made.until(lambda: made.num_ready() == 2)
+            made.node(1).live()
+            await made.until(lambda: made.num_ready() == 3)
+            assert_all_serve(made, learned[NUM_STEPS])
+            for node in made.nodes.values():
+                assert node.engine is not None
+                assert job.name in node.engine.versions
+            for node in made.nodes.values():  # when none is left, nobody has what the job has made
+                node.die()
+            await made.until(lambda: not made.num_ready())
+            for node in made.nodes.values():
+                node.live()
+            await made.until(lambda: made.num_ready() == 3)
+            assert_all_serve(made, base_weights())
+
+    run(test)
+
+
+def test_an_engine_that_cannot_have_what_the_job_has_made_is_not_used_and_says_why(tmp_path: Path, own_weights: None):
     async def test() -> None:
         async with cluster_world(tmp_path) as made:
             job = await create_full(made.world, data_parallel=3)
             await finished(made.world, job, model_in)
             made.node(1).die()
             await made.until(lambda: made.num_ready() == 2)
+            await made.world.manager.delete_adapter(job.tenant, job.name)
             made.node(1).live()
             await made.until(lambda: made.link.describe()[1]["refused"])
             why = made.link.describe()[1]["refused"]
-            assert why.startswith("it has the weights that the model came with, and job ftjob-")
-            assert why.endswith(f"start the cluster again with what it made (coserve cluster up {job.name})")
+            assert why.startswith("it has the weights that the model came with, job ftjob-")
+            assert f"and what it made ({job.name}) cannot be had here: " in why
             assert made.num_ready() == 2
 
     run(test)
