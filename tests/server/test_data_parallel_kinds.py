@@ -1,6 +1,7 @@
 """Data-parallel jobs of every kind on real engines: each objective, and full fine-tuning of the weights that serve."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,12 @@ async def create(made: World, objective: str, *, epochs: int = 3, **extension: A
     )
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+# One of each kind with every change, all of them with `make test-long`.
+def long_but(*short: str, of: Iterable[str]) -> list[Any]:
+    return [each if each in short else pytest.param(each, marks=pytest.mark.long) for each in of]
+
+
+@pytest.mark.parametrize("objective", long_but("dpo", of=OBJECTIVES))
 def test_synchronous_nodes_learn_an_objective_as_one_node_does_from_the_whole_batches(tmp_path: Path, objective: str):
     async def divided() -> Any:
         async with cluster_world(tmp_path / "three") as made:
@@ -152,7 +158,7 @@ def test_synchronous_nodes_train_all_weights_as_one_node_does(tmp_path: Path, ow
     assert metrics(events) == pytest.approx(metrics(alone_events), abs=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["local-sgd", "asynchronous"])
+@pytest.mark.parametrize("strategy", long_but("asynchronous", of=("local-sgd", "asynchronous")))
 def test_nodes_that_go_their_own_ways_end_with_the_same_weights(tmp_path: Path, own_weights: None, strategy: str):
     async def test() -> Any:
         async with cluster_world(tmp_path) as made:
@@ -166,7 +172,7 @@ def test_nodes_that_go_their_own_ways_end_with_the_same_weights(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("at", ["before it has a checkpoint", "after that"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but("asynchronous", of=STRATEGIES))
 def test_a_node_that_dies_takes_no_weights_with_it(tmp_path: Path, own_weights: None, strategy: str, at: str):
     has_checkpoint = at == "after that"
 
