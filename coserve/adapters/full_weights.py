@@ -71,9 +71,10 @@ class FullWeights(Adapter):
             self._served(name).copy_(master)
 
     @torch.inference_mode()
-    def restore(self) -> None:
-        """Begin anew with the weights of the model's files; ModelError if it has none."""
-        read_weights(self.backbone.architecture, find_model(self.backbone.name), self.masters)
+    def restore(self, directory: Path | None = None) -> None:
+        """Begin anew with the weights of the model's files, or of what `save` wrote; ModelError if there are none."""
+        source = find_model(self.backbone.name if directory is None else str(directory))
+        read_weights(self.backbone.architecture, source, self.masters)
         self.sync_compute_copy()
         for name, master in self.masters.items():
             master.copy_(self._served(name))  # rounded, as they were when they were loaded

@@ -1,8 +1,11 @@
 """Whose weights the nodes of a cluster serve: the model's own, or what full fine-tuning makes of them.
 
 There is one copy of the weights on each node, which a job trains where it serves. So such a job is divided among all
-nodes; and a node whose engine starts when the job is over, with the model's own weights, is not used beside the others.
+nodes; and a node whose engine starts when the job is over, with the model's own weights, is used beside the others only
+when it has taken in what the job has made (`newcomers.py`).
 """
+
+from dataclasses import replace
 
 from coserve.jobs.messages import JobStart
 from coserve.tuning.shard import DataParallel
@@ -30,27 +33,23 @@ class ChangedWeights:
         if job.changes_model:
             self._by, self._is_over = job, False
 
-    def keep(self, job: JobStart) -> None:
-        """It has succeeded: what it has made is served."""
-        self._is_over |= self._is_by(job)
+    def keep(self, job: JobStart, directory: str | None) -> None:
+        """It has succeeded: what it has made is served, and lies there."""
+        if self._is_by(job):
+            self._by, self._is_over = replace(job, checkpoint=directory), True
 
     def undo(self, job: JobStart) -> None:
         """It has ended otherwise: nodes that had a part of it are given fresh engines."""
         if self._is_by(job):
             self._by = None
 
-    def lacking(self, *, has_others: bool) -> str | None:
-        """Why an engine that has just started is not to be used; None: it is. has_others: of the cluster's engines,
-        some are in use.
+    def changed_by(self, *, has_others: bool) -> JobStart | None:
+        """The job whose weights, in its checkpoint, an engine that has just started is to take in; None: none, it is as
+        the others are. has_others: of the cluster's engines, some are in use.
         """
         if not has_others:
             self._by = None if self._is_over else self._by
-        if self._by is None or not self._is_over:
-            return None
-        return (
-            f"it has the weights that the model came with, and job {self._by.id} has changed those of all other nodes: "
-            f"start the cluster again with what it made (coserve cluster up {self._by.name})"
-        )
+        return self._by if self._is_over else None
 
     def _is_by(self, job: JobStart) -> bool:
         return self._by is not None and self._by.id == job.id

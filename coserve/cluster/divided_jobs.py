@@ -89,9 +89,9 @@ class DividedJobs:
         """The job that a shard is of; any other is its own."""
         return self._of[id][0].id if id in self._of else id
 
-    def lacking(self) -> str | None:
-        """Why an engine that has just started cannot serve beside the others; None: it can."""
-        return self._weights.lacking(has_others=bool(self._nodes()))
+    def changed_by(self) -> JobStart | None:
+        """See `ChangedWeights.changed_by`."""
+        return self._weights.changed_by(has_others=bool(self._nodes()))
 
     # -- what the manager asks ----------------------------------------------------------
 
@@ -202,7 +202,7 @@ class DividedJobs:
             if not isinstance(each, JobEvent):
                 job.checkpoint = each.directory
             elif each.kind == "succeeded":
-                self._weights.keep(job.start)
+                self._weights.keep(job.start, job.checkpoint)
                 self._keep_from_disk(job)
                 self._forget(job)
             elif each.kind in ("failed", "cancelled") and not job.is_over:

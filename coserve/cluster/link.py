@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from coserve.cluster.cluster_jobs import ClusterJobs
 from coserve.cluster.cluster_requests import ClusterRequests
 from coserve.cluster.divided_jobs import DividedJobs
+from coserve.cluster.newcomers import Newcomers
 from coserve.cluster.nodes import ClusterNode, FindNodes, Nodes
 from coserve.cluster.placement import Placement
 from coserve.cluster.profiler import profile_of
@@ -58,6 +59,7 @@ class ClusterLink:
         self._nodes = Nodes(find_nodes, self)
         self._jobs = ClusterJobs(self._scheduler, self._place, self._tell_job)
         self._divided = DividedJobs(self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs, shared)
+        self._newcomers = Newcomers(self._divided.changed_by)
         self._listeners: list[EngineListener] = []
         self._requests = ClusterRequests(self._scheduler, self._jobs, self._nodes)
         self._totals = Totals()
@@ -184,6 +186,7 @@ class ClusterLink:
         self.fail_open_requests("the server is shutting down")
         if self._retry is not None:
             self._retry.cancel()
+        self._newcomers.close()
         self._divided.close()
         await self._nodes.close()
 
@@ -203,9 +206,9 @@ class ClusterLink:
         if self._ready is not None and (problem := how_unlike(ready, self._ready)) is not None:
             self._nodes.refuse(node, problem)
             return
-        if (problem := self._divided.lacking()) is not None:
-            self._nodes.refuse(node, problem)
-            return
+        self._newcomers.admit(node, lambda: self._use(node, ready))
+
+    def _use(self, node: ClusterNode, ready: Ready) -> None:
         node.problem, node.is_refused = None, False
         node.tracker = NodeTracker(node.name, ready, profile_of(ready, self._home))
         self._nodes.ask(node)  # its process may be another one
@@ -220,6 +223,7 @@ class ClusterLink:
     def node_gone(self, node: ClusterNode) -> None:
         """A node's engine has died, or the node."""
         lost, node.lost = node.lost, []
+        self._newcomers.gone(node)
         if node.tracker is None:
             return
         node.tracker = None
@@ -391,7 +395,6 @@ class ClusterLink:
 
     def _tell_job(self, report: Told) -> None:
         """What is known of a job beside its node's reports."""
-        told = self._divided.take(report)
-        events = [each for each in told if isinstance(each, JobEvent)]
+        events = [each for each in self._divided.take(report) if isinstance(each, JobEvent)]
         for listener in self._listeners:
             listener.engine_reported(StepReport(job_events=events))

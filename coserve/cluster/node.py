@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +26,7 @@ from coserve.errors import CoserveError, EngineGoneError, ModelError
 from coserve.home import home_directory, make_private, share_measurements
 from coserve.server.home_lock import lock_home
 from coserve.version import VERSION
+from coserve.worker.fork_server import ForkServer
 from coserve.worker.launch import Launch, program
 from coserve.worker.protocol import AddRequest, Ping, Pong, Ready, decode_command, encode
 from coserve.worker.run_directory import clear_socket_directories
@@ -45,13 +47,19 @@ class Node:
     """Belongs to one event loop. Implements `NodeCalls`, and owns a `Supervisor`."""
 
     def __init__(self, settings: NodeSettings, *, launch: Launch | None = None) -> None:
-        """launch: starts engines (default: as a program)."""
+        """launch: starts engines (default: by a process that has imported everything, so that one is there again soon
+        when another has died; where there is no such, as a program).
+        """
         self._lock = ExitStack()
         home = self._lock.enter_context(_a_home())
         # By a URL, a node has in its own home what the front has in another; else both see the same disk.
         self._paths = NodePaths(Path(settings.home), home) if settings.engine.files_url is not None else None
         self._supervisor = Supervisor(
-            settings.engine, self, launch or program(), home=home, timeout_s=settings.timeout_s
+            settings.engine,
+            self,
+            launch or self._launch(settings.engine.model),
+            home=home,
+            timeout_s=settings.timeout_s,
         )
         self._running: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -64,6 +72,13 @@ class Node:
         self._outbox: dict[int, bytes] = {}
         self._last = self._lost = 0  # numbers of the newest report, and of the newest death of an engine
         self._news = asyncio.Event()
+
+    def _launch(self, model: str) -> Launch:
+        if sys.platform != "linux":
+            return program()
+        forks = ForkServer(None, model)
+        self._lock.callback(forks.close)
+        return forks.launch
 
     # -- life -----------------------------------------------------------------------
 

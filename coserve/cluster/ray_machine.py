@@ -1,5 +1,6 @@
 """A machine of Ray's, while a context lasts: the first of a new cluster, or one that joins."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from coserve.errors import ClusterError
 # Ray's resource: as many of a machine as it has devices for nodes.
 DEVICE = "coserve_device"
 DEFAULT_PORT = 6379
+# Ray lets its workers have what others leave of the CPU; the front and engines are to have their share.
+AS_ALL_ELSE = {"RAY_worker_niceness": "0"}
 _CONNECT_S, _START_S = 3.0, 300.0
 
 
@@ -40,7 +43,11 @@ def ray_machine(address: str | None, num_devices: int, *, host: str, port: int =
     resources = msgspec.json.encode({DEVICE: num_devices}).decode()
     program = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     process = subprocess.Popen(
-        [*program, *command, "--resources", resources], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*program, *command, "--resources", resources],
+        env=AS_ALL_ELSE | os.environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         _wait_for_ray(process, address)

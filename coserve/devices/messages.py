@@ -134,12 +134,14 @@ class OpenVersion(msgspec.Struct, tag=True, frozen=True):
 
     May come from any thread, and is done beside steps; none of them names the version yet. AdapterError for its files;
     DeviceMemoryError. model: that it is of, if that is not the one on the device (see `OpenTrainer`): it can be trained
-    further, not served.
+    further, not served. changed_by: the job whose full fine-tuning has made what is there, a model and no adapter: the
+    device, on which there is nothing yet, serves its weights from now on, and the version names them.
     """
 
     version: str
     directory: str
     model: str = ""
+    changed_by: str = ""
 
 
 class SaveAdapter(msgspec.Struct, tag=True, frozen=True):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from coserve.adapters.base import Adapter
+from coserve.adapters.full_model import serve_full_model
 from coserve.adapters.peft_directory import load_adapter, read_config, save_adapter
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.base import Clock
@@ -208,6 +209,8 @@ class TorchDevice:
             )
 
     def _open_version(self, command: OpenVersion) -> VersionOpened:
+        if command.changed_by:
+            return self._serve_full_model(command)
         if not command.model:
             read_config(Path(command.directory))  # what is no adapter is said first
             self._require_own_weights(command.directory)
@@ -215,6 +218,16 @@ class TorchDevice:
         adapter = load_adapter(backbone, command.directory, taking=self._adapter_memory.for_serving)
         self._versions[command.version] = adapter
         return VersionOpened(len(adapter.sites), adapter.num_bytes, adapter.config.num_virtual_tokens)
+
+    def _serve_full_model(self, command: OpenVersion) -> VersionOpened:
+        if others := [*self._versions, *self._trainers]:
+            raise AdapterError(
+                f"{command.directory} would change the weights that others were trained on: {some_of(others)}"
+            )
+        self._changed_by = command.changed_by  # also where it cannot be read to its end
+        adapter = serve_full_model(self.backbone, Path(command.directory), self._adapter_memory.for_serving)
+        self._versions[command.version] = adapter
+        return VersionOpened(0, adapter.num_bytes, 0)
 
     def _drop_version(self, command: DropVersion) -> None:
         self._versions.pop(command.version, None)

@@ -28,10 +28,10 @@ class AdapterLoad:
         self.model = model
         self.opened = VersionOpened(num_bypasses=0)
 
-    def read(self) -> Self:
-        """Read it onto the device, beside steps; AdapterError for its files."""
+    def read(self, changed_by: str = "") -> Self:
+        """Read it onto the device, beside steps; AdapterError for its files. changed_by: see `OpenVersion`."""
         with self.versions.given_up(self.key):
-            loaded = self.device.execute(OpenVersion(self.key, self.directory, self.model))
+            loaded = self.device.execute(OpenVersion(self.key, self.directory, self.model, changed_by))
         assert isinstance(loaded, VersionOpened)
         self.opened = loaded
         return self

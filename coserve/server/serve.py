@@ -189,7 +189,7 @@ def _start_fork_server(config: ServerConfig, watcher: Watcher) -> ForkServer | N
         return None
     watcher.progress(StartProgress(f"starting {config.model}", 0, 0))
     find_model(config.model, with_weights=False)  # with what transformers needs for its family
-    return ForkServer(run_engine)
+    return ForkServer(run_engine, config.model)
 
 
 def _http_settings(config: ServerConfig, app: FastAPI) -> uvicorn.Config:

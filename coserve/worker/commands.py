@@ -84,7 +84,8 @@ class Commands:
         elif isinstance(command, StopSequence):
             self._engine.stop(command.id, command.index, command.num_tokens)
         elif isinstance(command, LoadAdapter):
-            self._with_adapter(command.adapter, lambda read: self._answer(command.call, read))
+            changed_by = command.changed_by
+            self._with_adapter(command.adapter, lambda read: self._answer(command.call, read), changed_by=changed_by)
         elif isinstance(command, UnloadAdapter):
             name = command.name
             self._queue.put(
@@ -201,6 +202,7 @@ class Commands:
         *,
         label: str = "",
         more_keys: list[str] | None = None,
+        changed_by: str = "",
     ) -> None:
         """Have an adapter on the device, then do something; that takes a call that raises why it could not be loaded.
 
@@ -219,7 +221,7 @@ class Commands:
             if errors:
                 raise errors[0]
 
-        self._queue.put(keys, finish, prepare=lambda: self._jobs.adapter_reading(adapter))
+        self._queue.put(keys, finish, prepare=lambda: self._jobs.adapter_reading(adapter, changed_by))
         self._queue.put(keys, lambda _: do(check), label=label)
 
 

@@ -28,6 +28,7 @@ from typing import NoReturn
 import msgspec
 
 from coserve.devices.parent_death import end_with_parent
+from coserve.errors import CoserveError
 from coserve.home import home_environment
 from coserve.worker.launch import Launched
 
@@ -49,11 +50,19 @@ class _Ended(msgspec.Struct, tag=True, frozen=True):
 class ForkServer:
     """The server's end; one engine at a time. Belongs to the event loop that is running."""
 
-    def __init__(self, run_engine: Callable[[], int]) -> None:
+    def __init__(self, run_engine: Callable[[], int] | None, model: str) -> None:
         """Fork. To be called before there are threads, with everything imported that an engine needs.
 
-        run_engine: an engine's life, in its own process; returns its status.
+        run_engine: an engine's life, in its own process; returns its status. None: this process cannot fork, and with
+        the first engine starts a program that can. model: that engines serve, for what that needs to be imported.
         """
+        self._model = model
+        self._has_ended = True
+        self._engine: _ForkedEngine | None = None
+        if run_engine is not None:
+            self._fork(run_engine)
+
+    def _fork(self, run_engine: Callable[[], int]) -> None:
         theirs = self._connect()
         parent = os.getpid()
         with warnings.catch_warnings():
@@ -64,7 +73,6 @@ class ForkServer:
             _run(theirs, parent, run_engine)
         theirs.close()
         self._has_ended = False
-        self._engine: _ForkedEngine | None = None
 
     async def launch(self, line: bytes, home: Path | None) -> Launched:
         """An engine; see `coserve.worker.launch.Launch`."""
@@ -85,6 +93,8 @@ class ForkServer:
 
     def close(self) -> None:
         """End it, and the engine if there is one."""
+        if self._has_ended:
+            return
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         self._forget()
@@ -100,7 +110,7 @@ class ForkServer:
         """As a program: this process has threads by now."""
         theirs = self._connect()
         theirs.set_inheritable(True)
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), self._model]
         self._pid = os.posix_spawn(sys.executable, command, os.environ)
         theirs.close()
         self._has_ended = False
@@ -221,10 +231,13 @@ def _close_all_but(kept: int) -> None:
 
 
 def main() -> NoReturn:
-    """Of one that is a program: the number of its socket, and of the server's process."""
+    """Of one that is a program: the number of its socket, and of the server's process; the model."""
+    from coserve.models.source import find_model
     from coserve.worker.process import main as run_engine
 
-    control, server = map(int, sys.argv[1:])
+    control, server = map(int, sys.argv[1:3])
+    with suppress(CoserveError):  # which the engine says
+        find_model(sys.argv[3], with_weights=False)  # with what transformers needs for its family
     _run(socket.socket(fileno=control), server, run_engine)
 
 

@@ -54,15 +54,17 @@ class JobCommands:
 
     # -- adapters -------------------------------------------------------------------
 
-    def adapter_reading(self, adapter: AdapterRef) -> Callable[[], AdapterLoad] | None:
-        """What a thread is to do before `finish_adapter`; None if the device has the adapter."""
+    def adapter_reading(self, adapter: AdapterRef, changed_by: str = "") -> Callable[[], AdapterLoad] | None:
+        """What a thread is to do before `finish_adapter`; None if the device has the adapter. changed_by: see
+        `LoadAdapter`.
+        """
         if adapter.directory is None:
             return None
         try:
             load = self._engine.begin_load(adapter.name, adapter.directory)
         except AdapterError as error:
             return partial(_raise, error)
-        return None if load is None else partial(self._read_adapter, load)
+        return None if load is None else partial(self._read_adapter, load, changed_by)
 
     def finish_adapter(self, adapter: AdapterRef, load: AdapterLoad | None) -> None:
         """Have it on the device, now that it was read; it was used now."""
@@ -71,9 +73,9 @@ class JobCommands:
         elif adapter.directory is not None:
             self._engine.ensure_adapter(adapter.name, adapter.directory)
 
-    def _read_adapter(self, load: AdapterLoad) -> AdapterLoad:
+    def _read_adapter(self, load: AdapterLoad, changed_by: str) -> AdapterLoad:
         self._shared.fetch(Path(load.directory))
-        return load.read()
+        return load.read(changed_by)
 
     def unload_adapter(self, name: str) -> None:
         """No new request finds it."""

@@ -327,10 +327,12 @@ class EngineLink:
 
     # -- adapters and jobs ------------------------------------------------------------
 
-    async def load_adapter(self, adapter: AdapterRef) -> None:
-        """Have it on the device."""
+    async def load_adapter(self, adapter: AdapterRef, changed_by: str = "") -> None:
+        """Have it on the device. changed_by: the job that has made a model, and no adapter, of the one that serves: a
+        fresh engine serves it from now on.
+        """
         self.require_ready()
-        await self._call(LoadAdapter, adapter)
+        await self._call(LoadAdapter, adapter, changed_by)
 
     async def unload_adapter(self, name: str) -> None:
         """No new request finds it."""

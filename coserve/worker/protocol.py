@@ -96,10 +96,11 @@ class StopSequence(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Put an adapter on the device under its name."""
+    """Put an adapter on the device under its name. changed_by: see `OpenVersion`."""
 
     call: int
     adapter: AdapterRef
+    changed_by: str = ""
 
 
 class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):

@@ -15,6 +15,7 @@ from typing import Any
 from certificates import make_certificate
 from openai import DefaultHttpxClient, OpenAI
 
+from coserve.home import share_measurements
 from coserve.server.config import ServerConfig
 from coserve.server.keys import digest_of
 
@@ -63,7 +64,11 @@ class RayWorld:
     def add_machine(self) -> None:
         from coserve.cluster.ray_machine import DEVICE
 
-        own = {} if self.homes is None else {"COSERVE_HOME": str(self.homes / f"machine-{self._num_machines}")}
+        own = {}
+        if self.homes is not None:
+            home = self.homes / f"machine-{self._num_machines}"
+            share_measurements(home)  # which each would make anew, of the same machine
+            own = {"COSERVE_HOME": str(home)}
         self._num_machines += 1
         self.machines.append(self.cluster.add_node(num_cpus=1, resources={DEVICE: 1}, env_vars=own))
 
@@ -105,11 +110,10 @@ class RayWorld:
     # -- what may befall it -----------------------------------------------------------------
 
     def kill_engine(self, number: int) -> None:
-        """The process that holds the model; its actor starts another."""
-        actor = self._pid_of_node(number)
-        children = subprocess.run(["pgrep", "-P", str(actor)], capture_output=True, text=True).stdout.split()
-        for each in children:
-            _kill(int(each))
+        """The process that holds the model; its actor has another one forked."""
+        (forks,) = _children(self._pid_of_node(number))
+        for each in _children(forks):
+            _kill(each)
 
     def kill_actor(self, number: int) -> None:
         """The actor's process; Ray starts it again."""
@@ -175,6 +179,11 @@ class RayWorld:
         return None
 
 
+def _children(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
+    return list(map(int, found.stdout.split()))
+
+
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -200,7 +209,9 @@ def ray_world(
     from ray.cluster_utils import Cluster
 
     from coserve.cluster import on_ray
+    from coserve.cluster.ray_machine import AS_ALL_ELSE
 
+    os.environ.update(AS_ALL_ELSE)
     usual: dict[str, Any] = {"model": "tiny", "dtype": "float32", "memory_bytes": 16_000_000, "device": "cpu"}
     config = ServerConfig(**usual | {"home": str(home), "port": free_port(), "tpot_s": 1.0, "ttft_s": 5.0} | settings)
     cert, key = make_certificate(home)

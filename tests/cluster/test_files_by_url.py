@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 from cluster.ray_world import ray_world
-from cluster.test_on_ray import PROMPTS, alone, ask, engine, finished, job_of, steps_of, train
+from cluster.test_on_ray import PROMPTS, alone, ask, finished, job_of, steps_of, train
 from ftp import ftp_server
 
-__all__ = ["engine"]  # a fixture
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"),

@@ -8,10 +8,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from cluster.ray_world import KEY, NUM_FRONTS, OTHER_KEY, RayWorld, ray_world, write_keys
+from cluster.ray_world import KEY, NUM_FRONTS, OTHER_KEY, RayWorld, write_keys
 
 pytestmark = [
     pytest.mark.cluster,
@@ -31,20 +30,6 @@ pytestmark = [
 NUM_KILLS = int(os.environ.get("COSERVE_CLUSTER_KILLS", "4"))
 NUM_STREAMS, NUM_JOBS, NUM_STEPS = 32, 6, 60
 PROMPTS = ["The quick brown", "Once upon a time", "One copy of the weights", "Hello, how are", "To be, or not to"]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayWorld]:
-    with ray_world(tmp_path_factory.mktemp("home")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def engine() -> Any:
-    from coserve import Engine
-    from coserve.engine.config import EngineConfig
-
-    return Engine.load("tiny", EngineConfig(memory_bytes=16_000_000), dtype="float32", device="cpu")
 
 
 def alone(engine: Any, prompt: str, num_tokens: int, adapter: str | None = None) -> str:
@@ -326,20 +311,3 @@ def whole_or_error(world: RayWorld, prompt: str, expected: str) -> str:
         return "whole" if ask(world, prompt, 48) == expected else "wrong"
     except openai.APIError as error:
         return f"{type(error).__name__}: {error}"[:160]
-
-
-def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path):
-    from coserve.cluster.ray_machine import check_address
-    from coserve.errors import ClusterError
-
-    with pytest.raises(ClusterError, match="there is no Ray cluster at"):
-        check_address("127.0.0.1:1")
-    with pytest.raises(ClusterError, match="--address must be HOST:PORT"):
-        check_address("nowhere")
-    assert set(world.on_ray.served_models()) == {"tiny"}
-    # The last of all: it takes the front's place, and leaves none.
-    config = replace(world.config, home=str(tmp_path), database=f"sqlite:///{tmp_path}/nowhere/jobs.db")
-    with pytest.raises(ClusterError, match=r"the front cannot start: the database .*/nowhere/jobs.db cannot be opened"):
-        world.on_ray.deploy(config, "round-robin", resources={"coserve_head": 0.01})
-    with pytest.raises(ClusterError, match="the cluster has no front: start one with coserve cluster up"):
-        world.status()

@@ -1,32 +1,36 @@
 """`coserve cluster`: mistakes are one line, and start nothing."""
 
-import subprocess
-import sys
+import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+from forked import ForkedCommand
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'")
 # Python that hides Ray, as if it were not installed.
 WITHOUT_RAY = (
-    "import importlib.util, sys; find = importlib.util.find_spec; "
-    "importlib.util.find_spec = lambda name, *more: None if name == 'ray' else find(name, *more); "
-    "from coserve.cli.main import main; sys.argv = ['coserve', *sys.argv[1:]]; main()"
+    "import coserve.cli.commands.cluster as command; find = command.find_spec; "
+    "command.find_spec = lambda name: None if name == 'ray' else find(name)"
 )
 
 
-def fails(*arguments: str, code: str | None = None) -> str:
-    command = [sys.executable, *(("-m", "coserve") if code is None else ("-c", code)), "cluster", *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 1
-    assert len(found.stderr.splitlines()) == 1, found.stderr
-    assert found.stdout == ""
-    return found.stderr
+def fails(tmp_path: Path, *arguments: str, before: str = "") -> str:
+    """What a command says that ends at once."""
+    stderr = tmp_path / "stderr"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = ForkedCommand("cluster", *arguments, environment=environment, stderr=stderr, before=before)
+    with command.stdout as stdout:
+        assert command.wait(120) == 1
+        assert stdout.read() == ""
+    found = stderr.read_text()
+    assert len(found.splitlines()) == 1, found
+    return found
 
 
 @pytest.mark.parametrize("command", ["up", "status"])
-def test_without_ray_it_says_how_to_get_it(command: str):
-    assert "pip install 'coserve[cluster]'" in fails(command, code=WITHOUT_RAY)
+def test_without_ray_it_says_how_to_get_it(tmp_path: Path, command: str):
+    assert "pip install 'coserve[cluster]'" in fails(tmp_path, command, before=WITHOUT_RAY)
 
 
 @pytest.mark.cluster
@@ -44,5 +48,5 @@ def test_without_ray_it_says_how_to_get_it(command: str):
         (("status", "--address", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1"),
     ],
 )
-def test_what_is_wrong_is_one_line(arguments: tuple[str, ...], message: str):
-    assert message in fails(*arguments)
+def test_what_is_wrong_is_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str):
+    assert message in fails(tmp_path, *arguments)

@@ -1,6 +1,7 @@
 """Data-parallel jobs of every kind on real engines: each objective, and full fine-tuning of the weights that serve."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,12 @@ async def create(made: World, objective: str, *, epochs: int = 3, **extension: A
     )
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+# One of each kind with every change, all of them with `make test-long`.
+def long_but(*short: str, of: Iterable[str]) -> list[Any]:
+    return [each if each in short else pytest.param(each, marks=pytest.mark.long) for each in of]
+
+
+@pytest.mark.parametrize("objective", long_but("dpo", of=OBJECTIVES))
 def test_synchronous_nodes_learn_an_objective_as_one_node_does_from_the_whole_batches(tmp_path: Path, objective: str):
     async def divided() -> Any:
         async with cluster_world(tmp_path / "three") as made:
@@ -152,7 +158,7 @@ def test_synchronous_nodes_train_all_weights_as_one_node_does(tmp_path: Path, ow
     assert metrics(events) == pytest.approx(metrics(alone_events), abs=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["local-sgd", "asynchronous"])
+@pytest.mark.parametrize("strategy", long_but("asynchronous", of=("local-sgd", "asynchronous")))
 def test_nodes_that_go_their_own_ways_end_with_the_same_weights(tmp_path: Path, own_weights: None, strategy: str):
     async def test() -> Any:
         async with cluster_world(tmp_path) as made:
@@ -166,7 +172,7 @@ def test_nodes_that_go_their_own_ways_end_with_the_same_weights(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("at", ["before it has a checkpoint", "after that"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but("asynchronous", of=STRATEGIES))
 def test_a_node_that_dies_takes_no_weights_with_it(tmp_path: Path, own_weights: None, strategy: str, at: str):
     has_checkpoint = at == "after that"
 
@@ -205,18 +211,46 @@ def test_when_a_job_is_cancelled_all_nodes_serve_the_models_own_weights_again(tm
     run(test)
 
 
-def test_an_engine_that_starts_after_the_job_serves_beside_the_others_no_more(tmp_path: Path, own_weights: None):
+def test_an_engine_that_starts_after_the_job_serves_what_it_has_made_beside_the_others(
+    tmp_path: Path, own_weights: None
+):
+    async def test() -> None:
+        async with cluster_world(tmp_path) as made:
+            job = await create_full(made.world, data_parallel=3)
+            _, learned = await finished(made.world, job, model_in)
+            assert distance(learned[NUM_STEPS], base_weights()) > 1e-3
+            made.node(1).die()
+            await made.until(lambda: made.num_ready() == 2)
+            made.node(1).live()
+            await made.until(lambda: made.num_ready() == 3)
+            assert_all_serve(made, learned[NUM_STEPS])
+            for node in made.nodes.values():
+                assert node.engine is not None
+                assert job.name in node.engine.versions
+            for node in made.nodes.values():  # when none is left, nobody has what the job has made
+                node.die()
+            await made.until(lambda: not made.num_ready())
+            for node in made.nodes.values():
+                node.live()
+            await made.until(lambda: made.num_ready() == 3)
+            assert_all_serve(made, base_weights())
+
+    run(test)
+
+
+def test_an_engine_that_cannot_have_what_the_job_has_made_is_not_used_and_says_why(tmp_path: Path, own_weights: None):
     async def test() -> None:
         async with cluster_world(tmp_path) as made:
             job = await create_full(made.world, data_parallel=3)
             await finished(made.world, job, model_in)
             made.node(1).die()
             await made.until(lambda: made.num_ready() == 2)
+            await made.world.manager.delete_adapter(job.tenant, job.name)
             made.node(1).live()
             await made.until(lambda: made.link.describe()[1]["refused"])
             why = made.link.describe()[1]["refused"]
-            assert why.startswith("it has the weights that the model came with, and job ftjob-")
-            assert why.endswith(f"start the cluster again with what it made (coserve cluster up {job.name})")
+            assert why.startswith("it has the weights that the model came with, job ftjob-")
+            assert f"and what it made ({job.name}) cannot be had here: " in why
             assert made.num_ready() == 2
 
     run(test)

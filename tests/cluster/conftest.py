@@ -1,0 +1,22 @@
+"""One cluster for all tests that change nothing of it but what they mend, or that come last."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster.ray_world import RayWorld, ray_world
+
+
+@pytest.fixture(scope="package")
+def world(tmp_path_factory: pytest.TempPathFactory, engine: Any) -> Iterator[RayWorld]:
+    """engine: has measured the machine, which else each node does, all at once."""
+    with ray_world(tmp_path_factory.mktemp("home")) as found:
+        yield found
+
+
+@pytest.fixture(scope="package")
+def engine() -> Any:
+    from coserve import Engine
+    from coserve.engine.config import EngineConfig
+
+    return Engine.load("tiny", EngineConfig(memory_bytes=16_000_000), dtype="float32", device="cpu")

@@ -1,0 +1,113 @@
+"""Full fine-tuning over the nodes of the cluster of `test_on_ray.py`, after that: it changes what they serve. At last,
+what ends the cluster's front, and its nodes.
+"""
+
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.ray_world import RayWorld
+from cluster.test_on_ray import PROMPTS, alone, ask, finished, steps_of, train
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+NUM_FULL_STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def full_model(world: RayWorld) -> tuple[str, str]:
+    """Name and directory of what full fine-tuning over all nodes has made; they serve it."""
+    client = world.client
+    world.until(lambda: world.num_ready() == 3)
+    for job in client.fine_tuning.jobs.list(limit=100):  # the weights that these were trained on are about to change
+        if job.fine_tuned_model is not None:
+            client.models.delete(job.fine_tuned_model)
+    settings: dict[str, Any] = {"adapter": {"type": "full"}, "live": True, "optimizer": {"learning_rate": 1e-3}}
+    id = train(world, 9, NUM_FULL_STEPS, data_parallel=3, **settings)
+    made = finished(world, id)
+    assert steps_of(world, id) == list(range(1, NUM_FULL_STEPS + 1))
+    directory = world.config.directory / "jobs" / id / "checkpoints" / f"step-{NUM_FULL_STEPS}"
+    return made.fine_tuned_model, str(directory)
+
+
+@pytest.fixture(scope="module")
+def full_answers(full_model: tuple[str, str], engine: Any) -> dict[str, str]:
+    """What one engine says that was started with these files."""
+    from coserve import Engine
+    from coserve.engine.config import EngineConfig
+
+    made = Engine.load(full_model[1], EngineConfig(memory_bytes=16_000_000), dtype="float32", device="cpu")
+    answers = {prompt: alone(made, prompt, 12) for prompt in PROMPTS}
+    assert answers != {prompt: alone(engine, prompt, 12) for prompt in PROMPTS}, "it has learned something"
+    return answers
+
+
+def assert_every_node_says(world: RayWorld, answers: dict[str, str], *models: str) -> None:
+    assert world.num_ready() == 3
+    for prompt, answer in answers.items():
+        assert {ask(world, prompt, 12, model) for model in models for _ in range(3)} == {answer}
+
+
+def test_three_nodes_serve_what_full_fine_tuning_over_all_of_them_has_made_also_when_engines_start_again(
+    world: RayWorld, full_model: tuple[str, str], full_answers: dict[str, str]
+):
+    assert_every_node_says(world, full_answers, "tiny", full_model[0])
+    lives = world.lives()
+    world.kill_engine(1)
+    world.until(partial(world.has_recovered, lives))
+    assert_every_node_says(world, full_answers, "tiny", full_model[0])
+
+
+def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path):
+    from coserve.cluster.ray_machine import check_address
+    from coserve.errors import ClusterError
+
+    with pytest.raises(ClusterError, match="there is no Ray cluster at"):
+        check_address("127.0.0.1:1")
+    with pytest.raises(ClusterError, match="--address must be HOST:PORT"):
+        check_address("nowhere")
+    assert set(world.on_ray.served_models()) == {"tiny"}
+    # It takes the front's place, and leaves none.
+    config = replace(world.config, home=str(tmp_path), database=f"sqlite:///{tmp_path}/nowhere/jobs.db")
+    with pytest.raises(ClusterError, match=r"the front cannot start: the database .*/nowhere/jobs.db cannot be opened"):
+        world.on_ray.deploy(config, "round-robin", resources={"coserve_head": 0.01})
+    with pytest.raises(ClusterError, match="the cluster has no front: start one with coserve cluster up"):
+        world.status()
+
+
+def test_the_command_serves_by_its_name_what_full_fine_tuning_has_made(
+    world: RayWorld, full_model: tuple[str, str], full_answers: dict[str, str]
+):
+    """The last of all: it ends the nodes of the others."""
+    world.on_ray.undeploy()
+    name, config = full_model[0], world.config
+    where = {"address": world.cluster.address, "nodes": 0, "home": config.home, "port": config.port}
+    tls = {"ssl-certfile": config.ssl_certfile, "ssl-keyfile": config.ssl_keyfile}
+    tls["api-keys-file"] = config.api_keys_file
+    options = where | tls | {"device": "cpu", "dtype": "float32", "memory": "16MB", "slo-ttft": "5s", "slo-tpot": "1s"}
+    given = [f"--{option}={value}" for option, value in options.items()]
+    command = [sys.executable, "-m", "coserve", "cluster", "up", name, *given]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
+        try:
+            assert up.stdout is not None
+            assert "coserve serves " in up.stdout.readline()
+            assert up.stdout.readline() == "3 nodes are ready\n"
+            assert [each.id for each in world.client.models.list()] == [name]
+            assert_every_node_says(world, full_answers, name)
+        finally:
+            up.send_signal(signal.SIGINT)
+    assert up.returncode == 0
+    from coserve.errors import ClusterError
+
+    with pytest.raises(ClusterError, match="the cluster has no front"):
+        world.status()
