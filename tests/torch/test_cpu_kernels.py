@@ -189,6 +189,61 @@ def test_products_of_few_rows(inner, outer, num_threads):
         assert torch.equal(amx.skinny_gemm(x[-1:], weight), whole[-1:]), "whatever other rows are there"
 
 
+def vector_product(x, weight, bias, num_threads):
+    y = torch.full((len(x), len(weight)), float("nan")).bfloat16()
+    addresses = (x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
+    KERNELS.vector_product(*addresses, *x.shape, len(weight), num_threads)
+    return y
+
+
+def vector_input_gradient(grad, weight, num_threads):
+    x_grad = torch.full((len(grad), weight.shape[1]), float("nan")).bfloat16()
+    addresses = (grad.data_ptr(), grad.stride(0), weight.data_ptr(), x_grad.data_ptr())
+    KERNELS.vector_input_gradient(*addresses, len(grad), weight.shape[1], len(weight), num_threads)
+    return x_grad
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_threads", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(1, 1), (24, 90), (37, 41), (45, 2), (129, 64), (300, 31), (128, 475), (475, 128), (900, 65)]
+)
+def test_products_of_many_rows_in_float32(inner, outer, num_threads):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    weight, bias = torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
+    wide, wide_grad = torch.randn(530, inner + 3).bfloat16(), torch.randn(530, outer + 5).bfloat16()
+    for n in (17, 28, 29, 64, 130, 257, 530):
+        x, grad = wide[:n, 3:], wide_grad[:n, 5:]  # rows of wider tensors
+        exact, exact_grad = x.double() @ weight.double().T, grad.double() @ weight.double()
+        sizes, grad_sizes = x.double().abs() @ weight.double().abs().T, grad.double().abs() @ weight.double().abs()
+        for found, expected, size in (
+            (vector_product(x, weight, None, num_threads), exact, sizes),
+            (vector_product(x, weight, bias, num_threads), exact + bias.double(), sizes),
+            (vector_input_gradient(grad, weight, num_threads), exact_grad, grad_sizes),
+        ):
+            assert ((found.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * size).all()
+
+
+@needs_kernels
+def test_a_row_among_many_does_not_depend_on_them_or_threads():
+    torch.manual_seed(0)
+    weight, bias = torch.randn(300, 417).bfloat16(), torch.randn(300).bfloat16()
+    x, grad = torch.randn(290, 417).bfloat16(), torch.randn(290, 300).bfloat16()
+    product, gradient = vector_product(x, weight, bias, 1), vector_input_gradient(grad, weight, 1)
+    for num_threads in (1, 2, 4, 5):
+        torch.set_num_threads(num_threads)
+        for first, last in ((0, 290), (0, 17), (5, 70), (160, 290)):
+            assert torch.equal(vector_product(x[first:last], weight, bias, num_threads), product[first:last])
+        for first, last in ((0, 1), (3, 7), (5, 70), (160, 290)):
+            assert torch.equal(vector_input_gradient(grad[first:last], weight, num_threads), gradient[first:last])
+    x[20, 400] = grad[20, 299] = float("nan")
+    found = vector_product(x, weight, bias, 2), vector_input_gradient(grad, weight, 2)
+    others = [*range(20), *range(21, 290)]
+    for bad, before in zip(found, (product, gradient), strict=True):
+        assert bad[20].isnan().all() and torch.equal(bad[others], before[others])
+
+
 @needs_kernels
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize(
@@ -222,7 +277,10 @@ def test_products_with_a_matrix_of_low_rank(n, width, rank, num_threads):
 def test_products_that_the_amx_kernels_are_not_for_go_the_other_way():
     names = ("to_low_rank", "from_low_rank", "add_low_rank_gradient")
     without_functions: Any = SimpleNamespace(
-        has_amx=True, vector_product=KERNELS.vector_product, **dict.fromkeys(names)
+        has_amx=True,
+        vector_product=KERNELS.vector_product,
+        vector_input_gradient=KERNELS.vector_input_gradient,
+        **dict.fromkeys(names),
     )
     products, amx = CpuProducts(without_functions), AmxProducts(without_functions)
     low_rank = LowRankProducts(without_functions)
@@ -448,7 +506,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 32 and all(found.values())
+    assert len(found) == 33 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert f'extern "C" void {name}(' in sources or f"PAGED_ATTENTION({name}" in sources

@@ -40,6 +40,8 @@ void int8_product_by_tiles(const bf16* x, i64 x_step, const int8_t* weight, cons
 // vector_products.cpp
 void vector_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
                     i64 outer, i64 num_threads);
+void vector_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 n, i64 inner,
+                           i64 outer, i64 num_threads);
 
 // int8.cpp
 void int8_product(const void* x, i64 x_step, const int8_t* weight, const float* scales, const void* bias, void* y,

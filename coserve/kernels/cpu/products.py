@@ -6,7 +6,8 @@ Which way is fastest depends on the processor, the dtype and the number of rows;
   in float32 elsewhere (`vector_products.cpp`); PyTorch's take twice as long, and rearrange the weight first.
 - bfloat16 and many rows, on a CPU that multiplies it faster than float32 (AMX; AMD's AVX-512): PyTorch's.
 - The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it have half of that
-  (Intel's without AMX): the wide functions convert a tile of the weight at a time, and multiply in float32.
+  (Intel's without AMX): kernels of our own, which convert a strip of the weight at a time and multiply in float32
+  (`vector_panels.h`). Tensors with gaps, and products with another layout: the wide functions do that by PyTorch's.
 - int8 weights: with few rows kernels of our own read them once as they lie (`int8.cpp`, and `int8_tiles.cpp` with AMX);
   with many, a tile at a time becomes a dense weight.
 - Otherwise the choice is PyTorch's.
@@ -30,8 +31,8 @@ from coserve.kernels.plain import products as plain
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
 _TILE_ELEMENTS = 1 << 21
 # Up to how many rows our own kernel without tiles multiplies bfloat16: where PyTorch's product is faster than one in
-# float32, and where it is not.
-_MOST_VECTOR_ROWS_NATIVE, _MOST_VECTOR_ROWS = 16, 64
+# float32, and where it is not (any number).
+_MOST_VECTOR_ROWS_NATIVE, _MOST_VECTOR_ROWS = 16, 1 << 30
 # From how many rows on a conversion pays for the products of gradients.
 _MIN_WIDE_ROWS = 16
 # Held while factors are rounded.
@@ -88,9 +89,21 @@ class CpuProducts:
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless bfloat16 is widened."""
+        if is_widened(grad) and grad.shape[0] and grad.stride(1) == 1 and fit_vectors(weight, None):
+            return _added(self._vector_input_gradient(grad, weight), onto)
         if is_widened(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
             return _added(wide_input_gradient(grad, weight), onto)
         return grad @ weight if onto is None else onto.addmm_(grad, weight)
+
+    def _vector_input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        (n, outer), inner = grad.shape, weight.shape[1]
+        assert weight.shape == (outer, inner)
+        x_grad = torch.empty(n, inner, dtype=grad.dtype)
+        self._kernels.vector_input_gradient(
+            *(grad.data_ptr(), grad.stride(0), weight.data_ptr(), x_grad.data_ptr()),
+            *(n, inner, outer, torch.get_num_threads()),
+        )
+        return x_grad
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs nothing."""

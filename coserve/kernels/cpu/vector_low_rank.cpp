@@ -9,7 +9,6 @@ namespace {
 using vectors::Floats;
 using vectors::LANES;
 using vectors::PAIR;
-using vectors::Words;
 
 thread_local Scratch shared_scratch;
 
@@ -25,16 +24,6 @@ void arrange_factor(const bf16* matrix, bool is_transposed, i64 width, i64 rank,
                 part[i] = matrix[is_transposed ? r * width + first + i : (first + i) * rank + r];
             vectors::arrange(part, PAIR, part, out + r * width + first);
         }
-}
-
-// The inverse of `load_pair`, rounded.
-inline void store_pair(Floats even, Floats odd, bf16* out) {
-    auto rounded = [](Floats x) {
-        const Words bits = (Words)x, number = bits + 0x7fff + ((bits >> 16) & 1);
-        return ((Words)(x == x) & number) | (~(Words)(x == x) & 0x7fc00000u);
-    };
-    const Words words = (rounded(even) >> 16) | (rounded(odd) & 0xffff0000u);
-    std::memcpy(out, &words, sizeof words);
 }
 
 // y += x M of ROWS rows and PAIR columns; x [n, rank] in float32, factor [rank, width].
@@ -53,7 +42,7 @@ inline void add_pair(const float* x, const float* factor, i64 rank, i64 width, b
         }
     }
 #pragma GCC unroll 8
-    for (int row = 0; row < ROWS; row++) store_pair(sums[row][0], sums[row][1], y + row * y_step);
+    for (int row = 0; row < ROWS; row++) vectors::store_pair(sums[row][0], sums[row][1], y + row * y_step);
 }
 
 // grad += narrow^T wide of ROWS rows and PAIR columns; narrow [n, rank] and grad [rank, width] in float32.

@@ -62,6 +62,16 @@ inline void load_pair(const float* x, Floats& first, Floats& second) {
     second = load(x + LANES);
 }
 
+// The inverse of `load_pair`, rounded.
+inline void store_pair(Floats even, Floats odd, bf16* out) {
+    auto rounded = [](Floats x) {
+        const Words bits = (Words)x, number = bits + 0x7fff + ((bits >> 16) & 1);
+        return ((Words)(x == x) & number) | (~(Words)(x == x) & 0x7fc00000u);
+    };
+    const Words words = (rounded(even) >> 16) | (rounded(odd) & 0xffff0000u);
+    std::memcpy(out, &words, sizeof words);
+}
+
 // A row of x in float32, its elements in the order in which `load_pair` gives those of a weight, up to whole pairs.
 template <typename T>
 void arrange(const T* x, i64 n, const int8_t*, float* out) {
