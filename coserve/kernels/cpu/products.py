@@ -7,7 +7,7 @@ Which way is fastest depends on the processor, the dtype and the number of rows;
 - bfloat16 and many rows, on a CPU that multiplies it faster than float32 (AMX; AMD's AVX-512): PyTorch's.
 - The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it have half of that
   (Intel's without AMX): kernels of our own, which convert a strip of the weight at a time and multiply in float32
-  (`vector_panels.h`). Tensors with gaps, and products with another layout: the wide functions do that by PyTorch's.
+  (`vector_panels.h`); of tensors that lie otherwise the wide functions convert a tile at a time, for PyTorch's.
 - int8 weights: with few rows kernels of our own read them once as they lie (`int8.cpp`, and `int8_tiles.cpp` with AMX);
   with many, a tile at a time becomes a dense weight.
 - Otherwise the choice is PyTorch's.
