@@ -171,6 +171,8 @@ class HostSwap:
 
     def take_commands(self) -> list[Command]:
         """What the device must do before the step that begins."""
+        if not self._commands:
+            return []
         commands: list[Command] = list(self._commands)
         self._commands.clear()
         self._has_copied_out |= any(isinstance(command, SwapOut) for command in commands)

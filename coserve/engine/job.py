@@ -217,15 +217,23 @@ class Job:
 
     # -- what happened ------------------------------------------------------------
 
-    def count_seconds(self, started_s: float, **seconds: float) -> None:
-        """A step that began then has taken this for it, by the names of `StepSeconds`."""
+    def count_seconds(
+        self,
+        started_s: float,
+        *,
+        forward_s: float = 0.0,
+        loss_s: float = 0.0,
+        backward_s: float = 0.0,
+        update_s: float = 0.0,
+    ) -> None:
+        """A step that began then has taken this for it; see `StepSeconds`."""
         so_far = self.seconds
         self.seconds = StepSeconds(
             started_s=so_far.started_s or started_s,
-            forward_s=so_far.forward_s + seconds.get("forward_s", 0.0),
-            loss_s=so_far.loss_s + seconds.get("loss_s", 0.0),
-            backward_s=so_far.backward_s + seconds.get("backward_s", 0.0),
-            update_s=so_far.update_s + seconds.get("update_s", 0.0),
+            forward_s=so_far.forward_s + forward_s,
+            loss_s=so_far.loss_s + loss_s,
+            backward_s=so_far.backward_s + backward_s,
+            update_s=so_far.update_s + update_s,
         )
 
     def position(self) -> JobPosition:

@@ -115,7 +115,7 @@ class JobSet(Mapping[str, Job]):
     @property
     def num_running(self) -> int:
         """Jobs that are neither over nor paused."""
-        return sum(job.state == "running" for job in self._jobs.values())
+        return sum([job.state == "running" for job in self._jobs.values()])
 
     @property
     def num_tokens_trained(self) -> int:

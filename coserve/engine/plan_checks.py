@@ -14,18 +14,18 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
 
     plan: without what there is no memory for. policy: its name. num_units: of the device.
     """
-    windows = [rows for rows in plan.rows if rows.kind == "window"]
-    losses = {piece.job: piece.rows for piece in plan.losses}
-    _check_once(policy, "rows of request", [rows.item for rows in plan.rows if rows.kind != "window"])
-    _check_once(policy, "a window of job", [rows.item for rows in windows])
-    _check_once(policy, "a piece of the loss of job", [piece.job for piece in plan.losses])
-    _check_once(policy, "tasklets of job", [part.job for part in plan.tasklets])
-    _check_once(policy, "an optimizer step of job", plan.updates)
+    if max(len(plan.rows), len(plan.losses), len(plan.tasklets), len(plan.updates)) > 1:
+        _check_once(policy, "rows of request", [rows.item for rows in plan.rows if rows.kind != "window"])
+        _check_once(policy, "a window of job", [rows.item for rows in plan.rows if rows.kind == "window"])
+        _check_once(policy, "a piece of the loss of job", [piece.job for piece in plan.losses])
+        _check_once(policy, "tasklets of job", [part.job for part in plan.tasklets])
+        _check_once(policy, "an optimizer step of job", plan.updates)
     for rows in plan.rows:
         if rows.rows < 1:
             _check_size(policy, rows.item, rows.rows)
-    for rows in windows:
-        _check_phase(policy, "a window", jobs[rows.item], "forward")
+        if rows.kind == "window":
+            _check_phase(policy, "a window", jobs[rows.item], "forward")
+    losses = {piece.job: piece.rows for piece in plan.losses}
     for piece in plan.losses:
         _check_size(policy, piece.job, piece.rows)
         _check_phase(policy, "a piece of the loss", jobs[piece.job], "loss")
@@ -41,7 +41,7 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
 
 
 def _check_once(policy: str, what: str, items: Sequence[str]) -> None:
-    if len(items) < 2 or len(set(items)) == len(items):
+    if len(set(items)) == len(items):
         return
     for item, number in Counter(items).items():
         if number > 1:

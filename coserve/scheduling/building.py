@@ -100,15 +100,15 @@ class PlanBuilder:
 
     def decode(self, requests: Sequence[RequestView]) -> None:
         """One row for each of them; if that is too many, for those that wait longest."""
+        if not requests:
+            return
         if len(requests) > self._max_rows:
             requests = sorted(requests, key=lambda request: request.last_token_s)[: self._max_rows]
         self._load.add_decodes(requests)
         self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
         self._time.forward_s = self._latency.forward_s(self._load)
-        if requests:
-            self._decode_share = (
-                self._time.forward_s * sum([1 / request.tpot_s for request in requests]) / len(requests)
-            )
+        paces = sum([1 / request.tpot_s for request in requests])
+        self._decode_share = self._time.forward_s * paces / len(requests)
 
     def prefill(self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
@@ -193,7 +193,10 @@ class PlanBuilder:
         self._time.until_s = until_s
         joins = any(job.phase in ("loss", "backward") for job in jobs)
         tasks = hybrid_tasks(jobs, self._latency, max_rows=self._max_rows) if joins else {}
-        served: set[str] = set()
+        members: dict[int, list[JobView]] = {}  # of hybrid tasks that have not been served
+        for job in jobs:
+            if job.phase == "backward" or (job.phase == "loss" and self._time.partition is None):
+                members.setdefault(tasks[job.id], []).append(job)
         forward: set[int] = set()  # hybrid tasks of jobs that get on with their forward pass
         for job in jobs:
             left_s = (until_s - self.late_s) / self._time.late_factor
@@ -204,14 +207,12 @@ class PlanBuilder:
             elif job.phase == "forward" and self._time.partition is None:
                 if self._window(job, left_s, may_wait=job.waited_s < max_defer_s):
                     forward.add(tasks.get(job.id, 0))
-            elif job.id not in served and (self._time.partition is None or job.phase == "backward"):
+            elif self._time.partition is None or job.phase == "backward":
                 # Who was served more waits at the loss for those of its hybrid task who were served less.
                 if tasks[job.id] in forward and is_before_backward(job):
                     continue
-                phases = ("loss", "backward") if self._time.partition is None else ("backward",)
-                together = [each for each in jobs if tasks.get(each.id) == tasks[job.id] and each.phase in phases]
-                served.update([each.id for each in together])
-                self._together(together, until_s, max_defer_s=max_defer_s)
+                if together := members.pop(tasks[job.id], None):
+                    self._together(together, until_s, max_defer_s=max_defer_s)
         if least_share:
             self._age(jobs, least_share)
         if jobs and self.runs_nothing:
@@ -293,7 +294,7 @@ class PlanBuilder:
             elif self._loss(job, (until_s - self.late_s) / self._time.late_factor, may_wait=job.waited_s < max_defer_s):
                 going.append(structs.replace(job, phase="backward", num_rows_left=job.num_rows))
         while going:
-            joined = least_advanced(going)
+            joined = least_advanced(going) if len(going) > 1 else going
             going = [job for job in going if job not in joined]
             self._backward(joined, self._time.left_s(until_s))
 

@@ -69,13 +69,13 @@ class Corrections:
         right = self.of(section, rows, windows)
         # One step that was held up by something else must not move it far.
         right *= min(2.0, max(0.5, measured_s / predicted_s))
-        found: dict[_Kind | str, float] = {}
-        for key in (kind, section, ""):
-            old, weight = self._seen[key][0] if key in self._seen else 1.0, _CORRECTION_WEIGHT
-            if key == kind and kind not in self._seen:
-                old, weight = self.of_section(section), 0.5
-            found[key] = old * (right / old) ** weight
-        self._seen |= {key: (correction, self._num_steps) for key, correction in found.items()}
+        if kind not in self._seen:  # half of the way from what was believed
+            self._seen[kind] = self.of_section(section), self._num_steps
+            self._move(kind, right, 0.5)
+        else:
+            self._move(kind, right, _CORRECTION_WEIGHT)
+        self._move(section, right, _CORRECTION_WEIGHT)
+        self._move("", right, _CORRECTION_WEIGHT)
         self._known.clear()
 
     def observe_step(self, *, predicted_s: float, measured_s: float) -> None:
@@ -126,13 +126,20 @@ class Corrections:
         """|measured - predicted| / measured of recent steps, sorted."""
         return sorted(abs(error) / (1 + error) for error in self._errors)
 
+    def _move(self, key: _Kind | str, right: float, weight: float) -> None:
+        """A correction would have had to be this."""
+        seen = self._seen.get(key)
+        old = 1.0 if seen is None else seen[0]
+        self._seen[key] = old * (right / old) ** weight, self._num_steps
+
     def _aged(self, key: _Kind | str, wider: float) -> float:
         """A correction that gives way to the wider one the longer it was not seen: a kind of step that once took very
         long would never be tried again.
         """
-        if key not in self._seen:
+        seen = self._seen.get(key)
+        if seen is None:
             return wider
-        correction, step = self._seen[key]
+        correction, step = seen
         trust = _TRUST_PER_STEP ** (self._num_steps - step)
         found: float = wider * (correction / wider) ** trust
         return found

@@ -71,13 +71,17 @@ def decode_deadlines(
         prompt_reserve_tpots, reserve_tpots: what prompts and jobs leave in every bank.
         jobs_share: of a request's time per token, what jobs may take in all.
     """
+    if not requests:
+        return Deadlines()
     prompts_s = jobs_s = gap_s = urgent_s = extra_s = inf
     end_s, limited = now_s + decode_s, jobs_share < inf
     lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
+    most_kept_tpots = max(prompt_reserve_tpots, reserve_tpots)
     # Run for each of some hundred requests, so without calls.
     for request in requests:
-        num_output, tpot_s = request.num_output, AIMED * request.tpot_s
+        num_output, asked_s = request.num_output, request.tpot_s
         first_s, last_s = request.first_token_s, request.last_token_s
+        tpot_s = AIMED * asked_s
         if first_s is None:  # preempted, or of a prompt of one token: due like any first token
             due_s = request.arrival_s + request.ttft_s
             if end_s > due_s:
@@ -85,18 +89,21 @@ def decode_deadlines(
             prompts_s, jobs_s = min(prompts_s, due_s), min(jobs_s, due_s)
             continue
         banked_s = first_s + num_output * tpot_s
-        late_s = end_s - banked_s
-        if late_s > 0 and late_s > (tpot_s - decode_s) * (request.num_left - 1):
+        if end_s > banked_s and end_s - banked_s > (tpot_s - decode_s) * (request.num_left - 1):
             lost_s = last_s + (tpot_s if tpot_s > lost_pace_s else lost_pace_s)
             if lost_s < prompts_s:
                 prompts_s = lost_s
             if lost_s < jobs_s:
                 jobs_s = lost_s
             continue
-        kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
-        noticed_s = last_s + max_gap_tpots * request.tpot_s
+        noticed_s = last_s + max_gap_tpots * asked_s
         if noticed_s < gap_s:
             gap_s = noticed_s
+        if limited and jobs_share * tpot_s * num_output - request.jobs_s < extra_s:
+            extra_s = jobs_share * tpot_s * num_output - request.jobs_s
+        if banked_s - most_kept_tpots * tpot_s >= gap_s and tpot_s >= decode_s:
+            continue  # a gap would be noticed before anything else is due, as with most requests that have a bank
+        kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
         next_s = last_s + tpot_s
         due_s = banked_s + CATCH_UP_SHARE * (tpot_s - decode_s) * (request.num_left - 1)
         if due_s < next_s:
@@ -115,8 +122,6 @@ def decode_deadlines(
             due_s = next_s
         if due_s < jobs_s:
             jobs_s = due_s
-        if limited and jobs_share * tpot_s * num_output - request.jobs_s < extra_s:
-            extra_s = jobs_share * tpot_s * num_output - request.jobs_s
     return Deadlines(
         prompts_s=min(prompts_s, gap_s),
         jobs_s=min(jobs_s, gap_s),

@@ -7,7 +7,8 @@ A hybrid task costs what a tasklet of all its rows is measured to take, and need
 partition that takes the least time is found by dynamic programming over jobs sorted by their rows. Sequences are joined
 as they are, so nothing is padded (section 3.5 aligns what we lay end to end).
 
-Pure arithmetic, done anew for every plan: jobs join and leave between any two steps.
+Pure arithmetic, asked for by every plan: jobs join and leave between any two steps. While packs have the same rows, the
+latency model remembers what came of it.
 """
 
 from collections.abc import Sequence
@@ -38,11 +39,23 @@ def hybrid_tasks(jobs: Sequence[JobView], latency: LatencyModel, *, max_rows: in
     packs = sorted([job for job in packs if job.id not in alone], key=_num_rows)
     if len(packs) < 2:
         return {**alone, **{job.id: 0 for job in packs}}
-    rows = [0, *accumulate([job.num_rows for job in packs])]
-    weighed = [0.0, *accumulate([job.num_rows * latency.backward_weight(job) for job in packs])]
+    tasks: dict[str, int] = alone
+    shapes = tuple([(job.num_rows, latency.backward_weight(job)) for job in packs])
+    for first, last in pairwise(latency.remember((max_rows, shapes), lambda: _cuts(shapes, latency, max_rows))):
+        for job in packs[first:last]:
+            tasks[job.id] = last
+    return tasks
+
+
+def _cuts(shapes: Sequence[tuple[int, float]], latency: LatencyModel, max_rows: int) -> tuple[int, ...]:
+    """Where hybrid tasks begin among packs of these rows, each with the weight of a row, sorted by rows; and their
+    number. It follows from the profile alone.
+    """
+    rows = [0, *accumulate([num_rows for num_rows, _ in shapes])]
+    weighed = [0.0, *accumulate([num_rows * weight for num_rows, weight in shapes])]
     # best[m]: the least time of the first m jobs, and where their last hybrid task begins.
     best: list[tuple[float, int]] = [(0.0, 0)]
-    for last in range(1, len(packs) + 1):
+    for last in range(1, len(shapes) + 1):
         found = (inf, last - 1)
         for first in range(last - 1, -1, -1):
             num_rows = rows[last] - rows[first]
@@ -54,13 +67,10 @@ def hybrid_tasks(jobs: Sequence[JobView], latency: LatencyModel, *, max_rows: in
             if total_s <= found[0]:
                 found = (total_s, first)
         best.append(found)
-    tasks: dict[str, int] = alone
-    last = len(packs)
-    while last:
-        first = best[last][1]
-        tasks |= {job.id: last for job in packs[first:last]}
-        last = first
-    return tasks
+    cuts = [len(shapes)]
+    while cuts[-1]:
+        cuts.append(best[cuts[-1]][1])
+    return tuple(reversed(cuts))
 
 
 class JoinedTasklets(NamedTuple):
@@ -77,6 +87,8 @@ def joined_tasklets(
     """Tasklets of jobs that go backward, with as many rows as possible: first what is left of the least advanced part,
     then whole parts. None if not the smallest of all of them fits into the time.
     """
+    if len(jobs) == 1:
+        return _tasklets_alone(jobs[0], left_s, latency)
     fewest = min([_parts_done(job) for job in jobs])
     now = [job for job in jobs if _parts_done(job) == fewest]
     rows = [job.num_rows_left for job in now]
@@ -86,19 +98,26 @@ def joined_tasklets(
         seconds = latency.tasklets_s(list(zip(now, rows, strict=True)))
     if seconds > left_s:
         return None
-    shared = None if len(jobs) == 1 else group
     if any(each < job.num_rows_left for job, each in zip(now, rows, strict=True)):
         most = min([job.num_rows_left // each for job, each in zip(now, rows, strict=True)])
         number = times(seconds, left_s, most)
-        pieces = [PlannedTasklets(job.id, each, number, shared) for job, each in zip(now, rows, strict=True)]
+        pieces = [PlannedTasklets(job.id, each, number, group) for job, each in zip(now, rows, strict=True)]
         return JoinedTasklets(tuple(pieces), number * seconds, seconds)
-    if len(jobs) == 1:
-        return _whole_parts_alone(jobs[0], left_s, latency, first_s=seconds)
-    return _whole_parts(jobs, fewest, left_s, latency, shared)
+    return _whole_parts(jobs, fewest, left_s, latency, group)
 
 
-def _whole_parts_alone(job: JobView, left_s: float, latency: LatencyModel, *, first_s: float) -> JoinedTasklets:
-    """`_whole_parts` of one job; first_s: of what is left of its current part, which fits."""
+def _tasklets_alone(job: JobView, left_s: float, latency: LatencyModel) -> JoinedTasklets | None:
+    """The same of one job, as most are."""
+    rows = job.num_rows_left
+    first_s = latency.tasklet_s(job, rows)
+    while first_s > left_s and rows > LEAST_ROWS:
+        rows = max(LEAST_ROWS, rows // 2)
+        first_s = latency.tasklet_s(job, rows)
+    if first_s > left_s:
+        return None
+    if rows < job.num_rows_left:
+        number = times(first_s, left_s, job.num_rows_left // rows)
+        return JoinedTasklets((PlannedTasklets(job.id, rows, number),), number * first_s, first_s)
     number, seconds, longest_s = 1, first_s, first_s
     if job.num_parts_left > 1:
         part_s = latency.tasklet_s(job, job.num_rows)
@@ -108,7 +127,7 @@ def _whole_parts_alone(job: JobView, left_s: float, latency: LatencyModel, *, fi
 
 
 def _whole_parts(
-    jobs: Sequence[JobView], fewest: int, left_s: float, latency: LatencyModel, group: int | None
+    jobs: Sequence[JobView], fewest: int, left_s: float, latency: LatencyModel, group: int
 ) -> JoinedTasklets:
     """Turns of whole parts; a job takes part from where the others have caught up with it until it is done."""
     first = {job.id: _parts_done(job) - fewest for job in jobs}

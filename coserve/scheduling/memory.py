@@ -128,10 +128,10 @@ class MemoryPlan:
         pack_s: how long a pack will take; until then, requests that run must find pages beside it.
         """
         jobs = self._view.jobs if jobs is None else jobs
-        has_slots = requests_first and len(self.requests) < self._view.max_requests
-        admitted = set(self.admit)
-        if has_slots and any(each.may_start and each.id not in admitted for each in self._view.waiting):
-            return
+        if requests_first and self._view.waiting and len(self.requests) < self._view.max_requests:
+            admitted = set(self.admit)
+            if any(each.may_start and each.id not in admitted for each in self._view.waiting):
+                return
         for job in jobs:
             if job.phase != "pack":
                 continue

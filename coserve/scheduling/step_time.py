@@ -37,8 +37,9 @@ class StepTime:
     @property
     def late_s(self) -> float:
         """All of it if predictions are off by the margin; backward work has none, as it stops in time."""
-        left_s = max(0.0, self.loss_s * self.late_factor + self.backward_s - self._beside_s)
-        return self._late_forward_s + self.update_s * self.late_factor + left_s
+        late = self.late_factor
+        left_s = self.loss_s * late + self.backward_s - self._beside_s
+        return self._late_forward_s + self.update_s * late + (left_s if left_s > 0 else 0.0)
 
     def divide(self, partition: Partition | None, forward_speed: float = 1.0, backward_speed: float = 0.0) -> None:
         """Have backward work run beside the forward pass; None: one after the other."""

@@ -30,7 +30,8 @@ class ModelledTrainer:
         """It has this pack now."""
         lengths = [len(tokens) for tokens, _ in command.sequences]
         num_rows = sum(lengths)
-        num_trained = sum([trained[1:].count(True) for _, trained in command.sequences])
+        # The first token of a sequence is nobody's target.
+        num_trained = sum([trained.count(True) - trained[:1].count(True) for _, trained in command.sequences])
         num_parts = 0 if command.evaluate else self.opened.trained_parts
         self._cursor = Cursor(num_rows=num_rows, num_trained=num_trained, num_parts=num_parts)
         mean_context_len = sum([length * (length + 1) / 2 for length in lengths]) / num_rows

@@ -99,6 +99,8 @@ class StepTimer:
         return self.with_noise(self._latency.forward_s(load) / forward_speed), speed
 
     def _loss_s(self, batch: StepBatch) -> float:
+        if not batch.losses:
+            return 0.0
         num_rows = 0
         for piece in batch.losses:
             cursor = self._trainers[piece.job].cursor

@@ -29,7 +29,7 @@ loads against it, benchmarks/slo_edge.py loads that requests alone just hold, of
 (benchmarks/slo-edge.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -149,6 +149,8 @@ class Slack(Policy):
         """Of what requests leave, what batch work may have."""
         if not tunes:
             return 1.0
+        if not (view.batch or view.batch_waiting):
+            return self.batch_share
         batch = (*view.batch, *view.batch_waiting)
         is_late = any(each.batch_due_s is not None and each.batch_due_s < view.now_s for each in batch)
         return 1.0 if is_late else self.batch_share
@@ -194,7 +196,8 @@ class Slack(Policy):
         decoding = [request for request in requests if request.num_rows == 1]
         build.decode(decoding)
         prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
-        share, ordered = self._share_of_prompts(prompts, build.seconds, view, latency) if prompts else (0.0, [])
+        due_s = {each.id: self.due_at_s(each) for each in prompts}
+        share, ordered = self._share_of_prompts(prompts, due_s, build.seconds, view, latency) if prompts else (0.0, [])
         deadlines = decode_deadlines(
             decoding,
             now_s=view.now_s,
@@ -219,7 +222,8 @@ class Slack(Policy):
             urgent = share > MOST_ARRIVAL_SHARE or _is_lost(ordered[0], view, latency)
             all_in = build.prefill(ordered, budget_s, urgent=urgent)
         if all_in:
-            first_s = min([self._jobs_until_s(each, view) for each in prompts])
+            # What is late already does not keep jobs from the step that ends it.
+            first_s = min([each_s for each_s in due_s.values() if each_s > view.now_s], default=inf)
             deadlines = Deadlines(
                 prompts_s=deadlines.prompts_s,
                 jobs_s=min(deadlines.jobs_s, first_s),
@@ -228,22 +232,22 @@ class Slack(Policy):
             )
         return deadlines, all_in
 
-    def _jobs_until_s(self, prompt: RequestView, view: View) -> float:
-        """Until when jobs may take time in the step that ends a prompt."""
-        due_s = self.due_at_s(prompt)
-        return due_s if due_s > view.now_s else inf
-
     def _share_of_prompts(
-        self, prompts: Sequence[RequestView], decode_s: float, view: View, latency: LatencyModel
+        self,
+        prompts: Sequence[RequestView],
+        due_s: Mapping[str, float],
+        decode_s: float,
+        view: View,
+        latency: LatencyModel,
     ) -> tuple[float, list[RequestView]]:
         """The share of the time that prompts need to be in time, all that can be; and their order: those by their
-        deadlines, then lost causes as they came.
+        deadlines, then lost causes as they came. due_s: their deadlines.
         """
         timely, lost = [], []
         share = needed_s = 0.0
-        for prompt in by_priority(sorted(prompts, key=self.due_at_s)):
+        for prompt in by_priority(sorted(prompts, key=lambda each: due_s[each.id])):
             alone_s = latency.prompt_s(prompt.num_rows, prompt.num_past)
-            left_s = (self.due_at_s(prompt) - view.now_s) / (1 + latency.corrections.margin) - decode_s
+            left_s = (due_s[prompt.id] - view.now_s) / (1 + latency.corrections.margin) - decode_s
             if alone_s > left_s:
                 lost.append(prompt)
                 continue
@@ -354,7 +358,7 @@ def _wait_for_pack_s(request: RequestView, job: JobView, latency: LatencyModel) 
 
 def _queues(memory: MemoryPlan, view: View, latency: LatencyModel) -> bool:
     """Whether a request that can still be in time waits for pages or a slot."""
-    if memory.waits_for_pack:
+    if memory.waits_for_pack or not view.waiting:
         return False
     admitted = set(memory.admit)
     return any(
