@@ -16,7 +16,7 @@ using vectors::LANES;
 using vectors::PAIR;
 using vectors::Words;
 
-// The rows whose sums of PAIR columns, a strip, are in registers.
+// The number of rows whose sums of PAIR columns, a strip, are in registers.
 #if defined(__AVX512F__)
 const i64 MOST_ROWS = 14;
 #else
