@@ -61,7 +61,7 @@ class AdapterOptimizer:
         return {
             f"{name}/{field}": self._adamw.state[master][field]
             for name, master in self._masters.items()
-            if master in self._adamw.state
+            if self._adamw.state.get(master)  # nothing, too, after a checkpoint from before the first step
             for field in _MOMENTS
         }
 

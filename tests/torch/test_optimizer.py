@@ -115,6 +115,14 @@ def test_a_restored_optimizer_continues_as_if_it_had_not_stopped():
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
+def test_an_optimizer_restored_before_its_first_step_has_no_moments():
+    fresh, restored = AdapterOptimizer(masters(), OptimizerConfig()), AdapterOptimizer(masters(), OptimizerConfig())
+    restored.load_state(fresh.state())
+    assert restored.moments == fresh.moments == {}
+    restored.step(gradients(0), num_trained=7, num_steps=6)
+    assert sorted(restored.moments) == ["a/exp_avg", "a/exp_avg_sq", "b/exp_avg", "b/exp_avg_sq"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
