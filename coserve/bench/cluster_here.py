@@ -6,8 +6,8 @@ devices by the profile that the real ones have measured of themselves.
 
 What is no model's to know is measured, and given to it. Three engines may have fewer cores than they would like, and
 others use the machine: the profile is scaled by what the steps of the real run took in the mean, and its noise is their
-spread. What an engine's process does between two steps is measured while requests are alone, and is part of each step;
-what messages between the front and a node take of each of these, too, and each of the others has one of them added.
+spread. Requests that are alone tell what an engine's process does between two steps, which is part of each modelled
+step, and what messages between the front and a node take, which is added.
 """
 
 import asyncio
@@ -105,15 +105,14 @@ def run(backbone: Backbone, config: HereConfig, watch: Watch = lambda words: Non
     pause_s = _pause_s(real_alone.steps)
     speed = _speed(ready, real.steps, pause_s)
     modelled_alone = _model(backbone, ready, _speed(ready, real_alone.steps, pause_s), config, alone)
-    pairs = zip(_firsts(real_alone.answers[_WARM:]), _firsts(modelled_alone[_WARM:]), strict=True)
-    messages_s = [max(0.0, real_s - modelled_s) for real_s, modelled_s in pairs]
-    random, modelled = Random(config.seed), []
-    for answer in _model(backbone, ready, speed, config, tasks):
-        more_s = random.choice(messages_s)
-        modelled.append(answer._replace(first_s=answer.first_s + more_s, end_s=answer.end_s + more_s))
+    messages_s = max(0.0, median(_firsts(real_alone.answers[_WARM:])) - median(_firsts(modelled_alone[_WARM:])))
+    modelled = [
+        answer._replace(first_s=answer.first_s + messages_s, end_s=answer.end_s + messages_s)
+        for answer in _model(backbone, ready, speed, config, tasks)
+    ]
     sides = {"real": _summary(real.answers, tasks), "modelled": _summary(modelled, tasks)}
     return {
-        "messages_ms": round(1e3 * median(messages_s), 3),
+        "messages_ms": round(1e3 * messages_s, 3),
         "profile_times": round(speed.times, 4),
         "noise": round(speed.noise, 4),
         "pause_ms": round(1e3 * pause_s, 4),

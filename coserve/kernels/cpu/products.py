@@ -15,6 +15,7 @@ Which way is fastest depends on the processor, the dtype and the number of rows;
 In every case the sums are float32, and a product is rounded once.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -30,9 +31,9 @@ from coserve.kernels.plain import products as plain
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
 _TILE_ELEMENTS = 1 << 21
-# Up to how many rows our own kernel without tiles multiplies bfloat16: where PyTorch's product is faster than one in
-# float32, and where it is not (any number).
-_MOST_VECTOR_ROWS_NATIVE, _MOST_VECTOR_ROWS = 16, 1 << 30
+# Up to how many rows our own kernel without tiles multiplies bfloat16 where PyTorch's product of more is faster than
+# one in float32.
+_MOST_VECTOR_ROWS_NATIVE = 16
 # From how many rows on a conversion pays for the products of gradients.
 _MIN_WIDE_ROWS = 16
 # Held while factors are rounded.
@@ -273,8 +274,8 @@ def rounded_factors() -> Iterator[None]:
 
 
 def most_vector_rows() -> int:
-    """Up to how many rows our own kernel without tiles multiplies bfloat16."""
-    return _MOST_VECTOR_ROWS_NATIVE if multiplies_bfloat16() else _MOST_VECTOR_ROWS
+    """Up to how many rows our own kernel without tiles multiplies bfloat16; any number where float32 is faster."""
+    return _MOST_VECTOR_ROWS_NATIVE if multiplies_bfloat16() else sys.maxsize
 
 
 def fit_vectors(weight: Tensor, bias: Tensor | None) -> bool:
