@@ -137,6 +137,7 @@ class Bench:
 
     def __init__(self, place: Place, config: CompareConfig) -> None:
         self.place, self.config = place, config
+        self.learned: dict[str, LatencyModel] = {}
 
     def solo_s(self) -> float:
         """Seconds of a decode step of one request alone."""
@@ -176,17 +177,21 @@ class Bench:
         return held
 
     def cells(self, trace: Sequence[TracedRequest], slo: Slo, rates: dict[str, float], watch: Watch) -> Iterator[Cell]:
-        """Every policy at every rate; jobs alone take the same whatever the rate, and run once."""
+        """Every policy at every rate; jobs alone take the same whatever the rate, and run once. `learned` then has what
+        each policy's first engine found out of the device.
+        """
         jobs_alone: Played | None = None
         for load, rate in rates.items():
             for policy in self.config.policies:
                 if policy != JOBS_ALONE:
                     watch(f"{policy}, {load}: {rate:.3g} requests/s")
-                    played, _ = self.run(policy, rescale(trace, rate=rate, seconds=self.config.seconds), slo)
+                    played, engine = self.run(policy, rescale(trace, rate=rate, seconds=self.config.seconds), slo)
+                    self.learned.setdefault(policy, engine.latency)
                 else:
                     if jobs_alone is None:
                         watch(f"{policy}: no requests")
-                        jobs_alone, _ = self.run(policy, [], slo)
+                        jobs_alone, engine = self.run(policy, [], slo)
+                        self.learned[policy] = engine.latency
                     played = jobs_alone
                 yield Cell(policy=policy, load=load, rate=rate, played=played, slo=slo)
 

@@ -2,7 +2,8 @@
 
 The SLO for the time per output token is 2.5 times a decode step of one request alone. Saturation is the highest rate at
 which requests alone hold both SLOs in 99 of 100 cases, found on the device's model; where the device is here, it is
-tried there, too. Beside each measured number stands what the model says of the same cell, so that its error is known.
+tried there, too. Beside each measured number stands what the model says of the same cell, so that its error is known:
+by the profile, the warm-up, and what the policy's own steps took at the first of the rates.
 Separate processes on the same machine get the same trace at the same rates.
 """
 
@@ -22,11 +23,12 @@ from coserve.bench.cells import (
     Watch,
     fitting_factor,
     milliseconds,
+    policy_of,
     rounded,
 )
 from coserve.bench.places import ModelledPlace, TorchPlace
 from coserve.models.backbone import Backbone
-from coserve.scheduling.policies import DEFAULT_POLICY
+from coserve.scheduling.policies import DEFAULT_POLICY, policy_class
 from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, Slo
 from coserve.workloads.traces import TracedRequest, rescale, scale_lengths
 
@@ -78,10 +80,12 @@ class Compared:
         }
 
     def _against_rivals(self) -> Iterator[dict[str, Any]]:
-        """At each rate: the default policy's tuning throughput over that of the best other that holds the SLOs."""
+        """At each rate: the default policy's tuning throughput over that of the best rival that holds the SLOs, which
+        no variant of it is.
+        """
         for rate in dict.fromkeys(cell.rate for cell in self.cells):
             found = {cell.policy: cell for cell in self.cells if cell.rate == rate and not cell.is_separate}
-            ours = found.pop(DEFAULT_POLICY, None)
+            ours = found.get(DEFAULT_POLICY)
             if ours is None:
                 continue
             alone = found[ALONE].attainment if ALONE in found else None
@@ -90,7 +94,7 @@ class Compared:
                 "rate": rounded(rate),
                 "attainment": round(ours.attainment, 4),
                 "inference_only_attainment": None if alone is None else round(alone, 4),
-                **_over_best(ours, list(found.values())),
+                **_over_best(ours, [cell for policy, cell in found.items() if not _is_variant(policy)]),
             }
 
     def _against_separate(self) -> dict[str, Any]:
@@ -161,7 +165,14 @@ def compare(
     cells = list(bench.cells(trace, slo, rates, watch))
     if separate is not None:
         cells += separate.cells(trace, slo, rates, config, place.latency, watch)
-    modelled = list(twin.cells(trace, slo, rates, lambda words: None)) if twin else ()
+    modelled: list[Cell] = []
+    if isinstance(place, TorchPlace) and shapes is not None:
+        twins = [
+            Bench(place.modelled(shapes, bench.learned[policy]), replace(config, policies=(policy,)))
+            for policy in config.policies
+        ]
+        found = [list(each.cells(trace, slo, rates, lambda words: None)) for each in twins]
+        modelled = [cell for of_rate in zip(*found, strict=True) for cell in of_rate]
     return Compared(
         place=place.name,
         slo=slo,
@@ -172,6 +183,10 @@ def compare(
         cells=cells,
         modelled=modelled,
     )
+
+
+def _is_variant(policy: str) -> bool:
+    return issubclass(policy_class(policy_of(policy)[0]), policy_class(DEFAULT_POLICY))
 
 
 def _over_best(ours: Cell, rivals: Sequence[Cell]) -> dict[str, Any]:

@@ -218,7 +218,13 @@ def _add_operations(events: Iterable[Any], part: str, found: defaultdict[str, fl
 
 
 def peak_flops_per_s(dtype: torch.dtype, clock: Clock = time.perf_counter, *, size: int = 2048) -> float:
-    """FLOP/s of a large product of PyTorch's: the fastest of a few."""
-    x, w = (torch.randn(size, size).to(dtype) for _ in range(2))
-    x @ w
-    return 2 * size**3 / min(seconds_of(lambda: x @ w, clock) for _ in range(5))
+    """FLOP/s of a large product of PyTorch's: the fastest of a few, in this dtype or in float32, which is what kernels
+    compute in where instructions for a smaller dtype are slower.
+    """
+
+    def product_s(computed: torch.dtype) -> float:
+        x, w = (torch.randn(size, size).to(computed) for _ in range(2))
+        x @ w
+        return min(seconds_of(lambda: x @ w, clock) for _ in range(5))
+
+    return 2 * size**3 / min(product_s(computed) for computed in {dtype, torch.float32})

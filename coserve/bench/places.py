@@ -50,7 +50,8 @@ class Place(Protocol):
 class ModelledPlace:
     """A device that says how long its steps would take.
 
-    noise: standard deviation of the logarithm of what the sections of a step take.
+    noise: standard deviation of the logarithm of what the sections of a step take. known: what every engine knows of
+    the device at its start; true: what steps take; by the profile where they are None.
     """
 
     name: str
@@ -58,10 +59,12 @@ class ModelledPlace:
     profile: Profile
     num_pages: int
     noise: float = MODELLED_NOISE
+    known: LatencyModel | None = None
+    true: LatencyModel | None = None
 
     @property
     def latency(self) -> LatencyModel:
-        return LatencyModel(self.profile)
+        return LatencyModel(self.profile) if self.known is None else deepcopy(self.known)
 
     @classmethod
     def of_hardware(cls, backbone: Backbone, hardware: Hardware) -> "ModelledPlace":
@@ -84,7 +87,12 @@ class ModelledPlace:
 
     def open(self, config: EngineConfig) -> EngineCore:
         device = ModelledDevice(
-            self.backbone, self.profile, num_pages=self.num_pages, block_tokens=_BLOCK_TOKENS, noise=self.noise
+            self.backbone,
+            self.profile,
+            num_pages=self.num_pages,
+            block_tokens=_BLOCK_TOKENS,
+            noise=self.noise,
+            latency=self.true,
         )
         return EngineCore(device, self.latency, config)
 
@@ -127,9 +135,15 @@ class TorchPlace:
         """Have later engines start with what this one knows of the device."""
         self.latency = engine.latency
 
-    def modelled(self, backbone: Backbone) -> ModelledPlace:
-        """Its model, by what is known of it now. backbone: the same, of shapes alone."""
-        profile = self.latency.corrections.corrected(self.latency.profile)
+    def modelled(self, backbone: Backbone, true: LatencyModel | None = None) -> ModelledPlace:
+        """Its model, whose engines know what the next one here would. backbone: the same, of shapes alone. true: what
+        steps take; None: what is known of them.
+        """
         return ModelledPlace(
-            name=f"{self.name}, modelled", backbone=backbone, profile=profile, num_pages=self.device.info.num_pages
+            name=f"{self.name}, modelled",
+            backbone=backbone,
+            profile=self.latency.profile,
+            num_pages=self.device.info.num_pages,
+            known=deepcopy(self.latency),
+            true=(true or self.latency).as_seen(),
         )

@@ -90,9 +90,18 @@ class Corrections:
     def settled(self, profile: Profile) -> Profile | None:
         """A profile as steps have shown it to be, if that is far from what it says, and was seen for long."""
         is_near = all(1 / _FAR_OFF < self.of_section(section) < _FAR_OFF for section in _SECTIONS)
-        return None if is_near or self._num_steps < _SETTLED_STEPS else self.corrected(profile)
+        return None if is_near or self._num_steps < _SETTLED_STEPS else self._corrected(profile)
 
-    def corrected(self, profile: Profile) -> Profile:
+    def refresh(self) -> None:
+        """Hold all that was seen for as true as if it had been seen just now."""
+        self._seen = {key: (correction, self._num_steps) for key, (correction, _) in self._seen.items()}
+        self._known.clear()
+
+    def recent_errors(self) -> Sequence[float]:
+        """|measured - predicted| / measured of recent steps, sorted."""
+        return sorted(abs(error) / (1 + error) for error in self._errors)
+
+    def _corrected(self, profile: Profile) -> Profile:
         """A profile as steps have shown it to be so far."""
         by = {section: self.of_section(section) for section in _SECTIONS}
 
@@ -121,10 +130,6 @@ class Corrections:
             s_per_parameter=profile.s_per_parameter * by["update"],
             update_s=profile.update_s * by["update"],
         )
-
-    def recent_errors(self) -> Sequence[float]:
-        """|measured - predicted| / measured of recent steps, sorted."""
-        return sorted(abs(error) / (1 + error) for error in self._errors)
 
     def _move(self, key: _Kind | str, right: float, weight: float) -> None:
         """A correction would have had to be this."""

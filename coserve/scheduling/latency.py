@@ -7,6 +7,7 @@ every measured step moves a correction for steps of its kind. The margin is what
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from copy import deepcopy
 from math import inf
 
 import msgspec
@@ -277,6 +278,13 @@ class LatencyModel:
         if predicted_s > 0 and measured_s > 0:
             self.corrections.observe_step(predicted_s=predicted_s, measured_s=measured_s)
             self.sharing.count_step()
+
+    def as_seen(self) -> "LatencyModel":
+        """A copy that holds all that was seen for true, however long ago."""
+        copy = deepcopy(self)
+        copy.corrections.refresh()
+        copy.sharing.refresh()
+        return copy
 
     # -- arithmetic -------------------------------------------------------------
 

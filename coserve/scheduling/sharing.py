@@ -124,6 +124,10 @@ class SharingModel:
         """A step has ended, divided or not."""
         self._num_steps += 1
 
+    def refresh(self) -> None:
+        """Hold all that was seen for as true as if it had been seen just now."""
+        self._corrections = {key: (correction, self._num_steps) for key, (correction, _) in self._corrections.items()}
+
     def _correction(self, partition: Partition, side: Side, rows: int) -> float:
         correction, step = self._corrections.get(_key(partition, side, rows), (1.0, 0))
         return 1.0 if correction == 1 else float(correction ** (_TRUST_PER_STEP ** (self._num_steps - step)))

@@ -68,6 +68,7 @@ class ModelledDevice:
     Args:
         backbone: on the "meta" device: shapes are all it takes.
         profile: of the hardware.
+        latency: what steps take where that is known better than by the profile.
         noise: standard deviation of the logarithm of the time that a section takes beside what the profile says.
 
     `fail_next`: the next step fails with this, and takes no time; optimizer steps before `broken_update` are made.
@@ -83,6 +84,7 @@ class ModelledDevice:
         num_host_pages: int = 0,
         noise: float = 0.0,
         seed: int = 0,
+        latency: LatencyModel | None = None,
     ) -> None:
         self.info = device_info(
             backbone,
@@ -95,7 +97,7 @@ class ModelledDevice:
         )
         self.clock = VirtualClock()
         self.fail_next: StepFailure | None = None
-        self._backbone, self._latency = backbone, LatencyModel(profile)
+        self._backbone, self._latency = backbone, latency or LatencyModel(profile)
         self._requests: dict[str, OpenRequest] = {}
         self._grammars, self._matchers = Grammars(), dict[str, Matcher]()
         self._versions: dict[str, AdapterConfig] = {}

@@ -82,6 +82,19 @@ def test_steps_correct_speeds_and_what_was_slow_is_tried_again():
     assert model.best(**ROWS) is not None
 
 
+def test_what_was_seen_long_ago_is_held_for_true_if_that_is_asked():
+    model = SharingModel(two_cores())
+    forward, backward = model.speeds(HALVES, **ROWS)
+    for _ in range(40):
+        predicted, _ = model.speeds(HALVES, **ROWS)
+        model.observe(HALVES, "forward", ROWS["forward_rows"], predicted=predicted, measured=0.4)
+    for _ in range(1000):
+        model.count_step()
+    assert model.speeds(HALVES, **ROWS) == pytest.approx((forward, backward), rel=1e-3)
+    model.refresh()
+    assert model.speeds(HALVES, **ROWS) == pytest.approx((0.4, backward), rel=0.03)
+
+
 def test_one_outlier_moves_a_speed_a_little():
     model = SharingModel(two_cores())
     before = model.speeds(HALVES, **ROWS)

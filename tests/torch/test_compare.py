@@ -1,6 +1,7 @@
 """`coserve bench compare`: what it says of policies on a modelled device, and on torch."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -8,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from coserve.bench.cells import CompareConfig, fitting_factor
+from coserve.bench.cells import Bench, CompareConfig, fitting_factor
 from coserve.bench.compare import compare
 from coserve.bench.compare_page import compare_html
 from coserve.bench.open_loop import OpenLoop
@@ -105,6 +106,42 @@ def test_policies_are_compared_at_rates_up_to_what_requests_alone_can_hold(place
     assert {**again.row(), "load": "light"} == first.row(), "the same seed, the same numbers"
     page = compare_html({"model": "m", "dtype": "d", "machine": "a<b", "date": "x", "settings": {"a": 1}}, [found])
     assert len(ElementTree.fromstring(page.split("\n", 1)[1]).findall(".//{http://www.w3.org/2000/svg}svg")) >= 6
+
+
+def test_a_variant_of_the_default_policy_is_no_rival(place):
+    policies = ("slack", "vtc", "slack:divides=false", "token-fusion", "inference-only")
+    found = compare(place, TRACE, CompareConfig(policies=policies, seconds=6.0, loads=("light",)))
+    (against,) = found.result()["against_rivals"]
+    ours, fused = (
+        next(cell for cell in found.cells if cell.policy == policy).played.tuning_tokens_per_s
+        for policy in ("slack", "token-fusion")
+    )
+    assert against["best_rival"] == "token-fusion"
+    assert against["ratio"] == pytest.approx(ours / fused, rel=1e-3)
+
+
+def test_a_model_says_what_was_measured_where_steps_are_not_as_profiled(place):
+    """The device that is here takes other times than its profile says, of windows alone: corrections of the forward
+    pass as a whole would not do.
+    """
+    true = LatencyModel(place.profile)
+    for _ in range(40):
+        for rows in (1 << bit for bit in range(10)):
+            seconds = true.corrections.of("forward", rows, True)
+            true.corrections.observe("forward", rows, True, predicted_s=seconds, measured_s=1.5)
+    real = replace(place, true=true.as_seen(), noise=0.0)
+    config = CompareConfig(policies=("slack",), seconds=10.0, num_jobs=1)
+    slo = Slo(ttft_s=5.0, tpot_s=0.3)
+
+    def tokens_per_s(there: ModelledPlace) -> tuple[float, LatencyModel]:
+        played, engine = Bench(there, config).run("slack", TRACE[:20], slo)
+        return played.tuning_tokens_per_s, engine.latency
+
+    measured, learned = tokens_per_s(real)
+    modelled, _ = tokens_per_s(replace(place, true=learned.as_seen(), noise=0.0))
+    profiled, _ = tokens_per_s(replace(place, noise=0.0))
+    assert modelled == pytest.approx(measured, rel=0.05)
+    assert abs(profiled - measured) > 0.1 * measured
 
 
 def test_the_burst_is_drawn_without_jobs_alone(place):
