@@ -5,8 +5,8 @@ and nodes with an engine each in a process of its own, without Ray and HTTP betw
 devices by the profile that the real ones have measured of themselves.
 
 What is no model's to know is measured, and given to it. Three engines may have fewer cores than they would like, and
-others use the machine: the profile is scaled by what the steps of the real run took in the mean, and its noise is their
-spread. Requests that are alone tell what an engine's process does between two steps, which is part of each modelled
+others use the machine: the profile is fitted to what the steps of the real run took in the mean, by their rows, and its
+noise is their spread. Requests that are alone tell what an engine's process does between two steps, which is part of each modelled
 step, and what messages between the front and a node take, which is added.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import exp, log
 from random import Random
-from statistics import mean, median, pstdev
+from statistics import median, pstdev
 from typing import Any, NamedTuple
 
 from coserve.bench.places import ModelledPlace
@@ -43,6 +43,8 @@ _ALONE, _WARM = 54, 6
 _READY_S, _TIMEOUT_S = 600.0, 60.0
 _MEAN_PROMPT, _MEAN_OUTPUT, _LONGEST = 64, 48, 256
 _MOST_NOISE = 1.0
+# Times that the curve of the forward pass is moved towards what steps took, of which at least as many are of a size.
+_NUM_FITS, _LEAST_STEPS = 4, 10
 
 Watch = Callable[[str], None]
 
@@ -86,14 +88,15 @@ class _Ran:
         self.steps += report.steps
 
 
-class _Speed(NamedTuple):
-    """times: what steps take, of what the profile says. noise: standard deviation of the logarithm of that. pause_s:
-    between a step and the next.
+class _Fitted(NamedTuple):
+    """A profile by which steps take what real ones took in the mean, of each order of magnitude of rows. times: of what
+    it was before, in all. noise: standard deviation of the logarithm of what steps with prompts take beside it: that of
+    others evens out over an answer.
     """
 
+    profile: Profile
     times: float
     noise: float
-    pause_s: float
 
 
 def run(backbone: Backbone, config: HereConfig, watch: Watch = lambda words: None) -> dict[str, Any]:
@@ -102,19 +105,20 @@ def run(backbone: Backbone, config: HereConfig, watch: Watch = lambda words: Non
     watch(f"{config.num_nodes} nodes of this machine: {config.num_requests} requests at {config.rate:g}/s")
     ready, real_alone, real = asyncio.run(_play(config, alone, tasks))
     watch("the same in virtual time")
+    assert ready.profile is not None
     pause_s = _pause_s(real_alone.steps)
-    speed = _speed(ready, real.steps, pause_s)
-    modelled_alone = _model(backbone, ready, _speed(ready, real_alone.steps, pause_s), config, alone)
+    fitted = _fit(ready.profile, real.steps)
+    modelled_alone = _model(backbone, ready, _fit(ready.profile, real_alone.steps), pause_s, config, alone)
     messages_s = max(0.0, median(_firsts(real_alone.answers[_WARM:])) - median(_firsts(modelled_alone[_WARM:])))
     modelled = [
         answer._replace(first_s=answer.first_s + messages_s, end_s=answer.end_s + messages_s)
-        for answer in _model(backbone, ready, speed, config, tasks)
+        for answer in _model(backbone, ready, fitted, pause_s, config, tasks)
     ]
     sides = {"real": _summary(real.answers, tasks), "modelled": _summary(modelled, tasks)}
     return {
         "messages_ms": round(1e3 * messages_s, 3),
-        "profile_times": round(speed.times, 4),
-        "noise": round(speed.noise, 4),
+        "profile_times": round(fitted.times, 4),
+        "noise": round(fitted.noise, 4),
         "pause_ms": round(1e3 * pause_s, 4),
         "rows": [{"nodes": name, **side} for name, side in sides.items()],
         "error": {key: round(sides["modelled"][key] / value - 1, 4) for key, value in sides["real"].items()},
@@ -200,25 +204,43 @@ def _pause_s(steps: Sequence[StepRecord]) -> float:
     return median([max(0.0, after.end_s - after.step_s - before.end_s) for before, after in pairs])
 
 
-def _speed(ready: Ready, steps: Sequence[StepRecord], pause_s: float) -> _Speed:
-    """What real steps took, of what the profile says of them."""
-    assert ready.profile is not None
-    latency = LatencyModel(ready.profile)
+def _fit(profile: Profile, steps: Sequence[StepRecord]) -> _Fitted:
+    """To steps of requests."""
     context = _MEAN_PROMPT + _MEAN_OUTPUT // 2
-    said = []
+    loads = []
     for step in steps:
         if rows := step.decode_rows + step.prefill_rows:
             spans = step.decode_rows + (step.prefill_rows > 0)
-            load = ForwardLoad(rows=rows, sampled=spans, spans=spans, keys=spans * context)
-            said.append((step.step_s, latency.forward_s(load)))
-    noise = min(_MOST_NOISE, pstdev([log(took_s / said_s) for took_s, said_s in said]))
-    # Of a log-normal factor, the mean is above the median.
-    times = mean([took_s for took_s, _ in said]) / mean([said_s for _, said_s in said])
-    return _Speed(times / exp(noise**2 / 2), noise, pause_s)
+            loads.append((step.step_s, ForwardLoad(rows=rows, sampled=spans, spans=spans, keys=spans * context)))
+    times = _ratio(_beside(profile, loads))
+    fitted = _scaled(profile, times)
+    for _ in range(_NUM_FITS):
+        by_size: dict[int, list[tuple[float, float]]] = {}
+        for (_, load), pair in zip(loads, _beside(fitted, loads), strict=True):
+            by_size.setdefault(load.rows.bit_length(), []).append(pair)
+        ratios = {size: _ratio(pairs) for size, pairs in by_size.items() if len(pairs) >= _LEAST_STEPS}
+        forward = fitted.forward
+        seconds = [
+            s * ratios.get(rows.bit_length(), 1.0) for rows, s in zip(forward.rows, forward.seconds, strict=True)
+        ]
+        fitted = replace(fitted, forward=replace(forward, seconds=tuple(seconds)))
+    prompts = [each for each in loads if each[1].rows > each[1].spans] or loads
+    noise = min(_MOST_NOISE, pstdev([log(took_s / said_s) for took_s, said_s in _beside(fitted, prompts)]))
+    return _Fitted(fitted, times, noise)
 
 
-def _scaled(profile: Profile, times: float, pause_s: float) -> Profile:
-    """A device on which everything takes this many times as long, and each forward pass these seconds more."""
+def _beside(profile: Profile, loads: Sequence[tuple[float, ForwardLoad]]) -> list[tuple[float, float]]:
+    """What steps took, and what a profile says of them."""
+    latency = LatencyModel(profile)
+    return [(took_s, latency.forward_s(load)) for took_s, load in loads]
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(took_s for took_s, _ in pairs) / sum(said_s for _, said_s in pairs)
+
+
+def _scaled(profile: Profile, times: float) -> Profile:
+    """A device on which everything takes this many times as long."""
     changed: dict[str, Any] = {}
     for each in fields(Profile):
         value = getattr(profile, each.name)
@@ -226,22 +248,24 @@ def _scaled(profile: Profile, times: float, pause_s: float) -> Profile:
             changed[each.name] = replace(value, seconds=tuple([times * seconds for seconds in value.seconds]))
         elif isinstance(value, float):
             changed[each.name] = times * value
-    forward: Curve = changed["forward"]
-    changed["forward"] = replace(forward, seconds=tuple([seconds + pause_s for seconds in forward.seconds]))
     return replace(profile, **changed)
 
 
-def _model(backbone: Backbone, ready: Ready, speed: _Speed, config: HereConfig, tasks: Sequence[Task]) -> list[_Answer]:
-    assert ready.profile is not None
+def _model(
+    backbone: Backbone, ready: Ready, fitted: _Fitted, pause_s: float, config: HereConfig, tasks: Sequence[Task]
+) -> list[_Answer]:
+    """pause_s: that each forward pass takes more. Of a log-normal factor, the mean is above the median."""
+    profile = _scaled(fitted.profile, exp(-(fitted.noise**2) / 2))
+    forward = replace(profile.forward, seconds=tuple([seconds + pause_s for seconds in profile.forward.seconds]))
     place = ModelledPlace(
         name=ready.hardware,
         backbone=backbone,
-        profile=_scaled(ready.profile, speed.times, speed.pause_s),
+        profile=replace(profile, forward=forward),
         num_pages=ready.num_pages,
-        noise=speed.noise,
+        noise=fitted.noise,
     )
-    engine, profile = EngineConfig(memory_bytes=config.memory_bytes), profile_of(ready)
-    nodes = [EngineNode(f"node-{number}", place.open(engine), profile) for number in range(config.num_nodes)]
+    engine, known = EngineConfig(memory_bytes=config.memory_bytes), profile_of(ready)
+    nodes = [EngineNode(f"node-{number}", place.open(engine), known) for number in range(config.num_nodes)]
     ran = ClusterSimulation(nodes, make_placement(config.placement)).run(tasks)
     found = []
     for task in tasks:
