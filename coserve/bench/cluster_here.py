@@ -6,8 +6,8 @@ devices by the profile that the real ones have measured of themselves.
 
 What is no model's to know is measured, and given to it. Three engines may have fewer cores than they would like, and
 others use the machine: the profile is fitted to what the steps of the real run took in the mean, by their rows, and its
-noise is their spread. Requests that are alone tell what an engine's process does between two steps, which is part of each modelled
-step, and what messages between the front and a node take, which is added.
+noise is the spread of those with prompts. Requests that are alone tell what an engine's process does between two steps,
+which is part of each modelled step, and what messages between the front and a node take, which is added.
 """
 
 import asyncio
