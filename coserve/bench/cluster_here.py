@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import exp, log
 from random import Random
-from statistics import median, pstdev
+from statistics import mean, median, pstdev
 from typing import Any, NamedTuple
 
 from coserve.bench.places import ModelledPlace
@@ -212,18 +212,20 @@ def _fit(profile: Profile, steps: Sequence[StepRecord]) -> _Fitted:
         if rows := step.decode_rows + step.prefill_rows:
             spans = step.decode_rows + (step.prefill_rows > 0)
             loads.append((step.step_s, ForwardLoad(rows=rows, sampled=spans, spans=spans, keys=spans * context)))
+    by_size: dict[int, list[tuple[float, ForwardLoad]]] = {}
+    for each in loads:
+        by_size.setdefault(each[1].rows.bit_length(), []).append(each)
+    seen = {size: each for size, each in by_size.items() if len(each) >= _LEAST_STEPS}
     times = _ratio(_beside(profile, loads))
     fitted = _scaled(profile, times)
+    # A point of the curve for each size, where its steps are.
+    middles = [round(mean([load.rows for _, load in each])) for each in seen.values()]
+    rows = sorted({*fitted.forward.rows, *middles})
+    fitted = replace(fitted, forward=Curve(rows=tuple(rows), seconds=tuple([fitted.forward.at(n) for n in rows])))
     for _ in range(_NUM_FITS):
-        by_size: dict[int, list[tuple[float, float]]] = {}
-        for (_, load), pair in zip(loads, _beside(fitted, loads), strict=True):
-            by_size.setdefault(load.rows.bit_length(), []).append(pair)
-        ratios = {size: _ratio(pairs) for size, pairs in by_size.items() if len(pairs) >= _LEAST_STEPS}
-        forward = fitted.forward
-        seconds = [
-            s * ratios.get(rows.bit_length(), 1.0) for rows, s in zip(forward.rows, forward.seconds, strict=True)
-        ]
-        fitted = replace(fitted, forward=replace(forward, seconds=tuple(seconds)))
+        ratios = {size: _ratio(_beside(fitted, each)) for size, each in seen.items()}
+        seconds = [s * ratios.get(n.bit_length(), 1.0) for n, s in zip(rows, fitted.forward.seconds, strict=True)]
+        fitted = replace(fitted, forward=replace(fitted.forward, seconds=tuple(seconds)))
     prompts = [each for each in loads if each[1].rows > each[1].spans] or loads
     noise = min(_MOST_NOISE, pstdev([log(took_s / said_s) for took_s, said_s in _beside(fitted, prompts)]))
     return _Fitted(fitted, times, noise)
