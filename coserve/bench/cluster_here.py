@@ -220,12 +220,14 @@ def _fit(profile: Profile, steps: Sequence[StepRecord]) -> _Fitted:
     fitted = _scaled(profile, times)
     # A point of the curve for each size, where its steps are.
     middles = [round(mean([load.rows for _, load in each])) for each in seen.values()]
-    rows = sorted({*fitted.forward.rows, *middles})
-    fitted = replace(fitted, forward=Curve(rows=tuple(rows), seconds=tuple([fitted.forward.at(n) for n in rows])))
+    points = sorted({*fitted.forward.rows, *middles})
+    curve = Curve(rows=tuple(points), seconds=tuple([fitted.forward.at(point) for point in points]))
     for _ in range(_NUM_FITS):
+        fitted = replace(fitted, forward=curve)
         ratios = {size: _ratio(_beside(fitted, each)) for size, each in seen.items()}
-        seconds = [s * ratios.get(n.bit_length(), 1.0) for n, s in zip(rows, fitted.forward.seconds, strict=True)]
-        fitted = replace(fitted, forward=replace(fitted.forward, seconds=tuple(seconds)))
+        pairs = zip(points, curve.seconds, strict=True)
+        curve = replace(curve, seconds=tuple([s * ratios.get(point.bit_length(), 1.0) for point, s in pairs]))
+    fitted = replace(fitted, forward=curve)
     prompts = [each for each in loads if each[1].rows > each[1].spans] or loads
     noise = min(_MOST_NOISE, pstdev([log(took_s / said_s) for took_s, said_s in _beside(fitted, prompts)]))
     return _Fitted(fitted, times, noise)
