@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--policies", default="slack,token-fusion")
     parser.add_argument("--rates", default=",".join(str(rate) for rate in _RATES))
     given = parser.parse_args()
-    lengths, random = RecordedLengths(_first_turns(read_lengths(given.lengths))), Random(0)
+    lengths, random = RecordedLengths(first_turns(read_lengths(given.lengths))), Random(0)
     drawn = [(each, lengths.draw(random)) for each in read_trace(given.trace)]
     trace = [replace(each, num_prompt_tokens=prompt, num_output_tokens=output) for each, (prompt, output) in drawn]
     rows = []
@@ -107,7 +107,7 @@ def _run(
     num_pages: int | None,
 ) -> list[dict[str, Any]]:
     backbone = load_backbone(f"dummy:{setting.model}", dtype="bfloat16", device=torch.device("meta"))
-    place = ModelledPlace.of_hardware(backbone, _joined(A100, setting.num_devices))
+    place = ModelledPlace.of_hardware(backbone, joined(A100, setting.num_devices))
     if num_pages is not None:
         place = replace(place, num_pages=num_pages)
     slo = Slo(ttft_s=5.0, tpot_s=setting.tpot_s)
@@ -139,12 +139,12 @@ def _run(
     return rows
 
 
-def _first_turns(lengths: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def first_turns(lengths: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """A conversation's later prompts hold all before them, so a shorter prompt begins another conversation."""
     return [own for before, own in pairwise(lengths) if own[0] < before[0]]
 
 
-def _joined(hardware: Hardware, number: int) -> Hardware:
+def joined(hardware: Hardware, number: int) -> Hardware:
     """Devices by tensor parallelism, as if they need not talk."""
     return replace(
         hardware,
