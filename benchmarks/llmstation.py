@@ -5,7 +5,8 @@
 Llama-3.1-8B, requests at a steady rate with the lengths of ShareGPT's first turns, TTFT 500 ms, TPOT 50 ms, and one
 LoRA job of rank 16 on Alpaca. As in the paper, each baseline is tuned: of its settings the one counts that trains most
 while both SLOs are held at p99; 0 where none does. The two devices are modelled as one twice as fast and large, which
-need not communicate; spatial sharing has one copy of the weights, which vLLM beside torchtune has not.
+need not communicate; spatial sharing has one copy of the weights, which vLLM beside torchtune has not, and jobs
+have the whole device in steps without requests.
 """
 
 import argparse

@@ -4,6 +4,7 @@ beside each other."""
 import atexit
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import rmtree
@@ -20,6 +21,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # What is measured of devices and compiled is kept on disk: not where the user has it, and once for all workers.
 if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Folders that tests, and processes they kill, leave behind are gone with this one; pytest keeps its own elsewhere.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.tempdir = mkdtemp(prefix="coserve-tests-")
+    os.chmod(os.environ["TMPDIR"], 0o1777)  # as /tmp itself: a database server may run as another user
+    atexit.register(rmtree, os.environ["TMPDIR"], ignore_errors=True)
     os.environ["COSERVE_HOME"] = mkdtemp(prefix="coserve-home-")
     atexit.register(rmtree, os.environ["COSERVE_HOME"], ignore_errors=True)
     # Compiled kernels have a name that says what they were made of: those of the last run serve again.
