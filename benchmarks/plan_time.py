@@ -15,7 +15,8 @@ from statistics import median
 
 from coserve.models import load_backbone
 from coserve.scheduling import JobView, LatencyModel, RequestView, View, make_policy
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
 
 NUM_REQUESTS, NUMS_JOBS = 64, (1, 8)
 PHASES = {

@@ -17,8 +17,9 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.models import load_backbone
 from coserve.scheduling import LatencyModel
-from coserve.simulate.hardware import A100, roofline_profile
+from coserve.simulate.hardware import A100
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example

@@ -27,8 +27,9 @@ from coserve.engine.core import EngineCore
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.profile import Profile
-from coserve.simulate.hardware import A100, H100, Hardware, roofline_profile
+from coserve.simulate.hardware import A100, H100, Hardware
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example

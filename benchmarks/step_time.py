@@ -28,8 +28,9 @@ from coserve.engine.core import EngineCore
 from coserve.models import load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.slo import Slo
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 
 NUM_REQUESTS, STEPS, CONTEXT = 512, 100, 34
 PAGES_EACH = -(-(CONTEXT + STEPS + 1) // 16)

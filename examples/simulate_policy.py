@@ -12,11 +12,11 @@ from coserve import EngineConfig, Example, LoraConfig, TuningConfig
 from coserve.engine.core import EngineCore
 from coserve.models import load_backbone
 from coserve.scheduling.latency import LatencyModel
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import A100
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
 
-A100 = Hardware(name="A100", flops_per_s=2.2e14, bytes_per_s=1.5e12, call_s=5e-6)
 SECONDS, RATE = 120.0, 2.0
 
 

@@ -21,7 +21,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # What is measured of devices and compiled is kept on disk: not where the user has it, and once for all workers.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # Folders that tests, and processes they kill, leave behind are gone with this one; pytest keeps its own elsewhere.
+    # Folders that tests, and processes they kill, leave there are gone with this one; pytest keeps its own elsewhere.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = mkdtemp(prefix="coserve-tests-")
     os.chmod(os.environ["TMPDIR"], 0o1777)  # as /tmp itself: a database server may run as another user

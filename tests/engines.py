@@ -28,7 +28,8 @@ from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.profile import Profile
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.examples import Example
 
 FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)

@@ -14,8 +14,9 @@ from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.profile import Profile
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 
 _BLOCK_TOKENS = 16
 # Of a device's memory, what weights and pages may take: the rest is for the runtime and for what steps work in.

@@ -71,15 +71,15 @@ class Program:
 
     def backward_cost(self, load: Load) -> Cost:
         """Cost of the backward instructions, recomputation included."""
-        total = Cost()
-        for step in self.backward:
-            if step.kind == "recompute":
-                total += self.graph.node_cost(step.node, load)
-            else:
-                wanted = [slot for slot in step.wanted if slot in step.node.input]
-                specs = self.graph.slot_specs(step.node)
-                total += step.node.operator.vjp_cost(wanted, specs, step.node.attribute, load)
-        return total
+        return sum((self.step_cost(step, load) for step in self.backward), Cost())
+
+    def step_cost(self, step: Instruction, load: Load) -> Cost:
+        """Cost of one of the backward instructions."""
+        if step.kind == "recompute":
+            return self.graph.node_cost(step.node, load)
+        wanted = [slot for slot in step.wanted if slot in step.node.input]
+        specs = self.graph.slot_specs(step.node)
+        return step.node.operator.vjp_cost(wanted, specs, step.node.attribute, load)
 
 
 def compile_program(

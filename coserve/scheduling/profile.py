@@ -1,5 +1,5 @@
-"""What a device takes for the pieces of a step: measured once (`coserve.devices.profiling`), or made from a datasheet
-(`coserve.simulate.hardware`).
+"""What a device takes for the pieces of a step: measured once (`coserve.devices.profiling`), or made from the
+paces of one that is not here (`coserve.simulate.roofline`).
 """
 
 from bisect import bisect_right

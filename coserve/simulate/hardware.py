@@ -1,33 +1,27 @@
-"""Devices by their datasheets, and the profile that a roofline gives a model on them."""
+"""Devices, by what others have measured on them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from math import ceil
 
-from coserve.adapters.base import Adapter
-from coserve.adapters.methods.lora import LoraConfig
-from coserve.devices.counting import job_counts, model_counts
-from coserve.models.backbone import Backbone
-from coserve.scheduling.profile import Curve, Profile
-from coserve.scheduling.sharing import Share, Sharing
-from coserve.tuning.programs import training_programs
-
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-# Bytes of an optimizer step per parameter: gradient, master and two moments in float32, read, and all but one written.
-_UPDATE_BYTES = 28
-# A backward pass moves about this many times the bytes of a forward pass over the same rows, beside the weights.
-_LOSS_BYTES_PER_LOGIT = 24
-# Drawing a token passes over the logits in float32 some times (scale, exponentials and their sum, the sum up to the
-# token); a score needs the exponentials' sum alone. A mask is unpacked, and passes over them once.
-_SAMPLE_BYTES_PER_LOGIT, _SCORE_BYTES_PER_LOGIT, _MASK_BYTES_PER_LOGIT = 24, 12, 14
+# Products are made in tiles of this many rows and columns, of fewer rows where there are fewer.
+_TILE, _LEAST_TILE_ROWS = 128, 16
+# Into how many parts the sums of a product may be divided for more tiles, and the pace that is left to each of them.
+_PACE_OF_PARTS = {1: 1.0, 2: 0.9, 4: 0.8}
+# Of a device's units, the share that can take all of its memory's bandwidth: decode steps hardly get faster with more
+# (HARLI figure 9).
+_BANDWIDTH_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Sustained rates of a device: what large matrix products and streaming reads reach, not what the paper says.
+    """What a device sustains.
 
-    call_s: what starting one operator costs. num_units: among which a step can be divided (1: it cannot).
-    memory_bytes: of the device. host_bytes_per_s: between it and the host's memory, one way.
+    flops_per_s: of large matrix products. bytes_per_s: of streaming reads and writes. call_s: what an operator takes at
+    least. num_units: among which a step can be divided (1: it cannot). num_processors: that tiles of products are dealt
+    to (1: products of any shape run at full pace). attention, attention_backward: the pace of attention over sequences,
+    as a share of that of products. memory_bytes: of the device. host_bytes_per_s: between it and the host's memory, one
+    way. num_devices: that this stands for, joined by tensor parallelism; link_bytes_per_s, link_s: what a device sends
+    of a sum over all of them, and what such a sum takes at least.
     """
 
     name: str
@@ -35,109 +29,141 @@ class Hardware:
     bytes_per_s: float
     call_s: float
     num_units: int = 1
+    num_processors: int = 1
+    attention: float = 1.0
+    attention_backward: float = 1.0
     memory_bytes: int = 80 * 10**9
     host_bytes_per_s: float = 2.2e10
+    num_devices: int = 1
+    link_bytes_per_s: float = 2e10
+    link_s: float = 15e-6
 
+    def product_s(self, rows: int, num_outputs: int, num_inputs: int, itemsize: int) -> float:
+        """Of [rows, num_inputs] with [num_inputs, num_outputs].
 
-# bfloat16 or float16 with float32 sums: large products reach 0.6 to 0.7 of what datasheets say, and reads 0.8. Divided
-# in tenths of their multiprocessors, as HARLI section 5.2 does. Copies to the host reach some 0.7 of PCIe 4 or 5.
-A100 = Hardware(name="A100", flops_per_s=2.2e14, bytes_per_s=1.6e12, call_s=5e-6, num_units=10)
-H100 = Hardware(name="H100", flops_per_s=6.0e14, bytes_per_s=2.7e12, call_s=4e-6, num_units=10, host_bytes_per_s=4.5e10)
-H200 = replace(H100, name="H200", bytes_per_s=3.8e12, memory_bytes=141 * 10**9)
-A40 = replace(A100, name="A40", flops_per_s=1.0e14, bytes_per_s=5.5e11, memory_bytes=48 * 10**9)
-RTX3090 = replace(A100, name="RTX 3090", flops_per_s=5.0e13, bytes_per_s=7.5e11, memory_bytes=24 * 10**9)
-ADA6000 = replace(A100, name="RTX 6000 Ada", flops_per_s=2.3e14, bytes_per_s=7.7e11, memory_bytes=48 * 10**9)
-# By the names of commands.
-CATALOGUE = {"a100": A100, "h100": H100, "h200": H200, "a40": A40, "rtx3090": RTX3090, "ada6000": ADA6000}
-# Of a device's units, the share that can take all of its memory's bandwidth: decode steps hardly get faster with more
-# (HARLI figure 9).
-_BANDWIDTH_SHARE = 0.5
-_SHARE_ROWS = (1, 4, 16, 64, 128, 256, 512)
-# Of the tasklets whose traffic forward passes beside them notice.
-_ROWS_OF_TASKLET = 512
+        Tiles are dealt to processors in rounds, the last of which leaves some idle ("Matrix Multiplication Background
+        User's Guide", NVIDIA DU-09799, section 3).
+        """
+        tile_rows = min(_TILE, max(_LEAST_TILE_ROWS, 1 << (rows - 1).bit_length()))
+        num_tiles = ceil(rows / tile_rows) * ceil(num_outputs / _TILE)
+        tile_flops = 2 * tile_rows * _TILE * num_inputs
+        if self.num_processors == 1:
+            compute_s = 2 * rows * num_outputs * num_inputs / self.flops_per_s
+        else:
+            processor_s = tile_flops / (self.flops_per_s / self.num_processors)
+            compute_s = min(
+                ceil(num_tiles * parts / self.num_processors) / parts * processor_s / pace
+                for parts, pace in _PACE_OF_PARTS.items()
+            )
+        num_bytes = itemsize * (rows * (num_inputs + num_outputs) + num_inputs * num_outputs)
+        return self.call_s + max(compute_s, num_bytes / self.bytes_per_s)
 
+    def pass_s(self, flops: float, num_bytes: float) -> float:
+        """Of any other operator."""
+        return self.call_s + max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
 
-def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
-    """The profile of a model (on the "meta" device, or any) on hardware that is not here.
+    def sum_s(self, num_bytes: float) -> float:
+        """Of a tensor of this size over all devices, each of which needs the result."""
+        if self.num_devices == 1:
+            return 0.0
+        return self.link_s + 2 * (self.num_devices - 1) / self.num_devices * num_bytes / self.link_bytes_per_s
 
-    Every piece takes the longer of its arithmetic and its memory traffic, and a call for each operator.
-    """
-    architecture = backbone.architecture
-    adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
-    programs = training_programs(adapter)
-    model, job = model_counts(backbone), job_counts(adapter, programs)
-    num_calls = sum(len(architecture.graphs[part].nodes) for part in architecture.parts[:-1])
-    block_bytes = model.flops_per_row / 2 * backbone.dtype.itemsize
-    head_bytes = model.head_flops_per_row / 2 * backbone.dtype.itemsize
-    num_parts = max(1, job.num_parts)
-
-    def seconds(flops: float, num_bytes: float, share: float = 1.0) -> float:
-        bandwidth = hardware.bytes_per_s * min(1.0, share / _BANDWIDTH_SHARE)
-        return max(flops / (hardware.flops_per_s * share), num_bytes / bandwidth)
-
-    def curve(
-        flops_per_row: float, weight_bytes: float, bytes_per_row: float, calls: float, share: float = 1.0
-    ) -> Curve:
-        """On a share of the device's units."""
-        return Curve(
-            rows=_ROWS,
-            seconds=tuple(
-                seconds(n * flops_per_row, weight_bytes + n * bytes_per_row, share) + calls * hardware.call_s
-                for n in _ROWS
-            ),
+    def part(self, num_units: int) -> "Hardware":
+        """Some of its units, while nothing else runs on it."""
+        share = num_units / self.num_units
+        return replace(
+            self,
+            flops_per_s=self.flops_per_s * share,
+            bytes_per_s=self.bytes_per_s * min(1.0, share / _BANDWIDTH_SHARE),
+            num_processors=max(1, round(self.num_processors * share)),
+            num_units=num_units,
         )
 
-    row_bytes = 20 * architecture.hidden_size * backbone.dtype.itemsize * architecture.num_layers
-    saved_bytes = programs.kept_bytes_per_token(backbone.dtype)
-    forward = partial(curve, model.flops_per_row, block_bytes, row_bytes, num_calls)
-    backward_row_bytes = (2 * row_bytes + saved_bytes) / num_parts
-    backward = partial(
-        curve, job.backward_flops_per_row, block_bytes / num_parts, backward_row_bytes, 2 * num_calls / num_parts
-    )
-    traffic_s = (block_bytes / num_parts + _ROWS_OF_TASKLET * backward_row_bytes) / hardware.bytes_per_s
-    return Profile(
-        model=model,
-        job=job,
-        forward=forward(),
-        head=curve(model.head_flops_per_row, head_bytes, architecture.vocab_size * backbone.dtype.itemsize, 8),
-        sample=curve(0.0, 0.0, _SAMPLE_BYTES_PER_LOGIT * architecture.vocab_size, 8),
-        mask=curve(0.0, 0.0, _MASK_BYTES_PER_LOGIT * architecture.vocab_size, 6),
-        score=curve(model.head_flops_per_row, head_bytes, _SCORE_BYTES_PER_LOGIT * architecture.vocab_size, 8),
-        loss=curve(2 * model.head_flops_per_row, 2 * head_bytes, _LOSS_BYTES_PER_LOGIT * architecture.vocab_size, 20),
-        backward=backward(),
-        s_per_pair=model.flops_per_pair / hardware.flops_per_s,
-        backward_s_per_pair=job.backward_flops_per_pair / hardware.flops_per_s,
-        s_per_key=model.kv_bytes_per_key / hardware.bytes_per_s,
-        s_per_span=hardware.call_s,
-        s_per_bypass=3 * hardware.call_s,
-        s_per_window_row=seconds(job.flops_per_row, 2 * saved_bytes),
-        s_per_parameter=_UPDATE_BYTES / hardware.bytes_per_s,
-        update_s=10 * hardware.call_s,
-        s_per_copied_byte=1 / hardware.host_bytes_per_s,
-        saved_bytes_per_token=saved_bytes,
-        sharing=_sharing(hardware, forward, backward, traffic_s / backward().at(_ROWS_OF_TASKLET)),
-    )
+    def joined(self, number: int, link_bytes_per_s: float | None = None) -> "Hardware":
+        """So many of it by tensor parallelism: weights, caches and work divided evenly."""
+        return replace(
+            self,
+            name=f"{number} x {self.name}",
+            flops_per_s=number * self.flops_per_s,
+            bytes_per_s=number * self.bytes_per_s,
+            num_processors=number * self.num_processors,
+            memory_bytes=number * self.memory_bytes,
+            num_devices=number,
+            link_bytes_per_s=link_bytes_per_s or self.link_bytes_per_s,
+        )
 
 
-def _sharing(
-    hardware: Hardware, forward: Callable[..., Curve], backward: Callable[..., Curve], traffic: float
-) -> Sharing | None:
-    """How fast parts of the device are; forward, backward: curves on a share of it.
-
-    traffic: the share of its time in which a tasklet moves data. Both sides wait for the memory meanwhile (HARLI
-    equation 5, with a forward pass that needs all of its bandwidth).
-    """
-    if hardware.num_units == 1:
-        return None
-    whole = forward(), backward()
-    shares = []
-    for units in range(1, hardware.num_units):
-        parts = [side(share=units / hardware.num_units) for side in (forward, backward)]
-        speeds = [tuple([a.at(n) / b.at(n) for n in _SHARE_ROWS]) for a, b in zip(whole, parts, strict=True)]
-        shares.append(Share(units=units, rows=_SHARE_ROWS, forward=speeds[0], backward=speeds[1]))
-    return Sharing(
-        num_units=hardware.num_units,
-        shares=tuple(shares),
-        forward_interference=traffic,
-        backward_interference=traffic,
-    )
+# Sources of the catalogue, read on 2026-11-25. benchmarks/hardware.md holds the model against what they measured.
+# - Products, bfloat16: the largest pace that github.com/zzc0721/torch-performance-test-data (database.md) found over
+#   square sizes: A100 40 GB 246, 80 GB 265, H100 798, H200 790, RTX 3090 76.6 TFLOP/s; L40S 269 and RTX A6000 123, 0.74
+#   and 0.80 of their datasheets, which stand in for the RTX 6000 Ada and the A40 (the same chips). The table of
+#   github.com/stas00/ml-engineering (compute/accelerator) agrees: A100 271, H100 and H200 795.
+# - Memory: the share of the datasheet's bandwidth that a streaming kernel reaches on each device, from the table of
+#   github.com/ProjectPhysX/FluidX3D: A100 0.77 (40 GB: 0.84), H100 0.80, H200 0.73, A40 0.74, RTX 3090 0.89, Ada 0.80.
+# - call_s: what the smallest product takes on an H100, in the tables of matrix products of github.com/openxla/xla
+#   (xla/service/gpu/model/matmul_interpolator_data.h).
+# - Attention: FlashAttention-2, causal, heads of 128. A100: 144 to 159 TFLOP/s forward (github.com/liangan1/GPU_travel,
+#   performance/flash-attn), and backward 63% of the datasheet's at best (arXiv 2307.08691, section 4.1). H100: 335 over
+#   both passes (there). RTX 4090, for all of its kin: 151 forward and 99 backward (apache/tvm tl_doc/flash_perf.md),
+#   where products reach 163.
+# - Links: 208 GB/s between two A100 with NVLink and 20 where a pair has none (github.com/NVIDIA/nccl-tests issue 178),
+#   235 among all of a node and H100s 367 (ml-engineering, network); 15 microseconds for small sums (nccl-tests issue
+#   44). RTX 3090 with its bridge: 0.82 of 56 GB/s.
+# Divided in tenths of their multiprocessors, as HARLI section 5.2 does. Copies to the host reach some 0.7 of PCIe.
+A100 = Hardware(
+    name="A100",
+    flops_per_s=2.65e14,
+    bytes_per_s=1.57e12,
+    call_s=5.5e-6,
+    num_units=10,
+    num_processors=108,
+    attention=0.57,
+    attention_backward=0.6,
+    link_bytes_per_s=2.35e11,
+)
+A100_40GB = replace(A100, name="A100 40 GB", flops_per_s=2.46e14, bytes_per_s=1.3e12, memory_bytes=40 * 10**9)
+H100 = Hardware(
+    name="H100",
+    flops_per_s=7.9e14,
+    bytes_per_s=2.68e12,
+    call_s=5.5e-6,
+    num_units=10,
+    num_processors=132,
+    attention=0.42,
+    attention_backward=0.42,
+    host_bytes_per_s=4.5e10,
+    link_bytes_per_s=3.67e11,
+)
+H200 = replace(H100, name="H200", bytes_per_s=3.5e12, memory_bytes=141 * 10**9)
+A40 = replace(
+    A100,
+    name="A40",
+    flops_per_s=1.2e14,
+    bytes_per_s=5.15e11,
+    num_processors=84,
+    attention=0.93,
+    attention_backward=0.61,
+    memory_bytes=48 * 10**9,
+    link_bytes_per_s=4.6e10,
+)
+RTX3090 = replace(
+    A40, name="RTX 3090", flops_per_s=7.6e13, bytes_per_s=8.3e11, num_processors=82, memory_bytes=24 * 10**9
+)
+ADA6000 = replace(
+    A40,
+    name="RTX 6000 Ada",
+    flops_per_s=2.7e14,
+    bytes_per_s=7.7e11,
+    num_processors=142,
+    link_bytes_per_s=2e10,
+)
+# By the names of commands.
+CATALOGUE = {
+    "a100": A100,
+    "a100-40gb": A100_40GB,
+    "h100": H100,
+    "h200": H200,
+    "a40": A40,
+    "rtx3090": RTX3090,
+    "ada6000": ADA6000,
+}

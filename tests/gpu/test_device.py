@@ -16,7 +16,8 @@ from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask, dropout_row_ids
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import CachedSequence, forward, load_backbone, logits
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.optimizer import AdapterOptimizer

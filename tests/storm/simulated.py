@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -142,10 +143,11 @@ def _calm(world: World) -> None:
     """No more faults: everything comes to its end."""
     world.set_faults(0.0)
     calm_policy(world)
-    start_lost_jobs(world)
     for name in [name for name, asked in world.asked.items() if not asked.is_finished and world.rng.random() < 0.5]:
         world.asked[name].was_cancelled = True
-        world.engine.cancel(name)
+        # The last fault may have ended the device's process while a failed step was cleared away.
+        world.attempt(partial(world.engine.cancel, name))
+    start_lost_jobs(world)
     for number in range(_MOST_CALM_STEPS):
         # By the engine's word: a pause may hold though its caller was interrupted.
         for job in [job for job in world.engine.jobs.values() if job.state == "paused"]:

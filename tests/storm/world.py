@@ -34,8 +34,9 @@ from coserve.models.source import ModelSource
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.policies import make_policy, policy_names
 from coserve.scheduling.profile import Profile
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.virtual_clock import VirtualClock
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example

@@ -13,8 +13,9 @@ from coserve.engine.core import EngineCore
 from coserve.engine.request import Chunk
 from coserve.models import load_backbone
 from coserve.scheduling import LatencyModel
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example

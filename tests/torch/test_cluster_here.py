@@ -9,7 +9,8 @@ import pytest
 from coserve.bench import cluster_here
 from coserve.models.backbone import load_backbone
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
 from coserve.worker.protocol import StepRecord
 
 

@@ -18,8 +18,9 @@ from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import LEAST_DEFAULT_TPOT_S, Slo
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
@@ -179,8 +180,8 @@ def test_jobs_give_way_while_requests_queue():
 
 
 def test_a_long_prompt_beside_decoding_requests_is_in_time():
-    """Their SLOs leave little time: 64 rows in each step would be 1.16 s."""
-    engine = make_engine(ttft_s=1.0, tpot_s=0.018)
+    """Their SLOs leave little time: 64 rows in each step would be too late."""
+    engine = make_engine(ttft_s=1.0, tpot_s=0.02)
     arrivals = [Arrival(at_s=0.0, num_prompt_tokens=200, num_output_tokens=800)] * 48
     long = Arrival(at_s=0.5, num_prompt_tokens=6000, num_output_tokens=2)
     for _ in Simulation(engine, [*arrivals, long]).run(30.0):

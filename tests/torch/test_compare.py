@@ -21,7 +21,8 @@ from coserve.errors import BudgetError, CoserveError
 from coserve.models import load_backbone
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import Slo
-from coserve.simulate.hardware import A40, CATALOGUE, Hardware, roofline_profile
+from coserve.simulate.hardware import A40, CATALOGUE, Hardware
+from coserve.simulate.roofline import roofline_profile
 from coserve.workloads.arrivals import LogNormalLengths, poisson
 from coserve.workloads.traces import TracedRequest
 

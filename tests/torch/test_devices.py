@@ -52,7 +52,8 @@ from coserve.devices.wire import Connection, FromDevice, Started
 from coserve.errors import AdapterError, DeviceGoneError, UnknownModelError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import Backbone, load_backbone
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.training_pass import TrainingPass
 

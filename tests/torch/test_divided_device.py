@@ -25,7 +25,8 @@ from coserve.engine.replay import replay
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling import Partition
 from coserve.scheduling.sharing import Share, Sharing
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)

@@ -17,8 +17,9 @@ from coserve.scheduling.deadlines import due_at_s
 from coserve.scheduling.policies.slack import Slack
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.sharing import Share, Sharing
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example

@@ -42,8 +42,8 @@ from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
 from coserve.scheduling.profile import Profile
-from coserve.simulate.hardware import roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import TuningConfig
 
 pytestmark = pytest.mark.long

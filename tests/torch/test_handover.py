@@ -46,8 +46,8 @@ from coserve.handover.prefill import PrefillEnd
 from coserve.handover.transport import Listener, LocalTransport, connect, local_pair
 from coserve.memory.page_files import PageFiles
 from coserve.memory.paged_kv import PagedKv, kv_page_bytes
-from coserve.simulate.hardware import roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.worker.run_directory import (
     clear_socket_directories,

@@ -20,8 +20,9 @@ from coserve.memory.pages import PagePool
 from coserve.models import load_backbone
 from coserve.scheduling import LatencyModel, Partition
 from coserve.scheduling.profile import Profile
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.cursor import Cursor
 

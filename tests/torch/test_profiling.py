@@ -14,7 +14,8 @@ from coserve.devices.measuring import Stopwatch, rising
 from coserve.devices.profile_store import correct_profile, read_profile, write_profile
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.slo import default_tpot_s
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
 
 
 def test_a_profile_is_measured_once_for_each_model_and_state_of_the_code(tmp_path, monkeypatch):

@@ -26,8 +26,9 @@ from coserve.engine.replay import replay
 from coserve.errors import AdapterError, DataError, RequestError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling.profile import Profile
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 NUM_PAGES = 50

@@ -38,7 +38,8 @@ from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
 from coserve.scheduling.policies.slack import MOST_SHARE, Slack, tightest_tpot_s, wait_share
 from coserve.scheduling.profile import Curve, Profile
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning import training_programs
 from coserve.tuning.cursor import Cursor
 
@@ -632,7 +633,7 @@ def test_a_job_gets_its_smallest_piece_however_much_requests_press():
 
 def test_a_prompt_with_time_leaves_decoding_requests_some_of_their_bank():
     latency = make_latency()
-    relaxed, urgent = prompt(rows=200, ttft_s=50.0), prompt(rows=200, ttft_s=1.0)
+    relaxed, urgent = prompt(rows=200, ttft_s=50.0), prompt(rows=200, ttft_s=1.5)
     late = decoding(num_output=5, last_token_s=9.9)  # due now
     assert due_at_s(late, 1.0) < 10.0
     assert rows_of(plan("slack", view(late, relaxed), latency), "prefill") == {}

@@ -36,8 +36,8 @@ from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.profile import Profile
-from coserve.simulate.hardware import roofline_profile
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 
 END = 0
 PROMPT = [9, 40, 77]

@@ -33,7 +33,8 @@ from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView
 from coserve.scheduling.swapping import pack_swap_pays
-from coserve.simulate.hardware import A100, roofline_profile
+from coserve.simulate.hardware import A100
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 FAST_BUS = replace(FAST, host_bytes_per_s=1e15)

@@ -46,8 +46,9 @@ from coserve.models import load_backbone
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.swapping import optimizer_swap_pays
-from coserve.simulate.hardware import A100, roofline_profile
+from coserve.simulate.hardware import A100
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 FAST_BUS = replace(FAST, host_bytes_per_s=1e15)

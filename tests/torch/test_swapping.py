@@ -46,8 +46,9 @@ from coserve.models import load_backbone
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.swapping import swap_pays
-from coserve.simulate.hardware import A100, roofline_profile
+from coserve.simulate.hardware import A100
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 

@@ -20,7 +20,8 @@ from coserve.jobs.estimate import seconds_alone
 from coserve.jobs.examples import read_training_file
 from coserve.models import load_backbone
 from coserve.models.source import find_model
-from coserve.simulate.hardware import Hardware, roofline_profile
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.tuning.order import TrainingOrder

@@ -1,11 +1,12 @@
 """Sums, products and bounds."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, Context, RowWise, Values
+from coserve.graph.operators.base import Attributes, Context, Cost, Load, RowWise, Values
+from coserve.graph.tensors import TensorSpec
 
 
 class Add(RowWise):
@@ -23,6 +24,12 @@ class Add(RowWise):
     ) -> dict[str, Tensor]:
         dy: Tensor = gradients["y"]
         return dict.fromkeys(wanted, dy)
+
+    def vjp_cost(
+        self, wanted: Collection[str], specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load
+    ) -> Cost:
+        """Nothing: both gradients are the output's."""
+        return Cost()
 
 
 class Mul(RowWise):
