@@ -44,7 +44,7 @@ class CompareConfig:
     drain_s: that answers are waited for after that, at most. budget_s: for all of it, in place of both. tpot_s: None:
     from a step alone. length_factor: what lengths are multiplied by; None: as the device needs. examples: of each job;
     none: random tokens, `sequence` of them. lora: what jobs train. rates: requests per second; none: from the
-    saturation, the shares of it that loads name.
+    saturation, the shares of it that loads name. handed_over: see `OpenLoop`.
     """
 
     policies: tuple[str, ...]
@@ -62,6 +62,7 @@ class CompareConfig:
     rates: tuple[float, ...] = ()
     loads: tuple[str, ...] = tuple(LOADS)
     seed: int = 0
+    handed_over: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +219,7 @@ class Bench:
             seconds=self.config.seconds if seconds is None else seconds,
             idle=lambda pause_s: self.place.idle(engine, pause_s),
             seed=self.config.seed,
+            handed_over=self.config.handed_over,
         )
         drain_s = min(self.config.drain_s, slo.ttft_s + 1.5 * longest * slo.tpot_s)
         played = loop.run(drain_s=drain_s, most_missed=most_missed)

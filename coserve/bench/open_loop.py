@@ -13,6 +13,7 @@ from statistics import mean
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.core import EngineCore
+from coserve.engine.handed_over import HandedBlocks
 from coserve.engine.request import Chunk
 from coserve.errors import RequestError
 from coserve.scheduling.slo import Slo
@@ -83,9 +84,14 @@ class OpenLoop:
         seconds: float,
         idle: Callable[[float], None],
         seed: int = 0,
+        handed_over: bool = False,
     ) -> None:
-        """slo: of all requests. idle: lets time pass, by the clock of the device. seed: of prompts, no two alike."""
+        """slo: of all requests. idle: lets time pass, by the clock of the device. seed: of prompts, no two alike.
+        handed_over: whether the whole blocks of prompts come from another instance, as to one that decodes
+        (`coserve.handover`); on modelled devices, which look into no file.
+        """
         self._engine, self._trace, self._slo, self._idle = engine, trace, slo, idle
+        self._handed_over = handed_over
         self._seed, self._vocab_size = seed, engine.device.info.vocab_size
         self._start_s = engine.device.clock.now()
         self._next = 0
@@ -145,6 +151,10 @@ class OpenLoop:
             except RequestError as error:  # it is longer than the memory
                 self._finish(index, str(error))
                 continue
+            if self._handed_over:
+                self._engine.hold(name)
+                num_blocks = (len(tokens) - 1) // self._engine.device.info.block_tokens
+                self._engine.arrive(name, HandedBlocks(path="", first_block=0, num_blocks=num_blocks))
             self._open[name] = index
 
     def _step(self, started_s: float) -> None:
