@@ -164,15 +164,15 @@ class PlanBuilder:
         """
         if not self._rows or not jobs or jobs[0].phase != "backward":
             return
-        job, sharing = jobs[0], self._latency.sharing
-        found = sharing.best(forward_rows=self._load.rows, tasklet_rows=job.num_rows_left)
+        job, sharing, forward_s = jobs[0], self._latency.sharing, self._time.forward_s
+        most_stretch = until_s / (forward_s * self._time.late_factor) if forward_s else inf
+        found = sharing.best(forward_rows=self._load.rows, tasklet_rows=job.num_rows_left, most_stretch=most_stretch)
         if found is None:
             return
         _, forward_speed, backward_speed = found
-        forward_s = self._time.forward_s / forward_speed
         left_s = self._latency.tasklet_s(job, job.num_rows_left)
         left_s += (job.num_parts_left - 1) * self._latency.tasklet_s(job, job.num_rows)
-        if forward_s * self._time.late_factor <= until_s and backward_speed * forward_s <= left_s:
+        if backward_speed * forward_s / forward_speed <= left_s:
             self._time.divide(*found)
 
     def tune(

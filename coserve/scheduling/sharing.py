@@ -9,6 +9,7 @@ device, so that all that is known of a step on the whole device carries over; an
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 from coserve.scheduling.plan import Partition
@@ -101,14 +102,19 @@ class SharingModel:
             self._measured[key] = alone / (1 + interference * other / self._sharing.num_units)
         return self._measured[key]
 
-    def best(self, *, forward_rows: int, tasklet_rows: int) -> tuple[Partition, float, float] | None:
+    def best(
+        self, *, forward_rows: int, tasklet_rows: int, most_stretch: float = inf
+    ) -> tuple[Partition, float, float] | None:
         """The partition that gets most done, with its speeds; None if none gets more done than one side after the
         other: a second of both sides is worth the sum of their speeds.
+
+        Args:
+            most_stretch: by what factor the forward pass may take longer.
         """
         found, most = None, 1.0
         for partition in self.partitions:
             speeds = self.speeds(partition, forward_rows=forward_rows, tasklet_rows=tasklet_rows)
-            if sum(speeds) > most:
+            if sum(speeds) > most and speeds[0] * most_stretch >= 1:
                 found, most = (partition, *speeds), sum(speeds)
         return found
 

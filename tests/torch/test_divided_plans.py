@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
@@ -91,6 +92,25 @@ def test_tasklets_run_beside_the_forward_pass_where_more_gets_done():
 )
 def test_otherwise_one_follows_the_other(seen, speeds):
     assert plan(seen, make_latency(*speeds)).partition is None
+
+
+def test_where_the_best_partition_is_too_slow_for_requests_the_best_of_the_others_is_taken():
+    """Of four units: two and two get most done, but leave the forward pass too little for a request without a bank."""
+    shares = [
+        Share(units=n, rows=(1,), forward=(f,), backward=(b,))
+        for n, f, b in ((1, 0.3, 0.4), (2, 0.6, 0.8), (3, 0.9, 0.9))
+    ]
+    latency = LatencyModel(replace(make_profile(), sharing=Sharing(num_units=4, shares=tuple(shares))))
+    latency.corrections.margin = 0.0
+    decode_s = latency.decode_s(num_requests=1, context=301)
+    chosen = []
+    for stretch in (3.0, 2.0, 1.05):
+        request = decoding(tpot_s=stretch * decode_s, banked_s=stretch * decode_s)
+        made = plan(structs.replace(view(request, job(parts=200), num_units=4), tpot_s=request.tpot_s), latency)
+        chosen.append(None if made.partition is None else made.partition.forward_units)
+        if made.partition is not None:
+            assert decode_s / made.forward_speed <= request.tpot_s
+    assert chosen == [2, 3, None]
 
 
 def test_what_steps_were_slower_at_is_not_chosen_again():

@@ -388,7 +388,7 @@ def test_a_job_that_comes_later_does_not_stop_the_others():
 
 def test_requests_and_jobs_get_through_a_pool_that_is_too_small_for_all_of_them():
     """Packs are dropped and requests preempted; all are done in the end, with all that they asked for."""
-    engine = make_engine(num_jobs=0, num_pages=420, ttft_s=30.0)
+    engine = make_engine(num_jobs=0, num_pages=440, ttft_s=30.0)
     for _ in range(2):
         engine.submit_examples(examples(400, 64), TuningConfig(batch_size=4, max_pack_tokens=128), adapter=ALL)
     rng = Random(2)

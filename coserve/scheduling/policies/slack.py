@@ -136,8 +136,10 @@ class Slack(Policy):
             must = build.runs_nothing and batch_share == 1
             build.batch(memory.batch, build.late_s + batch_share * left_s, must=must)
         if tunes:
-            # As long as a request's token may, a job's piece may wait for more time than there is; where there can be.
-            max_defer_s = self.max_gap_tpots * tpot_s if until_s < most_s else 0.0
+            # As long as a request's token may, a job's piece may wait for more time than there is; where there can be:
+            # near an SLO, requests that came lately keep what they save.
+            may_grow = until_s < most_s and nearness(view) <= EDGE
+            max_defer_s = self.max_gap_tpots * tpot_s if may_grow else 0.0
             least_share = self._least_share(view)
             jobs = self.shares(memory.jobs, view)
             if self.divides and view.num_units > 1:
