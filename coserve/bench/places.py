@@ -69,7 +69,7 @@ class ModelledPlace:
 
     @classmethod
     def of_hardware(cls, backbone: Backbone, hardware: Hardware) -> "ModelledPlace":
-        """By the datasheet; BudgetError if the model and some requests need more memory than there is."""
+        """By what it sustains; BudgetError if the model and some requests need more memory than there is."""
         tensors = {id(one): one for held in backbone.weights.values() for one in weight_tensors(held)}
         bytes_of_weights = sum(tensor.nbytes for tensor in tensors.values())
         left = _MEMORY_SHARE * hardware.memory_bytes - bytes_of_weights

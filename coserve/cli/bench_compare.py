@@ -47,7 +47,7 @@ def compare(
         str, typer.Option(help="float32, bfloat16, float16, or best: what this machine has instructions for.")
     ] = "best",
     device: Annotated[
-        On, typer.Option(help="torch: this machine, in real time; modelled: by datasheets, in virtual time.")
+        On, typer.Option(help="torch: this machine, in real time; modelled: by their operators, in virtual time.")
     ] = On.torch,
     hardware: Annotated[
         str, typer.Option(metavar="NAMES", help="With --device modelled: a100, h100, … with commas between them.")

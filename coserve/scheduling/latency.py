@@ -1,7 +1,7 @@
 """How long a step will take: counted costs times measured curves, corrected by what steps really took.
 
 LLMStation section 4.2 and HARLI section 5 predict from linear models of counted work, and trust records over models
-once there are some. So here: a `Profile` holds seconds by number of rows, measured once (or made from a datasheet), for
+once there are some. So here: a `Profile` holds seconds by number of rows, measured once (or modelled), for
 the pieces that a step is made of; the counts of `scheduling.counts` carry it over to other adapters and lengths; and
 every measured step moves a correction for steps of its kind. The margin is what recent predictions were wrong by.
 """
