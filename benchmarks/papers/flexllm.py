@@ -207,9 +207,15 @@ def _claims_11(rows: list[Row]) -> list[Claim]:
             min(over_dynamic) >= 0.95,
         ),
         Claim(
-            "spatial sharing: tuning near co-serving's, attainment below it under heavy load",
-            "comparable, below",
-            f"tuning {between(of_fused[spatial])}; at 20/s {between(heavy)} against {between(heavy_fused)}",
+            "spatial sharing: tuning near co-serving's",
+            "comparable",
+            between(of_fused[spatial]),
+            min(of_fused[spatial]) > 0.8,
+        ),
+        Claim(
+            "spatial sharing: attainment below co-serving's at 20/s",
+            "below",
+            f"{between(heavy)} against {between(heavy_fused)}",
             mean(heavy) < mean(heavy_fused),
         ),
         Claim("slack over token-fusion (not in the paper)", "", between(of_fused["slack"]), True),

@@ -9,9 +9,9 @@ thing is measured: how much longer a backward pass takes that is suspended.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from statistics import mean, median
 
 from msgspec import structs
@@ -95,6 +95,7 @@ _MODELS = (
         num_servers=2,
     ),
 )
+_BY_NAME = {model.name: model for model in _MODELS}
 _BURST_RATE, _CALM_RATE = 4.15, 0.88
 # Of a device, in torchtune's configurations.
 _TORCHTUNE_BATCH = 2
@@ -119,9 +120,9 @@ def _best(
         found[_FINEINFER] = setting.tuning_alone() if enough else 0.0
         found[_APART] = _torchtune(setting) if enough else 0.0
     else:
-        found[_APART] = max(
-            (tuning for played, tuning in _parts(setting, share, data) if setting.holds(played)), default=0.0
-        )
+        # The smallest part on which requests hold their SLOs leaves most for tuning.
+        enough_for = (tuning for played, tuning in _parts(setting, share, data) if setting.holds(played))
+        found[_APART] = next(enough_for, 0.0)
     return found
 
 
@@ -144,16 +145,20 @@ def _torchtune(setting: Setting) -> float:
     return hardware.num_devices * num_tokens / max(num_tokens / computed, gather_s)
 
 
-def _parts(setting: Setting, trace: Sequence[TracedRequest], data: Data) -> list[tuple[Played, float]]:
-    """Requests on each fixed part of the device, and what jobs train on the other."""
-    found = []
+def _parts(setting: Setting, trace: Sequence[TracedRequest], data: Data) -> Iterator[tuple[Played, float]]:
+    """Requests on each fixed part of the device, the smallest first, and what jobs train on the other."""
     for units in range(1, setting.hardware.num_units):
         requests, jobs = setting.on_parts(units)
         try:
-            found.append((requests.requests_alone(trace, data.seconds), _torchtune(jobs)))
+            played = requests.requests_alone(trace, data.seconds)
         except BudgetError:  # no room for two copies
-            return []
-    return found
+            return
+        yield played, _torchtune_on(setting.model, jobs.hardware, data)
+
+
+@cache
+def _torchtune_on(model: str, hardware: Hardware, data: Data) -> float:
+    return _torchtune(replace(_BY_NAME[model].setting(data), hardware=hardware))
 
 
 def _rows(model: Model, key: str, value: float, found: dict[str, float]) -> list[Row]:
