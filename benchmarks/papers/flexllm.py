@@ -27,7 +27,8 @@ _SHARING = (
     "dynamic-temporal-sharing",
     "spatial-sharing",
 )
-# Of BurstGPT's ten minutes with a peak after 90 s, requests per second of each 30 s, read off figure 12.
+# Requests per second of each 30 s of ten minutes, after the words of section 8.3: up to a peak after some 90 s, then
+# down with some peaks.
 _CASE_RATES = (2.0, 4.0, 7.0, 9.0, 8.0, 5.0, 6.5, 4.0, 5.5, 3.0, 4.0, 2.5, 2.0, 3.5, 2.0, 1.5, 2.0, 1.5, 1.0, 1.0)
 _CASE_STRETCH_S = 30.0
 

@@ -127,9 +127,7 @@ def _best(
 
 
 def _torchtune(setting: Setting) -> float:
-    """Tokens/s on all devices, each of which has its own examples; gathering hides behind computing, or the other way
-    round.
-    """
+    """Tokens/s on all devices, each of which has its own examples; the longer of gathering and computing counts."""
     hardware = setting.hardware
     one = replace(
         hardware,

@@ -80,7 +80,7 @@ class Hardware:
         )
 
     def joined(self, number: int, link_bytes_per_s: float | None = None) -> "Hardware":
-        """So many of it by tensor parallelism: weights, caches and work divided evenly."""
+        """As many of it by tensor parallelism: weights, caches and work divided evenly."""
         return replace(
             self,
             name=f"{number} x {self.name}",
