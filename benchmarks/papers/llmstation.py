@@ -41,6 +41,8 @@ from coserve.simulate.hardware import H100, RTX3090, Hardware
 from coserve.workloads.traces import TracedRequest
 
 _OURS, _COSERVE, _FINEINFER, _APART, _CHUNKED = "LLMStation", "coserve", "FineInfer", "vLLM + torchtune", "chunked"
+# Examples of a device, in torchtune's configurations; all systems make as many of an optimizer step.
+_TORCHTUNE_BATCH = 2
 # By system, the policy here and the settings that are tried.
 _SYSTEMS = {
     _OURS: [f"llmstation:decode_share={share}:deferral={bound}" for share in (0.75, 0.9) for bound in (0.1, 0.5)],
@@ -67,7 +69,8 @@ class Model:
 
     def setting(self, data: Data, *, ttft_s: float = 0.5, tpot_s: float | None = None) -> Setting:
         slo = Slo(ttft_s=ttft_s, tpot_s=self.tpot_s if tpot_s is None else tpot_s)
-        return Setting(model=self.name, hardware=self.hardware, slo=slo, examples=data.alpaca())
+        batch = _TORCHTUNE_BATCH * self.hardware.num_devices
+        return Setting(model=self.name, hardware=self.hardware, slo=slo, batch=batch, examples=data.alpaca())
 
 
 _MODELS = (
@@ -97,8 +100,6 @@ _MODELS = (
 )
 _BY_NAME = {model.name: model for model in _MODELS}
 _BURST_RATE, _CALM_RATE = 4.15, 0.88
-# Of a device, in torchtune's configurations.
-_TORCHTUNE_BATCH = 2
 _TTFTS_S = (0.25, 0.5, 1.0, 2.0)
 
 

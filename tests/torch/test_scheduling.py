@@ -333,7 +333,8 @@ def test_prompts_end_before_the_tightest_deadline_by_prediction(seen, hardware, 
         return
     deadline_s = min((due_at_s(r) for r in seen.requests if r.num_rows == 1), default=inf) - seen.now_s
     decoding_s = latency.forward_s(decode_load([r for r in seen.requests if r.num_rows == 1]))
-    most_s = decoding_s / (1 - MOST_SHARE)  # for prompts that would be late otherwise
+    # For prompts that would be late otherwise.
+    most_s = max(decoding_s / (1 - MOST_SHARE), SLACK.max_gap_tpots * tightest_tpot_s(seen, seen.requests))
     lost_s = seen.tpot_s  # the pace of requests that are late whatever happens
     assert made.predicted_s * (1 + margin) <= max(deadline_s, most_s * (1 + margin), lost_s) + EPSILON
 
@@ -629,6 +630,19 @@ def test_a_job_gets_its_smallest_piece_however_much_requests_press():
         view(late, structs.replace(job("a"), waited_s=50.0), structs.replace(job("b", "update"), waited_s=100.0)),
     )
     assert made.updates == ("b",) and not rows_of(made, "window")
+
+
+def test_prompts_may_take_all_that_leaves_no_gap_that_is_noticed():
+    """Together they need 0.85 of the time, more than MOST_SHARE; but requests decode in a twentieth of it."""
+    latency, rows = make_latency(GPU), 1000
+    alone_s = latency.prompt_s(rows)
+    decode_s = latency.decode_s(num_requests=1, context=301)
+    tpot_s = 5 * decode_s
+    late = decoding(num_output=20, first_token_s=10 - 20 * tpot_s, last_token_s=10.0, tpot_s=tpot_s, num_left=1000)
+    left_s = (1 + latency.corrections.margin) * (2 * alone_s / 0.85 + decode_s)
+    prompts = [prompt(f"p{index}", rows=rows, ttft_s=left_s) for index in range(2)]
+    made = plan("inference-only", view(late, *prompts), latency)
+    assert len(rows_of(made, "prefill")) == 2
 
 
 def test_a_prompt_with_time_leaves_decoding_requests_some_of_their_bank():

@@ -199,7 +199,10 @@ class Slack(Policy):
         build.decode(decoding)
         prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
         due_s = {each.id: self.due_at_s(each) for each in prompts}
-        share, ordered = self._share_of_prompts(prompts, due_s, build.seconds, view, latency) if prompts else (0.0, [])
+        most_share = max(MOST_SHARE, 1 - build.seconds / (self.max_gap_tpots * tpot_s))
+        share, ordered = 0.0, list[RequestView]()
+        if prompts:
+            share, ordered = self._share_of_prompts(prompts, due_s, build.seconds, most_share, view, latency)
         deadlines = decode_deadlines(
             decoding,
             now_s=view.now_s,
@@ -220,7 +223,7 @@ class Slack(Policy):
             budget_s = (deadlines.prompts_s - view.now_s) / (1 + latency.corrections.margin)
             if share > URGENT_SHARE:
                 urgent_s = (deadlines.urgent_s - view.now_s) / (1 + latency.corrections.margin)
-                budget_s = max(budget_s, min(build.seconds / (1 - min(share, MOST_SHARE)), urgent_s))
+                budget_s = max(budget_s, min(build.seconds / (1 - min(share, most_share)), urgent_s))
             urgent = share > MOST_ARRIVAL_SHARE or _is_lost(ordered[0], view, latency)
             all_in = build.prefill(ordered, budget_s, urgent=urgent)
         if all_in:
@@ -239,6 +242,7 @@ class Slack(Policy):
         prompts: Sequence[RequestView],
         due_s: Mapping[str, float],
         decode_s: float,
+        most_share: float,
         view: View,
         latency: LatencyModel,
     ) -> tuple[float, list[RequestView]]:
@@ -254,7 +258,7 @@ class Slack(Policy):
                 lost.append(prompt)
                 continue
             timely.append(prompt)
-            if needed_s + alone_s <= MOST_SHARE * left_s or not needed_s:
+            if needed_s + alone_s <= most_share * left_s or not needed_s:
                 needed_s += alone_s
                 share = max(share, needed_s / left_s)
         return share, [*timely, *lost]
