@@ -45,7 +45,7 @@ _OURS, _COSERVE, _FINEINFER, _APART, _CHUNKED = "LLMStation", "coserve", "FineIn
 _TORCHTUNE_BATCH = 2
 # By system, the policy here and the settings that are tried.
 _SYSTEMS = {
-    _OURS: [f"llmstation:decode_share={share}:deferral={bound}" for share in (0.75, 0.9) for bound in (0.1, 0.5)],
+    _OURS: [f"llmstation:decode_share={share}:deferral={bound}" for share in (0.75, 1.0) for bound in (0.1, 0.5)],
     _FINEINFER: [f"fineinfer:deferral={bound}" for bound in (0.05, 0.25, 0.5, 0.9)],
     _CHUNKED: [f"chunked-training:chunk_tokens={number}" for number in (64, 128, 256, 512, 1024)],
     _COSERVE: ["slack"],

@@ -200,7 +200,7 @@ class _Step:
             rows = max(LEAST_WINDOW_ROWS, rows // 2)
         tasklet_s, found = self._tasklet_s(rows), None
         if batch and self.view.num_units > 1:
-            found = self.latency.sharing.best(forward_rows=batch, tasklet_rows=rows)
+            found = self._partition(rows, decode_s)
         if found is not None:
             beside_s = self._recorded("divided", rows) or decode_s / found[1]
             side_s = self._recorded("beside", rows) or tasklet_s / found[2]
@@ -211,6 +211,16 @@ class _Step:
         # In turns a tuning tasklet takes all of its time from decoding: l_d - l_d0 = l_p, and (1) is what fits.
         self.build.take(self.job, rows, max(0, int((self.budget_s - decode_s) / tasklet_s)))
         return None
+
+    def _partition(self, rows: int, decode_s: float) -> tuple[Partition, float, float] | None:
+        """Of those that pay and on which decoding keeps SLO_d, the one with most for tuning; with its speeds.
+
+        The paper has both sides contend for the whole device, where tuning takes what its larger kernels can.
+        """
+        sharing, batch = self.latency.sharing, self.build.num_rows
+        every = [(each, *sharing.speeds(each, forward_rows=batch, tasklet_rows=rows)) for each in sharing.partitions]
+        fitting = [each for each in every if sum(each[1:]) > 1 and decode_s <= each[1] * self.budget_s]
+        return max(fitting, key=lambda each: each[2], default=None)
 
     def _decode_s(self) -> float:
         if not self.build.num_rows:
