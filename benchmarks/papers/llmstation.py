@@ -35,6 +35,7 @@ from coserve.errors import BudgetError
 from coserve.models import load_backbone
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan, View
+from coserve.scheduling.policies.base import setting
 from coserve.scheduling.policies.tuning_only import TuningOnly
 from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import H100, RTX3090, Hardware
@@ -362,9 +363,9 @@ _TURNS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class _InTurns(TuningOnly):
-    """Jobs alone, at most so many layers of a backward pass in a step."""
+    """Jobs alone, and in a step at most this many layers of a backward pass."""
 
-    layers: int = 0
+    layers: int = setting(1, "Of a backward pass, in a step.")
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         made = super().plan(view, latency)
