@@ -229,8 +229,8 @@ def _window(data: Data) -> list[Row]:
         params = SamplingParams(max_tokens=_WINDOW_OUTPUT, temperature=0.0, ignore_eos=True)
         rows, random = [], Random(0)
         for number in _PHASES:
-            for name in list(engine.requests.running)[number:]:
-                engine.cancel(name)
+            for request in list(engine.requests)[number:]:
+                engine.cancel(request.request)
             pages: Counter[str] = Counter()
             start_s, before, num_steps = 0.0, 0, 0
             while not num_steps or time.monotonic() < start_s + _PHASE_S:
