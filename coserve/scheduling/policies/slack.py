@@ -43,7 +43,7 @@ from coserve.scheduling.policies.base import Policy, setting
 
 # Prompts leave one TPOT in every bank as long as they need less than this share of the time to be in time; then they
 # take the share that they need, though requests be late meanwhile that can catch up. Prompts that would need more than
-# the second share can't be in time beside requests that decode.
+# the second share, and than what leaves no gap that is noticed, can't be in time beside requests that decode.
 URGENT_SHARE, MOST_SHARE = 1 / 3, 0.8
 # A step of two TPOTs is always allowed, up to this share of the TTFT SLO: on a slow device nothing would fit otherwise.
 MOST_ARRIVAL_SHARE = 0.5
