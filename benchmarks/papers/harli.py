@@ -143,7 +143,7 @@ def _claims_11(rows: list[Row]) -> list[Claim]:
             "slack over HARLI (not in the paper)",
             "",
             between([each for own in _of(rows, "slack", "harli").values() for each in own]),
-            True,
+            None,
         ),
     ]
 
@@ -172,6 +172,8 @@ def _phases(policy: str, data: Data) -> list[Row]:
     for index, number in enumerate(_PHASES):
         end_s, before = (index + 1) * _PHASE_S, engine.jobs.num_tokens_trained
         steps_s, units, used = [], [], []
+        for request in list(engine.requests)[number:]:
+            engine.cancel(request.request)
         while (start_s := engine.device.clock.now()) < end_s:
             for _ in range(number - len(engine.requests.running) - len(engine.requests.waiting)):
                 _ask(engine, *next(lengths))
@@ -258,7 +260,7 @@ def _claims_13(rows: list[Row]) -> list[Claim]:
     light, heavy, medium = (row.get("weights", 0.0) for row in rows)
     return [
         Claim(
-            "the window of weights gives way to requests (light, heavy, medium)",
+            "the window of weights follows what requests leave (light, heavy, medium)",
             "it does",
             f"{light}, {heavy}, {medium} MB",
             light > medium > heavy,

@@ -43,14 +43,14 @@ class Data:
         """Azure's conversations as they came."""
         return read_trace(self.folder / "azure_conv.csv.gz")
 
-    def bursts(self, rate: float) -> list[TracedRequest]:
-        """Azure's arrivals at a mean rate, with the lengths of ShareGPT's first turns."""
+    def bursts(self, rate: float, *, seconds: float | None = None, skip: int = 0) -> list[TracedRequest]:
+        """Azure's arrivals at a mean rate, with the lengths of ShareGPT's first turns; without the first `skip`."""
         drawn = _lengths(self.folder)
         trace = [
             replace(each, num_prompt_tokens=prompt, num_output_tokens=output)
             for each, (prompt, output) in zip(self.conversations(), drawn, strict=False)
         ]
-        return rescale(trace, rate=rate, seconds=self.seconds)
+        return rescale(trace, rate=rate, seconds=self.seconds if seconds is None else seconds, skip=skip)
 
     def steady(self, rate: float) -> list[TracedRequest]:
         """The same lengths at a steady rate."""
@@ -175,12 +175,14 @@ def run_task(task: Task) -> list[Row]:
 
 
 class Claim(NamedTuple):
-    """What a paper says of a figure, and what comes of it here. holds: whether the trend is the same."""
+    """What a paper says of a figure, and what comes of it here. holds: whether the trend is the same; None where the
+    paper says nothing.
+    """
 
     claim: str
     paper: str
     ours: str
-    holds: bool
+    holds: bool | None
 
 
 class Figure(NamedTuple):

@@ -103,7 +103,8 @@ class Hardware:
 # - call_s: what the smallest product takes on an H100, in the tables of matrix products of github.com/openxla/xla
 #   (xla/service/gpu/model/matmul_interpolator_data.h).
 # - Attention: FlashAttention-2, causal, heads of 128. A100: 144 to 159 TFLOP/s forward (github.com/liangan1/GPU_travel,
-#   performance/flash-attn), and backward 63% of the datasheet's at best (arXiv 2307.08691, section 4.1). H100: 335 over
+#   performance/flash-attn), and backward 63% of the datasheet's at best (arXiv 2307.08691, section 4.1), of which four
+#   fifths are taken. H100: 335 over
 #   both passes (there). RTX 4090, for all of its kin: 151 forward and 99 backward (apache/tvm tl_doc/flash_perf.md),
 #   where products reach 163.
 # - Links: 208 GB/s between two A100 with NVLink and 20 where a pair has none (github.com/NVIDIA/nccl-tests issue 178),
