@@ -12,10 +12,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.papers import flexllm, harli, llmstation
+from benchmarks.papers import flexllm, harli, here, llmstation
 from benchmarks.papers.setting import Data, Row, run_task
 
-FIGURES = {**flexllm.FIGURES, **llmstation.FIGURES, **harli.FIGURES}
+FIGURES = {**flexllm.FIGURES, **llmstation.FIGURES, **harli.FIGURES, **here.FIGURES}
 
 
 def main() -> None:

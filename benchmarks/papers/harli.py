@@ -3,30 +3,23 @@
 Two devices, prompts computed elsewhere, a TPOT of 40 ms, Azure's conversations as they came (5.5 requests/s). Separate:
 one device decodes, the other fine-tunes. Static: both do both, requests on 60% of a device and half of the load, as
 processes of their own. HARLI: both do both, divided by the load. Modelled jobs train the model that is served, from its
-one copy of the weights: where HARLI moves a second model in and out through a window, nothing is moved here.
+one copy of the weights: where HARLI moves a second model in and out through a window, nothing is moved here. Figure 13,
+which shows that window, is in `here`.
 """
 
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from random import Random
 from statistics import mean
-from tempfile import TemporaryDirectory
-
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.papers.setting import ALL_LINEAR, Claim, Data, Figure, Row, Setting, Task, between, ratio
-from coserve import Engine, Example, TuningConfig
+from coserve import Example, TuningConfig
 from coserve.bench.open_loop import Played
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.handed_over import HandedBlocks
-from coserve.models import load_backbone
-from coserve.models.presets import PRESETS
 from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import A100_40GB, ADA6000, Hardware
 from coserve.workloads.summary import percentile
@@ -36,11 +29,9 @@ _MODELS = ("llama-3.1-8b", "qwen2.5-7b")
 _DEVICES = (ADA6000, A100_40GB)
 _SLO = Slo(ttft_s=5.0, tpot_s=0.04)
 _NUM_DEVICES, _STATIC_UNITS = 2, 6
-_BASELINE_BATCH, _MICRO_BATCH = 16, 2
+_BASELINE_BATCH, MICRO_BATCH = 16, 2
 # Requests that decode at once in figures 13 and 14, for as many seconds each.
-_PHASES, _PHASE_S = (8, 42, 24), 30.0
-# Of figure 13: tokens of prompts and answers, and the pool, which has room for most requests or for all weights.
-_WINDOW_PROMPT, _WINDOW_OUTPUT, _POOL_BYTES = 300, 300, 720_000_000
+PHASES, PHASE_S = (8, 42, 24), 30.0
 
 
 def _setting(model: str, hardware: Hardware, batch: int) -> Setting:
@@ -64,7 +55,7 @@ def _half(trace: Sequence[TracedRequest]) -> list[TracedRequest]:
 
 def _throughput(model: str, hardware: Hardware, data: Data) -> list[Row]:
     trace = _decoded(data)
-    whole, micro = (_setting(model, hardware, batch) for batch in (_BASELINE_BATCH, _MICRO_BATCH))
+    whole, micro = (_setting(model, hardware, batch) for batch in (_BASELINE_BATCH, MICRO_BATCH))
     found: dict[str, tuple[Played, float]] = {
         "separate": (whole.requests_alone(trace, data.seconds), whole.tuning_alone())
     }
@@ -157,20 +148,20 @@ def _claims_12(rows: list[Row]) -> list[Claim]:
     ]
 
 
-# -- figures 13 and 14 ------------------------------------------------------------------------
+# -- figure 14 --------------------------------------------------------------------------------
 
 
 def _phases(policy: str, data: Data) -> list[Row]:
     """As many requests decode at once as each phase says; each that ends is followed by another."""
-    bench = _setting(_MODELS[0], ADA6000, _MICRO_BATCH).bench(data.seconds)
+    bench = _setting(_MODELS[0], ADA6000, MICRO_BATCH).bench(data.seconds)
     engine = bench.place.open(EngineConfig(policy=policy, ttft_s=_SLO.ttft_s, tpot_s=_SLO.tpot_s))
     example = Example(tokens=(1,) * 512, trained=(True,) * 512)
-    tuning = TuningConfig(num_epochs=100_000, batch_size=_MICRO_BATCH)
+    tuning = TuningConfig(num_epochs=100_000, batch_size=MICRO_BATCH)
     engine.submit_examples([example] * 64, tuning, adapter=ALL_LINEAR)
     lengths = iter((each.num_prompt_tokens, each.num_output_tokens) for each in _decoded(replace(data, seconds=inf)))
     rows = []
-    for index, number in enumerate(_PHASES):
-        end_s, before = (index + 1) * _PHASE_S, engine.jobs.num_tokens_trained
+    for index, number in enumerate(PHASES):
+        end_s, before = (index + 1) * PHASE_S, engine.jobs.num_tokens_trained
         steps_s, units, used = [], [], []
         for request in list(engine.requests)[number:]:
             engine.cancel(request.request)
@@ -193,7 +184,7 @@ def _phases(policy: str, data: Data) -> list[Row]:
                 "step_p50_ms": round(1e3 * percentile(steps_s, 0.5), 1),
                 "step_p99_ms": round(1e3 * percentile(steps_s, 0.99), 1),
                 "pages": round(mean(used)),
-                "tuning_tokens_per_s": round((engine.jobs.num_tokens_trained - before) / _PHASE_S),
+                "tuning_tokens_per_s": round((engine.jobs.num_tokens_trained - before) / PHASE_S),
             }
         )
     return rows
@@ -211,61 +202,6 @@ def _ask(engine: EngineCore, num_prompt_tokens: int, num_output_tokens: int) -> 
     engine.hold(name)
     num_blocks = (num_prompt_tokens - 1) // engine.device.info.block_tokens
     engine.arrive(name, HandedBlocks(path="", first_block=0, num_blocks=num_blocks))
-
-
-def _window(data: Data) -> list[Row]:
-    """Figure 13 on this machine: SmolLM2-135M serves, and a job trains a second copy of it, whose weights go through a
-    window of the page pool.
-    """
-    backbone = load_backbone("dummy:smollm2-135m", dtype="bfloat16")
-    with TemporaryDirectory() as folder:
-        config = AutoConfig.for_model(**PRESETS["smollm2-135m"])
-        AutoModelForCausalLM.from_config(config, dtype="bfloat16").save_pretrained(folder)
-        engine = Engine.from_backbone(
-            backbone,
-            EngineConfig(memory_bytes=_POOL_BYTES, ttft_s=60.0, tpot_s=0.5, trainable_models={"second": folder}),
-        )
-        example = Example(tokens=(1,) * 256, trained=(True,) * 256)
-        tuning = TuningConfig(num_epochs=100_000, batch_size=_MICRO_BATCH, max_sequence_length=256)
-        engine.submit([example] * 64, tuning, adapter=ALL_LINEAR, model="second")
-        params = SamplingParams(max_tokens=_WINDOW_OUTPUT, temperature=0.0, ignore_eos=True)
-        rows, random = [], Random(0)
-        for number in _PHASES:
-            for request in list(engine.requests)[number:]:
-                engine.cancel(request.request)
-            pages: Counter[str] = Counter()
-            start_s, before, num_steps = 0.0, 0, 0
-            while not num_steps or time.monotonic() < start_s + _PHASE_S:
-                for _ in range(number - len(engine.requests.running) - len(engine.requests.waiting)):
-                    engine.add_tokens(random.choices(range(1000), k=_WINDOW_PROMPT), params)
-                engine.step()
-                planned = engine.last_plan.rows if engine.last_plan is not None else ()
-                if num_steps or sum(row.kind == "decode" for row in planned) >= number:
-                    if not num_steps:
-                        start_s, before = time.monotonic(), engine.stats().num_tokens_trained
-                    num_steps += 1
-                    pages.update(engine.pool.num_pages_by_owner())
-            seconds = time.monotonic() - start_s
-            trained = engine.stats().num_tokens_trained - before
-            megabytes = {
-                owner: round(count * engine.pool.page_bytes / num_steps / 1e6, 1) for owner, count in pages.items()
-            }
-            step_ms = round(1e3 * seconds / num_steps, 1)
-            row = {"requests": number, **megabytes, "step_ms": step_ms}
-            rows.append({**row, "tuning_tokens_per_s": round(trained / seconds, 1)})
-    return rows
-
-
-def _claims_13(rows: list[Row]) -> list[Claim]:
-    light, heavy, medium = (row.get("weights", 0.0) for row in rows)
-    return [
-        Claim(
-            "the window of weights follows what requests leave (light, heavy, medium)",
-            "it does",
-            f"{light}, {heavy}, {medium} MB",
-            light > medium > heavy,
-        )
-    ]
 
 
 def _claims_14(rows: list[Row]) -> list[Claim]:
@@ -295,9 +231,6 @@ def _claims_14(rows: list[Row]) -> list[Claim]:
 FIGURES = {
     "harli-11": Figure(
         "tuning beside decoding (and figure 12's errors)", _tasks, lambda rows: _claims_11(rows) + _claims_12(rows)
-    ),
-    "harli-13": Figure(
-        "memory of requests and of a second model, on this machine", lambda data: [partial(_window, data)], _claims_13
     ),
     "harli-14": Figure(
         "a load that changes",

@@ -4,20 +4,16 @@ Requests have the lengths of ShareGPT's first turns, and the job trains a LoRA o
 each baseline is tuned: of its settings the one counts that trains most while both SLOs are held at p99; 0 where none
 does. vLLM beside torchtune is two processes on fixed parts of the devices, each with its copy of the weights; for the
 70B, which a server's memory has room for once, it is a server for each, as FineInfer is. torchtune divides weights
-among devices by FSDP (its recipe `lora_finetune_distributed`), so that every pass gathers them. Of figure 12 the real
-thing is measured: how much longer a backward pass takes that is suspended.
+among devices by FSDP (its recipe `lora_finetune_distributed`), so that every pass gathers them. Figure 12 is in
+`here`.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from statistics import mean, median
-
-from msgspec import structs
+from statistics import mean
 
 from benchmarks.papers.setting import (
-    ALL_LINEAR,
     Claim,
     Data,
     Figure,
@@ -29,14 +25,8 @@ from benchmarks.papers.setting import (
     ratio,
     weight_bytes,
 )
-from coserve import Engine, EngineConfig, Example, TuningConfig
 from coserve.bench.open_loop import Played
 from coserve.errors import BudgetError
-from coserve.models import load_backbone
-from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import Plan, View
-from coserve.scheduling.policies.base import setting as policy_setting
-from coserve.scheduling.policies.tuning_only import TuningOnly
 from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import H100, RTX3090, Hardware
 from coserve.workloads.traces import TracedRequest
@@ -358,81 +348,6 @@ def _claims_traded(rows: list[Row]) -> list[Claim]:
     return claims
 
 
-# -- figure 12 --------------------------------------------------------------------------------
-
-_SUSPENDS = (0, 1, 2, 5, 9, 14, 29)
-_TURNS = 9
-
-
-@dataclass(frozen=True, kw_only=True)
-class _InTurns(TuningOnly):
-    """Jobs alone, and in a step at most this many layers of a backward pass."""
-
-    layers: int = policy_setting(1, "Of a backward pass, in a step.")
-
-    def plan(self, view: View, latency: LatencyModel) -> Plan:
-        made = super().plan(view, latency)
-        tasklets = [structs.replace(each, num_tasklets=min(each.num_tasklets, self.layers)) for each in made.tasklets]
-        return structs.replace(made, tasklets=tuple(tasklets))
-
-
-def _suspended(length: int) -> list[Row]:
-    """A backward pass of SmolLM2-135M (30 layers) on this machine, suspended after some of its layers."""
-    backbone = load_backbone("dummy:smollm2-135m", dtype="float32")
-    engine = Engine.from_backbone(backbone, EngineConfig(policy="tuning-only", memory_bytes=2 << 30))
-    tuning = TuningConfig(num_epochs=10_000, batch_size=1, max_sequence_length=length)
-    example = Example(tokens=(1,) * length, trained=(True,) * length)
-    engine.submit([example] * 8, tuning, adapter=ALL_LINEAR)
-    taken: dict[int, list[float]] = {number: [] for number in _SUSPENDS}
-    for _ in range(1 + _TURNS):
-        for number in _SUSPENDS:
-            layers = -(-backbone.architecture.num_layers // (1 + number))
-            taken[number].append(_backward_s(engine, layers))
-    rows = []
-    for number, seconds in taken.items():  # the first warms up
-        longer = median(a / b for a, b in zip(seconds[1:], taken[0][1:], strict=True))
-        rows.append(
-            {
-                "length": length,
-                "suspends": number,
-                "backward_ms": round(1e3 * median(seconds[1:]), 1),
-                "of_without": round(longer, 4),
-            }
-        )
-    return rows
-
-
-def _both_lengths() -> list[Row]:
-    """One after the other, in a process that has the machine."""
-    return _suspended(128) + _suspended(512)
-
-
-def _backward_s(engine: Engine, layers: int) -> float:
-    """Of the steps with the backward pass of the next pack."""
-    engine.policy = _InTurns(layers=layers)
-    seconds, begun = 0.0, False
-    while True:
-        start_s = time.perf_counter()
-        engine.step()
-        took_s = time.perf_counter() - start_s
-        if engine.last_plan is not None and engine.last_plan.tasklets:
-            seconds, begun = seconds + took_s, True
-        elif begun:
-            return seconds
-
-
-def _claims_suspended(rows: list[Row]) -> list[Claim]:
-    longer = [row["of_without"] for row in rows if row["suspends"]]
-    return [
-        Claim(
-            "a backward pass that is suspended, over one that is not",
-            "less than 1.005 on one GPU",
-            between(longer),
-            max(longer) < 1.02,
-        )
-    ]
-
-
 FIGURES = {
     "llmstation-9i": Figure("tuning by request rate", _tasks_rates, _claims_rates),
     "llmstation-9ii": Figure("tuning by SLO, at 4.15 requests/s in bursts", _tasks_slos, _claims_slos),
@@ -440,10 +355,5 @@ FIGURES = {
         "latency by tuning, at 0.88 requests/s in bursts",
         lambda data: [partial(_traded, system, data) for system in (*_TRADED, _APART)],
         _claims_traded,
-    ),
-    "llmstation-12": Figure(
-        "a backward pass in parts, on this machine",
-        lambda data: [partial(_both_lengths)],
-        _claims_suspended,
     ),
 }

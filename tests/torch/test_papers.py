@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers import flexllm, harli, llmstation
+from benchmarks.papers import flexllm, harli, here, llmstation
 from benchmarks.papers.__main__ import FIGURES
 from benchmarks.papers.setting import Data, Setting
 from coserve.scheduling.slo import Slo
@@ -19,7 +19,7 @@ needs_data = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs ../shared/dat
 def test_every_figure_has_tasks():
     data = Data(folder=FOLDER, seconds=1.0)
     assert all(figure.tasks(data) for figure in FIGURES.values())
-    assert set(FIGURES) == {*flexllm.FIGURES, *llmstation.FIGURES, *harli.FIGURES}
+    assert set(FIGURES) == {*flexllm.FIGURES, *llmstation.FIGURES, *harli.FIGURES, *here.FIGURES}
 
 
 @needs_data
