@@ -180,7 +180,7 @@ def test_jobs_give_way_while_requests_queue():
 
 
 def test_a_long_prompt_beside_decoding_requests_is_in_time():
-    """Their SLOs leave little time: 64 rows in each step would be too late."""
+    """Their SLOs leave little time: 64 rows in each step would be 1.3 s."""
     engine = make_engine(ttft_s=1.0, tpot_s=0.02)
     arrivals = [Arrival(at_s=0.0, num_prompt_tokens=200, num_output_tokens=800)] * 48
     long = Arrival(at_s=0.5, num_prompt_tokens=6000, num_output_tokens=2)
