@@ -17,8 +17,9 @@ from coserve.cli.main import app
 from coserve.jobs.doctor import examine
 from coserve.jobs.store import Store
 
-LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(9)]
-NUM_STEPS = 60
+LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(360)]
+# So many steps (6,000) that no machine takes them in the test's time. The first are compared.
+NUM_EPOCHS, NUM_COMPARED = 50, 60
 
 
 def run(*arguments: str) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def test_a_server_from_a_backup_resumes_where_the_other_one_was(tmp_path: Path):
         given: Any = {
             "model": "small",
             "training_file": file.id,
-            "hyperparameters": {"n_epochs": NUM_STEPS // 3, "batch_size": 3},
+            "hyperparameters": {"n_epochs": NUM_EPOCHS, "batch_size": 3},
             "seed": 5,
         }
         settings = {"adapter": {"r": 4, "target_modules": ["q_proj"]}, "checkpoint_every_steps": 5}
@@ -84,7 +85,7 @@ def test_a_server_from_a_backup_resumes_where_the_other_one_was(tmp_path: Path):
         assert made["missing"] == []
         assert made["num_jobs"] == 2
         assert made["num_files"] >= len(before)
-        final = _final_losses(served, client, jobs)
+        losses = _losses(served, client, jobs)
     home = Path(mkdtemp(prefix="coserve-home-"))
     restored = run("restore", str(archive), "--home", str(home))
     assert restored["num_files"] == made["num_files"]
@@ -98,26 +99,24 @@ def test_a_server_from_a_backup_resumes_where_the_other_one_was(tmp_path: Path):
         client = served.client()
         for id, content in before.items():
             assert client.files.content(id).read() == content
-        assert _final_losses(served, client, jobs) == pytest.approx(final, rel=1e-4)
+        assert _losses(served, client, jobs) == pytest.approx(losses, rel=1e-4)
         for job in jobs:
             words = [event.message for event in client.fine_tuning.jobs.list_events(job.id, limit=100)]
             assert any("resumes from step" in word for word in words)
 
 
-def _final_losses(served: Served, client: OpenAI, jobs: list[Any]) -> list[float]:
-    """When both have succeeded, with each step once."""
-    losses = []
+def _losses(served: Served, client: OpenAI, jobs: list[Any]) -> list[float]:
+    """Of the first steps of both, each of which is taken once."""
+    found = []
     for job in jobs:
 
-        def over(id: str = job.id) -> Any:
-            found = client.fine_tuning.jobs.retrieve(id)
-            return found if found.status in ("succeeded", "failed") else None
+        def losses(id: str = job.id) -> list[tuple[int, float]]:
+            data: list[Any] = [event.data for event in client.fine_tuning.jobs.list_events(id, limit=100)]
+            steps = [(each["step"], each["train_loss"]) for each in data if each and "train_loss" in each]
+            return sorted(steps)
 
-        found = served.wait_until(over, limit_s=240)
-        assert found.status == "succeeded", found.error
-        events = client.fine_tuning.jobs.list_events(job.id, limit=100)
-        data: list[Any] = [event.data for event in events if event.type == "metrics"]
-        steps = {each["step"]: each["train_loss"] for each in data if "train_loss" in each}
-        assert sorted(steps) == list(range(1, NUM_STEPS + 1))
-        losses += [steps[number] for number in sorted(steps)]
-    return losses
+        served.wait_until(lambda of=losses: len(of()) >= NUM_COMPARED, limit_s=240)
+        steps = losses()[:NUM_COMPARED]
+        assert [number for number, _ in steps] == list(range(1, NUM_COMPARED + 1))
+        found += [loss for _, loss in steps]
+    return found

@@ -1,5 +1,6 @@
 """What the README shows is run, and what it names is there."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -45,3 +46,16 @@ def test_the_make_targets_it_names_are_there():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+def test_what_the_documents_import_is_there(path: Path):
+    """But for the modules that a recipe of the page adds."""
+    text = path.read_text()
+    added = {name.removesuffix(".py").replace("/", ".") for name in re.findall(r"```python\n# (coserve/\S+)", text)}
+    for module, names in re.findall(r"^ *from (coserve[.\w]*) import ([\w, ]+)$", text, re.MULTILINE):
+        for name in names.split(", "):
+            if module in added or f"{module}.{name}" in added:
+                continue
+            if not hasattr(importlib.import_module(module), name):
+                importlib.import_module(f"{module}.{name}")
