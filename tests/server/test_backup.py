@@ -18,7 +18,7 @@ from coserve.jobs.doctor import examine
 from coserve.jobs.store import Store
 
 LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(360)]
-# So many steps (6,000) that no machine takes them in the test's time. The first are compared.
+# 6,000 steps, which no machine takes in the test's time; the first are compared.
 NUM_EPOCHS, NUM_COMPARED = 50, 60
 
 

@@ -48,7 +48,9 @@ def test_the_make_targets_it_names_are_there():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
 def test_what_the_documents_import_is_there(path: Path):
     """But for the modules that a recipe of the page adds."""
     text = path.read_text()
