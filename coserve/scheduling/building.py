@@ -37,10 +37,9 @@ MOST_ROW_COST, GOOD_ROWS = 1.1, 256
 class PlanBuilder:
     """A plan that grows, and what it will take so far."""
 
-    def __init__(self, view: View, latency: LatencyModel, *, margin: float | None = None) -> None:
-        """margin: by which predictions may be too low (default: what recent ones were)."""
+    def __init__(self, view: View, latency: LatencyModel) -> None:
         self._latency, self._max_rows = latency, view.max_rows
-        self._time = StepTime(1 + (latency.corrections.margin if margin is None else margin))
+        self._time = StepTime()
         self._load = ForwardLoad()
         self._rows: list[PlannedRows] = []
         self._losses: list[PlannedLoss] = []
@@ -51,13 +50,13 @@ class PlanBuilder:
 
     @property
     def seconds(self) -> float:
-        """What the plan takes, without a margin, one piece after the other on the whole device."""
+        """What the plan takes, one piece after the other on the whole device."""
         return self._time.whole_s
 
     @property
-    def late_s(self) -> float:
-        """What it takes if predictions are off by the margin; backward work has none, as it stops in time."""
-        return self._time.late_s
+    def step_s(self) -> float:
+        """What it takes as it is to run, divided or not."""
+        return self._time.step_s
 
     @property
     def runs_nothing(self) -> bool:
@@ -139,19 +138,19 @@ class PlanBuilder:
 
         must: the smallest piece in any case.
         """
-        before_s, prefill_s, budget_s = self._time.forward_s, self._time.prefill_s, until_s / self._time.late_factor
+        before_s, prefill_s = self._time.forward_s, self._time.prefill_s
         decoding = sorted([each for each in requests if each.num_rows == 1], key=lambda each: each.last_token_s)
         most = min(len(decoding), self._max_rows - self._load.rows)
         if most > 0:
             seconds = self._latency.with_decodes(self._load, decoding)
-            fits = seconds(1) <= budget_s
-            taken = decoding[: _most(1, most, seconds, budget_s)] if fits or must else []
+            fits = seconds(1) <= until_s
+            taken = decoding[: _most(1, most, seconds, until_s)] if fits or must else []
             self._load.add_decodes(taken)
             self._rows += [PlannedRows(each.id, "decode", each.num_past, 1) for each in taken]
             self._time.forward_s = self._latency.forward_s(self._load)
             must = must and not taken
         prompts = [each for each in requests if each.num_rows > 1]
-        self.prefill(sorted(prompts, key=lambda each: each.batch_due_s or 0.0), budget_s, urgent=must)
+        self.prefill(sorted(prompts, key=lambda each: each.batch_due_s or 0.0), until_s, urgent=must)
         self._time.batch_s += self._time.forward_s - before_s
         self._time.prefill_s = prefill_s
 
@@ -165,7 +164,7 @@ class PlanBuilder:
         if not self._rows or not jobs or jobs[0].phase != "backward":
             return
         job, sharing, forward_s = jobs[0], self._latency.sharing, self._time.forward_s
-        most_stretch = until_s / (forward_s * self._time.late_factor) if forward_s else inf
+        most_stretch = until_s / forward_s if forward_s else inf
         found = sharing.best(forward_rows=self._load.rows, tasklet_rows=job.num_rows_left, most_stretch=most_stretch)
         if found is None:
             return
@@ -199,7 +198,7 @@ class PlanBuilder:
                 members.setdefault(tasks[job.id], []).append(job)
         forward: set[int] = set()  # hybrid tasks of jobs that get on with their forward pass
         for job in jobs:
-            left_s = (until_s - self.late_s) / self._time.late_factor
+            left_s = until_s - self.step_s
             if left_s <= 0:
                 break
             if job.phase == "update":
@@ -291,7 +290,7 @@ class PlanBuilder:
         for job in jobs:
             if job.phase == "backward":
                 going.append(job)
-            elif self._loss(job, (until_s - self.late_s) / self._time.late_factor, may_wait=job.waited_s < max_defer_s):
+            elif self._loss(job, until_s - self.step_s, may_wait=job.waited_s < max_defer_s):
                 going.append(structs.replace(job, phase="backward", num_rows_left=job.num_rows))
         while going:
             joined = least_advanced(going) if len(going) > 1 else going
@@ -365,16 +364,24 @@ class PlanBuilder:
 
 
 def _most(least: int, most: int, seconds: Callable[[int], float], within_s: float) -> int:
-    """The largest number from `least` to `most` that fits, to within a sixteenth; `least` if none does."""
-    if seconds(most) <= within_s:
+    """The largest number from `least` to `most` that fits, to within a sixty-fourth; `least` if none does.
+
+    Seconds are nearly a line in the number, so it is looked for on the line between two numbers, and halfway in turns.
+    """
+    if (high_s := seconds(most)) <= within_s:
         return most
     low, high = least, most
-    while high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        if seconds(middle) <= within_s:
-            low = middle
+    low_s, on_line = seconds(least), True
+    while low_s < within_s and high - low > max(1, low // 64):
+        if on_line:
+            middle = low + max(1, min(int((high - low) * (within_s - low_s) / (high_s - low_s)), high - low - 1))
         else:
-            high = middle
+            middle = (low + high) // 2
+        middle_s, on_line = seconds(middle), not on_line
+        if middle_s <= within_s:
+            low, low_s = middle, middle_s
+        else:
+            high, high_s = middle, middle_s
     return low
 
 

@@ -193,7 +193,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     end of the step, where their deadlines are compared with it.
 
     backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no limit). The
-    predictions are in seconds of the whole device, without the margin for error; prefill_s, batch_s, window_s: what
+    predictions are in seconds of the whole device; prefill_s, batch_s, window_s: what
     prompts, batch work and windows add to forward_s. forward_correction: forward_s over what the profile alone says.
     forward_speed, backward_speed: of these speeds, what the forward pass and losses and tasklets beside it reach on
     their units; predicted_s counts with them. decode_share: of a TPOT, what a step that only decodes takes, in the mean

@@ -8,14 +8,13 @@ from coserve.scheduling.plan import Partition
 
 @dataclass(slots=True)
 class StepTime:
-    """Predicted seconds, section by section, without a margin; `late_factor` is by what they may be too low.
+    """Predicted seconds, section by section.
 
     `forward_s` includes `prefill_s`, `batch_s` and `window_s`: what prompts, batch work and windows of jobs added.
     `until_s`: what jobs were given, from the step's start. `partition`: if backward work runs beside the forward pass,
     with the speeds of both sides, as shares of the whole device's.
     """
 
-    late_factor: float
     forward_s: float = 0.0
     prefill_s: float = 0.0
     batch_s: float = 0.0
@@ -35,11 +34,10 @@ class StepTime:
         return self.forward_s + self.loss_s + self.backward_s + self.update_s
 
     @property
-    def late_s(self) -> float:
-        """All of it if predictions are off by the margin; backward work has none, as it stops in time."""
-        late = self.late_factor
-        left_s = self.loss_s * late + self.backward_s - self._beside_s
-        return self._late_forward_s + self.update_s * late + (left_s if left_s > 0 else 0.0)
+    def step_s(self) -> float:
+        """All of it, as the step is to run."""
+        left_s = self.loss_s + self.backward_s - self._beside_s
+        return self._side_s + self.update_s + (left_s if left_s > 0 else 0.0)
 
     def divide(self, partition: Partition | None, forward_speed: float = 1.0, backward_speed: float = 0.0) -> None:
         """Have backward work run beside the forward pass; None: one after the other."""
@@ -47,28 +45,27 @@ class StepTime:
 
     def left_s(self, until_s: float) -> float:
         """Seconds of the whole device that further tasklets may take."""
-        after_s = (self.loss_s + self.update_s) * self.late_factor + self.backward_s
-        return until_s - self._late_forward_s - after_s + self._beside_s
+        return until_s - self._side_s - self.loss_s - self.update_s - self.backward_s + self._beside_s
 
     def backward_limit_s(self) -> float | None:
         """When the last tasklet must have begun, so that all else is done in time; None: at any time."""
         if self.until_s == inf:
             return None
-        until_s, longest_s = self.until_s - self.update_s * self.late_factor, self.longest_tasklet_s * self.late_factor
+        until_s, longest_s = self.until_s - self.update_s, self.longest_tasklet_s
         if self.partition is None:
-            return max(0.0, until_s - self.forward_s * self.late_factor - longest_s)
+            return max(0.0, until_s - self.forward_s - longest_s)
         # What it has not done when the forward pass ends, it does on the whole device.
-        after_s = until_s - self._late_forward_s
+        after_s = until_s - self._side_s
         if after_s >= longest_s:
             return until_s - longest_s
-        return max(0.0, self._late_forward_s - (longest_s - after_s) / self.backward_speed)
+        return max(0.0, self._side_s - (longest_s - after_s) / self.backward_speed)
 
     @property
-    def _late_forward_s(self) -> float:
-        """The forward pass on its part of the device, if predictions are off by the margin."""
-        return self.forward_s / self.forward_speed * self.late_factor
+    def _side_s(self) -> float:
+        """The forward pass on its part of the device."""
+        return self.forward_s / self.forward_speed
 
     @property
     def _beside_s(self) -> float:
         """What is done of losses and tasklets meanwhile, in seconds of the whole device."""
-        return self.backward_speed * self.forward_s / self.forward_speed
+        return self.backward_speed * self._side_s

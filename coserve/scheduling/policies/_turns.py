@@ -8,6 +8,7 @@ step if that is due. Between any two of its steps the device could turn to reque
 from collections.abc import Sequence
 
 from coserve.scheduling.building import PlanBuilder
+from coserve.scheduling.deadlines import AIMED
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.plan import JobView, Plan, View
@@ -25,15 +26,17 @@ def serving_step(view: View, latency: LatencyModel) -> tuple[MemoryPlan, PlanBui
     memory = MemoryPlan(view)
     memory.grow()
     memory.admit_waiting()
-    build = PlanBuilder(view, latency, margin=0.0)
+    build = PlanBuilder(view, latency)
     build.decode([request for request in memory.requests if request.num_rows == 1])
     build.prefill([request for request in memory.requests if request.num_rows > 1], slo_s(view, memory))
     return memory, build
 
 
 def slo_s(view: View, memory: MemoryPlan) -> float:
-    """The tightest TPOT SLO of the requests that run; without any, of the next."""
-    return min([request.tpot_s for request in memory.requests], default=view.tpot_s)
+    """The tightest TPOT SLO of the requests that run; without any, of the next; less what steps at exactly this pace
+    would be late by in the mean.
+    """
+    return AIMED * min([request.tpot_s for request in memory.requests], default=view.tpot_s)
 
 
 def under_way(jobs: Sequence[JobView]) -> JobView | None:
@@ -72,7 +75,7 @@ def _serve(view: View, latency: LatencyModel) -> Plan:
 
 def _tune(view: View, latency: LatencyModel) -> Plan:
     """The next step of the iteration under way, or the first of the next one."""
-    memory, build = MemoryPlan(view), PlanBuilder(view, latency, margin=0.0)
+    memory, build = MemoryPlan(view), PlanBuilder(view, latency)
     if (job := next_job(view, memory, requests_first=False)) is not None:
         build.take(job, job.num_rows, job.num_parts_left)
     return build.build(memory)

@@ -129,7 +129,7 @@ class Llmstation(Policy):
         job = next_job(view, memory, requests_first=not defers)
         if defers and job is None:
             memory.admit_waiting()
-        build = PlanBuilder(view, latency, margin=0.0)
+        build = PlanBuilder(view, latency)
         prompts = [request for request in memory.requests if request.num_rows > 1]
         if sum([prompt.num_rows for prompt in prompts]) > self.short_prompt:
             build.prefill(prompts, inf)

@@ -35,7 +35,7 @@ from math import inf
 from typing import ClassVar
 
 from coserve.scheduling.building import PlanBuilder
-from coserve.scheduling.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s
+from coserve.scheduling.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s, sure_by_s
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.memory import MemoryPlan, by_priority, rows_to_go
 from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
@@ -56,6 +56,9 @@ EDGE_RESERVE_TPOTS = 1.5
 JUST_HELD = 0.97
 # Those that need less of their TTFT than this, of what is known of it, have time for the prompts of a burst.
 FAR = 0.5
+# These lose to jobs any of their time per token as long as requests filled less of the time than the first of FILLED;
+# above it as much as this times the unfilled over the filled rest of the way to the second.
+FAR_SHARE = 0.25
 # Near the edge jobs get less the more of the time requests needed lately: from the first of these shares on; nothing
 # above the second. A queue that forms then never ends, so that what jobs take is taken from all that come later.
 FILLED = 0.8, 0.9
@@ -131,10 +134,10 @@ class Slack(Policy):
         if all_in and (tunes or memory.batch):
             until_s, most_s = self._until_s(build, deadlines, memory, view, latency, tpot_s)
         if memory.batch:
-            left_s = max(0.0, until_s - build.late_s)
+            left_s = max(0.0, until_s - build.step_s)
             # On a slow device a piece may be longer than its share of any step.
             must = build.runs_nothing and batch_share == 1
-            build.batch(memory.batch, build.late_s + batch_share * left_s, must=must)
+            build.batch(memory.batch, build.step_s + batch_share * left_s, must=must)
         if tunes:
             # As long as a request's token may, a job's piece may wait for more time than there is; where there can be:
             # near an SLO, requests that came lately keep what they save.
@@ -212,6 +215,7 @@ class Slack(Policy):
             prompt_reserve_tpots=0.0 if share > URGENT_SHARE else 1.0,
             reserve_tpots=max(self.reserve_tpots, EDGE_RESERVE_TPOTS if nearness(view) > EDGE else 0.0),
             jobs_share=jobs_share(view.need),
+            margin=latency.corrections.margin,
         )
         if not prompts:
             return deadlines, True
@@ -220,15 +224,16 @@ class Slack(Policy):
             budget_s = inf if share > MOST_ARRIVAL_SHARE else self.arrival_wait_s(view, tpot_s)
             all_in = build.prefill(ordered, budget_s, urgent=True)
         else:
-            budget_s = (deadlines.prompts_s - view.now_s) / (1 + latency.corrections.margin)
+            budget_s = deadlines.prompts_s - view.now_s
             if share > URGENT_SHARE:
-                urgent_s = (deadlines.urgent_s - view.now_s) / (1 + latency.corrections.margin)
+                urgent_s = deadlines.urgent_s - view.now_s
                 budget_s = max(budget_s, min(build.seconds / (1 - min(share, most_share)), urgent_s))
             urgent = share > MOST_ARRIVAL_SHARE or _is_lost(ordered[0], view, latency)
             all_in = build.prefill(ordered, budget_s, urgent=urgent)
         if all_in:
             # What is late already does not keep jobs from the step that ends it.
             first_s = min([each_s for each_s in due_s.values() if each_s > view.now_s], default=inf)
+            first_s = sure_by_s(first_s, view.now_s, latency.corrections.margin)
             deadlines = Deadlines(
                 prompts_s=deadlines.prompts_s,
                 jobs_s=min(deadlines.jobs_s, first_s),
@@ -286,7 +291,7 @@ class Slack(Policy):
         """
         if _queues(memory, view, latency):
             return 0.0, inf
-        requests_s = build.late_s
+        requests_s = build.step_s
         wait_s = self.arrival_wait_s(view, tpot_s)
         most_s = min(wait_s - requests_s, wait_share(view.need.ttft) * view.ttft_s)
         own_s = deadlines.extra_s
@@ -311,12 +316,16 @@ def tightest_tpot_s(view: View, requests: Sequence[RequestView]) -> float:
 def jobs_share(need: NeedView) -> float:
     """What jobs may take of a request's time per token, in all: as much as they like where requests need no more than
     EDGE of it themselves; nothing where they need all of it, or where the time was filled lately, or may have been.
+    Where requests have time for their first tokens, what they need of their TPOT says little (`pace_share`): only how
+    far the time was filled counts there.
     """
     if need.tpot <= EDGE:
         return inf
     if not need.time:
         return 0.0
     unfilled = max(0.0, min(1.0, (FILLED[1] - need.time) / (FILLED[1] - FILLED[0])))
+    if need.ttft < FAR * need.known and need.tpot < 1:
+        return unfilled / (1 - unfilled) * FAR_SHARE if unfilled < 1 else inf
     return unfilled * max(0.0, 1 - need.tpot) ** 2 / (need.tpot - EDGE)
 
 
