@@ -16,7 +16,8 @@ _RECENT_S = 10.0
 # Counts since an engine began; all other numbers are as of now.
 _COUNTS = (
     *("num_steps", "num_tokens_trained", "num_preemptions", "num_packs_dropped", "num_slos_clamped"),
-    *("num_swapped_out", "num_swapped_in", "num_weight_bytes_copied", "weights_wait_s", "num_tasklets_declined"),
+    *("num_swapped_out", "num_swapped_in", "num_pages_moved"),
+    *("num_weight_bytes_copied", "weights_wait_s", "num_tasklets_declined"),
 )
 # What is no sum over nodes, but the worst of them: the most, or the least.
 _WORST, _LEAST = ("margin", "give_back_s"), ("slack",)

@@ -29,7 +29,7 @@ from coserve.devices.job_messages import (
 )
 from coserve.devices.matching import Vocabulary
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
+from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.scheduling.profile import Profile
 
 
@@ -163,6 +163,7 @@ Command = (
     | CloseRequest
     | SwapOut
     | SwapIn
+    | MovePages
     | ExportPages
     | ImportPages
     | SwapOutTensors

@@ -1,4 +1,6 @@
-"""Commands that copy to and from host memory, in slots of a page's size. See `coserve.devices.messages`."""
+"""Commands that copy pages: to and from host memory, in slots of a page's size, and to other pages. See
+`coserve.devices.messages`.
+"""
 
 import msgspec
 
@@ -33,6 +35,15 @@ class SwapInTensors(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: str = ""
     job: str = ""
     slots: tuple[int, ...]
+
+
+class MovePages(msgspec.Struct, tag=True, frozen=True):
+    """Copy pages to others, one to one, where they are from now on for the requests that have them: something else is
+    to come into their places. No page is both a source and a target.
+    """
+
+    pages: tuple[int, ...]
+    targets: tuple[int, ...]
 
 
 class MovePack(msgspec.Struct, tag=True, frozen=True):

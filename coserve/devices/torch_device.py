@@ -53,7 +53,7 @@ from coserve.devices.messages import (
 from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
+from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.devices.torch_requests import TorchRequests
 from coserve.devices.torch_step import TorchStep
 from coserve.devices.torch_trainer import TorchCopy, TorchTrainer, open_trainer
@@ -115,6 +115,7 @@ class TorchDevice:
             CloseRequest: lambda command: self._requests.close(command.request),
             SwapOut: lambda command: self._host.copy_out(command.pages, command.slots),
             SwapIn: lambda command: self._host.copy_in(command.pages, command.slots),
+            MovePages: self._move_pages,
             ExportPages: lambda command: self._page_files.export(command.path, command.pages, command.places),
             ImportPages: self._import_pages,
             SwapOutTensors: self._swap_out_tensors,
@@ -181,6 +182,11 @@ class TorchDevice:
         self._requests.grammars.close()
 
     # -- commands -------------------------------------------------------------------
+
+    def _move_pages(self, command: MovePages) -> None:
+        self._host.wait()  # what was to be copied into them may just be on its way
+        self._pages.move(command.pages, command.targets)
+        self._requests.move_pages(dict(zip(command.pages, command.targets, strict=True)))
 
     def _import_pages(self, command: ImportPages) -> None:
         self._host.wait()  # what the pages held may just be on its way to the host

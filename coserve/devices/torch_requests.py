@@ -93,6 +93,11 @@ class TorchRequests:
             if rows.new_pages:
                 self._handles[rows.request].pages.extend(rows.new_pages)
 
+    def move_pages(self, targets: Mapping[int, int]) -> None:
+        """Pages are elsewhere now."""
+        for handle in self._handles.values():
+            handle.pages = array("q", [targets.get(page, page) for page in handle.pages])
+
     def spans(self, requests: Sequence[RequestRows]) -> list[Span]:
         """The rows as spans of a forward batch, one for each adapter."""
         handles = self._handles

@@ -136,6 +136,35 @@ class PageBroker:
             self._refused[sizes] = str(refused)
             raise
 
+    def make_room(self) -> dict[int, int]:
+        """Pages of requests that are to be moved, and where to, so that a pack can have its runs for which enough pages
+        could be had, but not side by side; empty if no pack was refused, or that would not help. What is in the way and
+        nobody uses is forgotten. Once the pages have moved (`KvCache.move`), the pack may be asked for again.
+        """
+        for sizes in self._refused if self._num_changes == self._refused_at else ():
+            if targets := self._make_room(sizes):
+                return targets
+        return {}
+
+    def _make_room(self, sizes: tuple[int, ...]) -> dict[int, int]:
+        cache = self.cache
+        if sum(sizes) > self.pool.num_free + cache.prefixes.num_evictable:
+            return {}
+        search = RunSearch(self.pool.free_flags(), cache.prefixes.evictable, cache.prefixes.used)
+        runs = search.place(sizes)
+        if len(runs) < len(sizes):
+            runs = search.place_together(sizes)
+        inside = {page for run in runs for page in run}
+        moving = sorted(inside & cache.prefixes.used)
+        if not moving:
+            return {}
+        cache.evict_pages(sorted(inside & cache.prefixes.evictable))
+        places = [page for page, is_free in enumerate(self.pool.free_flags()) if is_free and page not in inside]
+        if len(places) < len(moving):
+            cache.evict(len(moving) - len(places))
+            places = [page for page, is_free in enumerate(self.pool.free_flags()) if is_free and page not in inside]
+        return dict(zip(moving, places[: len(moving)], strict=True))
+
     def check_integrity(self, held: set[int], packs: Sequence[PackPages]) -> None:
         """Assert that every page is free or owned, and that those owned are these requests' and packs'."""
         self.cache.check_integrity()

@@ -92,6 +92,7 @@ class EngineStats:
     known of the device now. joined_jobs: jobs that run whose last tasklets were one batch of rows, group by group.
     num_swapped_out, num_swapped_in: pages that were copied to the host, and back, whatever they are of. num_host_pages:
     that it has room for, of which num_host_pages_used are taken. handover: None if prefill and decode are together.
+    num_pages_moved: of requests, that were copied to other pages so that a pack got neighbours.
     give_back_s: the most seconds that a step has waited lately for pages that were copied to the host.
     num_weight_bytes_copied, weights_wait_s, num_tasklets_declined: see `WindowUse`; the window's pages are in
     num_pages_by_owner, as those of "weights". num_pages_for_requests: that requests could have now: free ones, those of
@@ -118,6 +119,7 @@ class EngineStats:
     num_swapped_in: int = 0
     num_host_pages: int = 0
     num_host_pages_used: int = 0
+    num_pages_moved: int = 0
     handover: HandoverStats | None = None
     give_back_s: float = 0.0
     num_weight_bytes_copied: int = 0

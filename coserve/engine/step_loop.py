@@ -13,7 +13,7 @@ from coserve.devices.base import Device
 from coserve.devices.job_messages import ResizeWindow
 from coserve.devices.messages import ImportPages, OpenRequest
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.swap_messages import SwapIn, SwapOut
+from coserve.devices.swap_messages import MovePages, SwapIn, SwapOut
 from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
 from coserve.engine.handed_over import HandedOver
@@ -50,7 +50,8 @@ class _Begun(msgspec.Struct, frozen=True):
 class StepLoop:
     """One step after the other, of all requests and jobs of an engine.
 
-    num_steps: that the device has done. last_result: of the last plan; None if that ran nothing, or the device failed.
+    num_steps: that the device has done. num_pages_moved: of requests, to make room for packs. last_result: of the last
+    plan; None if that ran nothing, or the device failed.
     last_need: what requests needed of their SLOs when the last step was planned.
     """
 
@@ -83,7 +84,7 @@ class StepLoop:
         self._commands, self._keep_profile = commands, keep_profile
         self._default_slo = default_slo
         self.policy = policy
-        self.num_steps = 0
+        self.num_steps = self.num_pages_moved = 0
         self.last_plan = Plan()
         self.last_result: StepResult | None = None
         self.last_need = NeedView()
@@ -211,10 +212,11 @@ class StepLoop:
     def _plan(self, now_s: float) -> tuple[View, Plan]:
         """What the policy sees, and what it says, as far as it can be done.
 
-        A pack may fail to begin although its pages are there, when they are not side by side. Then the policy is asked
-        again without that job: it had given it rows, which others can use.
+        A pack may fail to begin although its pages are there, when they are not side by side. Then requests' pages move
+        aside, and the policy is asked again; without that job if that does not help, since it had given it rows, which
+        others can use.
         """
-        failed: frozenset[str] = frozenset()
+        failed, has_moved = frozenset[str](), False
         while True:
             view = self._view(now_s, without=failed)
             planned = self.policy.plan(view, self._latency)
@@ -233,7 +235,27 @@ class StepLoop:
             new = frozenset(job.id for job in begun if not job.has_pack) - failed
             if not new:
                 return view, plan
-            failed |= new
+            if has_moved or not self._make_room():
+                failed |= new
+            has_moved = True
+
+    def _make_room(self) -> bool:
+        """Move pages of requests aside for a pack that could not begin; whether that was done."""
+        targets = self._pages.make_room()
+        if not targets:
+            return False
+        self.flush_commands()  # all that names the pages as they are now
+        try:
+            self._device.execute(MovePages(tuple(targets), tuple(targets.values())))
+        except BaseException:  # where the device has them is not known; here they still are
+            self._close_running()
+            raise
+        self._pages.cache.move(targets)
+        self.num_pages_moved += len(targets)
+        for request in self._requests.running.values():
+            if request.sequence is not None:
+                request.sequence.move(targets)
+        return True
 
     def _view(self, now_s: float, *, without: frozenset[str]) -> View:
         requests, waiting = self._requests.running_views(), self._requests.waiting_views()

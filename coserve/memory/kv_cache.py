@@ -4,7 +4,7 @@ Where a model carries states from row to row (gated delta layers), each request 
 first. Then nothing is shared: the state after a prefix is not kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coserve.errors import BudgetError
 from coserve.memory.pages import PagePool
@@ -79,6 +79,11 @@ class KvCache:
         """The inverse: pages that no other sequence uses and no prefix keeps go back to the pool."""
         self.pool.give_back(OWNER, self.prefixes.release(pages))
 
+    def move(self, targets: Mapping[int, int]) -> None:
+        """Pages that sequences have lie elsewhere now (`PagedSequence.move`, for each of them)."""
+        self.prefixes.move(targets)
+        self.pool.move(targets)
+
     def check_integrity(self) -> None:
         """Assert the pool's and the index's invariants."""
         self.pool.check_integrity()
@@ -123,6 +128,10 @@ class PagedSequence:
                 self._keys = prefixes.keys(version, tokens[: self.length], known=self._keys)
             prefixes.register(self._keys, self.pages, range(self._num_known, num_blocks))
             self._num_known = num_blocks
+
+    def move(self, targets: Mapping[int, int]) -> None:
+        """Pages lie elsewhere now."""
+        self.pages = [targets.get(page, page) for page in self.pages]
 
     def close(self) -> None:
         """Give everything back; the sequence is over. One that is preempted is opened anew."""

@@ -22,6 +22,9 @@ from coserve.models.batch import BatchRows, InPages, Keep, Span
 from coserve.models.bypasses import Bypasses
 from coserve.models.traced import PageStores
 
+# Pages that are copied to other places at once.
+_PAGES_PER_COPY = 16
+
 
 def kv_page_bytes(backbone: Backbone, block_tokens: int) -> int:
     """Bytes of a page, for a pool."""
@@ -62,6 +65,13 @@ class PagedKv:
     def rows(self, sequences: Sequence[SequenceRows], bypasses: Bypasses | None = None) -> Span:
         """A span of the rows of some sequences that use one adapter."""
         return _PagedRows(self, sequences, bypasses)
+
+    def move(self, pages: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages to others, none of which is among them; some at a time, as they pass through spare memory."""
+        for start in range(0, len(pages), _PAGES_PER_COPY):
+            part = slice(start, start + _PAGES_PER_COPY)
+            sources, places = on_device([list(pages[part]), list(targets[part])], self.storage.device).unbind()
+            self.storage[places] = self.storage[sources]
 
     def run(self, first_page: int, num_pages: int) -> Tensor:
         """Neighbouring pages as bytes: uint8 [num_pages * page_bytes]."""

@@ -5,7 +5,7 @@ keeps lies in plain contiguous tensors.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import sub
 
@@ -17,8 +17,8 @@ _IS_FREE = bytes([1]) + bytes(255)
 
 
 class PagePool:
-    """Pages by number. Questions: `num_free`, `can_take`; verbs: `take`, `take_runs`, `take_these`; inverses:
-    `give_back`, `give_back_runs`. Runs come many at a time, since a pack has one for each part of the model.
+    """Pages by number. Questions: `num_free`, `can_take`; verbs: `take`, `take_runs`, `take_these`, `move`;
+    inverses: `give_back`, `give_back_runs`. Runs come many at a time, since a pack has one for each part of the model.
 
     Invariant, held by `check_integrity`: every page is free or has one owner.
     """
@@ -83,6 +83,14 @@ class PagePool:
         assert self._marks[run.start : run.stop] == _FREE * len(run), f"{run} is not all free"
         self._marks[run.start : run.stop] = bytes([self._mark(owner)]) * len(run)
         self._count(owner, len(run))
+
+    def move(self, targets: Mapping[int, int]) -> None:
+        """Pages that somebody has lie elsewhere now: where they were is free, and where they are was."""
+        marks = self._marks
+        for page, target in targets.items():
+            assert marks[page] and not marks[target], f"page {page} cannot move to {target}"
+            marks[target], marks[page] = marks[page], 0
+        self.num_returned += len(targets)
 
     def free_flags(self) -> bytes:
         """Of every page, 1 if it is free and 0 if not."""

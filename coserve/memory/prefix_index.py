@@ -7,7 +7,7 @@ their page is needed, and the one unused longest goes first.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from hashlib import blake2b
 
 
@@ -108,6 +108,18 @@ class PrefixIndex:
             del self._unused[page]
             del self._page[self._key.pop(page)]
             self.num_evicted += 1
+
+    @property
+    def used(self) -> KeysView[int]:
+        """Pages that requests use."""
+        return self._users.keys()
+
+    def move(self, targets: Mapping[int, int]) -> None:
+        """Pages that requests use lie elsewhere now."""
+        for page, target in targets.items():
+            self._users[target] = self._users.pop(page)
+            if (key := self._key.pop(page, None)) is not None:
+                self._key[target], self._page[key] = key, target
 
     def check_integrity(self) -> None:
         """Assert that known pages are used or unused, and never both."""

@@ -15,14 +15,17 @@ _CHUNK = 256
 class RunSearch:
     """The pages of a pool at one moment: free, evictable, or in use."""
 
-    def __init__(self, free_flags: bytes, evictable: Collection[int]) -> None:
-        """free_flags: of every page, 1 if it is free. evictable: pages in use that may be had at a cost of 1 each."""
-        self._num_pages = len(free_flags)
-        # No run without a page that is in use costs as much.
-        self._taken = self._num_pages + 1
+    def __init__(self, free_flags: bytes, evictable: Collection[int], movable: Collection[int] = ()) -> None:
+        """free_flags: of every page, 1 if it is free. evictable, movable: pages in use that may be had at a cost of 1
+        and of 2 each.
+        """
+        # No run without a page that cannot be had costs as much.
+        self._taken = 2 * len(free_flags) + 1
         costs = [0 if free else self._taken for free in free_flags]
         for page in evictable:
             costs[page] = 1
+        for page in movable:
+            costs[page] = 2
         # Of the pages before each.
         self._sums = [0, *accumulate(costs)]
 

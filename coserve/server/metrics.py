@@ -68,6 +68,7 @@ class Metrics:
         self._swapped = gauge(
             "swapped_pages", "Pages that went to the host to make room (out), and that came back (in).", ("direction",)
         )
+        self._moved = gauge("moved_pages", "Pages of requests that were copied to others, so that jobs got neighbours.")
         self._host_pages = gauge("host_pages_used", "Pages on the host that are taken, by what made room.")
         self._give_back = gauge(
             "give_back_seconds", "Give back within: the most that a step has waited lately for copies to the host."
@@ -184,6 +185,7 @@ class Metrics:
         self._preemptions.set(stats.num_preemptions)
         self._swapped.labels("out").set(stats.num_swapped_out)
         self._swapped.labels("in").set(stats.num_swapped_in)
+        self._moved.set(stats.num_pages_moved)
         self._host_pages.set(stats.num_host_pages_used)
         self._give_back.set(stats.give_back_s)
         if stats.handover is not None:

@@ -50,7 +50,7 @@ from coserve.devices.step_messages import (
     StepResult,
     TokenLogprob,
 )
-from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
+from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.errors import AdapterError, JobError
 from coserve.models.backbone import Backbone
 from coserve.scheduling.latency import LatencyModel
@@ -111,6 +111,7 @@ class ModelledDevice:
             CloseRequest: self._close_request,
             SwapOut: self._copy,
             SwapIn: self._copy,
+            MovePages: self._move_pages,
             ExportPages: self._copy,
             ImportPages: self._copy,
             SwapOutTensors: self._copy_tensors,
@@ -168,6 +169,11 @@ class ModelledDevice:
 
     def _copy(self, command: SwapOut | SwapIn | ExportPages | ImportPages) -> None:
         self._count_copy(len(command.pages))
+
+    def _move_pages(self, command: MovePages) -> None:
+        """Read and written at the pace at which attention reads keys and values."""
+        num_tokens = len(command.pages) * self.info.block_tokens
+        self._copy_s += self._timer.with_noise(2 * num_tokens * self.info.profile.s_per_key)
 
     def _copy_tensors(self, command: SwapOutTensors | SwapInTensors) -> None:
         self._count_copy(len(command.slots))

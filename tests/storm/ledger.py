@@ -30,7 +30,7 @@ from coserve.devices.job_messages import (
 )
 from coserve.devices.messages import CloseRequest, Command, DropVersion, OpenRequest, OpenVersion, Reply, SaveAdapter
 from coserve.devices.step_messages import RequestRows, StepBatch, StepResult, Update
-from coserve.devices.swap_messages import MovePack, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
+from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.memory.pack_pages import PackPages
 from coserve.memory.pages import PagePool
 from coserve.simulate.modelled_device import ModelledDevice
@@ -162,7 +162,7 @@ class LedgerDevice:
         self._host: dict[int, list[int]] = {}  # likewise, of the host
         self._away: set[str] = set()  # versions on the host
         self._num_packs = 0
-        self.num_packs_moved = self.num_optimizers_back = self.num_versions_back = 0
+        self.num_packs_moved = self.num_pages_moved = self.num_optimizers_back = self.num_versions_back = 0
         self._result: StepResult | None = None
 
     def execute(self, command: Command) -> Reply:
@@ -311,6 +311,17 @@ class LedgerDevice:
         self._lose_packs(set(command.pages))
         for page, slot in zip(command.pages, command.slots, strict=True):
             self._slots[page] = list(self._host[slot])
+
+    @_book.register
+    def _(self, command: MovePages) -> None:
+        targets = dict(zip(command.pages, command.targets, strict=True))
+        assert len({*command.pages, *command.targets}) == 2 * len(targets), "a page is in two places"
+        self._lose_packs(set(command.targets))
+        for page, target in targets.items():
+            self._slots[target] = list(self._slots.get(page, [0] * self.info.block_tokens))
+        for table in self.requests.values():
+            table.pages = [targets.get(page, page) for page in table.pages]
+        self.num_pages_moved += len(targets)
 
     @_book.register
     def _(self, command: SwapOutTensors) -> None:

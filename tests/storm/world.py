@@ -204,6 +204,7 @@ class World:
         self.counts["requests preempted"] += stats.num_preemptions
         self.counts["pages to the host"] += stats.num_swapped_out
         self.counts["packs from the host"] += self.ledger.num_packs_moved
+        self.counts["pages moved aside"] += self.ledger.num_pages_moved
         self.counts["optimizers from the host"] += self.ledger.num_optimizers_back
         self.counts["adapters from the host"] += self.ledger.num_versions_back
         self.counts["pages from the host"] += stats.num_swapped_in

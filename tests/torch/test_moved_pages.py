@@ -1,0 +1,159 @@
+"""Pages of requests move aside for packs that need neighbours: the same tokens, prefixes and adapters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import (
+    BLOCK,
+    assert_nothing_is_held,
+    drain,
+    examples_of,
+    expected_tokens,
+    greedy,
+    make_engine,
+    prompts_of,
+    tokens_by_request,
+    watched,
+)
+from safetensors.torch import load_file
+
+from coserve.adapters import LoraConfig
+from coserve.devices.messages import Command, Reply
+from coserve.devices.swap_messages import MovePages
+from coserve.engine.engine import Engine
+from coserve.engine.outbox import Event
+from coserve.engine.page_broker import PageBroker
+from coserve.engine.request import Chunk
+from coserve.errors import BudgetError
+from coserve.memory.kv_cache import PagedSequence
+from coserve.tuning.config import OptimizerConfig, TuningConfig
+
+LORA = LoraConfig(r=3, target_modules="all-linear")
+CONFIG = TuningConfig(batch_size=4, max_pack_tokens=40, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2))
+LENGTHS = (9, 11, 10, 10)
+
+
+def tune(engine: Engine) -> str:
+    return engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine")
+
+
+def learned(engine: Engine, directory: Path) -> dict[str, Any]:
+    engine.save_adapter("mine", directory)
+    return load_file(directory / "adapter_model.safetensors")
+
+
+def moves(engine: Engine) -> list[MovePages]:
+    return [command for command in watched(engine).commands if isinstance(command, MovePages)]
+
+
+def interrupt_moves(engine: Engine, when: str, times: int = 2) -> None:
+    """The first calls of the device that move pages are interrupted, before or after it has done that."""
+    inner = watched(engine).inner
+    execute, left = inner.execute, iter([True] * times)
+
+    def call(command: Command) -> Reply:
+        interrupted = isinstance(command, MovePages) and next(left, False)
+        if interrupted and when == "before":
+            raise KeyboardInterrupt
+        reply = execute(command)
+        if interrupted:
+            raise KeyboardInterrupt
+        return reply
+
+    inner.execute = call  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("interrupted", ["", "before", "after"])
+@pytest.mark.parametrize("num_host_pages", [0, 200])
+def test_requests_continue_in_other_pages_beside_the_pack_that_has_theirs(num_host_pages, interrupted, tmp_path):
+    """Every second of the requests that grew side by side is over: what is left of them lies in every second page."""
+    alone = make_engine()
+    alone.tune(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine")
+    engine = make_engine(num_pages=190, num_host_pages=num_host_pages)
+    if interrupted:
+        interrupt_moves(engine, interrupted)
+    lengths = [60, 120] * 3
+    prompts = prompts_of([5] * len(lengths))
+    names = [engine.add(prompt, greedy(length)) for prompt, length in zip(prompts, lengths, strict=True)]
+    events: list[Event] = []
+    while engine.stats().num_running + engine.stats().num_waiting > 3:
+        events += engine.step()
+    tune(engine)
+    num_interrupted = 0
+    while engine.has_work:
+        try:
+            events += engine.step()
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        engine.check_integrity()
+    assert num_interrupted if interrupted else moves(engine), "nothing was in the way"
+    assert engine.stats().num_pages_moved == sum(len(command.pages) for command in moves(engine)) or interrupted
+    expected = [expected_tokens(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    assert tokens_by_request(events) == dict(zip(names, expected, strict=True))
+    ours, theirs = learned(engine, tmp_path / "ours"), learned(alone, tmp_path / "theirs")
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) <= 1e-6
+    # What lies elsewhere now is found as the beginning of later requests.
+    for prompt, length, tokens in zip(prompts[1::2], lengths[1::2], expected[1::2], strict=True):
+        engine.add([*prompt, *tokens[:60]], greedy(length - 60))
+        later = drain(engine)
+        (found,) = tokens_by_request(later).values()
+        assert found == tokens[60:]
+        assert max(event.num_cached_tokens for event in later if isinstance(event, Chunk)) == 64
+    assert_nothing_is_held(engine)
+
+
+def scattered(broker: PageBroker, num_sequences: int, num_blocks: int) -> list[PagedSequence]:
+    """Sequences whose pages lie in turns."""
+    sequences = [broker.cache.open((), num_blocks * BLOCK) for _ in range(num_sequences)]
+    for block in range(1, num_blocks + 1):
+        for sequence in sequences:
+            sequence.reserve(block * BLOCK)
+    return sequences
+
+
+def held(sequences: list[PagedSequence]) -> set[int]:
+    return {page for sequence in sequences for page in sequence.pages}
+
+
+def test_a_pack_that_was_refused_gets_its_runs_once_pages_have_moved():
+    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK)
+    assert broker.make_room() == {}, "no pack was refused"
+    sequences = scattered(broker, 4, 10)
+    for number, sequence in enumerate(sequences):
+        sequence.commit(10 * BLOCK, [number] * (10 * BLOCK), "")
+    for sequence in sequences[::2]:
+        sequence.close()  # its blocks stay known
+    left, sizes = sequences[1::2], [8, 4]
+    known = {page: key for page, key in broker.cache.prefixes._key.items() if page in held(left)}
+    with pytest.raises(BudgetError, match="side by side"):
+        broker.take_pack(sizes, 0)
+    targets = broker.make_room()
+    assert targets and set(targets) <= held(left) and not set(targets.values()) & held(left)
+    broker.cache.move(targets)
+    for sequence in left:
+        sequence.move(targets)
+    assert {page: broker.cache.prefixes._key[page] for page in held(left)} == {
+        targets.get(page, page): key for page, key in known.items()
+    }
+    pack = broker.take_pack(sizes, 0)
+    broker.check_integrity(held(left), [pack])
+    for sequence in left:
+        sequence.close()
+    pack.release()
+    broker.check_integrity(set(), [])
+
+
+def test_nothing_moves_where_that_would_not_help():
+    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK)
+    packs = [broker.take_pack([1], 0) for _ in range(40)]
+    for pack in packs[::2]:
+        pack.release()
+    sequences = scattered(broker, 2, 2)
+    with pytest.raises(BudgetError, match="side by side"):
+        broker.take_pack([2], 0)
+    assert broker.make_room() == {}, "packs are in the way"
+    with pytest.raises(BudgetError, match="side by side"):
+        broker.take_pack([17], 0)
+    assert broker.make_room() == {}, "there are too few"
+    broker.check_integrity(held(sequences), packs[1::2])
