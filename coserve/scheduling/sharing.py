@@ -105,17 +105,21 @@ class SharingModel:
     def best(
         self, *, forward_rows: int, tasklet_rows: int, most_stretch: float = inf
     ) -> tuple[Partition, float, float] | None:
-        """The partition that gets most done, with its speeds; None if none gets more done than one side after the
-        other: a second of both sides is worth the sum of their speeds.
+        """The partition that gets most of tasklets done by any moment after the forward pass, with its speeds; None if
+        none gets more done than one side after the other.
+
+        A forward pass of a second takes 1 / f on its side. Meanwhile tasklets lose (1 - t) / f to those on the whole
+        device, f and t being the speeds of the sides; one after the other they would lose that second.
 
         Args:
             most_stretch: by what factor the forward pass may take longer.
         """
-        found, most = None, 1.0
+        found, least = None, 1.0
         for partition in self.partitions:
             speeds = self.speeds(partition, forward_rows=forward_rows, tasklet_rows=tasklet_rows)
-            if sum(speeds) > most and speeds[0] * most_stretch >= 1:
-                found, most = (partition, *speeds), sum(speeds)
+            lost_s = (1 - speeds[1]) / speeds[0]
+            if lost_s < least and speeds[0] * most_stretch >= 1:
+                found, least = (partition, *speeds), lost_s
         return found
 
     def observe(self, partition: Partition, side: Side, rows: int, *, predicted: float, measured: float) -> None:

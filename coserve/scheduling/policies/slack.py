@@ -323,7 +323,7 @@ def jobs_share(need: NeedView) -> float:
         return inf
     if not need.time:
         return 0.0
-    unfilled = max(0.0, min(1.0, (FILLED[1] - need.time) / (FILLED[1] - FILLED[0])))
+    unfilled = _unfilled(need)
     if need.ttft < FAR * need.known and need.tpot < 1:
         return unfilled / (1 - unfilled) * FAR_SHARE if unfilled < 1 else inf
     return unfilled * max(0.0, 1 - need.tpot) ** 2 / (need.tpot - EDGE)
@@ -339,7 +339,12 @@ def pace_share(need: NeedView) -> float:
         return 1.0
     if not need.time or need.tpot >= 1 or need.ttft >= JUST_HELD:
         return 0.0
-    return 1.0 if need.ttft < FAR * need.known else need.known**2
+    return 1.0 if need.ttft < FAR * need.known else max(need.known**2, _unfilled(need))
+
+
+def _unfilled(need: NeedView) -> float:
+    """How far the time that requests filled lately is from all that counts, from 0 to 1."""
+    return max(0.0, min(1.0, (FILLED[1] - need.time) / (FILLED[1] - FILLED[0])))
 
 
 def wait_share(need: float) -> float:
