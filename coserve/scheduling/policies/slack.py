@@ -226,7 +226,8 @@ class Slack(Policy):
         else:
             budget_s = deadlines.prompts_s - view.now_s
             if share > URGENT_SHARE:
-                urgent_s = deadlines.urgent_s - view.now_s
+                # At the very pace nobody would catch up.
+                urgent_s = (deadlines.urgent_s - view.now_s) / (1 + latency.corrections.margin)
                 budget_s = max(budget_s, min(build.seconds / (1 - min(share, most_share)), urgent_s))
             urgent = share > MOST_ARRIVAL_SHARE or _is_lost(ordered[0], view, latency)
             all_in = build.prefill(ordered, budget_s, urgent=urgent)
@@ -332,8 +333,9 @@ def jobs_share(need: NeedView) -> float:
 def pace_share(need: NeedView) -> float:
     """What jobs may take of a step at the pace of the SLOs. Requests that are held to this pace are more when a burst
     of prompts comes, and have saved up less for it: harmless, unless requests just hold their TTFT, or it may be so.
-    The first burst that shows it is late by what jobs took before. Their TPOT tells nothing of that as long as they
-    hold it: prompts, too, may take all of a step at this pace, whether they have to or not.
+    The first burst that shows it is late by what jobs took before; less so where time is left in which its queue ends.
+    Their TPOT tells nothing of that as long as they hold it: prompts, too, may take all of a step at this pace, whether
+    they have to or not.
     """
     if need.tpot <= EDGE:
         return 1.0
