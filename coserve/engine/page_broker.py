@@ -117,7 +117,10 @@ class PageBroker:
             self.pool.take_these(WINDOW_OWNER, run)
             window.begin(run)
             window.require(need.least_pages)
-        window.grow(need.most_pages)
+        evictable = self.cache.prefixes.evictable
+        below = window.room_below(need.most_pages, evictable)
+        self.cache.evict_pages([page for page in below if page in evictable])
+        window.grow(below)
         given = iter(runs)
         found = [None if size is None else next(given) for size in group_pages]
         return PackPages(self.pool, found, num_trained_parts, window)

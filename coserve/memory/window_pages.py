@@ -4,6 +4,8 @@ A device follows it with the weights (`coserve.memory.weight_window`). Requests 
 it shrinks from below, where requests' pages come from, down to what the pack in memory cannot do without.
 """
 
+from collections.abc import Collection
+
 from coserve.memory.pages import PagePool
 
 OWNER = "weights"
@@ -39,11 +41,18 @@ class WindowPages:
         self.run, self._has_begun = run, True
         self.require(self._least)
 
-    def grow(self, most_pages: int) -> None:
-        """Take what is free below it, until it has as many pages."""
-        first_free = self._pool.free_flags().rfind(b"\x00", 0, self.run.start) + 1
-        start = min(self.run.start, max(first_free, self.run.stop - most_pages))
-        self._pool.take_these(OWNER, range(start, self.run.start))
+    def room_below(self, most_pages: int, evictable: Collection[int]) -> range:
+        """Pages right below it that it could have, until it has as many: free ones, and these."""
+        flags = bytearray(self._pool.free_flags())
+        for page in evictable:
+            flags[page] = 1
+        first = flags.rfind(0, 0, self.run.start) + 1
+        return range(min(self.run.start, max(first, self.run.stop - most_pages)), self.run.start)
+
+    def grow(self, pages: range) -> None:
+        """Take these pages right below it, which are free."""
+        start = pages.start
+        self._pool.take_these(OWNER, pages)
         self.run = range(start, self.run.stop)
         self.require(self._least)
 

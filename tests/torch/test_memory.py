@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import FAMILIES, make_adapter, make_backbone, make_model, random_sequences, random_tokens, worst_error
 
-from coserve.engine.page_broker import PageBroker
+from coserve.engine.page_broker import PageBroker, WindowNeed
 from coserve.errors import BudgetError
 from coserve.memory.activations import LentRuns, group_bytes
 from coserve.memory.kv_cache import KvCache, PagedSequence
@@ -370,6 +370,29 @@ def test_a_job_gets_the_pages_of_prefixes_that_no_request_uses():
         broker.take_pack([61], 0)
     broker.take_pack([0], 0).release()
     assert broker.num_available == 60
+
+
+def test_the_window_of_weights_grows_into_prefixes_that_no_request_uses():
+    """Requests take most of it; once they are over, the next pack has all of it again."""
+    broker, need = PageBroker(num_pages=60, page_bytes=64, block_tokens=BLOCK), WindowNeed(5, 40)
+    pack = broker.take_pack([8], 0, need)
+    assert len(broker.window.run) == 40
+    sequences = [broker.cache.open((), 40) for _ in range(4)]
+    for number, sequence in enumerate(sequences):
+        sequence.reserve(40)
+        sequence.commit(40, [number] * 40, "")
+    least = len(broker.window.run)
+    assert least < 30
+    pack.release()
+    broker.window.require(0)
+    second = broker.take_pack([8], 0, need)
+    assert len(broker.window.run) == least, "requests have what is below it"
+    second.release()
+    for sequence in sequences:
+        sequence.close()
+    third = broker.take_pack([8], 0, need)
+    assert len(broker.window.run) == 40
+    broker.check_integrity(set(), [third])
 
 
 def test_requests_and_a_job_share_one_pool():
