@@ -184,7 +184,7 @@ class TorchDevice:
     # -- commands -------------------------------------------------------------------
 
     def _move_pages(self, command: MovePages) -> None:
-        self._host.wait()  # what was to be copied into them may just be on its way
+        self._host.wait()  # what lay in the targets may just be on its way to the host
         self._pages.move(command.pages, command.targets)
         self._requests.move_pages(dict(zip(command.pages, command.targets, strict=True)))
 

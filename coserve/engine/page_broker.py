@@ -1,6 +1,6 @@
 """Who holds which pages: requests' keys and values, packs of jobs, and prefixes that may be shared again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class WindowNeed(NamedTuple):
 
 
 class PageBroker:
-    """One pool of pages, and what it is lent for."""
+    """One pool of pages, and what it is lent for. num_moved: pages of requests that were copied to others."""
 
     def __init__(
         self,
@@ -44,6 +44,10 @@ class PageBroker:
         # Sizes of groups that could not be had since the last change, and why.
         self._refused: dict[tuple[int, ...], str] = {}
         self._refused_at = 0
+        # Has pages of requests copied to free ones, and sequences follow; whether it could.
+        self.on_move: Callable[[Mapping[int, int]], bool] | None = None
+        self.num_moved = 0
+        self._window_grew_at = 0  # releases of prefixes until then
 
     @property
     def num_available(self) -> int:
@@ -85,11 +89,11 @@ class PageBroker:
     ) -> PackPages:
         """Runs for a pack's groups (None: for this one none); BudgetError, and nothing is taken, if one cannot be had.
 
-        Prefixes are forgotten for it only where that makes a run, and as few as that takes. What cannot be had is not
-        looked for again until a page has become free or evictable.
+        Prefixes are forgotten for it only where that makes a run, and pages of requests move aside (`on_move`) where no
+        run can be had otherwise. What cannot be had is not looked for again until a page has become free or evictable.
 
-        window: of weights that it needs, which is taken with it if it is not there, and grows as far as it can. At most
-        one pack has it.
+        window: of weights that it needs, which is taken with it if it is not there, and grows as far as it can, also
+        into prefixes that no request has used since the last such pack was begun. At most one pack has it.
         """
         if window is not None:
             return self._take_with_window(group_pages, num_trained_parts, window)
@@ -117,9 +121,9 @@ class PageBroker:
             self.pool.take_these(WINDOW_OWNER, run)
             window.begin(run)
             window.require(need.least_pages)
-        evictable = self.cache.prefixes.evictable
-        below = window.room_below(need.most_pages, evictable)
-        self.cache.evict_pages([page for page in below if page in evictable])
+        below = window.room_below(need.most_pages, self.cache.prefixes.unused_since(self._window_grew_at))
+        self._window_grew_at = self.cache.prefixes.num_released
+        self.cache.evict_pages([page for page in below if page in self.cache.prefixes.evictable])
         window.grow(below)
         given = iter(runs)
         found = [None if size is None else next(given) for size in group_pages]
@@ -136,37 +140,9 @@ class PageBroker:
         try:
             return self._take_runs(sizes)
         except BudgetError as refused:
+            self._refused_at = self._num_changes  # what it took for a moment, or the window lent, is no change
             self._refused[sizes] = str(refused)
             raise
-
-    def make_room(self) -> dict[int, int]:
-        """Pages of requests that are to be moved, and where to, so that a pack can have its runs for which enough pages
-        could be had, but not side by side; empty if no pack was refused, or that would not help. What is in the way and
-        nobody uses is forgotten. Once the pages have moved (`KvCache.move`), the pack may be asked for again.
-        """
-        for sizes in self._refused if self._num_changes == self._refused_at else ():
-            if targets := self._make_room(sizes):
-                return targets
-        return {}
-
-    def _make_room(self, sizes: tuple[int, ...]) -> dict[int, int]:
-        cache = self.cache
-        if sum(sizes) > self.pool.num_free + cache.prefixes.num_evictable:
-            return {}
-        search = RunSearch(self.pool.free_flags(), cache.prefixes.evictable, cache.prefixes.used)
-        runs = search.place(sizes)
-        if len(runs) < len(sizes):
-            runs = search.place_together(sizes)
-        inside = {page for run in runs for page in run}
-        moving = sorted(inside & cache.prefixes.used)
-        if not moving:
-            return {}
-        cache.evict_pages(sorted(inside & cache.prefixes.evictable))
-        places = [page for page, is_free in enumerate(self.pool.free_flags()) if is_free and page not in inside]
-        if len(places) < len(moving):
-            cache.evict(len(moving) - len(places))
-            places = [page for page, is_free in enumerate(self.pool.free_flags()) if is_free and page not in inside]
-        return dict(zip(moving, places[: len(moving)], strict=True))
 
     def check_integrity(self, held: set[int], packs: Sequence[PackPages]) -> None:
         """Assert that every page is free or owned, and that those owned are these requests' and packs'."""
@@ -197,15 +173,33 @@ class PageBroker:
         if sum(sizes) <= self.pool.num_free:
             with suppress(BudgetError):
                 return take_runs(self.pool, sizes)
-        search = RunSearch(self.pool.free_flags(), self.cache.prefixes.evictable)
+        prefixes, pool = self.cache.prefixes, self.pool
+        may_move = self.on_move is not None and sum(sizes) <= pool.num_free + prefixes.num_evictable
+        search = RunSearch(pool.free_flags(), prefixes.evictable, prefixes.used if may_move else ())
         runs = search.place(sizes)
         if len(runs) < len(sizes):
             first_without = sizes[len(runs)]
             # Each group where it costs fewest prefixes may leave no run for the last: then all of them side by side.
             runs = search.place_together(sizes)
             if not runs:
-                raise no_such_run(self.pool, first_without)
-        self.cache.evict_pages([page for run in runs for page in run if page in self.cache.prefixes.evictable])
+                raise no_such_run(pool, first_without)
+        inside = {page for run in runs for page in run}
+        self.cache.evict_pages([page for run in runs for page in run if page in prefixes.evictable])
+        if (moving := sorted(inside & prefixes.used)) and not self._move(moving, inside):
+            raise no_such_run(pool, max(sizes))
         for run in runs:
-            self.pool.take_these(PACK_OWNER, run)
+            pool.take_these(PACK_OWNER, run)
         return runs
+
+    def _move(self, pages: Sequence[int], inside: Collection[int]) -> bool:
+        """Have pages of requests copied to others, not to these; whether that was done."""
+        assert self.on_move is not None
+        self.cache.evict(len(pages) - (self.pool.num_free - sum([self.pool.is_free(page) for page in inside])))
+        places = (page for page, is_free in enumerate(self.pool.free_flags()) if is_free and page not in inside)
+        targets = dict(zip(pages, places, strict=False))
+        assert len(targets) == len(pages)
+        if not self.on_move(targets):
+            return False
+        self.cache.move(targets)
+        self.num_moved += len(targets)
+        return True

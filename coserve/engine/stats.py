@@ -35,7 +35,7 @@ def take_stats(parts: EngineParts) -> EngineStats:
         num_swapped_in=swap.num_swapped_in,
         num_host_pages=swap.num_pages,
         num_host_pages_used=swap.num_pages_used,
-        num_pages_moved=loop.num_pages_moved,
+        num_pages_moved=pages.num_moved,
         give_back_s=swap.give_back_s,
         num_weight_bytes_copied=jobs.window_use.num_bytes_copied,
         weights_wait_s=jobs.window_use.waited_s,

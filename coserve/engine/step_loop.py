@@ -5,7 +5,7 @@ it, tells the device, and books what came of it; what that means for requests is
 `job_set.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -50,8 +50,7 @@ class _Begun(msgspec.Struct, frozen=True):
 class StepLoop:
     """One step after the other, of all requests and jobs of an engine.
 
-    num_steps: that the device has done. num_pages_moved: of requests, to make room for packs. last_result: of the last
-    plan; None if that ran nothing, or the device failed.
+    num_steps: that the device has done. last_result: of the last plan; None if that ran nothing, or the device failed.
     last_need: what requests needed of their SLOs when the last step was planned.
     """
 
@@ -84,11 +83,12 @@ class StepLoop:
         self._commands, self._keep_profile = commands, keep_profile
         self._default_slo = default_slo
         self.policy = policy
-        self.num_steps = self.num_pages_moved = 0
+        self.num_steps = 0
         self.last_plan = Plan()
         self.last_result: StepResult | None = None
         self.last_need = NeedView()
         self._step: _Begun | None = None  # under way
+        pages.on_move = self._move_pages
         self._max_step_rows = config.max_step_rows
         self._num_model_changes = 0  # that requests which wait have been told of
 
@@ -111,7 +111,10 @@ class StepLoop:
         self._note_model_changes()
         self._bring_back_adapters()
         started_s = self._device.clock.now()
+        num_moved = self._pages.num_moved
         view, plan = self._plan(started_s)
+        if self._pages.num_moved != num_moved:  # which no prediction of a step knows of
+            started_s = self._device.clock.now()
         self.last_plan, self.last_result = plan, None
         self._jobs.count_turn()
         if plan.runs_nothing:
@@ -212,11 +215,10 @@ class StepLoop:
     def _plan(self, now_s: float) -> tuple[View, Plan]:
         """What the policy sees, and what it says, as far as it can be done.
 
-        A pack may fail to begin although its pages are there, when they are not side by side. Then requests' pages move
-        aside, and the policy is asked again; without that job if that does not help, since it had given it rows, which
-        others can use.
+        A pack may fail to begin although its pages are there, when they are not side by side. Then the policy is asked
+        again without that job: it had given it rows, which others can use.
         """
-        failed, has_moved = frozenset[str](), False
+        failed: frozenset[str] = frozenset()
         while True:
             view = self._view(now_s, without=failed)
             planned = self.policy.plan(view, self._latency)
@@ -235,23 +237,20 @@ class StepLoop:
             new = frozenset(job.id for job in begun if not job.has_pack) - failed
             if not new:
                 return view, plan
-            if has_moved or not self._make_room():
-                failed |= new
-            has_moved = True
+            failed |= new
 
-    def _make_room(self) -> bool:
-        """Move pages of requests aside for a pack that could not begin; whether that was done."""
-        targets = self._pages.make_room()
-        if not targets:
-            return False
+    def _move_pages(self, targets: Mapping[int, int]) -> bool:
+        """Of requests that run, to free pages (`PageBroker.on_move`); False, nothing has moved, if there is no memory
+        for it.
+        """
         self.flush_commands()  # all that names the pages as they are now
         try:
             self._device.execute(MovePages(tuple(targets), tuple(targets.values())))
+        except DeviceMemoryError:
+            return False
         except BaseException:  # where the device has them is not known; here they still are
             self._close_running()
             raise
-        self._pages.cache.move(targets)
-        self.num_pages_moved += len(targets)
         for request in self._requests.running.values():
             if request.sequence is not None:
                 request.sequence.move(targets)

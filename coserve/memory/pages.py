@@ -33,12 +33,15 @@ class PagePool:
         self._marks = bytearray(num_pages)
         self._mark_of: dict[str, int] = {}
         self._num_free = num_pages
-        self.num_returned = 0  # pages that were ever given back
+        self.num_returned = 0  # pages that ever became free again
         self._num_by_owner: Counter[str] = Counter()
 
     @property
     def num_free(self) -> int:
         return self._num_free
+
+    def is_free(self, page: int) -> bool:
+        return not self._marks[page]
 
     def can_take(self, num_pages: int) -> bool:
         return num_pages <= self._num_free

@@ -9,6 +9,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, KeysView, Mapping, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 
 class PrefixIndex:
@@ -22,7 +23,8 @@ class PrefixIndex:
         self._page: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._users: dict[int, int] = {}
-        self._unused: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        # The longest unused first, and how many had become unused when it did.
+        self._unused: OrderedDict[int, int] = OrderedDict()
         self.num_released = self.num_evicted = 0  # pages that ever became unused, and that were ever forgotten
         # Told the keys and the pages of blocks that are being forgotten, while the pages still hold them.
         self.on_evict: Callable[[Sequence[bytes], Sequence[int]], None] | None = None
@@ -77,7 +79,7 @@ class PrefixIndex:
                 continue
             del self._users[page]
             if page in self._key:
-                self._unused[page] = None
+                self._unused[page] = self.num_released
                 self.num_released += 1
             else:
                 loose.append(page)
@@ -113,6 +115,10 @@ class PrefixIndex:
     def used(self) -> KeysView[int]:
         """Pages that requests use."""
         return self._users.keys()
+
+    def unused_since(self, num_released: int) -> set[int]:
+        """Pages that no request has used since as many had become unused."""
+        return {page for page, _ in takewhile(lambda each: each[1] < num_released, self._unused.items())}
 
     def move(self, targets: Mapping[int, int]) -> None:
         """Pages that requests use lie elsewhere now."""

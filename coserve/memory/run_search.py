@@ -1,4 +1,5 @@
-"""Where runs of neighbouring pages can be had, and how many known prefixes each would cost. Bookkeeping alone.
+"""Where runs of neighbouring pages can be had: as few pages of requests moved as that takes, and then as few known
+prefixes forgotten. Bookkeeping alone.
 
 Costs of all runs of one length come from one pass over the pool; to take a run, then, changes only the costs of those
 that overlap with it. So a pack of many groups costs as many passes as its groups have different lengths.
@@ -13,19 +14,20 @@ _CHUNK = 256
 
 
 class RunSearch:
-    """The pages of a pool at one moment: free, evictable, or in use."""
+    """The pages of a pool at one moment: free, evictable, movable, or in use for good."""
 
     def __init__(self, free_flags: bytes, evictable: Collection[int], movable: Collection[int] = ()) -> None:
-        """free_flags: of every page, 1 if it is free. evictable, movable: pages in use that may be had at a cost of 1
-        and of 2 each.
+        """free_flags: of every page, 1 if it is free. evictable: pages in use that may be had at a cost of 1 each.
+        movable: pages whose content can lie elsewhere; one costs more than any run without.
         """
+        move = 1 + len(free_flags)
         # No run without a page that cannot be had costs as much.
-        self._taken = 2 * len(free_flags) + 1
+        self._taken = move * move
         costs = [0 if free else self._taken for free in free_flags]
         for page in evictable:
             costs[page] = 1
         for page in movable:
-            costs[page] = 2
+            costs[page] = move
         # Of the pages before each.
         self._sums = [0, *accumulate(costs)]
 

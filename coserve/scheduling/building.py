@@ -123,7 +123,7 @@ class PlanBuilder:
             seconds = self._latency.with_request(self._load, request)
             if not must and seconds(least) > budget_s:
                 return False
-            rows = _most(least, longest, seconds, budget_s)
+            rows = largest_that_fits(least, longest, seconds, budget_s)
             self._load.add_request(request, rows)
             self._rows.append(PlannedRows(request.id, "prefill", request.num_past, rows))
             before_s, self._time.forward_s = self._time.forward_s, self._latency.forward_s(self._load)
@@ -144,7 +144,7 @@ class PlanBuilder:
         if most > 0:
             seconds = self._latency.with_decodes(self._load, decoding)
             fits = seconds(1) <= until_s
-            taken = decoding[: _most(1, most, seconds, until_s)] if fits or must else []
+            taken = decoding[: largest_that_fits(1, most, seconds, until_s)] if fits or must else []
             self._load.add_decodes(taken)
             self._rows += [PlannedRows(each.id, "decode", each.num_past, 1) for each in taken]
             self._time.forward_s = self._latency.forward_s(self._load)
@@ -315,7 +315,7 @@ class PlanBuilder:
         least = min(longest, LEAST_WINDOW_ROWS)
         if self._more_loss_s(least) > left_s:
             return False
-        rows = _most(least, longest, self._more_loss_s, left_s)
+        rows = largest_that_fits(least, longest, self._more_loss_s, left_s)
         if LOSS_ROWS_STEP < rows < longest:
             rows -= rows % LOSS_ROWS_STEP
         good = min(longest, GOOD_ROWS)
@@ -346,7 +346,7 @@ class PlanBuilder:
 
         if extra_s(least) > left_s:
             return False
-        rows = _most(least, longest, extra_s, left_s)
+        rows = largest_that_fits(least, longest, extra_s, left_s)
         # The step that is cheapest per row, not the largest.
         while rows // 2 >= least and before_s + extra_s(rows // 2) < (before_s + extra_s(rows)) / 2:
             rows //= 2
@@ -363,7 +363,7 @@ class PlanBuilder:
         self._time.window_s += max(0.0, self._time.forward_s - before_s)
 
 
-def _most(least: int, most: int, seconds: Callable[[int], float], within_s: float) -> int:
+def largest_that_fits(least: int, most: int, seconds: Callable[[int], float], within_s: float) -> int:
     """The largest number from `least` to `most` that fits, to within a sixty-fourth; `least` if none does.
 
     Seconds are nearly a line in the number, so it is looked for on the line between two numbers, and halfway in turns.

@@ -98,8 +98,9 @@ def decode_deadlines(
             due_s = request.arrival_s + request.ttft_s
             if end_s > due_s:
                 due_s = last_s + lost_pace_s
+            else:
+                missed_s = min(missed_s, due_s)
             prompts_s, jobs_s = min(prompts_s, due_s), min(jobs_s, due_s)
-            missed_s = min(missed_s, due_s)
             continue
         banked_s = first_s + num_output * tpot_s
         if end_s > banked_s and end_s - banked_s > (tpot_s - decode_s) * (request.num_left - 1):

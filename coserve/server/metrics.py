@@ -92,7 +92,7 @@ class Metrics:
             "slos_clamped", "Requests whose SLO was beyond the device, and was relaxed, since the engine started."
         )
         self._packs_dropped = gauge("packs_dropped", "Jobs' packs that made room, since the engine started.")
-        self._margin = gauge("prediction_margin", "Factor that the scheduler leaves for errors of its predictions.")
+        self._margin = gauge("prediction_margin", "Share by which most steps of late took no longer than predicted.")
         self._step = histogram("step_seconds", "Steps of the engine.")
         self._error = histogram(
             "step_prediction_error", "How far steps were from their predictions, relative.", (), _SHARES

@@ -171,9 +171,9 @@ class ModelledDevice:
         self._count_copy(len(command.pages))
 
     def _move_pages(self, command: MovePages) -> None:
-        """Read and written at the pace at which attention reads keys and values."""
+        """Read and written at the pace at which attention reads keys and values, before the step."""
         num_tokens = len(command.pages) * self.info.block_tokens
-        self._copy_s += self._timer.with_noise(2 * num_tokens * self.info.profile.s_per_key)
+        self.clock.advance(self._timer.with_noise(2 * num_tokens * self.info.profile.s_per_key))
 
     def _copy_tensors(self, command: SwapOutTensors | SwapInTensors) -> None:
         self._count_copy(len(command.slots))

@@ -373,7 +373,9 @@ def test_a_job_gets_the_pages_of_prefixes_that_no_request_uses():
 
 
 def test_the_window_of_weights_grows_into_prefixes_that_no_request_uses():
-    """Requests take most of it; once they are over, the next pack has all of it again."""
+    """Requests take most of it. Once they are over, and nobody has used their blocks for a pack's time, the next pack
+    has all of it again.
+    """
     broker, need = PageBroker(num_pages=60, page_bytes=64, block_tokens=BLOCK), WindowNeed(5, 40)
     pack = broker.take_pack([8], 0, need)
     assert len(broker.window.run) == 40
@@ -391,8 +393,11 @@ def test_the_window_of_weights_grows_into_prefixes_that_no_request_uses():
     for sequence in sequences:
         sequence.close()
     third = broker.take_pack([8], 0, need)
+    assert len(broker.window.run) == least, "they may have been used by the last step"
+    third.release()
+    fourth = broker.take_pack([8], 0, need)
     assert len(broker.window.run) == 40
-    broker.check_integrity(set(), [third])
+    broker.check_integrity(set(), [fourth])
 
 
 def test_requests_and_a_job_share_one_pool():

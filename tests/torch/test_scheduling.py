@@ -30,10 +30,11 @@ from coserve.scheduling.building import (
     LOSS_ROWS_STEP,
     MOST_ROW_COST,
     PlanBuilder,
+    largest_that_fits,
 )
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.counts import JobCounts
-from coserve.scheduling.deadlines import AIMED, RESERVE_TOKENS, SURE_MARGINS, decode_deadlines
+from coserve.scheduling.deadlines import AIMED, RESERVE_TOKENS, SURE_MARGINS, Deadlines, decode_deadlines
 from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
 from coserve.scheduling.policies.slack import MOST_SHARE, Slack, tightest_tpot_s, wait_share
@@ -337,8 +338,65 @@ def test_prompts_end_before_the_tightest_deadline_by_prediction(seen, hardware, 
     most_s = max(decoding_s / (1 - MOST_SHARE), SLACK.max_gap_tpots * tightest_tpot_s(seen, seen.requests))
     lost_s = seen.tpot_s  # the pace of requests that are late whatever happens
     assert made.predicted_s <= max(deadline_s, most_s, lost_s) + EPSILON
-    missed_s = min((missed_at_s(r) for r in seen.requests if r.num_rows == 1), default=inf) - seen.now_s
-    assert made.predicted_s <= max(missed_s / (1 + SURE_MARGINS * margin), most_s, lost_s) + EPSILON
+
+
+def deadlines(request: RequestView, *, margin: float, prompt_reserve_tpots: float = 0.0) -> Deadlines:
+    return decode_deadlines(
+        [request],
+        now_s=10.0,
+        decode_s=0.1,
+        lost_tpot_s=0.4,
+        max_gap_tpots=4.0,
+        prompt_reserve_tpots=prompt_reserve_tpots,
+        reserve_tpots=0.5,
+        margin=margin,
+    )
+
+
+def test_the_margin_counts_against_missing_the_slo_alone():
+    """Who has just begun could miss it with the next token; who has saved up some of a TPOT could not."""
+    new = decoding(num_output=1, first_token_s=10.0, last_token_s=10.0, num_left=100)
+    assert deadlines(new, margin=0.0).prompts_s == pytest.approx(10.0 + AIMED * 0.4)
+    for margin in (0.1, 0.5):
+        due = deadlines(new, margin=margin)
+        assert due.prompts_s == due.jobs_s == pytest.approx(10.0 + 0.4 / (1 + SURE_MARGINS * margin))
+    saved = decoding(num_output=10, first_token_s=10.0 - 8.9 * AIMED * 0.4, last_token_s=10.0, num_left=100)
+    assert deadlines(saved, margin=0.05) == deadlines(saved, margin=0.0)
+    assert deadlines(saved, margin=0.5).prompts_s < deadlines(saved, margin=0.0).prompts_s
+
+
+def test_a_preempted_request_that_is_late_has_its_pace_without_a_margin():
+    waits = structs.replace(decoding(last_token_s=10.0), first_token_s=None, arrival_s=9.0)
+    timely, late = (structs.replace(waits, ttft_s=ttft_s) for ttft_s in (3.0, 0.5))
+    assert deadlines(timely, margin=0.1).jobs_s == pytest.approx(10.0 + 2.0 / 1.15)
+    assert deadlines(late, margin=0.1).jobs_s == pytest.approx(10.4)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 200),
+    st.integers(0, 4000),
+    st.lists(st.floats(0.001, 1.0), min_size=1, max_size=6),
+    st.floats(0.0, 6.0),
+    st.booleans(),
+)
+def test_the_largest_number_that_fits_is_found(least, more, steps, within_s, falls):
+    """To within a sixty-fourth, where seconds never fall; one that fits in any case, if one was found."""
+    most, asked = least + more, []
+
+    def seconds(number: int) -> float:
+        asked.append(number)
+        place = len(steps) * (number - least) / (more + 1)
+        whole = int(place)
+        rising = sum(steps[:whole]) + steps[whole] * (place - whole)
+        return rising - (0.5 if falls and number % 3 == 0 else 0.0)
+
+    found = largest_that_fits(least, most, seconds, within_s)
+    assert least <= found <= most and len(asked) <= 40
+    if found > least:
+        assert seconds(found) <= within_s
+    if not falls and found < most:
+        assert seconds(min(most, found + max(1, found // 64))) > within_s
 
 
 @settings(deadline=None, max_examples=100)

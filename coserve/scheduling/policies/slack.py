@@ -317,17 +317,17 @@ def tightest_tpot_s(view: View, requests: Sequence[RequestView]) -> float:
 def jobs_share(need: NeedView) -> float:
     """What jobs may take of a request's time per token, in all: as much as they like where requests need no more than
     EDGE of it themselves; nothing where they need all of it, or where the time was filled lately, or may have been.
-    Where requests have time for their first tokens, what they need of their TPOT says little (`pace_share`): only how
-    far the time was filled counts there.
+    Where first tokens have time, what they need of their TPOT says little (`pace_share`): how far the time was filled.
     """
     if need.tpot <= EDGE:
         return inf
     if not need.time:
         return 0.0
     unfilled = _unfilled(need)
-    if need.ttft < FAR * need.known and need.tpot < 1:
-        return unfilled / (1 - unfilled) * FAR_SHARE if unfilled < 1 else inf
-    return unfilled * max(0.0, 1 - need.tpot) ** 2 / (need.tpot - EDGE)
+    share = unfilled * max(0.0, 1 - need.tpot) ** 2 / (need.tpot - EDGE)
+    if need.ttft >= FAR * need.known or need.tpot >= 1:
+        return share
+    return inf if unfilled == 1 else max(share, FAR_SHARE * unfilled / (1 - unfilled))
 
 
 def pace_share(need: NeedView) -> float:
