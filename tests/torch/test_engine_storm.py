@@ -346,21 +346,23 @@ def test_storms_on_torch(operations, seed, anyhow, max_step_rows, max_requests):
 
 
 def test_storms_reach_what_they_are_about():
-    """Some long ones: packs are dropped, requests preempted, steps fail and jobs end in every way."""
-    num_preemptions, num_dropped = 0, 0
+    """Some long ones: packs are dropped, requests preempted, pages moved, steps fail and jobs end in every way."""
+    num_preemptions, num_dropped, num_moved = 0, 0, 0
     job_ends, request_ends = set(), set()
     failures: set[str] = set()
-    for seed in (0, 4, 8, 9, 10):
+    for seed in (0, 4, 8, 9, 12):
         storm = torch_storm(seed, anyhow=True, max_step_rows=40)
         run_storm(storm, Random(seed).choices(OPERATIONS, k=150))
         storm.assert_tokens_are_right()
         num_preemptions += storm.engine.num_preemptions
         num_dropped += storm.engine.stats().num_packs_dropped
+        num_moved += storm.engine.stats().num_pages_moved
         job_ends |= {job.state for job in storm.engine.jobs.values()}
         request_ends |= {chunk.finish_reason for chunk in storm.chunks}
         failures |= storm.failing.num_failures.keys()
     assert num_preemptions > 0
     assert num_dropped > 3
+    assert num_moved > 10
     assert job_ends >= {"succeeded", "failed", "cancelled"}
     assert request_ends >= {"length", "cancelled"}
     assert failures == {"before", "midway", "update", "after", "made", "within", "hard", "jobs"}
