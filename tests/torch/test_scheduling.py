@@ -340,14 +340,14 @@ def test_prompts_end_before_the_tightest_deadline_by_prediction(seen, hardware, 
     assert made.predicted_s <= max(deadline_s, most_s, lost_s) + EPSILON
 
 
-def deadlines(request: RequestView, *, margin: float, prompt_reserve_tpots: float = 0.0) -> Deadlines:
+def deadlines(request: RequestView, *, margin: float) -> Deadlines:
     return decode_deadlines(
         [request],
         now_s=10.0,
         decode_s=0.1,
         lost_tpot_s=0.4,
         max_gap_tpots=4.0,
-        prompt_reserve_tpots=prompt_reserve_tpots,
+        prompt_reserve_tpots=0.0,
         reserve_tpots=0.5,
         margin=margin,
     )
@@ -898,7 +898,7 @@ def test_token_fusion_fills_every_step_up_to_the_slo(num_decoding, num_prompt_ro
         assert latency.with_window(load, window)(LEAST_WINDOW_ROWS) > AIMED * slo_s
         return
     assert latency.with_window(load, window)(rows) <= AIMED * slo_s + EPSILON
-    more = rows + max(1, rows // 16)
+    more = rows + max(1, rows // 64)
     assert more > window.num_rows_left or latency.with_window(load, window)(more) > AIMED * slo_s
 
 
