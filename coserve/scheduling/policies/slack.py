@@ -56,8 +56,7 @@ EDGE_RESERVE_TPOTS = 1.5
 JUST_HELD = 0.97
 # Those that need less of their TTFT than this, of what is known of it, have time for the prompts of a burst.
 FAR = 0.5
-# These lose to jobs any of their time per token as long as requests filled less of the time than the first of FILLED;
-# above it as much as this times the unfilled over the filled rest of the way to the second.
+# Of their time per token these may lose to jobs this much, times u / (1 - u), where u is how far the time is unfilled.
 FAR_SHARE = 0.25
 # Near the edge jobs get less the more of the time requests needed lately: from the first of these shares on; nothing
 # above the second. A queue that forms then never ends, so that what jobs take is taken from all that come later.
@@ -345,7 +344,7 @@ def pace_share(need: NeedView) -> float:
 
 
 def _unfilled(need: NeedView) -> float:
-    """How far the time that requests filled lately is from all that counts, from 0 to 1."""
+    """How far requests left the time unfilled lately: 1 up to the first of FILLED, 0 from the second on."""
     return max(0.0, min(1.0, (FILLED[1] - need.time) / (FILLED[1] - FILLED[0])))
 
 
