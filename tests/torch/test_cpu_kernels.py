@@ -23,6 +23,7 @@ from coserve.kernels.plain import PlainBackend
 
 KERNELS = compiled.compiled_kernels()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="needs g++")
+needs_pairs = pytest.mark.skipif(KERNELS is None or not KERNELS.has_pairs, reason="needs g++ and AVX-512's bfloat16")
 needs_amx = pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs g++ and AMX")
 DEVICE = torch.device("cpu")
 PLAIN = PlainBackend(DEVICE)
@@ -189,11 +190,42 @@ def test_products_of_few_rows(inner, outer, num_threads):
         assert torch.equal(amx.skinny_gemm(x[-1:], weight), whole[-1:]), "whatever other rows are there"
 
 
-def vector_product(x, weight, bias, num_threads):
+def vector_product(x, weight, bias, num_threads, *, name="vector_product"):
     y = torch.full((len(x), len(weight)), float("nan")).bfloat16()
     addresses = (x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
-    KERNELS.vector_product(*addresses, *x.shape, len(weight), num_threads)
+    getattr(KERNELS, name)(*addresses, *x.shape, len(weight), num_threads)
     return y
+
+
+def pair_product(x, weight, bias, num_threads):
+    return vector_product(x, weight, bias, num_threads, name="pair_product")
+
+
+@needs_pairs
+@pytest.mark.parametrize("num_threads", [1, 2, 5, 8])
+@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (24, 90), (37, 41), (45, 2), (129, 64), (300, 31), (896, 65)])
+def test_products_of_few_rows_by_pairs(inner, outer, num_threads):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    weight, bias = torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
+    wide = torch.randn(48, inner + 3).bfloat16()
+    whole = pair_product(wide[:, 3:], weight, bias, num_threads)
+    for n in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 48):
+        x = wide[:n, 3:]  # rows of a wider tensor
+        exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+        for found, expected in (
+            (pair_product(x, weight, None, num_threads), exact),
+            (pair_product(x, weight, bias, num_threads), exact + bias.double()),
+        ):
+            assert ((found.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * sizes).all()
+        assert torch.equal(pair_product(x, weight, bias, num_threads), whole[:n]), "whatever other rows are there"
+        last = wide[n - 1 : n, 3:]
+        assert torch.equal(pair_product(last, weight, bias, 1), whole[n - 1 : n]), "and however many threads"
+    bad = wide[:, 3:].clone()
+    bad[20, inner - 1] = float("nan")
+    found = pair_product(bad, weight, bias, num_threads)
+    others = [*range(20), *range(21, 48)]
+    assert found[20].isnan().all() and torch.equal(found[others], whole[others])
 
 
 def vector_input_gradient(grad, weight, num_threads):
@@ -506,7 +538,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 33 and all(found.values())
+    assert len(found) == 34 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert f'extern "C" void {name}(' in sources or f"PAGED_ATTENTION({name}" in sources
@@ -524,7 +556,8 @@ def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_lo
         "cross_entropy_gradient_of_columns",
         "cross_entropy_input_gradient_of_columns",
     }
-    assert compiled.kernels_for_amx() == amx and amx <= declared.keys()
+    assert compiled.kernels_for("AMX") == amx and amx <= declared.keys()
+    assert compiled.kernels_for("pairs") == {"pair_product"} <= declared.keys()
     afresh.setattr(compiled, "signatures", lambda: {**declared, "softmax": [ctypes.c_void_p]})
     with caplog.at_level(logging.WARNING):
         assert compiled.compiled_kernels() is None

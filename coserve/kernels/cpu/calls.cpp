@@ -54,6 +54,9 @@ const Kernel KERNELS[] = {
     {"product", Call<product>::run},
     {"int8_product_by_tiles", Call<int8_product_by_tiles>::run},
 #endif
+#if defined(__AVX512BF16__)
+    {"pair_product", Call<pair_product>::run},
+#endif
     {"vector_product", Call<vector_product>::run},
     {"int8_product", Call<int8_product>::run},
     {"paged_attention_bfloat16", Call<paged_attention_bfloat16>::run},

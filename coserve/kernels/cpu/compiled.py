@@ -42,13 +42,15 @@ class Library:
         found = ctypes.CDLL(str(path))
         # Instructions for products of tiles of bfloat16 (AMX), which a process must ask the system for.
         self.has_amx = bool(found.request_amx())
-        for_amx = kernels_for_amx()
+        # Instructions for products of pairs of bfloat16 (AVX-512's).
+        self.has_pairs = hasattr(found, "pair_product")
+        missing_on_some = (set() if self.has_amx else kernels_for("AMX")) | kernels_for("pairs")
         for name, arguments in signatures().items():
             function = getattr(found, name, None)
             if function is not None:
                 function.argtypes, function.restype = arguments, None
                 setattr(self, name, function)
-            elif self.has_amx or name not in for_amx:
+            elif name not in missing_on_some:
                 raise RuntimeError(f"error: {path.name} lacks the kernel {name}, which kernels.h declares")
 
     def __getattr__(self, name: str) -> Any:
@@ -61,10 +63,13 @@ def signatures() -> dict[str, list[Any]]:
     return {name: [_type(argument) for argument in arguments.split(",")] for name, arguments in found}
 
 
-def kernels_for_amx() -> set[str]:
-    """Those that are compiled for processors with AMX alone: of groups whose comment in the header says (AMX)."""
+def kernels_for(instructions: str) -> set[str]:
+    """Those that are compiled for processors with such instructions alone, AMX or pairs: of groups whose comment in the
+    header says so in brackets.
+    """
     groups = (_SOURCES / "kernels.h").read_text().split("\n\n")
-    return {name for group in groups if "(AMX)" in group.partition("\n")[0] for name, _ in _declarations(group)}
+    said = f"({instructions})"
+    return {name for group in groups if said in group.partition("\n")[0] for name, _ in _declarations(group)}
 
 
 def _declarations(header: str) -> list[tuple[str, str]]:

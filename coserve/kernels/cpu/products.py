@@ -2,8 +2,9 @@
 
 Which way is fastest depends on the processor, the dtype and the number of rows; `benchmarks/products.py` measures it.
 
-- bfloat16 and few rows: kernels of our own read the weight once as it lies, on tiles where there is AMX (`amx.py`), and
-  in float32 elsewhere (`vector_products.cpp`); PyTorch's take twice as long, and rearrange the weight first.
+- bfloat16 and few rows: kernels of our own read the weight once as it lies, on tiles where there is AMX (`amx.py`), by
+  pairs on AMD's AVX-512 (`pair_products.cpp`), and in float32 elsewhere (`vector_products.cpp`); PyTorch's take twice
+  as long, and rearrange the weight first.
 - bfloat16 and many rows, on a CPU that multiplies it faster than float32 (AMX; AMD's AVX-512): PyTorch's.
 - The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it have half of that
   (Intel's without AMX): kernels of our own, which convert a strip of the weight at a time and multiply in float32
@@ -31,9 +32,9 @@ from coserve.kernels.plain import products as plain
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
 _TILE_ELEMENTS = 1 << 21
-# Up to how many rows our own kernel without tiles multiplies bfloat16 where PyTorch's product of more is faster than
-# one in float32.
-_MOST_VECTOR_ROWS_NATIVE = 16
+# Up to how many rows our own kernels without tiles multiply bfloat16 where PyTorch's product of more is faster: the one
+# in float32, and the one by pairs.
+_MOST_VECTOR_ROWS_NATIVE, _MOST_PAIR_ROWS = 16, 48
 # From how many rows on a conversion pays for the products of gradients.
 _MIN_WIDE_ROWS = 16
 # Held while factors are rounded.
@@ -63,6 +64,8 @@ class CpuProducts:
         self._may_lie_by_columns = may_lie_by_columns
         self._amx = AmxProducts(kernels) if kernels.has_amx else None
         self._low_rank = LowRankProducts(kernels)
+        name, self._most_few_rows = kernel_for_few_rows(kernels)
+        self._few_rows = getattr(kernels, name)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
@@ -74,15 +77,15 @@ class CpuProducts:
                 return torch.mm(weight, x.T).T
             if (y := self._amx.skinny_gemm(x, weight, bias)) is not None:
                 return y
-        if x.shape[0] <= most_vector_rows() and x.stride(1) == 1 and fit_vectors(weight, bias):
-            return self._vector_product(x, weight, bias)
+        if x.shape[0] <= self._most_few_rows and x.stride(1) == 1 and fit_vectors(weight, bias):
+            return self._product_of_few_rows(x, weight, bias)
         return wide_product(x, weight, bias) if is_widened(x) else torch.nn.functional.linear(x, weight, bias)
 
-    def _vector_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product_of_few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         (n, inner), outer = x.shape, weight.shape[0]
         assert weight.shape == (outer, inner)
         y = torch.empty(n, outer, dtype=x.dtype)
-        self._kernels.vector_product(
+        self._few_rows(
             *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
             *(n, inner, outer, torch.get_num_threads()),
         )
@@ -273,9 +276,15 @@ def rounded_factors() -> Iterator[None]:
             settings.fp32_precision = before
 
 
-def most_vector_rows() -> int:
-    """Up to how many rows our own kernel without tiles multiplies bfloat16; any number where float32 is faster."""
-    return _MOST_VECTOR_ROWS_NATIVE if multiplies_bfloat16() else sys.maxsize
+def kernel_for_few_rows(kernels: Library) -> tuple[str, int]:
+    """The name of our own kernel for products of bfloat16 without tiles, and up to how many rows it is the fastest; any
+    number where float32 is faster.
+    """
+    if not multiplies_bfloat16():
+        return "vector_product", sys.maxsize
+    if kernels.has_amx or not kernels.has_pairs:
+        return "vector_product", _MOST_VECTOR_ROWS_NATIVE
+    return "pair_product", _MOST_PAIR_ROWS
 
 
 def fit_vectors(weight: Tensor, bias: Tensor | None) -> bool:

@@ -18,7 +18,7 @@ from coserve.kernels.cpu import amx
 from coserve.kernels.cpu.adapters import MANY_ROWS
 from coserve.kernels.cpu.attention import CpuAttentionBatch
 from coserve.kernels.cpu.compiled import Library
-from coserve.kernels.cpu.products import fit_vectors, most_int8_rows, most_vector_rows, multiplies_bfloat16
+from coserve.kernels.cpu.products import fit_vectors, kernel_for_few_rows, most_int8_rows, multiplies_bfloat16
 from coserve.kernels.cpu.stand_ins import (
     ALIGNMENT,
     CONSTANT,
@@ -40,6 +40,7 @@ _ATTENTION = {torch.bfloat16: "paged_attention_bfloat16", torch.float32: "paged_
 _KERNELS = (
     *(
         "product",
+        "pair_product",
         "vector_product",
         "int8_product_by_tiles",
         "int8_product",
@@ -91,6 +92,10 @@ class CpuTrace(Trace[PlainBackend]):
     @property
     def has_amx(self) -> bool:
         return self._kernels.has_amx
+
+    @property
+    def kernel_for_few_rows(self) -> tuple[str, int]:
+        return kernel_for_few_rows(self._kernels)
 
     @property
     def is_bfloat16(self) -> bool:
@@ -239,7 +244,8 @@ class _Tracer(PlainBackend):
             raise UntraceableError
         if self._trace.has_amx and amx.fit_weight(weight, bias):
             return self._product("product", x, (weight,), bias, most_rows=amx.MOST_ROWS)
-        return self._product("vector_product", x, (weight,), bias, most_rows=most_vector_rows())
+        name, most_rows = self._trace.kernel_for_few_rows
+        return self._product(name, x, (weight,), bias, most_rows=most_rows)
 
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
         is_bfloat16 = self._trace.is_bfloat16
