@@ -20,6 +20,7 @@ from coserve.kernels.cpu.attention import run_backward, run_forward
 from coserve.kernels.cpu.low_rank import LowRankProducts
 from coserve.kernels.cpu.products import CpuProducts
 from coserve.kernels.plain import PlainBackend
+from coserve.kernels.weights import Int8Weight
 
 KERNELS = compiled.compiled_kernels()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="needs g++")
@@ -199,6 +200,36 @@ def vector_product(x, weight, bias, num_threads, *, name="vector_product"):
 
 def pair_product(x, weight, bias, num_threads):
     return vector_product(x, weight, bias, num_threads, name="pair_product")
+
+
+def int8_pair_product(x, weight, bias, num_threads):
+    y = torch.full((len(x), weight.shape[0]), float("nan")).bfloat16()
+    values, scales = weight.tensors()
+    KERNELS.int8_pair_product(
+        *(x.data_ptr(), x.stride(0), values.data_ptr(), scales.data_ptr(), bias.data_ptr(), y.data_ptr()),
+        *(*x.shape, weight.shape[0], num_threads),
+    )
+    return y
+
+
+@needs_pairs
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (24, 90), (37, 41), (129, 64), (896, 65)])
+def test_products_of_few_rows_with_int8_weights_by_pairs(inner, outer, num_threads):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    weight, bias = Int8Weight.quantised(torch.randn(outer, inner)), torch.randn(outer).bfloat16()
+    values, scales = weight.tensors()
+    exact_weight = values.double() * scales.double()[:, None]
+    wide = torch.randn(48, inner + 3).bfloat16()
+    whole = int8_pair_product(wide[:, 3:], weight, bias, num_threads)
+    for n in (1, 2, 3, 4, 5, 8, 9, 17, 48):
+        x = wide[:n, 3:]
+        found = int8_pair_product(x, weight, bias, num_threads)
+        exact = x.double() @ exact_weight.T + bias.double()
+        sizes = x.double().abs() @ exact_weight.abs().T + bias.double().abs()
+        assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * sizes).all()
+        assert torch.equal(found, whole[:n]), "whatever other rows are there"
 
 
 @needs_pairs
@@ -538,10 +569,14 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 34 and all(found.values())
+    assert len(found) == 36 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
-        assert f'extern "C" void {name}(' in sources or f"PAGED_ATTENTION({name}" in sources
+        assert (
+            f'extern "C" void {name}(' in sources
+            or f"PAGED_ATTENTION({name}" in sources
+            or f"INT8_PRODUCT({name}" in sources
+        )
 
 
 @pytest.mark.long
@@ -557,7 +592,7 @@ def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_lo
         "cross_entropy_input_gradient_of_columns",
     }
     assert compiled.kernels_for("AMX") == amx and amx <= declared.keys()
-    assert compiled.kernels_for("pairs") == {"pair_product"} <= declared.keys()
+    assert compiled.kernels_for("pairs") == {"pair_product", "int8_pair_product"} <= declared.keys()
     afresh.setattr(compiled, "signatures", lambda: {**declared, "softmax": [ctypes.c_void_p]})
     with caplog.at_level(logging.WARNING):
         assert compiled.compiled_kernels() is None

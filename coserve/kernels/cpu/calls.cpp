@@ -56,9 +56,11 @@ const Kernel KERNELS[] = {
 #endif
 #if defined(__AVX512BF16__)
     {"pair_product", Call<pair_product>::run},
+    {"int8_pair_product", Call<int8_pair_product>::run},
 #endif
     {"vector_product", Call<vector_product>::run},
-    {"int8_product", Call<int8_product>::run},
+    {"int8_product_bfloat16", Call<int8_product_bfloat16>::run},
+    {"int8_product_float32", Call<int8_product_float32>::run},
     {"paged_attention_bfloat16", Call<paged_attention_bfloat16>::run},
     {"paged_attention_float32", Call<paged_attention_float32>::run},
     {"rms_norm", Call<rms_norm>::run},

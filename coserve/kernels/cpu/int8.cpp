@@ -10,15 +10,13 @@ thread_local Scratch shared_scratch;
 }  // namespace
 
 // x [n, inner] with a step from row to row, weight [outer, inner], scales [outer], bias [outer] or null, y [n, outer].
-extern "C" void int8_product(const void* x, i64 x_step, const int8_t* weight, const float* scales, const void* bias,
-                             void* y, i64 n, i64 inner, i64 outer, i64 is_bfloat16, i64 num_threads) {
-    auto run = [=](auto type) {
-        using T = decltype(type);
-        vectors::product_of(shared_scratch, static_cast<const T*>(x), x_step, weight, scales,
-                            static_cast<const T*>(bias), static_cast<T*>(y), n, inner, outer, num_threads);
-    };
-    is_bfloat16 ? run(bf16{}) : run(float{});
-}
+#define INT8_PRODUCT(name, T)                                                                                          \
+    extern "C" void name(const T* x, i64 x_step, const int8_t* weight, const float* scales, const T* bias, T* y,       \
+                         i64 n, i64 inner, i64 outer, i64 num_threads) {                                               \
+        vectors::product_of(shared_scratch, x, x_step, weight, scales, bias, y, n, inner, outer, num_threads);         \
+    }
+INT8_PRODUCT(int8_product_bfloat16, bf16)
+INT8_PRODUCT(int8_product_float32, float)
 
 // values [rows, columns], scales [rows] -> values * scales, rounded, as rows of out.
 extern "C" void int8_to_bfloat16(const int8_t* values, const float* scales, bf16* out, i64 rows, i64 columns,

@@ -47,10 +47,14 @@ void vector_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, 
 // pair_products.cpp (pairs)
 void pair_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer,
                   i64 num_threads);
+void int8_pair_product(const bf16* x, i64 x_step, const int8_t* weight, const float* scales, const bf16* bias, bf16* y,
+                       i64 n, i64 inner, i64 outer, i64 num_threads);
 
 // int8.cpp
-void int8_product(const void* x, i64 x_step, const int8_t* weight, const float* scales, const void* bias, void* y,
-                  i64 n, i64 inner, i64 outer, i64 is_bfloat16, i64 num_threads);
+void int8_product_bfloat16(const bf16* x, i64 x_step, const int8_t* weight, const float* scales, const bf16* bias,
+                           bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads);
+void int8_product_float32(const float* x, i64 x_step, const int8_t* weight, const float* scales, const float* bias,
+                          float* y, i64 n, i64 inner, i64 outer, i64 num_threads);
 void int8_to_bfloat16(const int8_t* values, const float* scales, bf16* out, i64 rows, i64 columns, i64 num_threads);
 
 // low_rank.cpp (AMX)

@@ -9,8 +9,8 @@ Which way is fastest depends on the processor, the dtype and the number of rows;
 - The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it have half of that
   (Intel's without AMX): kernels of our own, which convert a strip of the weight at a time and multiply in float32
   (`vector_panels.h`); of tensors that lie otherwise the wide functions convert a tile at a time, for PyTorch's.
-- int8 weights: with few rows kernels of our own read them once as they lie (`int8.cpp`, and `int8_tiles.cpp` with AMX);
-  with many, a tile at a time becomes a dense weight.
+- int8 weights: with few rows the same kernels read them once as they lie (`int8.cpp`, `pair_products.cpp`, and
+  `int8_tiles.cpp` with AMX); with many, a tile at a time becomes a dense weight.
 - Otherwise the choice is PyTorch's.
 
 In every case the sums are float32, and a product is rounded once.
@@ -123,8 +123,9 @@ class CpuProducts:
         amx = self._amx if has_native else None
         if amx is not None and (y := amx.int8_skinny_gemm(x, values, scales, bias)) is not None:
             return y
-        if 0 < x.shape[0] <= most_int8_rows(has_native=has_native) and _is_for_int8(x, bias):
-            return self._int8_skinny_gemm(x, values, scales, bias)
+        name, most_rows = kernel_for_few_int8_rows(self._kernels, x.dtype)
+        if 0 < x.shape[0] <= most_rows and _is_for_int8(x, bias):
+            return self._int8_skinny_gemm(name, x, values, scales, bias)
         if not has_native:
             return plain.int8_product(x, values, scales, bias)
         y = torch.empty(x.shape[0], values.shape[0], dtype=x.dtype)
@@ -141,14 +142,14 @@ class CpuProducts:
             total += grad[:, tile] @ weight
         return _added(total.to(grad.dtype), onto)
 
-    def _int8_skinny_gemm(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    def _int8_skinny_gemm(self, name: str, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         (n, inner), outer = x.shape, values.shape[0]
         assert values.shape == (outer, inner) and values.is_contiguous() and scales.is_contiguous()
         y = torch.empty(n, outer, dtype=x.dtype)
-        self._kernels.int8_product(
+        getattr(self._kernels, name)(
             *(x.data_ptr(), x.stride(0), values.data_ptr(), scales.data_ptr()),
             *(None if bias is None else bias.data_ptr(), y.data_ptr()),
-            *(n, inner, outer, x.dtype == torch.bfloat16, torch.get_num_threads()),
+            *(n, inner, outer, torch.get_num_threads()),
         )
         return y
 
@@ -244,11 +245,13 @@ def _added(found: Tensor, onto: Tensor | None) -> Tensor:
     return found if onto is None else onto.add_(found)
 
 
-def most_int8_rows(*, has_native: bool) -> int:
-    """Up to how many rows our own kernel for all CPUs multiplies int8 weights. has_native: the rows are bfloat16, for
-    whose products the CPU has instructions.
-    """
-    return _MOST_INT8_ROWS_NATIVE if has_native else _MOST_INT8_ROWS
+def kernel_for_few_int8_rows(kernels: Library, dtype: torch.dtype) -> tuple[str, int]:
+    """The same of int8 weights, for rows of a dtype."""
+    if dtype != torch.bfloat16:
+        return "int8_product_float32", _MOST_INT8_ROWS
+    if kernel_for_few_rows(kernels)[0] == "pair_product":
+        return "int8_pair_product", _MOST_PAIR_ROWS
+    return "int8_product_bfloat16", _MOST_INT8_ROWS_NATIVE if multiplies_bfloat16() else _MOST_INT8_ROWS
 
 
 def _is_for_int8(x: Tensor, bias: Tensor | None) -> bool:

@@ -18,7 +18,7 @@ from coserve.kernels.cpu import amx
 from coserve.kernels.cpu.adapters import MANY_ROWS
 from coserve.kernels.cpu.attention import CpuAttentionBatch
 from coserve.kernels.cpu.compiled import Library
-from coserve.kernels.cpu.products import fit_vectors, kernel_for_few_rows, most_int8_rows, multiplies_bfloat16
+from coserve.kernels.cpu.products import fit_vectors, kernel_for_few_int8_rows, kernel_for_few_rows
 from coserve.kernels.cpu.stand_ins import (
     ALIGNMENT,
     CONSTANT,
@@ -43,7 +43,9 @@ _KERNELS = (
         "pair_product",
         "vector_product",
         "int8_product_by_tiles",
-        "int8_product",
+        "int8_pair_product",
+        "int8_product_bfloat16",
+        "int8_product_float32",
         "rms_norm",
         "silu_mul",
         "rope",
@@ -96,6 +98,10 @@ class CpuTrace(Trace[PlainBackend]):
     @property
     def kernel_for_few_rows(self) -> tuple[str, int]:
         return kernel_for_few_rows(self._kernels)
+
+    @property
+    def kernel_for_few_int8_rows(self) -> tuple[str, int]:
+        return kernel_for_few_int8_rows(self._kernels, self.dtype)
 
     @property
     def is_bfloat16(self) -> bool:
@@ -248,14 +254,13 @@ class _Tracer(PlainBackend):
         return self._product(name, x, (weight,), bias, most_rows=most_rows)
 
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-        is_bfloat16 = self._trace.is_bfloat16
-        if self._trace.has_amx and is_bfloat16 and amx.fit_weight(values, bias):
+        if self._trace.has_amx and self._trace.is_bfloat16 and amx.fit_weight(values, bias):
             return self._product("int8_product_by_tiles", x, (values, scales), bias, most_rows=amx.MOST_ROWS)
-        most_rows = most_int8_rows(has_native=is_bfloat16 and multiplies_bfloat16())
-        return self._product("int8_product", x, (values, scales), bias, int(is_bfloat16), most_rows=most_rows)
+        name, most_rows = self._trace.kernel_for_few_int8_rows
+        return self._product(name, x, (values, scales), bias, most_rows=most_rows)
 
     def _product(
-        self, kernel: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, *more: int, most_rows: int
+        self, kernel: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, *, most_rows: int
     ) -> Tensor:
         trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight[0].shape
         if rows.width != inner or not all(tensor.is_contiguous() for tensor in weight):
@@ -264,7 +269,7 @@ class _Tracer(PlainBackend):
             raise UntraceableError
         trace.max_rows = min(trace.max_rows, most_rows)
         y = trace.new(outer)
-        sizes = (step("num_rows"), inner, outer, *more, step("num_threads"))
+        sizes = (step("num_rows"), inner, outer, step("num_threads"))
         trace.call(kernel, rows, rows.step, *weight, bias, y, *sizes)
         return cast(Tensor, y)
 
