@@ -46,7 +46,8 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.examples import epoch_order
 
 LORA = LoraConfig(r=3, alpha=6, target_modules="all-linear")
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5, eps=1e-6)
+# Where a gradient is no more than rounding, Adam with a smaller eps makes a step of it that is a processor's own.
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5, eps=1e-5)
 CONFIG = TuningConfig(num_epochs=2, batch_size=3, max_pack_tokens=12, seed=4, optimizer=OPTIMIZER)
 LENGTHS = (9, 12, 5, 11, 7)
 
@@ -132,7 +133,7 @@ def assert_is_pefts(engine: Any, events: list[Any], directory: Path) -> None:
     engine.save_adapter("mine", directory)
     ours = load_file(directory / "adapter_model.safetensors")
     assert ours.keys() == parameters.keys()
-    assert max(float((ours[name] - parameters[name]).abs().max()) for name in ours) < 1e-4
+    assert max(float((ours[name] - parameters[name]).abs().max()) for name in ours) < 3e-5
 
 
 class AtOnce(Executor):
