@@ -1,5 +1,5 @@
-"""Attention on CPUs: rows whose keys lie in pages read them there (`paged_attention.cpp`); runs of rows have kernels on
-AMX (`attention_forward.cpp`, `attention_backward.cpp`), and PyTorch's operations elsewhere.
+"""Attention on CPUs: rows whose keys lie in pages read them there (`paged_attention.cpp`); runs of rows have kernels in
+tiles (`attention_forward.cpp`, `attention_backward.cpp`: AMX, AMD's AVX-512), and PyTorch's operations elsewhere.
 
 All follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one log-sum-exp per
 query and head, and the backward pass rebuilds the probabilities from them. A run is cut into tiles of query rows, each
@@ -24,10 +24,10 @@ from coserve.kernels.plain.attention import Part, PlainAttentionBatch
 _MAX_TILE_ELEMENTS = 1 << 22
 # Rows below which a tile is not worth cutting, forward and backward.
 _MIN_TILE_ROWS, _MIN_BACKWARD_ROWS = 64, 128
-# Rows below which arranging the keys for AMX takes longer than it saves.
-_MIN_AMX_ROWS = 16
+# Rows below which arranging the keys in tiles takes longer than it saves.
+_MIN_ROWS_BY_TILES = 16
 # Bytes that a thread holds for each element of a head's keys, and the most that all threads may hold.
-_AMX_BYTES, _MOST_AMX_BYTES = 22, 1 << 30
+_TILE_BYTES, _MOST_TILE_BYTES = 22, 1 << 30
 # Elements of a tile's scores that a CPU core's cache holds.
 _CACHED_TILE_ELEMENTS = 1 << 18
 # Rows and keys of a segment: (first row, number of rows, first key, number of keys).
@@ -97,13 +97,13 @@ class CpuAttention:
             return self._forward_paged(q, keys, values, part, spec)
         runs = part.runs(gathered=keys.shape[0] > 1)
         k, v = (_by_head(x[part.pages] if x.shape[0] > 1 else x, q.shape[2]) for x in (keys, values))
-        if not self._fits_amx(q, runs):
+        if not self._fit_tiles(q, runs):
             parts = [run_forward(q[row : row + n], k[key : key + m], v[key : key + m], spec) for row, n, key, m in runs]
             out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
             return out, lse
-        out, lse = self._forward_amx(q, k, v, [run for run in runs if run[1] >= _MIN_AMX_ROWS], spec)
+        out, lse = self._forward_by_tiles(q, k, v, [run for run in runs if run[1] >= _MIN_ROWS_BY_TILES], spec)
         for row, n, key, m in runs:
-            if n < _MIN_AMX_ROWS:
+            if n < _MIN_ROWS_BY_TILES:
                 own = slice(row, row + n)
                 out[own], lse[own] = run_forward(q[own], k[key : key + m], v[key : key + m], spec)
         return out, lse
@@ -125,8 +125,8 @@ class CpuAttention:
         assert isinstance(part, CpuPart)
         runs = part.runs(gathered=False)
         k, v, dk, dv = (_by_head(x, q.shape[2]) for x in (keys, values, key_grads, value_grads))
-        if self._fits_amx(q, runs):
-            return self._backward_amx(grad, q, k, v, out, lse, runs, spec, dk, dv)
+        if self._fit_tiles(q, runs):
+            return self._backward_by_tiles(grad, q, k, v, out, lse, runs, spec, dk, dv)
         dq = torch.empty_like(q)
         for row, n, key, m in runs:
             rows, seen = slice(row, row + n), slice(key, key + m)
@@ -159,7 +159,7 @@ class CpuAttention:
         )
         return out, lse
 
-    def _forward_amx(
+    def _forward_by_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, runs: list[_Run], spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         tensors = [x.contiguous() for x in (q, k, v)]
@@ -172,7 +172,7 @@ class CpuAttention:
         )
         return out, lse
 
-    def _backward_amx(
+    def _backward_by_tiles(
         self,
         grad: Tensor,
         q: Tensor,
@@ -196,12 +196,12 @@ class CpuAttention:
         )
         return q_grad
 
-    def _fits_amx(self, q: Tensor, runs: list[_Run]) -> bool:
+    def _fit_tiles(self, q: Tensor, runs: list[_Run]) -> bool:
         """Whether the kernels are for such queries, and each thread has room for a head's keys and their gradients."""
-        if not self._kernels.has_amx or q.dtype != torch.bfloat16 or q.shape[2] % 32:
+        if not self._kernels.has_tiles or q.dtype != torch.bfloat16 or q.shape[2] % 32:
             return False
         most_keys = max(run[3] for run in runs)
-        return most_keys * q.shape[2] * _AMX_BYTES * torch.get_num_threads() <= _MOST_AMX_BYTES
+        return most_keys * q.shape[2] * _TILE_BYTES * torch.get_num_threads() <= _MOST_TILE_BYTES
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,7 @@
 
 #include "attention_tiles.h"
 
-#ifdef HAS_AMX
-
-#include <sys/syscall.h>
-#include <unistd.h>
+#ifdef HAS_TILES
 
 namespace {
 
@@ -239,9 +236,6 @@ void reverse(const Problem& problem, i64 num_threads) {
 
 }  // namespace
 
-// Linux: arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA.
-extern "C" int request_amx() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-
 // grad, q, out and q_grad [n, heads, width], k and v [m, key heads, width], lse [n, heads]; k_grad and v_grad
 // [m, key heads, width] are added to. segments: of each its first row, number of rows, first key, number of keys.
 // width: a multiple of 32. window: 0, or how many keys a query sees.
@@ -267,9 +261,5 @@ extern "C" void attention_backward(const bf16* grad, const bf16* q, const bf16* 
                 num_threads);
     }
 }
-
-#else
-
-extern "C" int request_amx() { return 0; }
 
 #endif

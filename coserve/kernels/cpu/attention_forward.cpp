@@ -5,7 +5,7 @@
 
 #include "attention_tiles.h"
 
-#ifdef HAS_AMX
+#ifdef HAS_TILES
 
 #include <cmath>
 #include <limits>

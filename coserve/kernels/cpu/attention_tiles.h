@@ -5,9 +5,9 @@
 // vectors, and the rounded scores of a tile are factors of the next products as they lie.
 #pragma once
 
-#include "amx.h"
+#include "tiles.h"
 
-#ifdef HAS_AMX
+#ifdef HAS_TILES
 
 #include <vector>
 

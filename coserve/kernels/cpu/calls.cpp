@@ -4,7 +4,7 @@
 #include <chrono>
 #include <utility>
 
-#include "kernels.h"
+#include "tiles.h"
 
 namespace {
 
@@ -50,11 +50,11 @@ struct Kernel {
 };
 
 const Kernel KERNELS[] = {
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-    {"product", Call<product>::run},
+#ifdef HAS_AMX
     {"int8_product_by_tiles", Call<int8_product_by_tiles>::run},
 #endif
-#if defined(__AVX512BF16__)
+#ifdef HAS_TILES
+    {"product", Call<product>::run},
     {"pair_product", Call<pair_product>::run},
     {"int8_pair_product", Call<int8_pair_product>::run},
 #endif

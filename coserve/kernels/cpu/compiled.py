@@ -15,6 +15,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from coserve.home import home_directory, is_trusted, make_private
+from coserve.kernels.cpu.processor import multiplies_bfloat16
 
 _log = logging.getLogger(__name__)
 
@@ -34,17 +36,33 @@ _FLAGS = (
 _COMPILE_S = 120.0
 
 
+class _Tiles(IntEnum):
+    """See `request_tiles` in the header."""
+
+    NONE = 0
+    BY_PAIRS = 1
+    BY_AMX = 2
+
+
 class Library:
     """The compiled functions, by name; and what this CPU can do."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be loaded, RuntimeError if it lacks a kernel that this processor can run."""
         found = ctypes.CDLL(str(path))
-        # Instructions for products of tiles of bfloat16 (AMX), which a process must ask the system for.
-        self.has_amx = bool(found.request_amx())
-        # Instructions for products of pairs of bfloat16 (AVX-512's).
-        self.has_pairs = hasattr(found, "pair_product")
-        missing_on_some = (set() if self.has_amx else kernels_for("AMX")) | kernels_for("pairs")
+        # Products of tiles of bfloat16: by AMX, which a process must ask the system for, or by pairs.
+        tiles = _Tiles(found.request_tiles())
+        self.has_amx = tiles is _Tiles.BY_AMX
+        # Whether instructions for pairs of bfloat16 (AVX-512's) are the fastest; and products of tiles by whichever.
+        self.has_pairs = tiles is _Tiles.BY_PAIRS and multiplies_bfloat16()
+        self.has_tiles = self.has_amx or self.has_pairs
+        missing_on_some = set[str]()
+        for instructions, are_there in (
+            ("AMX", self.has_amx),
+            ("tiles", tiles is not _Tiles.NONE),
+            ("pairs", tiles is not _Tiles.NONE),
+        ):
+            missing_on_some |= set() if are_there else kernels_for(instructions)
         for name, arguments in signatures().items():
             function = getattr(found, name, None)
             if function is not None:
@@ -64,8 +82,8 @@ def signatures() -> dict[str, list[Any]]:
 
 
 def kernels_for(instructions: str) -> set[str]:
-    """Those that are compiled for processors with such instructions alone, AMX or pairs: of groups whose comment in the
-    header says so in brackets.
+    """Those that are compiled for processors with such instructions alone, AMX, pairs or tiles: of groups whose comment
+    in the header says so in brackets.
     """
     groups = (_SOURCES / "kernels.h").read_text().split("\n\n")
     said = f"({instructions})"

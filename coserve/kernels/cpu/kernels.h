@@ -1,17 +1,18 @@
 // Every kernel that Python may call. This is the one place where their arguments are stated: the definitions are
 // compiled against it, and `compiled.py` reads it when it loads them. An argument is an address, an i64 or a double.
-// Groups whose comment says (AMX) or (pairs) are compiled for processors that have it, or AVX-512's instructions for
-// products of pairs of bfloat16; all others must be there.
+// Groups whose comment says (AMX), or (pairs), are compiled for processors that have it, or AVX-512's instructions for
+// products of pairs of bfloat16; those with (tiles) for both. All others must be there.
 #pragma once
 
 #include "common.h"
 
 extern "C" {
 
-// attention_backward.cpp: ask the system for the tile registers of AMX; whether there are any, and it gives them.
-int request_amx();
+// tiles.cpp: ask the system for the tile registers of AMX, if there are any; how tiles are multiplied then.
+enum { NO_TILES, TILES_BY_PAIRS, TILES_BY_AMX };
+int request_tiles();
 
-// attention_forward.cpp, attention_backward.cpp (AMX)
+// attention_forward.cpp, attention_backward.cpp (tiles)
 void attention_forward(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse, const i64* segments,
                        i64 num_segments, i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale,
                        i64 num_threads);
@@ -30,7 +31,7 @@ void paged_attention_float32(const float* q, const float* keys, const float* val
                              i64 num_heads, i64 num_key_heads, i64 width, i64 block_tokens, i64 page_step, i64 window,
                              double scale, i64 num_threads);
 
-// products.cpp (AMX)
+// products.cpp (tiles)
 void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer,
              i64 num_threads);
 
@@ -57,7 +58,7 @@ void int8_product_float32(const float* x, i64 x_step, const int8_t* weight, cons
                           float* y, i64 n, i64 inner, i64 outer, i64 num_threads);
 void int8_to_bfloat16(const int8_t* values, const float* scales, bf16* out, i64 rows, i64 columns, i64 num_threads);
 
-// low_rank.cpp (AMX)
+// low_rank.cpp (tiles)
 void to_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 n, i64 width, i64 rank,
                  i64 num_threads);
 void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 y_step, i64 n,

@@ -3,7 +3,7 @@
 // rows. The gradient is [n, vocabulary] again, as the product after it reads it: it is turned while it is in registers.
 // That product is made here, too, with some hundred words' gradient at a time.
 
-#include "amx.h"
+#include "tiles.h"
 
 #ifdef HAS_AMX
 

@@ -4,9 +4,9 @@
 // The wide tensor is [n, width], width a multiple of 32; the narrow one [n, rank]. The matrix is given as it is stored:
 // [rank, width] (LoRA's A), or [width, rank] (LoRA's B).
 
-#include "amx.h"
+#include "tiles.h"
 
-#ifdef HAS_AMX
+#ifdef HAS_TILES
 
 namespace {
 
@@ -102,22 +102,19 @@ const i64 STRIP = 32;
 extern "C" void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 y_step,
                               i64 n, i64 width, i64 rank, i64 num_threads) {
     const i64 padded = round_up(n, 16), inner = round_up(rank, 32);
-    bf16* left = reinterpret_cast<bf16*>(shared_scratch.take(padded * inner * sizeof(bf16)));
-    for (i64 row = 0; row < padded; row++)
-        for (i64 i = 0; i < inner; i += 16)
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(left + row * inner + i),
-                                row < n ? load_16(x + row * x_step + i, rank - i) : _mm256_setzero_si256());
+    bf16* left = reinterpret_cast<bf16*>(shared_scratch.take((padded + width) * inner * sizeof(bf16)));
+    bf16* right = left + padded * inner;  // [width / 32, inner / 2, 32, 2]
 #pragma omp parallel num_threads(num_threads)
     {
-        const Part blocks(width / 32);
-        const i64 first = blocks.start * 32, last = blocks.end * 32;
-        float* sums = reinterpret_cast<float*>(
-            own_scratch.take(STRIP * 32 * sizeof(float) + inner * (last - first) * sizeof(bf16)));
-        bf16* right = reinterpret_cast<bf16*>(sums + STRIP * 32);  // [blocks, inner / 2, 32, 2]
-        for (i64 column = first; column < last; column += 32)
+        const Part rows(padded), blocks(width / 32), strips((n + STRIP - 1) / STRIP);
+        for (i64 row = rows.start; row < rows.end; row++)
+            for (i64 i = 0; i < inner; i += 16)
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(left + row * inner + i),
+                                    row < n ? load_16(x + row * x_step + i, rank - i) : _mm256_setzero_si256());
+        for (i64 column = blocks.start * 32; column < blocks.end * 32; column += 32)
             for (i64 k = 0; k < inner; k += 32)
                 for (i64 i = 0; i < 32; i += 16) {
-                    bf16* out = right + (column - first) * inner + (k * 16 + i) * 2;
+                    bf16* out = right + column * inner + (k * 16 + i) * 2;
                     if (is_transposed)
                         column_pairs(matrix + (column + i) * rank + k, rank, 16, rank - k, out, 32);
                     else
@@ -125,12 +122,19 @@ extern "C" void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64
                             _mm512_storeu_si512(out + row * 32, row_pair(matrix + (k + row) * width + column + i, width,
                                                                          rank - k - row, 16));
                 }
+        float* sums = reinterpret_cast<float*>(own_scratch.take(STRIP * 32 * sizeof(float)));
+        // Threads that write parts of the same rows of y take its lines from each other, which processors fetch in
+        // pairs: so each has rows of its own, if there are some strips for each.
+        const bool has_rows = n >= 2 * STRIP * omp_get_num_threads();
+        const i64 first = has_rows ? 0 : blocks.start * 32, last = has_rows ? width : blocks.end * 32;
+        const i64 top = has_rows ? strips.start * STRIP : 0, bottom = has_rows ? std::min(n, strips.end * STRIP) : n;
         Tiles registers;
-        for (i64 row = 0; row < n; row += STRIP) {
+#pragma omp barrier
+        for (i64 row = top; row < bottom; row += STRIP) {
             auto run = row + STRIP <= padded ? multiply<32, 32, false> : multiply<16, 32, false>;
             for (i64 column = first; column < last; column += 32) {
                 settle();
-                run(int(inner), left + row * inner, inner, right + (column - first) * inner, 32, sums, 32);
+                run(int(round_up(rank, DEPTH)), left + row * inner, inner, right + column * inner, 32, sums, 32);
                 settle();
                 for (i64 i = 0; i < std::min(STRIP, n - row); i++) {
                     bf16* out = y + (row + i) * y_step + column;

@@ -1,6 +1,6 @@
 """Products with a factor of low rank, such as a LoRA's (A [rank, width], B [width, rank]), and its gradient, by kernels
-of our own: bfloat16, with float32 sums that are rounded once. On tiles where there is AMX (`low_rank.cpp`), in float32
-elsewhere (`vector_low_rank.cpp`). A library's product takes several times what reading the wide tensor takes.
+of our own: bfloat16, with float32 sums that are rounded once. In tiles where there are some (`low_rank.cpp`), in
+float32 elsewhere (`vector_low_rank.cpp`). A library's product takes several times what reading the wide tensor takes.
 
 Each function gives None, or False, when it is not for these tensors.
 """
@@ -8,8 +8,8 @@ Each function gives None, or False, when it is not for these tensors.
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu.amx import are_bfloat16
 from coserve.kernels.cpu.compiled import Library
+from coserve.kernels.cpu.tile_products import are_bfloat16
 
 _MOST_RANK = 64
 # Elements of the wide tensor below which a second thread takes longer to begin than it helps.
@@ -20,10 +20,10 @@ class LowRankProducts:
     """The kernels of a library for this processor."""
 
     def __init__(self, kernels: Library) -> None:
-        has_amx = kernels.has_amx
-        self._to_low_rank = kernels.to_low_rank if has_amx else kernels.vector_to_low_rank
-        self._from_low_rank = kernels.from_low_rank if has_amx else kernels.vector_from_low_rank
-        self._gradient = kernels.add_low_rank_gradient if has_amx else kernels.vector_low_rank_gradient
+        has_tiles = kernels.has_tiles
+        self._to_low_rank = kernels.to_low_rank if has_tiles else kernels.vector_to_low_rank
+        self._from_low_rank = kernels.from_low_rank if has_tiles else kernels.vector_from_low_rank
+        self._gradient = kernels.add_low_rank_gradient if has_tiles else kernels.vector_low_rank_gradient
 
     def to_low_rank(self, x: Tensor, matrix: Tensor, *, transposed: bool) -> Tensor | None:
         """x M: x [n, width], M [width, rank], given as its transpose or not -> [n, rank]."""

@@ -6,9 +6,10 @@
 
 #include <type_traits>
 
+#include "tiles.h"
 #include "vector_products.h"
 
-#if defined(__AVX512BF16__)
+#ifdef HAS_TILES
 
 namespace {
 

@@ -1,14 +1,16 @@
-// y = x W^T of few rows in bfloat16 on AMX, with sums in float32 that are rounded once. PyTorch's product rearranges
+// y = x W^T of few rows in bfloat16 in tiles, with sums in float32 that are rounded once. PyTorch's product rearranges
 // the weight first; here it is the left factor as it lies, y^T = W x^T, so that the time is that of reading it once.
 
 #include "skinny.h"
 
-#ifdef HAS_AMX
+#ifdef HAS_TILES
 
 namespace {
 
 // Rows of the weight that are multiplied at once.
 const int STRIP = 32;
+// Up to how many rows a tile that is multiplied by vectors takes longer than the rows alone.
+const i64 FEWEST_ROWS = 12;
 
 thread_local Scratch shared_scratch, own_scratch;
 
@@ -18,6 +20,9 @@ thread_local Scratch shared_scratch, own_scratch;
 // inner and outer are multiples of 32. A row's sums are the same whatever other rows are there.
 extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
                         i64 outer, i64 num_threads) {
+#ifndef HAS_AMX
+    if (n <= FEWEST_ROWS) return pair_product(x, x_step, weight, bias, y, n, inner, outer, num_threads);
+#endif
     const Panel panel(shared_scratch, x, x_step, n, inner);
 #pragma omp parallel num_threads(num_threads)
     {

@@ -2,9 +2,9 @@
 
 Which way is fastest depends on the processor, the dtype and the number of rows; `benchmarks/products.py` measures it.
 
-- bfloat16 and few rows: kernels of our own read the weight once as it lies, on tiles where there is AMX (`amx.py`), by
-  pairs on AMD's AVX-512 (`pair_products.cpp`), and in float32 elsewhere (`vector_products.cpp`); PyTorch's take twice
-  as long, and rearrange the weight first.
+- bfloat16 and few rows: kernels of our own read the weight once as it lies, in tiles with AMX and AMD's AVX-512
+  (`tile_products.py`; with the latter the fewest rows, and weights of no whole tiles, by pairs: `pair_products.cpp`),
+  and in float32 elsewhere (`vector_products.cpp`); PyTorch's take twice as long, and rearrange the weight first.
 - bfloat16 and many rows, on a CPU that multiplies it faster than float32 (AMX; AMD's AVX-512): PyTorch's.
 - The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it have half of that
   (Intel's without AMX): kernels of our own, which convert a strip of the weight at a time and multiply in float32
@@ -19,15 +19,15 @@ In every case the sums are float32, and a product is rounded once.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from threading import Lock
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.cpu.amx import AmxProducts
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.low_rank import LowRankProducts
+from coserve.kernels.cpu.processor import multiplies_bfloat16
+from coserve.kernels.cpu.tile_products import TileProducts
 from coserve.kernels.plain import products as plain
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
@@ -53,7 +53,7 @@ _MOST_INT8_ROWS_NATIVE, _MOST_INT8_ROWS = 8, 32
 
 
 class CpuProducts:
-    """The products of a CPU backend: by AMX where there is one, by PyTorch elsewhere.
+    """The products of a CPU backend: by kernels of our own where they are faster, by PyTorch elsewhere.
 
     Args:
         may_lie_by_columns: products of many outputs may be left with their columns contiguous instead of their rows.
@@ -62,7 +62,7 @@ class CpuProducts:
     def __init__(self, kernels: Library, *, may_lie_by_columns: bool = False) -> None:
         self._kernels = kernels
         self._may_lie_by_columns = may_lie_by_columns
-        self._amx = AmxProducts(kernels) if kernels.has_amx else None
+        self._tiles = TileProducts(kernels) if kernels.has_tiles else None
         self._low_rank = LowRankProducts(kernels)
         name, self._most_few_rows = kernel_for_few_rows(kernels)
         self._few_rows = getattr(kernels, name)
@@ -71,11 +71,11 @@ class CpuProducts:
         """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
         if x.dtype != torch.bfloat16 or not x.shape[0]:
             return torch.nn.functional.linear(x, weight, bias)
-        if self._amx is not None:
+        if self._tiles is not None:
             is_for_columns = x.shape[0] >= _MANY_LOSS_ROWS and weight.shape[0] >= _MANY_OUTPUTS and bias is None
             if self._may_lie_by_columns and is_for_columns:
                 return torch.mm(weight, x.T).T
-            if (y := self._amx.skinny_gemm(x, weight, bias)) is not None:
+            if (y := self._tiles.skinny_gemm(x, weight, bias)) is not None:
                 return y
         if x.shape[0] <= self._most_few_rows and x.stride(1) == 1 and fit_vectors(weight, bias):
             return self._product_of_few_rows(x, weight, bias)
@@ -120,8 +120,7 @@ class CpuProducts:
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Backend.int8_product`."""
         has_native = has_native_bf16(x)
-        amx = self._amx if has_native else None
-        if amx is not None and (y := amx.int8_skinny_gemm(x, values, scales, bias)) is not None:
+        if self._tiles is not None and (y := self._tiles.int8_skinny_gemm(x, values, scales, bias)) is not None:
             return y
         name, most_rows = kernel_for_few_int8_rows(self._kernels, x.dtype)
         if 0 < x.shape[0] <= most_rows and _is_for_int8(x, bias):
@@ -285,9 +284,7 @@ def kernel_for_few_rows(kernels: Library) -> tuple[str, int]:
     """
     if not multiplies_bfloat16():
         return "vector_product", sys.maxsize
-    if kernels.has_amx or not kernels.has_pairs:
-        return "vector_product", _MOST_VECTOR_ROWS_NATIVE
-    return "pair_product", _MOST_PAIR_ROWS
+    return ("pair_product", _MOST_PAIR_ROWS) if kernels.has_pairs else ("vector_product", _MOST_VECTOR_ROWS_NATIVE)
 
 
 def fit_vectors(weight: Tensor, bias: Tensor | None) -> bool:
@@ -306,17 +303,3 @@ def has_native_bf16(x: Tensor) -> bool:
 def is_widened(x: Tensor) -> bool:
     """Whether it is bfloat16 on a CPU that multiplies float32 faster."""
     return x.dtype == torch.bfloat16 and x.is_cpu and not multiplies_bfloat16()
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether this CPU's instructions for sums of products of bfloat16 are faster than those for float32.
-
-    Intel's of AVX-512 are not: 168 GFLOP/s by PyTorch's bfloat16 and 306 by its float32 on two cores of a Xeon (model
-    207) whose virtual machine hides AMX.
-    """
-    found = torch.cpu.get_capabilities()
-    if found.get("amx_bf16"):
-        return True
-    is_slow = "Intel" in str(found.get("cpu_name"))
-    return not is_slow and any(bool(found.get(name)) for name in ("avx512_bf16", "bf16"))

@@ -1,9 +1,9 @@
 // What products y^T = W x^T of few rows share, with a weight as the left factor as it lies, on AMX.
 #pragma once
 
-#include "amx.h"
+#include "tiles.h"
 
-#ifdef HAS_AMX
+#ifdef HAS_TILES
 
 // Rows of x as columns of a right factor x^T: blocks of 32 rows, each [inner / 2, 32, 2], zeros after n. The last
 // block is 16 wide where that is enough.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec
-from coserve.kernels.cpu import amx
+from coserve.kernels.cpu import tile_products
 from coserve.kernels.cpu.adapters import MANY_ROWS
 from coserve.kernels.cpu.attention import CpuAttentionBatch
 from coserve.kernels.cpu.compiled import Library
@@ -92,16 +92,8 @@ class CpuTrace(Trace[PlainBackend]):
         return self._adapters
 
     @property
-    def has_amx(self) -> bool:
-        return self._kernels.has_amx
-
-    @property
-    def kernel_for_few_rows(self) -> tuple[str, int]:
-        return kernel_for_few_rows(self._kernels)
-
-    @property
-    def kernel_for_few_int8_rows(self) -> tuple[str, int]:
-        return kernel_for_few_int8_rows(self._kernels, self.dtype)
+    def kernels(self) -> Library:
+        return self._kernels
 
     @property
     def is_bfloat16(self) -> bool:
@@ -248,15 +240,15 @@ class _Tracer(PlainBackend):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not (self._trace.is_bfloat16 and fit_vectors(weight, bias)):
             raise UntraceableError
-        if self._trace.has_amx and amx.fit_weight(weight, bias):
-            return self._product("product", x, (weight,), bias, most_rows=amx.MOST_ROWS)
-        name, most_rows = self._trace.kernel_for_few_rows
+        if self._trace.kernels.has_tiles and tile_products.fit_weight(weight, bias):
+            return self._product("product", x, (weight,), bias, most_rows=tile_products.MOST_ROWS)
+        name, most_rows = kernel_for_few_rows(self._trace.kernels)
         return self._product(name, x, (weight,), bias, most_rows=most_rows)
 
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._trace.has_amx and self._trace.is_bfloat16 and amx.fit_weight(values, bias):
-            return self._product("int8_product_by_tiles", x, (values, scales), bias, most_rows=amx.MOST_ROWS)
-        name, most_rows = self._trace.kernel_for_few_int8_rows
+        if self._trace.kernels.has_amx and self._trace.is_bfloat16 and tile_products.fit_weight(values, bias):
+            return self._product("int8_product_by_tiles", x, (values, scales), bias, most_rows=tile_products.MOST_ROWS)
+        name, most_rows = kernel_for_few_int8_rows(self._trace.kernels, self._trace.dtype)
         return self._product(name, x, (values, scales), bias, most_rows=most_rows)
 
     def _product(

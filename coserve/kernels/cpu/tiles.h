@@ -1,12 +1,18 @@
-// Products of tiles on AMX, and what they need: the tile registers, right factors in their order, transposition.
+// Products of tiles of bfloat16, on AMX or, where there is none, by AVX-512's instructions for pairs; and what they
+// need: the tile registers, right factors in their order, transposition.
 #pragma once
 
 #include "kernels.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
-#define HAS_AMX
+#if defined(__AVX512BF16__)
+#define HAS_TILES
 
 #include <immintrin.h>
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define HAS_AMX
+
+const int DEPTH = 32;
 
 // What was written before is in memory afterwards: the compiler does not know that tiles are read from there.
 inline void settle() { asm volatile("" ::: "memory"); }
@@ -36,9 +42,25 @@ class Tiles {
     alignas(64) uint8_t before_[64];
 };
 
+#else
+
+const int DEPTH = 2;
+
+inline void settle() {}
+
+// Vectors have no state to prepare.
+struct Tiles {
+    Tiles() {}
+    ~Tiles() {}
+};
+
+#endif
+
 // C = A B, or C += A B: A [ROWS, inner] by rows, B [inner / 2, COLUMNS, 2] by pairs of rows, C [ROWS, COLUMNS] float32.
-// ROWS and COLUMNS are 32 or 16, inner is a multiple of 32. The steps are from one row of A, one pair of rows of B, one
-// row of C to the next, in elements of each (in pairs for B).
+// ROWS and COLUMNS are 32 or 16, inner is a multiple of DEPTH. The steps are from one row of A, one pair of rows of B,
+// one row of C to the next, in elements of each (in pairs for B).
+#ifdef HAS_AMX
+
 template <int ROWS, int COLUMNS, bool ADD>
 inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c, i64 c_step) {
     const bool low = ROWS == 32, right = COLUMNS == 32;
@@ -73,6 +95,45 @@ inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_
     if (low) _tile_stored(2, lower, c_step * 4);
     if (low && right) _tile_stored(3, lower + 16, c_step * 4);
 }
+
+#else
+
+// Some of the rows: as many as leave their sums in registers.
+template <int ROWS, int VECTORS, bool ADD>
+inline void multiply_rows(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c, i64 c_step) {
+    __m512 sums[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++)
+            sums[row][v] = ADD ? _mm512_loadu_ps(c + row * c_step + 16 * v) : _mm512_setzero_ps();
+    for (int k = 0; k < inner; k += 2, a += 2, b += 2 * b_step) {
+        __m512bh right[VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) right[v] = (__m512bh)_mm512_loadu_si512(b + 32 * v);
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++) {
+            int32_t pair;
+            std::memcpy(&pair, a + row * a_step, sizeof pair);
+            const __m512bh left = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) sums[row][v] = _mm512_dpbf16_ps(sums[row][v], left, right[v]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(c + row * c_step + 16 * v, sums[row][v]);
+}
+
+template <int ROWS, int COLUMNS, bool ADD>
+inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c, i64 c_step) {
+    const int at_once = 8;
+    for (int row = 0; row < ROWS; row += at_once)
+        multiply_rows<at_once, COLUMNS / 16, ADD>(inner, a + row * a_step, a_step, b, b_step, c + row * c_step, c_step);
+}
+
+#endif
 
 inline __m512 load(const bf16* x) {
     __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));

@@ -1,4 +1,4 @@
-"""Products of few rows with a large weight (skinny GEMM) on AMX by kernels of our own (`products.cpp`,
+"""Products of few rows with a large weight (skinny GEMM) in tiles, by kernels of our own (`products.cpp`,
 `int8_tiles.cpp`): bfloat16, with float32 sums that are rounded once.
 
 Each function gives None when it is not for these tensors.
@@ -13,8 +13,8 @@ from coserve.kernels.cpu.compiled import Library
 MOST_ROWS = 192
 
 
-class AmxProducts:
-    """The kernels of a library that was compiled for AMX."""
+class TileProducts:
+    """The kernels of a library that has tiles."""
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
@@ -32,9 +32,9 @@ class AmxProducts:
         return y
 
     def int8_skinny_gemm(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """(x W^T) s + b: the same with int8 values [out, in] and float32 scales [out]; in is a multiple of 64."""
+        """(x W^T) s + b by AMX: the same with int8 values [out, in], in a multiple of 64, and float32 scales [out]."""
         (n, inner), outer = x.shape, values.shape[0]
-        if not _is_skinny(x, values, bias) or not scales.is_contiguous():
+        if not self._kernels.has_amx or not _is_skinny(x, values, bias) or not scales.is_contiguous():
             return None
         y = torch.empty(n, outer, dtype=x.dtype)
         self._kernels.int8_product_by_tiles(
