@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from random import Random
-from statistics import median
+from statistics import median, median_low
 from typing import Any, TypeVar
 
 from coserve.adapters.base import Adapter
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 _MEMORY_BYTES = 4 << 30
 # Kinds of steps, and the policy that makes one of a request's rows and a whole sequence of a job.
-_POLICIES = {"decode": "inference-only", "fused": "slack", "backward": "tuning-only"}
+_POLICIES = {"decode": "inference-only", "fused": "token-fusion", "backward": "tuning-only"}
 # So that no step is cut for the sake of a deadline.
 _RELAXED = Slo(ttft_s=1e3, tpot_s=1e3)
 
 
 def run(backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, rows: int = 512) -> dict[str, Any]:
     """Three kinds of steps: requests decode (`streams` of them, which draw their tokens, after `context`
-    others); they decode, and a window of a job goes forward (`rows` of its rows); the loss and the whole backward pass
-    of such a window, by itself. Medians over `runs` turns, after one that warms up. In a turn the three run as they are
+    others); they decode, and a window of a job goes forward (its first of `rows` rows, as many as cost least beside
+    them); the loss and the whole backward pass of all of them, by itself. Medians over `runs` turns, after one that warms up. In a turn the three run as they are
     and by part, every other turn the other way round: what else the machine does weighs on both alike.
 
     Raises:
@@ -66,10 +66,10 @@ def run(backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, 
         "flops_per_s": peak_flops_per_s(backbone.dtype, clock),
         "bytes_per_s": read_bytes_per_s(backbone.device, clock),
     }
-    floors = Floors(Adapter(backbone, LORA))
+    floors, window_rows = Floors(Adapter(backbone, LORA)), median_low(bench.windows)
     least = {
         "decode": floors.forward([context] * streams, 0),
-        "fused": floors.forward([context] * streams, rows),
+        "fused": floors.forward([context] * streams, window_rows),
         "backward": floors.backward(rows),
     }
     steps = []
@@ -88,17 +88,22 @@ def run(backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, 
         "clock": clock_name,
         "requests": streams,
         "context": context,
-        "window_rows": rows,
+        "window_rows": window_rows,
+        "rows": rows,
         **speeds,
         "steps": steps,
     }
 
 
 class _Bench:
-    """An engine under watch, with requests and a job that do not end before the last turn."""
+    """An engine under watch, with requests and a job that do not end before the last turn.
+
+    windows: rows of each that was measured.
+    """
 
     def __init__(self, backbone: Backbone, clock: Clock, *, streams: int, context: int, rows: int, turns: int) -> None:
         self.ledger = Ledger(clock)
+        self.windows: list[int] = []
         head = [tensor.data_ptr() for tensor in weight_tensors(backbone.weights["head"])]
         watched = replace(backbone, backend=self.ledger.watch(backbone.backend, head))
         self._engine = engine = Engine.from_backbone(watched, EngineConfig(memory_bytes=_MEMORY_BYTES))
@@ -123,7 +128,10 @@ class _Bench:
         self._engine.policy = make_policy(_POLICIES[kind])
         while True:
             found = measure(self._engine.step)
-            if _kind(self._engine.last_plan) == kind:
+            plan = self._engine.last_plan
+            if _kind(plan) == kind:
+                if kind == "fused":
+                    self.windows.append(sum(each.rows for each in plan.rows if each.kind == "window"))
                 return found
             if not self._engine.has_work:
                 raise CoserveError(f"no step of kind {kind!r} came")
@@ -136,4 +144,6 @@ def _kind(plan: Plan) -> str | None:
         return None
     if plan.losses or plan.tasklets:
         return "backward" if plan.losses and plan.tasklets and not kinds else None
+    if any(rows.kind == "window" and rows.start for rows in plan.rows):
+        return None
     return {frozenset({"decode"}): "decode", frozenset({"decode", "window"}): "fused"}.get(frozenset(kinds))

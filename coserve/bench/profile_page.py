@@ -23,8 +23,8 @@ def profile_html(result: dict[str, Any]) -> str:
     entries = legend([("box", colour, part) for part, colour in _COLOURS.items()])
     figures = "".join(figure(f"{step['step']}: {number(step['step_ms'])} ms", _piles(step)) for step in result["steps"])
     words = (
-        f"{result['requests']} requests decode at context {result['context']}; the window and the backward pass have "
-        f"{result['window_rows']} rows. Times are {result['clock']}. A floor is what a part takes "
+        f"{result['requests']} requests decode at context {result['context']}; the window has {result['window_rows']} "
+        f"rows, the backward pass {result['rows']}. Times are {result['clock']}. A floor is what a part takes "
         f"at least: bytes read once at {result['bytes_per_s'] / 1e9:.1f} GB/s, or FLOPs at "
         f"{result['flops_per_s'] / 1e9:.0f} GFLOP/s, as measured in the same run."
     )
