@@ -34,10 +34,11 @@ _RELAXED = Slo(ttft_s=1e3, tpot_s=1e3)
 
 
 def run(backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, rows: int = 512) -> dict[str, Any]:
-    """Three kinds of steps: requests decode (`streams` of them, which draw their tokens, after `context`
-    others); they decode, and a window of a job goes forward (its first of `rows` rows, as many as cost least beside
-    them); the loss and the whole backward pass of all of them, by itself. Medians over `runs` turns, after one that warms up. In a turn the three run as they are
-    and by part, every other turn the other way round: what else the machine does weighs on both alike.
+    """Three kinds of steps: requests decode (`streams` of them, which draw their tokens, after `context` others); they
+    decode, and a window of a job goes forward (its first of `rows` rows, as many as cost least beside them); the loss
+    and the whole backward pass of all of them, by itself. Medians over `runs` turns, after one that warms up. In a turn
+    the three run as they are and by part, every other turn the other way round: what else the machine does weighs on
+    both alike.
 
     Raises:
         CoserveError: on another device than a CPU, where calls do not wait for their results.

@@ -216,6 +216,27 @@ def int8_pair_product(x, weight, bias, num_threads):
 
 @needs_pairs
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize(("inner", "outer"), [(32, 32), (96, 64), (64, 96), (576, 960), (1536, 544)])
+def test_input_gradients_of_few_rows_by_pairs(inner, outer, num_threads):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    products, weight = CpuProducts(KERNELS), torch.randn(outer, inner).bfloat16()
+    wide, wide_onto = torch.randn(64, outer + 8).bfloat16(), torch.randn(64, inner + 8).bfloat16()
+    whole = products.input_gradient(wide[:, 8:], weight)
+    for n in (1, 2, 11, 12, 13, 31, 64):
+        grad = wide[:n, 8:]  # rows of a wider tensor
+        exact, sizes = grad.double() @ weight.double(), grad.double().abs() @ weight.double().abs()
+        found, onto = products.input_gradient(grad, weight), wide_onto[:n, 8:].clone()
+        assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * sizes).all()
+        assert torch.equal(found, whole[:n]), "whatever other rows are there"
+        exact, before = exact + onto.double(), torch.cat([wide_onto[:n, :8], onto], dim=1)
+        added = products.input_gradient(grad, weight, before[:, 8:])
+        assert added.data_ptr() == before[:, 8:].data_ptr() and torch.equal(before[:, :8], wide_onto[:n, :8])
+        assert ((added.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * sizes).all(), "rounded once"
+
+
+@needs_pairs
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize(("inner", "outer"), [(1, 1), (24, 90), (37, 41), (129, 64), (896, 65)])
 def test_products_of_few_rows_with_int8_weights_by_pairs(inner, outer, num_threads):
     torch.manual_seed(0)
@@ -573,7 +594,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 36 and all(found.values())
+    assert len(found) == 37 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert (
@@ -593,7 +614,9 @@ def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_lo
     tiles |= {"to_low_rank", "from_low_rank", "add_low_rank_gradient"}
     assert compiled.kernels_for("tiles") == tiles <= declared.keys()
     assert compiled.kernels_for("AMX") == amx <= declared.keys()
-    assert compiled.kernels_for("pairs") == {"pair_product", "int8_pair_product"} <= declared.keys()
+    assert (
+        compiled.kernels_for("pairs") == {"pair_product", "int8_pair_product", "pair_input_gradient"} <= declared.keys()
+    )
     afresh.setattr(compiled, "signatures", lambda: {**declared, "softmax": [ctypes.c_void_p]})
     with caplog.at_level(logging.WARNING):
         assert compiled.compiled_kernels() is None

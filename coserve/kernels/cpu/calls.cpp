@@ -55,6 +55,8 @@ const Kernel KERNELS[] = {
 #endif
 #ifdef HAS_TILES
     {"product", Call<product>::run},
+#endif
+#ifdef HAS_PAIRS
     {"pair_product", Call<pair_product>::run},
     {"int8_pair_product", Call<int8_pair_product>::run},
 #endif

@@ -60,7 +60,7 @@ class Library:
         for instructions, are_there in (
             ("AMX", self.has_amx),
             ("tiles", tiles is not _Tiles.NONE),
-            ("pairs", tiles is not _Tiles.NONE),
+            ("pairs", tiles is _Tiles.BY_PAIRS),
         ):
             missing_on_some |= set() if are_there else kernels_for(instructions)
         for name, arguments in signatures().items():

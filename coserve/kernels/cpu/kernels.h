@@ -1,7 +1,7 @@
 // Every kernel that Python may call. This is the one place where their arguments are stated: the definitions are
 // compiled against it, and `compiled.py` reads it when it loads them. An argument is an address, an i64 or a double.
-// Groups whose comment says (AMX), or (pairs), are compiled for processors that have it, or AVX-512's instructions for
-// products of pairs of bfloat16; those with (tiles) for both. All others must be there.
+// Groups whose comment says (AMX) are compiled for processors that have it; (pairs), for those that have AVX-512's
+// instructions for products of pairs of bfloat16 instead; (tiles), for both. All others must be there.
 #pragma once
 
 #include "common.h"
@@ -50,6 +50,10 @@ void pair_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bia
                   i64 num_threads);
 void int8_pair_product(const bf16* x, i64 x_step, const int8_t* weight, const float* scales, const bf16* bias, bf16* y,
                        i64 n, i64 inner, i64 outer, i64 num_threads);
+
+// pair_gradients.cpp (pairs)
+void pair_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 x_step, i64 adds, i64 n,
+                         i64 inner, i64 outer, i64 num_threads);
 
 // int8.cpp
 void int8_product_bfloat16(const bf16* x, i64 x_step, const int8_t* weight, const float* scales, const bf16* bias,

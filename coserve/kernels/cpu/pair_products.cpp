@@ -9,7 +9,7 @@
 #include "tiles.h"
 #include "vector_products.h"
 
-#ifdef HAS_TILES
+#ifdef HAS_PAIRS
 
 namespace {
 

@@ -20,7 +20,7 @@ thread_local Scratch shared_scratch, own_scratch;
 // inner and outer are multiples of 32. A row's sums are the same whatever other rows are there.
 extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
                         i64 outer, i64 num_threads) {
-#ifndef HAS_AMX
+#ifdef HAS_PAIRS
     if (n <= FEWEST_ROWS) return pair_product(x, x_step, weight, bias, y, n, inner, outer, num_threads);
 #endif
     const Panel panel(shared_scratch, x, x_step, n, inner);

@@ -27,7 +27,7 @@ from torch import Tensor
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.low_rank import LowRankProducts
 from coserve.kernels.cpu.processor import multiplies_bfloat16
-from coserve.kernels.cpu.tile_products import TileProducts
+from coserve.kernels.cpu.tile_products import TileProducts, are_bfloat16, fit_weight
 from coserve.kernels.plain import products as plain
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
@@ -35,6 +35,8 @@ _TILE_ELEMENTS = 1 << 21
 # Up to how many rows our own kernels without tiles multiply bfloat16 where PyTorch's product of more is faster: the one
 # in float32, and the one by pairs.
 _MOST_VECTOR_ROWS_NATIVE, _MOST_PAIR_ROWS = 16, 48
+# The same for input gradients by pairs.
+_MOST_PAIR_GRADIENT_ROWS = 64
 # From how many rows on a conversion pays for the products of gradients.
 _MIN_WIDE_ROWS = 16
 # Held while factors are rounded.
@@ -93,11 +95,30 @@ class CpuProducts:
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless bfloat16 is widened."""
+        if self._fit_pairs(grad, weight, onto):
+            return self._pair_input_gradient(grad, weight, onto)
         if is_widened(grad) and grad.shape[0] and grad.stride(1) == 1 and fit_vectors(weight, None):
             return _added(self._vector_input_gradient(grad, weight), onto)
         if is_widened(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
             return _added(wide_input_gradient(grad, weight), onto)
         return grad @ weight if onto is None else onto.addmm_(grad, weight)
+
+    def _fit_pairs(self, grad: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
+        if not self._kernels.has_pairs or not 0 < grad.shape[0] <= _MOST_PAIR_GRADIENT_ROWS:
+            return False
+        if onto is not None and (onto.dtype != grad.dtype or onto.stride(1) != 1):
+            return False
+        return are_bfloat16(grad, weight) and grad.stride(1) == 1 and fit_weight(weight, None)
+
+    def _pair_input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None) -> Tensor:
+        (n, outer), inner = grad.shape, weight.shape[1]
+        assert weight.shape == (outer, inner)
+        x_grad = torch.empty(n, inner, dtype=grad.dtype) if onto is None else onto
+        self._kernels.pair_input_gradient(
+            *(grad.data_ptr(), grad.stride(0), weight.data_ptr(), x_grad.data_ptr(), x_grad.stride(0)),
+            *(onto is not None, n, inner, outer, torch.get_num_threads()),
+        )
+        return x_grad
 
     def _vector_input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         (n, outer), inner = grad.shape, weight.shape[1]

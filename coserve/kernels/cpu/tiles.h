@@ -43,6 +43,7 @@ class Tiles {
 };
 
 #else
+#define HAS_PAIRS
 
 const int DEPTH = 2;
 
