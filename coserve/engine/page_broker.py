@@ -93,7 +93,8 @@ class PageBroker:
         run can be had otherwise. What cannot be had is not looked for again until a page has become free or evictable.
 
         window: of weights that it needs, which is taken with it if it is not there, and grows as far as it can, also
-        into prefixes that no request has used since the last such pack was begun. At most one pack has it.
+        into prefixes that no request has used since the last such pack was begun, and with pages of requests moved
+        aside. At most one pack has it.
         """
         if window is not None:
             return self._take_with_window(group_pages, num_trained_parts, window)
@@ -112,8 +113,13 @@ class PageBroker:
         runs: list[range] = []
         if len(window.run) >= need.least_pages:
             window.require(need.least_pages)
+            # Before the pack, whose runs would lie in its way, and so far that they find room elsewhere.
+            self._grow_window(need, num_kept=sum(sizes), may_move=self.on_move is not None)
             with suppress(BudgetError):
-                runs = self._take_sizes(sizes)
+                runs = self._take_free_runs(sizes)
+            if not runs:
+                with suppress(BudgetError):
+                    runs = self._take_sizes(sizes)
         if not runs:  # it is too small, or in the way
             window.clear()
             *runs, run = self._take_sizes((*sizes, need.least_pages))
@@ -121,13 +127,32 @@ class PageBroker:
             self.pool.take_these(WINDOW_OWNER, run)
             window.begin(run)
             window.require(need.least_pages)
-        below = window.room_below(need.most_pages, self.cache.prefixes.unused_since(self._window_grew_at))
+        # Nothing may fail from here on: what was taken would be lost.
+        self._grow_window(need, num_kept=0, may_move=False)
         self._window_grew_at = self.cache.prefixes.num_released
-        self.cache.evict_pages([page for page in below if page in self.cache.prefixes.evictable])
-        window.grow(below)
         given = iter(runs)
         found = [None if size is None else next(given) for size in group_pages]
         return PackPages(self.pool, found, num_trained_parts, window)
+
+    def _grow_window(self, need: WindowNeed, *, num_kept: int, may_move: bool) -> None:
+        """Into what is free and what nobody has used since a pack had it, right below it, and as many pages of those are
+        kept; pages of requests that are in the way may move aside.
+        """
+        prefixes, window, pool = self.cache.prefixes, self.window, self.pool
+        unused = prefixes.unused_since(self._window_grew_at)
+        most = max(0, pool.num_free + len(unused) - num_kept)
+
+        def room(usable: Collection[int]) -> range:
+            found = window.room_below(need.most_pages, usable)
+            return found[max(0, len(found) - most) :]
+
+        below = room(unused)
+        if may_move and len(wider := room(unused | prefixes.used)) > len(below):
+            self.cache.evict_pages([page for page in wider if page in unused])
+            if self._move(sorted(prefixes.used & set(wider)), wider):
+                below = wider
+        self.cache.evict_pages([page for page in below if page in prefixes.evictable])
+        window.grow(below)
 
     def _take_sizes(self, sizes: tuple[int, ...]) -> list[range]:
         """`_take_runs`, unless it is known that these cannot be had."""

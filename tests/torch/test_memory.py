@@ -400,6 +400,42 @@ def test_the_window_of_weights_grows_into_prefixes_that_no_request_uses():
     broker.check_integrity(set(), [fourth])
 
 
+def test_the_window_of_weights_grows_past_pages_of_requests():
+    """Of four requests the last is right below it, and stays: its pages move aside, and the pack's own runs come to lie
+    where the window does not grow to.
+    """
+    broker, need = PageBroker(num_pages=80, page_bytes=64, block_tokens=BLOCK), WindowNeed(5, 40)
+    open_sequences: list[PagedSequence] = []
+
+    def move(targets):
+        for sequence in open_sequences:
+            sequence.move(targets)
+        return True
+
+    broker.on_move = move
+    broker.take_pack([8], 0, need).release()
+    assert len(broker.window.run) == 40
+    for number in range(4):
+        sequence = broker.cache.open((), 52)
+        sequence.reserve(52)
+        sequence.commit(52, [number] * 52, "")
+        open_sequences.append(sequence)
+    assert len(broker.window.run) == 28
+    packs = [broker.take_pack([8], 0, need)]
+    assert len(broker.window.run) < 28, "there is no room for both"
+    for _ in range(3):
+        open_sequences.pop(0).close()
+    for _ in range(2):
+        packs.pop().release()
+        broker.window.require(0)
+        packs.append(broker.take_pack([8], 0, need))
+    assert len(broker.window.run) == 40 and broker.num_moved
+    (last,) = open_sequences
+    assert broker.pool.num_pages_by_owner()["weights"] == 40
+    broker.check_integrity(set(last.pages), packs)
+    assert not set(last.pages) & set(broker.window.run)
+
+
 def test_requests_and_a_job_share_one_pool():
     cache = Cache(num_pages=200)
     adapter = make_adapter(cache.backbone)
