@@ -135,8 +135,8 @@ class PageBroker:
         return PackPages(self.pool, found, num_trained_parts, window)
 
     def _grow_window(self, need: WindowNeed, *, num_kept: int, may_move: bool) -> None:
-        """Into what is free and what nobody has used since a pack had it, right below it, and as many pages of those are
-        kept; pages of requests that are in the way may move aside.
+        """Into what is free and what nobody has used since a pack had it, right below it, but for as many pages; those
+        of requests that are in the way may move aside.
         """
         prefixes, window, pool = self.cache.prefixes, self.window, self.pool
         unused = prefixes.unused_since(self._window_grew_at)
