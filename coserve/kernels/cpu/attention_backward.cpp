@@ -1,4 +1,4 @@
-// Causal attention, backward, on AMX: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on tiles that
+// Causal attention, backward: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on tiles (`tiles.h`) that
 // with all that belongs to them stay in a core's cache.
 //
 // S^T = K Q^T and dP^T = V dO^T give P^T and dS^T; then dV += P^T dO, dK += dS^T Q, and dQ^T += K^T dS^T.

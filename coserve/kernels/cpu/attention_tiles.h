@@ -1,4 +1,4 @@
-// What both directions of attention on AMX share: tiles of queries and keys, the orders in which products want them,
+// What both directions of attention share: tiles of queries and keys, the orders in which products want them,
 // and who does which.
 //
 // Everything is computed with keys along the rows, S^T = K Q^T, so that what belongs to a query lies in one lane of the

@@ -1,4 +1,4 @@
-// Products with a matrix of low rank (at most 64) in bfloat16 on AMX: what a LoRA adds to a site (arXiv 2106.09685),
+// Products with a matrix of low rank (at most 64) in bfloat16, in tiles: what a LoRA adds to a site (arXiv 2106.09685),
 // and the gradients of that. Each is one pass over its wide tensor.
 //
 // The wide tensor is [n, width], width a multiple of 32; the narrow one [n, rank]. The matrix is given as it is stored:

@@ -1,4 +1,4 @@
-// What products y^T = W x^T of few rows share, with a weight as the left factor as it lies, on AMX.
+// What products y^T = W x^T of few rows share, with a weight as the left factor as it lies, in tiles.
 #pragma once
 
 #include "tiles.h"
