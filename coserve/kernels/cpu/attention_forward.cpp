@@ -1,5 +1,5 @@
-// Causal attention, forward: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on tiles (`tiles.h`) that with
-// all that belongs to them stay in a core's cache.
+// Causal attention, forward: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on tiles (`tiles.h`) that
+// with all that belongs to them stay in a core's cache.
 //
 // S^T = K Q^T gives P^T, and O^T += V^T P^T; what was summed before is scaled down when a query finds a larger score.
 
