@@ -2,9 +2,9 @@
 
     python benchmarks/products.py [--dtype bfloat16]
 
-What `coserve/kernels/cpu/products.py` and `amx.py` choose is read off this table. Every product has its own weight, so
-that none is in the caches. Columns: microseconds of x W^T by PyTorch's choice, converted to float32, by our choice,
-by our kernel for the weight in int8, of dy W by PyTorch and by our choice, and of reading the weight once.
+What `coserve/kernels/cpu/products.py` and `tile_products.py` choose is read off this table. Every product has its own
+weight, so that none is in the caches. Columns: microseconds of x W^T by PyTorch's choice, converted to float32, by our
+choice, by our kernel for the weight in int8, of dy W by PyTorch and by our choice, and of reading the weight once.
 """
 
 import argparse

@@ -27,8 +27,8 @@ from coserve.tuning.examples import Example
 T = TypeVar("T")
 
 _MEMORY_BYTES = 4 << 30
-# Kinds of steps, and the policy that makes one of a request's rows and a whole sequence of a job.
-_POLICIES = {"decode": "inference-only", "fused": "token-fusion", "backward": "tuning-only"}
+# Kinds of steps, and the policy that makes such ones of requests' rows and of a sequence of a job.
+_POLICIES = {"decode": "inference-only", "fused": "slack", "backward": "tuning-only"}
 # So that no step is cut for the sake of a deadline.
 _RELAXED = Slo(ttft_s=1e3, tpot_s=1e3)
 

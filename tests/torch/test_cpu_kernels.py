@@ -24,7 +24,7 @@ from coserve.kernels.weights import Int8Weight
 
 KERNELS = compiled.compiled_kernels()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="needs g++")
-needs_pairs = pytest.mark.skipif(KERNELS is None or not KERNELS.has_pairs, reason="needs g++ and AVX-512's bfloat16")
+needs_pairs = pytest.mark.skipif(KERNELS is None or not KERNELS.has_pairs, reason="needs g++ and AMD's AVX-512")
 needs_tiles = pytest.mark.skipif(KERNELS is None or not KERNELS.has_tiles, reason="needs g++, and AMX or AMD's AVX-512")
 DEVICE = torch.device("cpu")
 PLAIN = PlainBackend(DEVICE)

@@ -59,7 +59,7 @@ extern "C" void pair_input_gradient(const bf16* grad, i64 grad_step, const bf16*
             const i64 lines = columns / COLUMNS, num_calls = lines * groups;
             i64 next_row = row + BLOCK, line = 0, call = 0;
             auto fetch = [&](i64 until) {
-                for (; (next_row - row - BLOCK) * lines + line < until;) {
+                while ((next_row - row - BLOCK) * lines + line < until) {
                     _mm_prefetch(weight + next_row * inner + first + line * COLUMNS, _MM_HINT_T1);
                     if (++line == lines) line = 0, next_row++;
                 }

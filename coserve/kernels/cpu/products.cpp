@@ -17,7 +17,8 @@ thread_local Scratch shared_scratch, own_scratch;
 }  // namespace
 
 // y = x W^T + b: x [n, inner] with a step from row to row, weight [outer, inner], bias [outer] or null, y [n, outer].
-// inner and outer are multiples of 32. A row's sums are the same whatever other rows are there.
+// inner and outer are multiples of 32. A row's sums are the same whatever other rows are there;
+// without AMX, among the fewest and among more.
 extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
                         i64 outer, i64 num_threads) {
 #ifdef HAS_PAIRS
