@@ -33,12 +33,11 @@ _SEQUENCE = 512
 
 @dataclass(kw_only=True)
 class _Phase:
-    """What one policy reached. record_slos: what the streams of the turn of each record were promised."""
+    """What one policy reached."""
 
     records: list[RequestRecord] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
-    record_slos: list[Slo] = field(default_factory=list)
     num_tokens_trained: float = 0.0
     num_tuning_steps: int = 0
     num_divided_steps: int = 0
@@ -56,18 +55,17 @@ class _Phase:
 
     @property
     def attainment(self) -> float:
-        held = [_holds(record, slo) for record, slo in zip(self.records, self.record_slos, strict=True)]
+        held = [record.attained for record in self.records]
         return sum(held) / len(held) if held else float("nan")
 
     def tpot_of_slo(self, share: float) -> float:
-        """A percentile of TPOTs, each as a share of the SLO of its turn."""
-        pairs = zip(self.records, self.record_slos, strict=True)
-        return percentile([record.tpot_s / slo.tpot_s for record, slo in pairs if record.tpot_s is not None], share)
+        """A percentile of TPOTs, each as a share of the SLO of its request, which every turn sets anew."""
+        tpots = [(record.tpot_s, record.asked_slo or record.slo) for record in self.records]
+        return percentile([tpot_s / slo.tpot_s for tpot_s, slo in tpots if tpot_s is not None], share)
 
-    def add(self, turn: "_Phase", slo: Slo) -> None:
-        """One more turn, whose streams had this SLO."""
+    def add(self, turn: "_Phase") -> None:
+        """One more turn."""
         self.records += turn.records
-        self.record_slos += [slo] * len(turn.records)
         self.step_s += turn.step_s
         self.errors += turn.errors
         self.num_tokens_trained += turn.num_tokens_trained
@@ -145,22 +143,18 @@ def _measure(bench: "_Bench", after_turn: Callable[[float], None], *, runs: int,
     for _ in range(runs):
         turn = bench.phase("inference-only", seconds / runs)
         solo_s.append(median(turn.step_s))
-        bench.slo = slo = _slo(solo_s[-1])
-        alone.add(turn, slo)
-        both.add(bench.phase("slack", seconds / runs), slo)
+        bench.slo = _slo(solo_s[-1])
+        alone.add(turn)
+        both.add(bench.phase("slack", seconds / runs))
         if in_turns is not None:
-            in_turns.add(bench.phase("slack", seconds / runs, divides=False), slo)
-        jobs.add(bench.phase("tuning-only", seconds / runs / 2), slo)
+            in_turns.add(bench.phase("slack", seconds / runs, divides=False))
+        jobs.add(bench.phase("tuning-only", seconds / runs / 2))
         after_turn(seconds / runs / 2)
     return _Turns(solo_s=solo_s, alone=alone, both=both, jobs=jobs, in_turns=in_turns)
 
 
 def _slo(solo_s: float) -> Slo:
     return Slo(ttft_s=_TTFT_S, tpot_s=_OBJECTIVE_STEPS * solo_s)
-
-
-def _holds(record: RequestRecord, slo: Slo) -> bool:
-    return record.ttft_s <= slo.ttft_s and (record.tpot_s is None or record.tpot_s <= slo.tpot_s)
 
 
 def _numbers(found: _Turns) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class EngineCore:
 
     @property
     def slo(self) -> Slo:
-        """Of requests that bring none; unless the config says it, its TPOT follows what steps take."""
+        """Of requests that bring none; unless the config says it, or it was set, its TPOT follows what steps take."""
         return self._parts.default_slo.value
 
     @slo.setter

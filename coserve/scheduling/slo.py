@@ -35,18 +35,29 @@ def default_tpot_s(latency: LatencyModel) -> float:
 
 
 class DefaultSlo:
-    """The SLO of requests that bring none. value: as of now."""
+    """The SLO of requests that bring none."""
 
     def __init__(self, latency: LatencyModel, *, ttft_s: float, tpot_s: float | None) -> None:
         """tpot_s: None: by what is known of the device."""
-        self._latency, self._ttft_s, self._tpot_s = latency, ttft_s, tpot_s
-        self.value = Slo(ttft_s=ttft_s, tpot_s=tpot_s or default_tpot_s(latency))
+        self._latency, self._follows = latency, tpot_s is None
+        self._value = Slo(ttft_s=ttft_s, tpot_s=tpot_s or default_tpot_s(latency))
+
+    @property
+    def value(self) -> Slo:
+        """As of now. One that is set stays, whatever the device turns out to be."""
+        return self._value
+
+    @value.setter
+    def value(self, slo: Slo) -> None:
+        self._value, self._follows = slo, False
 
     def follow_device(self) -> None:
         """Predictions have changed: so may what follows from them."""
-        tpot_s = self._tpot_s or default_tpot_s(self._latency)
-        if abs(tpot_s - self.value.tpot_s) > _LEAST_CHANGE * self.value.tpot_s:
-            self.value = Slo(ttft_s=self._ttft_s, tpot_s=tpot_s)
+        if not self._follows:
+            return
+        tpot_s = default_tpot_s(self._latency)
+        if abs(tpot_s - self._value.tpot_s) > _LEAST_CHANGE * self._value.tpot_s:
+            self._value = Slo(ttft_s=self._value.ttft_s, tpot_s=tpot_s)
 
 
 def feasible_slo(slo: Slo, default: Slo, latency: LatencyModel, *, num_prompt_tokens: int, max_tokens: int) -> Slo:

@@ -1,6 +1,7 @@
 """Scenarios in simulated time in which jobs once harmed requests, or requests jobs; and fair shares among tenants."""
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from random import Random
 from typing import Any
@@ -13,10 +14,11 @@ from coserve.adapters import LoraConfig
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
+from coserve.engine.records import RequestRecord
 from coserve.engine.request import Chunk
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
-from coserve.scheduling.profile import Profile
+from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.slo import LEAST_DEFAULT_TPOT_S, Slo
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
@@ -116,6 +118,28 @@ def test_an_slo_is_replaced_only_where_the_device_cannot_hold_it():
 
 def test_no_default_is_below_what_a_reader_could_notice():
     assert make_engine("qwen2.5-0.5b", GPU, num_jobs=0).slo.tpot_s == LEAST_DEFAULT_TPOT_S
+
+
+def test_a_default_follows_the_device_until_one_is_set():
+    """`bench coserve` sets one for each of its turns: it lasted for 64 steps, then requests came with another one."""
+    predicted = _profile("llama-3.1-8b", A100)
+    slower = replace(
+        predicted, forward=Curve(rows=predicted.forward.rows, seconds=tuple([2 * s for s in predicted.forward.seconds]))
+    )
+    device = ModelledDevice(_backbone("llama-3.1-8b"), predicted, num_pages=1000, latency=LatencyModel(slower))
+    engine = EngineCore(device, LatencyModel(predicted), EngineConfig())
+
+    def run() -> RequestRecord:
+        engine.add_tokens([1], SamplingParams(max_tokens=200))
+        while engine.has_work:
+            engine.step()
+        return engine.records[-1]
+
+    before, asked = engine.slo, Slo(ttft_s=3.0, tpot_s=0.2)
+    assert run().slo == before
+    assert engine.slo.tpot_s > 1.5 * before.tpot_s and engine.slo.ttft_s == before.ttft_s
+    engine.slo = asked
+    assert [run().slo, run().slo, engine.slo] == [asked] * 3
 
 
 def test_jobs_get_on_though_no_request_can_keep_its_slo():
