@@ -12,6 +12,7 @@ from coserve.engine.job import Job
 from coserve.engine.job_set import JobSet
 from coserve.engine.plan_checks import check_plan
 from coserve.engine.request_queue import RequestQueue
+from coserve.scheduling.aged_factors import size_class
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.latency import LatencyModel, tasklet_section
 from coserve.scheduling.plan import Partition, Plan, PlannedLoss, PlannedRows, PlannedTasklets
@@ -146,7 +147,7 @@ def observe(
     run = beside = 1.0
     corrections = latency.corrections
     if plan.tasklets:
-        joined = {(section, num_rows.bit_length()): num_rows for section, num_rows in _joined_rows(plan, models)}
+        joined = {(section, size_class(num_rows)): num_rows for section, num_rows in _joined_rows(plan, models)}
         run, beside = _share_run(plan, result.num_tasklets), _share_run(plan, result.num_beside)
     if plan.partition is not None:
         worth_s = plan.loss_s + plan.backward_s * beside
@@ -158,7 +159,7 @@ def observe(
         # Waiting for weights is no work.
         seconds = result.backward_s - result.weights_wait_s
         corrections.observe(section, num_rows, False, predicted_s=after_s, measured_s=seconds)
-    for number in {number.bit_length(): number for number in parameters}.values():
+    for number in {size_class(number): number for number in parameters}.values():
         corrections.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
     # No plan counts copies, and waiting for them: they teach nothing about what it does count.
     waited_s = result.copy_s + result.weights_wait_s

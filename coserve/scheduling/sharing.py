@@ -12,15 +12,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
+from coserve.scheduling.aged_factors import AgedFactors, bounded, size_class
 from coserve.scheduling.plan import Partition
 
 Side = Literal["forward", "backward"]
-
-# Weight of the newest step in a correction, and how much of it is left after each later step without a division: what
-# was once slow is tried again.
-_CORRECTION_WEIGHT, _TRUST_PER_STEP = 0.15, 0.99
-# One step that was held up by something else moves a correction by this factor's power at most.
-_MOST_WRONG = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +62,7 @@ class SharingModel:
         self._sharing = sharing
         self._shares = {share.units: share for share in sharing.shares} if sharing else {}
         self._measured: dict[tuple[Partition, Side, int], float] = {}  # speeds by rows, without corrections
-        self._corrections: dict[tuple[Partition, Side, int], tuple[float, int]] = {}
-        self._num_steps = 0
+        self._factors = AgedFactors()  # for a side in general, and of a partition at some rows
         self.partitions: tuple[Partition, ...] = ()
         if sharing is not None:
             others = [(units, sharing.num_units - units) for units in sorted(self._shares)]
@@ -126,21 +120,20 @@ class SharingModel:
         """A side reached this speed where that one was predicted."""
         if predicted <= 0 or measured <= 0:
             return
-        error = min(_MOST_WRONG, max(1 / _MOST_WRONG, measured / predicted))
-        old = self._correction(partition, side, rows)
-        self._corrections[_key(partition, side, rows)] = old * error**_CORRECTION_WEIGHT, self._num_steps
+        right = self._correction(partition, side, rows) * bounded(measured / predicted)
+        self._factors.move(_key(partition, side, rows), right, believed=self._factors.of(side, 1.0))
+        self._factors.move(side, right)
 
     def count_step(self) -> None:
         """A step has ended, divided or not."""
-        self._num_steps += 1
+        self._factors.num_steps += 1
 
     def refresh(self) -> None:
         """Hold all that was seen for as true as if it had been seen just now."""
-        self._corrections = {key: (correction, self._num_steps) for key, (correction, _) in self._corrections.items()}
+        self._factors.refresh()
 
     def _correction(self, partition: Partition, side: Side, rows: int) -> float:
-        correction, step = self._corrections.get(_key(partition, side, rows), (1.0, 0))
-        return 1.0 if correction == 1 else float(correction ** (_TRUST_PER_STEP ** (self._num_steps - step)))
+        return self._factors.of(_key(partition, side, rows), self._factors.of(side, 1.0))
 
 
 def between(rows: Sequence[int], values: Sequence[float], num_rows: int) -> float:
@@ -154,7 +147,7 @@ def between(rows: Sequence[int], values: Sequence[float], num_rows: int) -> floa
 
 def _key(partition: Partition, side: Side, rows: int) -> tuple[Partition, Side, int]:
     """A partition that stops is as fast as one that does not."""
-    return (partition._replace(stops=False) if partition.stops else partition), side, rows.bit_length()
+    return (partition._replace(stops=False) if partition.stops else partition), side, size_class(rows)
 
 
 def _tuple(value: Any) -> Any:

@@ -197,7 +197,7 @@ def test_the_default_follows_what_steps_really_take():
 def test_a_model_of_this_device_holds_for_true_what_steps_took_however_long_ago():
     latency, load = taught(1.12, 60), ForwardLoad(rows=4, sampled=4, spans=4, keys=100)
     untaught = LatencyModel(latency.profile)
-    for _ in range(500):  # steps of other kinds
+    for _ in range(3000):  # steps of other kinds
         latency.observe_step(predicted_s=1.0, measured_s=1.0)
     aged_s = latency.forward_s(load)
     assert aged_s == pytest.approx(untaught.forward_s(load), rel=0.02)

@@ -1,0 +1,57 @@
+"""What predictions are off by, by kind: steps move these factors, and with age they give way to wider ones."""
+
+from collections.abc import Hashable
+
+# Weight of the newest step in a factor.
+_WEIGHT = 0.15
+# How much of a factor is left after a step in which nothing of its kind was seen: half of it after 350.
+_TRUST_PER_STEP = 0.998
+# One step that was held up by something else must not move a factor far.
+_MOST_WRONG = 2.0
+
+
+def size_class(number: int) -> int:
+    """Of a number of rows, or of parameters, the order of magnitude: 17 to 32 are alike, which kernels compute in as
+    many tiles.
+    """
+    return (number - 1).bit_length()
+
+
+class AgedFactors:
+    """Factors by key; a factor that was never seen is the wider one that is asked for with it. No clock, no I/O."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._seen: dict[Hashable, tuple[float, int]] = {}  # the factor, and when it was seen
+
+    def of(self, key: Hashable, wider: float) -> float:
+        """A factor. The longer it was not seen the more it gives way to the wider one: a kind of step that once took
+        very long would never be tried again.
+        """
+        seen = self._seen.get(key)
+        if seen is None:
+            return wider
+        factor, step = seen
+        if factor == wider:
+            return factor
+        trust = _TRUST_PER_STEP ** (self.num_steps - step)
+        found: float = wider * (factor / wider) ** trust
+        return found
+
+    def move(self, key: Hashable, right: float, *, believed: float = 1.0, first_weight: float = _WEIGHT) -> None:
+        """A step would have been predicted rightly by this factor.
+
+        believed, first_weight: what it was held for if this is the first step of its kind, and how far that one counts.
+        """
+        seen = self._seen.get(key)
+        old, weight = (believed, first_weight) if seen is None else (seen[0], _WEIGHT)
+        self._seen[key] = old * (right / old) ** weight, self.num_steps
+
+    def refresh(self) -> None:
+        """Hold all that was seen for as true as if it had been seen just now."""
+        self._seen = {key: (factor, self.num_steps) for key, (factor, _) in self._seen.items()}
+
+
+def bounded(error: float) -> float:
+    """Measured over predicted, as far as one step may move a factor."""
+    return min(_MOST_WRONG, max(1 / _MOST_WRONG, error))
