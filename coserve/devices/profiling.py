@@ -21,6 +21,7 @@ from coserve.devices.measuring import Stopwatch, rising
 from coserve.devices.profiling_sides import measure_sharing
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
+from coserve.kernels.trace import MOST_PROMPT_PAIRS
 from coserve.memory.host_pages import HostPages
 from coserve.memory.paged_kv import PagedKv, kv_page_bytes
 from coserve.memory.paged_states import num_state_pages
@@ -53,7 +54,7 @@ _BLOCK_TOKENS = 16
 _COPIED_PAGES = 32
 # Those of the curves, and the single ones beside them.
 _NUM_MEASUREMENTS = (
-    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *3 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 11
+    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *3 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 12
 )
 # A curve ends where one measurement takes too long.
 _TOO_LONG_S = 1.0
@@ -132,16 +133,23 @@ class _Measurement:
         s_per_span = max(0.0, (spans - one_span) / (_MANY_SPANS - 1))
         s_per_key = (self._forward(_MANY_SPANS, past=long) - spans) / (_MANY_SPANS * max(1, long - _SHORT))
         s_per_key = max(0.0, s_per_key)
-        near, past = self._forward(1, rows=rows), min(3 * rows, self.backbone.architecture.max_positions - rows)
+        past = min(3 * rows, self.backbone.architecture.max_positions - rows)
+        self.pages.may_run_at_once = False
+        block_by_block, near = self._forward(1), self._forward(1, rows=rows)
         s_per_pair = max(0.0, (self._forward(1, rows=rows, past=past) - near) / max(1, rows * past))
+        self.pages.may_run_at_once = True
         bypasses = self.adapter.bypasses()
         with_bypasses, without = self._forward(1, bypasses=bypasses), self._forward(1)
         s_per_bypass = max(0.0, (with_bypasses - without) / counts.num_bypasses)
         window = self._window(rows) - near - counts.num_bypasses * s_per_bypass
+        one_call_saved_s = max(0.0, block_by_block - without)
+        one_call_pairs = MOST_PROMPT_PAIRS if self.pages.stores.are_traced else 0
 
         def trunk(n: int) -> float:
-            rows = max(n, 2)  # one alone is decoding, which may be faster
-            return self._forward(1, rows=rows) - rows * rows / 2 * s_per_pair - rows * s_per_key - s_per_span
+            """Of n rows, block by block."""
+            pairs = n * n / 2
+            seconds = self._forward(1, rows=n) - pairs * s_per_pair - n * s_per_key - s_per_span
+            return seconds + (one_call_saved_s if n == 1 or pairs <= one_call_pairs else 0.0)
 
         forward = self._curve(_FORWARD_ROWS, trunk)
         head = self._curve(_HEAD_ROWS, self._head)
@@ -167,7 +175,8 @@ class _Measurement:
             s_per_window_row=max(0.0, window / rows),
             s_per_parameter=self._update() / counts.num_parameters,
             update_s=0.0,
-            decode_saved_s=max(0.0, forward.at(1) + s_per_key + s_per_span - without),
+            one_call_saved_s=one_call_saved_s,
+            one_call_pairs=one_call_pairs,
         )
 
     def _curve(self, rows: tuple[int, ...], seconds: Callable[[int], float], *, num_pieces: int = 1) -> Curve:
@@ -204,7 +213,7 @@ class _Measurement:
 
     def _forward(self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None) -> float:
         """Seconds of spans of `rows` rows each, after `past` tokens in the cache."""
-        what = ("forward", spans, rows, past, bypasses is not None)
+        what = ("forward", spans, rows, past, bypasses is not None, self.pages.may_run_at_once)
         return self._fastest_s(what, self._spans(spans, rows=rows, past=past, bypasses=bypasses))
 
     def _spans(

@@ -1,8 +1,9 @@
 """Tracing: operators run once on stand-ins for rows, and a backend writes down what it is asked for. What was written
 down then runs as one call on the rows of any step, without Python between one kernel and the next.
 
-For steps in which each row is the next of a request: there Python takes as long as a tenth of the work. A step whose
-rows are not so, and a model of which some operator cannot be written down, run as always.
+For steps in which each row is the next of a request, or of a short piece of a prompt, whose rows then attend one by
+one: there Python takes as long as a tenth of the work, up to a fifth. A step whose rows are not so, and a model of
+which some operator cannot be written down, run as always.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +18,11 @@ from coserve.kernels.low_rank import AdapterBatch
 
 # A backend, which is declared with this module's classes.
 BackendT = TypeVar("BackendT", covariant=True)
+
+
+# Up to how many pairs of a row and a key of prompts a step is one call: with more, tiles of attention save more than
+# Python takes.
+MOST_PROMPT_PAIRS = 8192
 
 
 class UntraceableError(Exception):

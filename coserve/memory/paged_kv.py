@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coserve.graph.states import StateRows
 from coserve.kernels.attention import Segment
+from coserve.kernels.trace import MOST_PROMPT_PAIRS
 from coserve.kernels.transfer import on_device
 from coserve.memory.paged_states import PagedStates, num_state_pages, state_runs
 from coserve.models.backbone import Backbone
@@ -39,7 +40,10 @@ SequenceRows: TypeAlias = tuple[Sequence[int], int, Sequence[int]]
 
 
 class PagedKv:
-    """All pages of a device."""
+    """All pages of a device.
+
+    `may_run_at_once`: whether blocks may run as one call on rows in these pages, where they can.
+    """
 
     def __init__(self, backbone: Backbone, *, num_pages: int, block_tokens: int) -> None:
         """Take the memory."""
@@ -47,6 +51,7 @@ class PagedKv:
         self.page_bytes = kv_page_bytes(backbone, block_tokens)
         # uint8 [num_pages, page_bytes]
         self.storage = torch.empty(num_pages, self.page_bytes, dtype=torch.uint8, device=backbone.device)
+        self.may_run_at_once = True
         self.num_state_pages = num_state_pages(backbone.architecture, self.page_bytes)
         layers, width = backbone.architecture.kv_layers, backbone.architecture.kv_widths[0]
         used = len(layers) * 2 * block_tokens * width * backbone.dtype.itemsize
@@ -116,7 +121,8 @@ class _CacheRows(BatchRows):
             self._state_tables = on_device([list(pages[:number]) for pages, _, _ in sequences], device)
             self._state_runs = state_runs([start for _, start, _ in sequences], lengths, device)
             sequences = [(pages[number:], start, tokens) for pages, start, tokens in sequences]
-        self._decodes = decodes = all(len(tokens) == 1 for _, _, tokens in sequences)
+        decodes = all(len(tokens) == 1 for _, _, tokens in sequences)
+        self._apart: Sequence[tuple[Sequence[int], int]] | None = None  # of prompts: pages and position of each row
         if decodes:
             tokens = [tokens[0] for _, _, tokens in sequences]
             positions = [start for _, start, _ in sequences]
@@ -124,7 +130,9 @@ class _CacheRows(BatchRows):
             new = [page for page, start in zip(pages, positions, strict=True) if not start % block]
         else:
             tokens = [token for _, _, tokens in sequences for token in tokens]
-            places = [(pages, start + row) for pages, start, tokens in sequences for row in range(len(tokens))]
+            self._apart = places = [
+                (pages, start + row) for pages, start, tokens in sequences for row in range(len(tokens))
+            ]
             positions = [position for _, position in places]
             pages = [pages[position // block] for pages, position in places]
             new = [pages[position // block] for pages, position in places if not position % block]
@@ -133,7 +141,7 @@ class _CacheRows(BatchRows):
         if decodes or cache.backbone.block_rows is None:
             self.segments = [_segment(pages, start, tokens, block) for pages, start, tokens in sequences]
         else:  # one for each row: results must not depend on how a prompt is cut
-            self.segments = [_segment(pages, position, (0,), block) for pages, position in places]
+            self.segments = self._segments_apart()
         # Of pages that rows are the first to write to, what lies after the rows must be finite: kernels may read that,
         # and give it no weight.
         if new:
@@ -141,9 +149,16 @@ class _CacheRows(BatchRows):
 
     @property
     def in_pages(self) -> InPages | None:
-        if not self._decodes or self._cache.num_state_pages:  # a trace knows of keys and values alone
+        cache, is_decode = self._cache, self._apart is None
+        if not cache.may_run_at_once or cache.num_state_pages:  # a trace knows of keys and values alone
             return None
-        return InPages(stores=self._cache.stores, pages=self._pages, offsets=self._offsets)
+        if not is_decode and _num_prompt_pairs(self.segments) > MOST_PROMPT_PAIRS:
+            return None
+        segments = None if is_decode else self._segments_apart
+        return InPages(stores=cache.stores, pages=self._pages, offsets=self._offsets, segments=segments)
+
+    def _segments_apart(self) -> list[Segment]:
+        return [_segment(pages, position, (0,), self.block_tokens) for pages, position in self._apart or ()]
 
     def keep(self, part: Part) -> Keep:
         return _keep(self._cache, part, self._pages, self._offsets)
@@ -155,6 +170,11 @@ class _CacheRows(BatchRows):
         cache = self._cache
         store = PagedStates(cache.storage, self._state_tables, cache.backbone.architecture, layer)
         return StateRows(rows=slice(None), runs=self._state_runs, store=store)
+
+
+def _num_prompt_pairs(segments: Sequence[Segment]) -> int:
+    """Of rows of segments of several, and the keys before them."""
+    return sum([each.num_rows * (each.num_keys - each.num_rows // 2) for each in segments if each.num_rows > 1])
 
 
 def _segment(pages: Sequence[int], start: int, tokens: Sequence[int], block_tokens: int) -> Segment:

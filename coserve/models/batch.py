@@ -8,7 +8,7 @@ one group (`BatchRows`), and what LoRAs of any ranks add to sites that read the 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from coserve.kernels.trace import TracedStep
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part, PlaceRun
 from coserve.models.bypasses import Bypasses, BypassGroup, RowAdapters
-from coserve.models.traced import PageStores, run_traced
+from coserve.models.traced import PageStores, traced_calls
 
 
 class Destination(Protocol):
@@ -49,11 +49,15 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InPages:
-    """Rows' places in the stores of keys and values of every block: which page, and which entry of it, int64 [n]."""
+    """Rows' places in the stores of keys and values of every block: which page, and which entry of it, int64 [n].
+
+    segments: makes one for each row, where some are of one sequence.
+    """
 
     stores: PageStores
     pages: Tensor
     offsets: Tensor
+    segments: Callable[[], Sequence[Segment]] | None = None
 
 
 class BatchRows(ABC):
@@ -79,7 +83,7 @@ class BatchRows(ABC):
 
     @property
     def in_pages(self) -> "InPages | None":
-        """Where their keys and values go, if each row is the next of a sequence in pages, and nothing else is kept."""
+        """Where their keys and values go, if nothing else is kept, and their blocks may run as one call."""
         return None
 
     def states(self, layer: int) -> StateRows:
@@ -208,14 +212,14 @@ class _Batch:
         if own is None or others or self._adapters.groups or backbone.block_rows is not None:
             return None
         constants = {name: rows for name, rows in self._constants.items() if rows.dtype == backbone.dtype}
-        step = TracedStep(
-            inputs={"x": x, **constants},
-            attention=first.attention,
-            pages=own.pages,
-            offsets=own.offsets,
-            adapters=self._adapters.low_rank,
-        )
-        return run_traced(backbone, own.stores, step)
+        inputs, adapters, attention = {"x": x, **constants}, self._adapters.low_rank, first.attention
+        calls = traced_calls(backbone, own.stores, inputs, adapters)
+        if calls is None:
+            return None
+        if own.segments is not None:
+            attention = backbone.backend.prepare_attention(own.segments(), block_tokens=first.own.block_tokens)
+        step = TracedStep(inputs=inputs, attention=attention, pages=own.pages, offsets=own.offsets, adapters=adapters)
+        return calls.run(step) if calls.fit(step) else None
 
     def _states(self, part: Part) -> tuple[StateRows, ...]:
         assert isinstance(part, int)

@@ -1,4 +1,4 @@
-"""All blocks as one call, for steps in which each row is the next of a request (`coserve.kernels.trace`).
+"""All blocks as one call, for steps of requests alone (`coserve.kernels.trace`).
 
 A trace belongs to a page pool, whose addresses it holds, and to the places at which some adapter of the step sits. It
 is made at the first step that can use it.
@@ -13,7 +13,8 @@ from coserve.graph.execute import run_graph
 from coserve.graph.ir import Node
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.base import Backend
-from coserve.kernels.trace import Trace, TracedCalls, TracedStep, UntraceableError
+from coserve.kernels.low_rank import AdapterBatch
+from coserve.kernels.trace import Trace, TracedCalls, UntraceableError
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 
@@ -30,19 +31,25 @@ class PageStores:
     layers: Mapping[Part, tuple[Tensor, Tensor]]
     traces: dict[int, TracedCalls | None] = field(default_factory=dict)
 
+    @property
+    def are_traced(self) -> bool:
+        """Whether any step has run as one call."""
+        return any(calls is not None for calls in self.traces.values())
 
-def run_traced(backbone: Backbone, stores: PageStores, step: TracedStep) -> Tensor | None:
-    """All blocks on rows after the embedding; None where they must run one by one. The step's inputs are "x" and the
+
+def traced_calls(
+    backbone: Backbone, stores: PageStores, inputs: Mapping[str, Tensor], adapters: AdapterBatch | None
+) -> TracedCalls | None:
+    """All blocks on rows after the embedding; None where they must run one by one. inputs: of a step: "x", and the
     model's constants in the compute dtype.
     """
-    places = 0 if step.adapters is None else step.adapters.mask
+    places = 0 if adapters is None else adapters.mask
     if places not in stores.traces:
         if len(stores.traces) >= _MOST_TRACES:
             stores.traces.clear()
-        widths = {name: rows.shape[1] for name, rows in step.inputs.items()}
+        widths = {name: rows.shape[1] for name, rows in inputs.items()}
         stores.traces[places] = _trace(backbone, stores, widths, places)
-    calls = stores.traces[places]
-    return calls.run(step) if calls is not None and calls.fit(step) else None
+    return stores.traces[places]
 
 
 def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], places: int) -> TracedCalls | None:

@@ -45,11 +45,6 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
     window_rows: float = 0.0
     versions: set[str] = msgspec.field(default_factory=set)
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether each row is the next of a request."""
-        return self.rows == self.spans and not self.windows
-
     def add_decodes(self, requests: Sequence[RequestView]) -> None:
         """One row of each of many requests whose next token can be chosen after it, quickly."""
         num_requests, num_past, drawn, masked = len(requests), 0, 0, 0
@@ -155,7 +150,6 @@ class LatencyModel:
         p, num_past = self.profile, request.num_past
         others, has_windows = load.rows, load.windows > 0
         raw_s = self._sum_s(load) - seconds_at(self._forward, others)
-        saved_s = p.decode_saved_s if load.is_decode else 0.0
         whole_s = seconds_at(self._head, load.sampled + 1) - seconds_at(self._head, load.sampled)
         if request.draws:
             whole_s += seconds_at(self._sample, load.drawn + 1) - seconds_at(self._sample, load.drawn)
@@ -167,10 +161,10 @@ class LatencyModel:
 
         def seconds(rows: int) -> float:
             raw = raw_s + seconds_at(self._forward, others + rows) + (num_past + rows) * p.s_per_key + p.s_per_span
-            if rows > 1:
-                raw += rows * (num_past + rows / 2) * p.s_per_pair
-            else:
-                raw -= saved_s
+            pairs = rows * (num_past + rows / 2) if rows > 1 else 0.0
+            raw += pairs * p.s_per_pair
+            if not has_windows and load.pairs + pairs <= p.one_call_pairs:
+                raw -= p.one_call_saved_s
             if rows == request.num_rows:
                 raw += whole_s
             if request.num_scored:
@@ -289,7 +283,9 @@ class LatencyModel:
     # -- arithmetic -------------------------------------------------------------
 
     def _raw_forward_s(self, load: ForwardLoad) -> float:
-        return self._sum_s(load) - (self.profile.decode_saved_s if load.is_decode else 0.0)
+        p = self.profile
+        is_one_call = not load.windows and load.pairs <= p.one_call_pairs
+        return self._sum_s(load) - (p.one_call_saved_s if is_one_call else 0.0)
 
     def _sum_s(self, load: ForwardLoad) -> float:
         """Of a forward pass in blocks, one by one."""

@@ -11,6 +11,7 @@ from support import CONFIGS, make_adapter, make_backbone, random_tokens, random_
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coserve.kernels.cpu import CpuBackend
+from coserve.memory import paged_kv
 from coserve.memory.paged_kv import PagedKv
 from coserve.models import Backbone, forward, load_backbone
 
@@ -51,8 +52,10 @@ class Steps:
         self.pages = PagedKv(backbone, num_pages=10 * len(lengths), block_tokens=BLOCK)
         self.pages.pages.fill_(torch.nan)
         self.lengths = list(lengths)
+        self.pages.may_run_at_once = False
         for index, length in enumerate(lengths):
             forward(backbone, [self.pages.rows([(self.table(index), 0, random_tokens(length, index).tolist())])])
+        self.pages.may_run_at_once = True
 
     def table(self, index: int) -> list[int]:
         return [10 * index + page for page in (3, 0, 7, 1, 9, 2)]
@@ -148,8 +151,50 @@ def test_what_cannot_be_traced_runs_one_by_one(name, dtype):
     assert not steps.num_traces
 
 
-def test_steps_with_a_prompt_run_one_by_one():
-    steps = Steps(backbone_of("qwen3", "float32", "int8"), lengths=(5, 2))
-    prompt = steps.pages.rows([(steps.table(0), 5, random_tokens(3, 8).tolist())])
-    forward(steps.pages.backbone, [prompt, steps.pages.rows([(steps.table(1), 2, [9])])])
-    assert not steps.num_traces
+def prompts(steps: Steps, bypasses=(None, None, None)) -> torch.Tensor:
+    """A step with pieces of two prompts, one of them a new one, beside a request that decodes."""
+    pieces = [(0, 5, random_tokens(3, 8).tolist()), (1, 2, [9]), (2, 0, random_tokens(7, 9).tolist())]
+    return forward(
+        steps.pages.backbone,
+        [
+            steps.pages.rows([(steps.table(index), start, tokens)], own)
+            for (index, start, tokens), own in zip(pieces, bypasses, strict=True)
+        ],
+    )
+
+
+@pytest.mark.parametrize(("name", "dtype", "weights"), MODELS)
+def test_pieces_of_prompts_are_one_call_whose_rows_attend_one_by_one(name, dtype, weights, monkeypatch):
+    backbone = backbone_of(name, dtype, weights)
+    bypasses = make_adapter(backbone, seed=1, r=4, target_modules="all-linear").bypasses()
+    traced, by_row, by_piece = (Steps(backbone, lengths=(5, 2, 1)) for _ in range(3))
+
+    def run(steps: Steps) -> list[torch.Tensor]:
+        return [prompts(steps), prompts(steps, (bypasses, None, bypasses)), steps.step(which=[0, 1])]
+
+    ours = run(traced)
+    assert traced.num_traces == 2
+    one_by_one(monkeypatch)
+    for one, other in zip(ours, run(by_piece), strict=True):
+        assert (one - other).float().norm() < (1e-5 if dtype == "float32" else 0.03) * other.float().norm()
+    make_rows = paged_kv._CacheRows.__init__
+
+    def make_rows_apart(rows: Any, *arguments: Any) -> None:
+        make_rows(rows, *arguments)
+        if rows._apart is not None:
+            rows.segments = rows._segments_apart()
+
+    monkeypatch.setattr(paged_kv._CacheRows, "__init__", make_rows_apart)
+    for one, other in zip(ours, run(by_row), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(traced.pages.storage, by_row.pages.storage), "keys and values, too"
+
+
+def test_prompts_whose_rows_have_too_many_keys_run_one_by_one(monkeypatch):
+    """Three rows after five others, and seven: 3 x 7 + 7 x 4 pairs."""
+    backbone = backbone_of("qwen3", "float32", "int8")
+    for most, num_traces in ((49, 1), (48, 0)):
+        monkeypatch.setattr(paged_kv, "MOST_PROMPT_PAIRS", most)
+        steps = Steps(backbone, lengths=(5, 2, 1))
+        prompts(steps)
+        assert steps.num_traces == num_traces
