@@ -7,6 +7,7 @@ from math import inf
 
 from msgspec import structs
 
+from coserve.scheduling.deadlines import SURE_MARGINS
 from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_tasklets, least_advanced, tasklet_rows
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
@@ -163,9 +164,13 @@ class PlanBuilder:
         """
         if not self._rows or not jobs or jobs[0].phase != "backward":
             return
-        job, sharing, forward_s = jobs[0], self._latency.sharing, self._time.forward_s
-        most_stretch = until_s / forward_s if forward_s else inf
-        found = sharing.best(forward_rows=self._load.rows, tasklet_rows=job.num_rows_left, most_stretch=most_stretch)
+        job, forward_s = jobs[0], self._time.forward_s
+        found = self._latency.sharing.best(
+            forward_rows=self._load.rows,
+            tasklet_rows=job.num_rows_left,
+            most_stretch=until_s / forward_s if forward_s else inf,
+            margin=SURE_MARGINS * self._latency.corrections.margin,
+        )
         if found is None:
             return
         _, forward_speed, backward_speed = found

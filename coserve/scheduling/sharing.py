@@ -97,7 +97,7 @@ class SharingModel:
         return self._measured[key]
 
     def best(
-        self, *, forward_rows: int, tasklet_rows: int, most_stretch: float = inf
+        self, *, forward_rows: int, tasklet_rows: int, most_stretch: float = inf, margin: float = 0.0
     ) -> tuple[Partition, float, float] | None:
         """The partition that gets most of tasklets done by any moment after the forward pass, with its speeds; None if
         none gets more done than one side after the other.
@@ -107,8 +107,9 @@ class SharingModel:
 
         Args:
             most_stretch: by what factor the forward pass may take longer.
+            margin: by which share steps take longer than predicted, at most: more than that must be gained.
         """
-        found, least = None, 1.0
+        found, least = None, 1 / (1 + margin)
         for partition in self.partitions:
             speeds = self.speeds(partition, forward_rows=forward_rows, tasklet_rows=tasklet_rows)
             lost_s = (1 - speeds[1]) / speeds[0]

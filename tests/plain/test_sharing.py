@@ -45,6 +45,9 @@ def test_dividing_pays_where_both_speeds_make_more_than_one_device():
     found = SharingModel(two_cores()).best(**ROWS)
     assert found is not None and found[0] == HALVES and sum(found[1:]) > 1
     assert SharingModel(two_cores(0.5, 0.49)).best(**ROWS) is None
+    # At 0.6 and 0.56, 0.44 / 0.6 = 0.73 of the forward pass is lost: 1.36 times that would be all of it.
+    assert SharingModel(two_cores()).best(**ROWS, margin=0.36) is not None
+    assert SharingModel(two_cores()).best(**ROWS, margin=0.37) is None, "steps that err by more than the gain"
     assert SharingModel(two_cores(forward_interference=0.5, backward_interference=0.4)).best(**ROWS) is None
 
 
