@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 NUM_KILLS = int(os.environ.get("COSERVE_CLUSTER_KILLS", "4"))
-NUM_STREAMS, NUM_JOBS, NUM_STEPS = 32, 6, 60
+NUM_STREAMS, NUM_JOBS, NUM_STEPS = 32, 6, 40
 PROMPTS = ["The quick brown", "Once upon a time", "One copy of the weights", "Hello, how are", "To be, or not to"]
 
 
