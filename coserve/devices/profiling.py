@@ -143,13 +143,13 @@ class _Measurement:
         s_per_bypass = max(0.0, (with_bypasses - without) / counts.num_bypasses)
         window = self._window(rows) - near - counts.num_bypasses * s_per_bypass
         one_call_saved_s = max(0.0, block_by_block - without)
-        one_call_pairs = MOST_PROMPT_PAIRS if self.pages.stores.are_traced else 0
+        one_call_rows = self.pages.stores.most_rows
 
         def trunk(n: int) -> float:
             """Of n rows, block by block."""
             pairs = n * n / 2
             seconds = self._forward(1, rows=n) - pairs * s_per_pair - n * s_per_key - s_per_span
-            return seconds + (one_call_saved_s if n == 1 or pairs <= one_call_pairs else 0.0)
+            return seconds + (one_call_saved_s if n <= one_call_rows and pairs <= MOST_PROMPT_PAIRS else 0.0)
 
         forward = self._curve(_FORWARD_ROWS, trunk)
         head = self._curve(_HEAD_ROWS, self._head)
@@ -176,7 +176,8 @@ class _Measurement:
             s_per_parameter=self._update() / counts.num_parameters,
             update_s=0.0,
             one_call_saved_s=one_call_saved_s,
-            one_call_pairs=one_call_pairs,
+            one_call_rows=one_call_rows,
+            one_call_pairs=MOST_PROMPT_PAIRS,
         )
 
     def _curve(self, rows: tuple[int, ...], seconds: Callable[[int], float], *, num_pieces: int = 1) -> Curve:

@@ -47,6 +47,11 @@ class TracedStep:
 class TracedCalls(ABC):
     """Calls that were written down. They read the weights and stores of pages that the trace was made with."""
 
+    @property
+    @abstractmethod
+    def most_rows(self) -> int:
+        """For how many rows of a step they are, at most."""
+
     @abstractmethod
     def fit(self, step: TracedStep) -> bool:
         """Whether they are for such a step."""

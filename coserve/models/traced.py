@@ -32,9 +32,9 @@ class PageStores:
     traces: dict[int, TracedCalls | None] = field(default_factory=dict)
 
     @property
-    def are_traced(self) -> bool:
-        """Whether any step has run as one call."""
-        return any(calls is not None for calls in self.traces.values())
+    def most_rows(self) -> int:
+        """Of a step that runs as one call, as far as traces have been made; 0 without any."""
+        return max([calls.most_rows for calls in self.traces.values() if calls is not None], default=0)
 
 
 def traced_calls(

@@ -163,7 +163,7 @@ class LatencyModel:
             raw = raw_s + seconds_at(self._forward, others + rows) + (num_past + rows) * p.s_per_key + p.s_per_span
             pairs = rows * (num_past + rows / 2) if rows > 1 else 0.0
             raw += pairs * p.s_per_pair
-            if not has_windows and load.pairs + pairs <= p.one_call_pairs:
+            if not has_windows and others + rows <= p.one_call_rows and load.pairs + pairs <= p.one_call_pairs:
                 raw -= p.one_call_saved_s
             if rows == request.num_rows:
                 raw += whole_s
@@ -284,7 +284,7 @@ class LatencyModel:
 
     def _raw_forward_s(self, load: ForwardLoad) -> float:
         p = self.profile
-        is_one_call = not load.windows and load.pairs <= p.one_call_pairs
+        is_one_call = not load.windows and load.rows <= p.one_call_rows and load.pairs <= p.one_call_pairs
         return self._sum_s(load) - (p.one_call_saved_s if is_one_call else 0.0)
 
     def _sum_s(self, load: ForwardLoad) -> float:

@@ -60,8 +60,8 @@ class Profile:
     and saving). s_per_parameter, update_s: an optimizer step, by what it moves and at least. sharing: of a device that
     can be divided. s_per_copied_byte: of a page that goes to the host, or comes back; None: not known.
     saved_bytes_per_token: that a pack of the reference job keeps for its backward pass; 0: not known. one_call_saved_s:
-    what a forward pass takes less that runs as one call, which it does without windows and with up to `one_call_pairs`
-    pairs of a row and a key of prompts (`coserve.kernels.trace`).
+    what a forward pass takes less that runs as one call, which it does without windows, with up to `one_call_rows` and
+    `one_call_pairs`, pairs of a row and a key of prompts (`coserve.kernels.trace`).
     """
 
     model: ModelCounts
@@ -85,6 +85,7 @@ class Profile:
     s_per_copied_byte: float | None = None
     saved_bytes_per_token: int = 0
     one_call_saved_s: float = 0.0
+    one_call_rows: int = 0
     one_call_pairs: int = 0
 
     def to_json(self) -> dict[str, Any]:

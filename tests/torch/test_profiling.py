@@ -12,6 +12,9 @@ from support import make_backbone
 from coserve.devices import kept_profiles, profiling
 from coserve.devices.measuring import Stopwatch, rising
 from coserve.devices.profile_store import correct_profile, read_profile, write_profile
+from coserve.kernels.cpu import CpuBackend
+from coserve.kernels.trace import MOST_PROMPT_PAIRS
+from coserve.models import load_backbone
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.slo import default_tpot_s
 from coserve.simulate.hardware import Hardware
@@ -115,6 +118,14 @@ def test_a_machine_that_becomes_busy_while_it_is_measured_is_measured_again():
     for curve in ("forward", "head", "loss", "backward"):
         assert getattr(found, curve).seconds == pytest.approx(getattr(expected, curve).seconds, rel=0.01), curve
     assert found.s_per_parameter == pytest.approx(expected.s_per_parameter, rel=0.01)
+
+
+@pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
+def test_which_steps_run_as_one_call_is_told():
+    traced = profiling.measure_profile(load_backbone("tiny", weights="int8"), time_s=BusyClock())
+    plain = profiling.measure_profile(make_backbone("opt"), time_s=BusyClock())
+    assert traced.one_call_rows > 1 and traced.one_call_pairs == MOST_PROMPT_PAIRS
+    assert plain.one_call_rows == 0
 
 
 def test_a_piece_is_run_until_its_fastest_runs_agree():

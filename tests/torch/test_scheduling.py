@@ -977,7 +977,7 @@ def test_more_of_anything_takes_no_less_time(load, what):
 @cache
 def taught_latency() -> LatencyModel:
     """One whose corrections differ from one number of rows to the next, whose device decodes faster alone."""
-    latency = LatencyModel(replace(make_latency().profile, one_call_saved_s=1e-3, one_call_pairs=2000))
+    latency = LatencyModel(replace(make_latency().profile, one_call_saved_s=1e-3, one_call_rows=60, one_call_pairs=2000))
     for index, rows in enumerate((1, 3, 6, 20, 40, 90, 200, 400, 900, 1800)):
         for windows in (False, True):
             latency.corrections.observe(
@@ -989,11 +989,15 @@ def taught_latency() -> LatencyModel:
 def test_steps_that_run_as_one_call_take_less_by_what_that_saves():
     profile, decodes = make_latency().profile, ForwardLoad(rows=4, sampled=4, spans=4, keys=100)
     latency = LatencyModel(profile)
-    saving = LatencyModel(replace(profile, one_call_saved_s=1e-4, one_call_pairs=50))
+    saving = LatencyModel(replace(profile, one_call_saved_s=1e-4, one_call_rows=9, one_call_pairs=50))
     assert saving.decode_s(num_requests=4, context=24) == saving.forward_s(decodes)
     for load in (decodes, structs.replace(decodes, rows=9, pairs=50.0)):
         assert saving.forward_s(load) == pytest.approx(latency.forward_s(load) - 1e-4)
-    for load in (structs.replace(decodes, rows=9, pairs=51.0), structs.replace(decodes, windows=1)):
+    for load in (
+        structs.replace(decodes, rows=9, pairs=51.0),
+        structs.replace(decodes, rows=10),
+        structs.replace(decodes, windows=1),
+    ):
         assert saving.forward_s(load) == latency.forward_s(load)
 
 

@@ -77,7 +77,7 @@ class CpuTrace(Trace[PlainBackend]):
         self._attention = cast(AttentionBatch, object())
         self._adapters = cast(AdapterBatch, object())
         self.has_adapters = False
-        self.max_rows = 1 << 30
+        self.most_rows = 1 << 30
 
     @property
     def backend(self) -> PlainBackend:
@@ -178,17 +178,21 @@ class _CpuCalls(TracedCalls):
     """See `TracedCalls`."""
 
     def __init__(self, trace: CpuTrace, kernels: Library, output: MemorySlot, width: int) -> None:
-        self._kernels, self._dtype, self._max_rows = kernels, trace.dtype, trace.max_rows
+        self._kernels, self._dtype, self._most_rows = kernels, trace.dtype, trace.most_rows
         self._has_adapters = trace.has_adapters
         self._calls, self._num_calls, self._kept, self._inputs, self._row_bytes = trace.written
         self._first, self._width, self._names = output.start, width, trace.names
+
+    @property
+    def most_rows(self) -> int:
+        return self._most_rows
 
     def fit(self, step: TracedStep) -> bool:
         if not isinstance(step.attention, CpuAttentionBatch) or step.attention.single is None:
             return False
         if self._has_adapters and (step.adapters is None or not self._fit_adapters(step.adapters)):
             return False
-        return step.attention.num_rows <= self._max_rows
+        return step.attention.num_rows <= self._most_rows
 
     def _fit_adapters(self, batch: AdapterBatch) -> bool:
         has_tiles = self._kernels.has_amx and self._dtype == torch.bfloat16
@@ -259,7 +263,7 @@ class _Tracer(PlainBackend):
             raise UntraceableError
         if bias is not None and (bias.dtype != trace.dtype or not bias.is_contiguous()):
             raise UntraceableError
-        trace.max_rows = min(trace.max_rows, most_rows)
+        trace.most_rows = min(trace.most_rows, most_rows)
         y = trace.new(outer)
         sizes = (step("num_rows"), inner, outer, step("num_threads"))
         trace.call(kernel, rows, rows.step, *weight, bias, y, *sizes)
