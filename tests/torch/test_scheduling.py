@@ -977,7 +977,9 @@ def test_more_of_anything_takes_no_less_time(load, what):
 @cache
 def taught_latency() -> LatencyModel:
     """One whose corrections differ from one number of rows to the next, whose device decodes faster alone."""
-    latency = LatencyModel(replace(make_latency().profile, one_call_saved_s=1e-3, one_call_rows=60, one_call_pairs=2000))
+    latency = LatencyModel(
+        replace(make_latency().profile, one_call_saved_s=1e-3, one_call_rows=60, one_call_pairs=2000)
+    )
     for index, rows in enumerate((1, 3, 6, 20, 40, 90, 200, 400, 900, 1800)):
         for windows in (False, True):
             latency.corrections.observe(
