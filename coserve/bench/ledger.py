@@ -181,6 +181,10 @@ class _WatchedCalls(TracedCalls):
     def __init__(self, inner: TracedCalls, ledger: Ledger) -> None:
         self._inner, self._ledger = inner, ledger
 
+    @property
+    def most_rows(self) -> int:
+        return self._inner.most_rows
+
     def fit(self, step: TracedStep) -> bool:
         return self._inner.fit(step)
 
