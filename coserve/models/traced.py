@@ -40,8 +40,8 @@ class PageStores:
 def traced_calls(
     backbone: Backbone, stores: PageStores, inputs: Mapping[str, Tensor], adapters: AdapterBatch | None
 ) -> TracedCalls | None:
-    """All blocks on rows after the embedding; None where they must run one by one. inputs: of a step: "x", and the
-    model's constants in the compute dtype.
+    """The calls of all blocks on rows after the embedding; None where they must run one by one. inputs: of a step: "x",
+    and the model's constants in the compute dtype.
     """
     places = 0 if adapters is None else adapters.mask
     if places not in stores.traces:

@@ -47,6 +47,10 @@ class AgedFactors:
         old, weight = (believed, first_weight) if seen is None else (seen[0], _WEIGHT)
         self._seen[key] = old * (right / old) ** weight, self.num_steps
 
+    def count_step(self) -> None:
+        """What was seen before is a step older."""
+        self.num_steps += 1
+
     def refresh(self) -> None:
         """Hold all that was seen for as true as if it had been seen just now."""
         self._seen = {key: (factor, self.num_steps) for key, (factor, _) in self._seen.items()}

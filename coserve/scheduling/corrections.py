@@ -73,7 +73,7 @@ class Corrections:
     def observe_step(self, *, predicted_s: float, measured_s: float) -> None:
         """A whole step: what the margin is made of. Both are above 0."""
         self._errors.append(measured_s / predicted_s - 1)
-        self._factors.num_steps += 1
+        self._factors.count_step()
         self._known.clear()
         if self._factors.num_steps % _NUM_STEPS_PER_MARGIN == 0:
             late = sorted(self._errors)[int(_MARGIN_QUANTILE * (len(self._errors) - 1))]

@@ -127,7 +127,7 @@ class SharingModel:
 
     def count_step(self) -> None:
         """A step has ended, divided or not."""
-        self._factors.num_steps += 1
+        self._factors.count_step()
 
     def refresh(self) -> None:
         """Hold all that was seen for as true as if it had been seen just now."""
