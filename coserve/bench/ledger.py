@@ -8,7 +8,7 @@ own: it would slow down the others.
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, cast
 
@@ -31,6 +31,7 @@ _PARTS_BY_NAME = {
     "adapter": "adapters",
     "dropout": "adapters",
     "attention": "attention",
+    "attend": "attention",
     "cross_entropy": "head and loss",
     "argmax": "sampling",
     "norm": "elementwise",
@@ -170,8 +171,11 @@ class _WatchedTrace(Trace[Backend]):
     def input(self, name: str, width: int) -> Tensor:
         return self._inner.input(name, width)
 
-    def store(self, rows: Tensor, store: Tensor) -> None:
-        self._inner.store(rows, store)
+    def keep(self, name: Hashable, rows: Tensor) -> None:
+        self._inner.keep(name, rows)
+
+    def store(self, name: Hashable, rows: Tensor, store: Tensor) -> None:
+        self._inner.store(name, rows, store)
 
     def end(self, output: Tensor) -> TracedCalls:
         return _WatchedCalls(self._inner.end(output), self._ledger)
@@ -184,6 +188,10 @@ class _WatchedCalls(TracedCalls):
     @property
     def most_rows(self) -> int:
         return self._inner.most_rows
+
+    @property
+    def kept(self) -> Mapping[Hashable, int]:
+        return self._inner.kept
 
     def fit(self, step: TracedStep) -> bool:
         return self._inner.fit(step)

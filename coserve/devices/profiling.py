@@ -28,7 +28,7 @@ from coserve.memory.paged_states import num_state_pages
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward, logits
 from coserve.models.bypasses import Bypasses
-from coserve.scheduling.profile import Curve, Profile
+from coserve.scheduling.profile import Curve, OneCall, Profile
 from coserve.scheduling.sharing import Sharing
 from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
@@ -49,12 +49,14 @@ _HEAD_ROWS = (1, 4, 16, 64)
 _LOSS_ROWS = (8, 32, 128, 512)
 _SCORE_ROWS = (1, 16, 128)
 _WINDOW_ROWS = 256
+# Of windows beside a request, with which they fill tiles.
+_FUSED_ROWS = (31, 127)
 _MANY_SPANS, _SHORT, _LONG = 8, 16, 512
 _BLOCK_TOKENS = 16
 _COPIED_PAGES = 32
 # Those of the curves, and the single ones beside them.
 _NUM_MEASUREMENTS = (
-    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *3 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 12
+    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *3 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 14
 )
 # A curve ends where one measurement takes too long.
 _TOO_LONG_S = 1.0
@@ -142,16 +144,27 @@ class _Measurement:
         with_bypasses, without = self._forward(1, bypasses=bypasses), self._forward(1)
         s_per_bypass = max(0.0, (with_bypasses - without) / counts.num_bypasses)
         window = self._window(rows) - near - counts.num_bypasses * s_per_bypass
-        one_call_saved_s = max(0.0, block_by_block - without)
-        one_call_rows = self.pages.stores.most_rows
+        saved_s, most_rows = max(0.0, block_by_block - without), self.pages.stores.most_rows
 
         def trunk(n: int) -> float:
             """Of n rows, block by block."""
             pairs = n * n / 2
             seconds = self._forward(1, rows=n) - pairs * s_per_pair - n * s_per_key - s_per_span
-            return seconds + (one_call_saved_s if n <= one_call_rows and pairs <= MOST_PROMPT_PAIRS else 0.0)
+            return seconds + (saved_s if n <= most_rows and pairs <= MOST_PROMPT_PAIRS else 0.0)
 
         forward = self._curve(_FORWARD_ROWS, trunk)
+
+        def saved_by_window(n: int) -> float:
+            """Of n rows beside a request that decodes."""
+            parts = forward.at(n + 1) + n * n / 2 * s_per_pair + s_per_key + 2 * s_per_span
+            return parts + counts.num_bypasses * s_per_bypass + max(0.0, window) * n / rows - self._fused(n)
+
+        window_saved_s = saved_s_per_window_row = 0.0
+        if most_rows > 1:
+            few_rows, many_rows = (min(n, most_rows - 1, self.most_rows - 1) for n in _FUSED_ROWS)
+            few_s, many_s = saved_by_window(few_rows), saved_by_window(many_rows)
+            saved_s_per_window_row = max(0.0, (many_s - few_s) / max(1, many_rows - few_rows))
+            window_saved_s = max(0.0, few_s - few_rows * saved_s_per_window_row)
         head = self._curve(_HEAD_ROWS, self._head)
         pair_backward = 2.5 * s_per_pair / num_layers
         return Profile(
@@ -175,9 +188,13 @@ class _Measurement:
             s_per_window_row=max(0.0, window / rows),
             s_per_parameter=self._update() / counts.num_parameters,
             update_s=0.0,
-            one_call_saved_s=one_call_saved_s,
-            one_call_rows=one_call_rows,
-            one_call_pairs=MOST_PROMPT_PAIRS,
+            one_call=OneCall(
+                rows=most_rows,
+                prompt_pairs=MOST_PROMPT_PAIRS,
+                saved_s=saved_s,
+                window_saved_s=window_saved_s,
+                saved_s_per_window_row=saved_s_per_window_row,
+            ),
         )
 
     def _curve(self, rows: tuple[int, ...], seconds: Callable[[int], float], *, num_pieces: int = 1) -> Curve:
@@ -250,6 +267,17 @@ class _Measurement:
             forward(self.backbone, spans)
 
         seconds = self._fastest_s(("window", rows), run)
+        training.release()
+        return seconds
+
+    def _fused(self, rows: int) -> float:
+        """Seconds of a window of as many rows beside a request that decodes."""
+        training = self._pass(rows)
+
+        def run() -> None:
+            forward(self.backbone, [self.pages.rows([([0], 0, [0])]), training.next_window(rows)])
+
+        seconds = self._fastest_s(("fused", rows), run)
         training.release()
         return seconds
 

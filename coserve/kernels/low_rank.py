@@ -34,8 +34,8 @@ class LowRankAdapter:
 
     @cached_property
     def addresses(self) -> Tensor:
-        """Where its factors lie, for kernels that are told: int64 [places, 4], with the addresses of A and B, the rank,
-        and the bits of the scale as float64; zeros where it has nothing.
+        """Where its factors lie, for kernels that are told: int64 [places, 5], with the addresses of A and B, the rank,
+        the bits of the scale as float64, and 0; zeros where it has nothing.
         """
         numbers = [
             (0, 0, 0, 0.0) if place is None else (place.a.data_ptr(), place.b.data_ptr(), place.a.shape[0], place.scale)
@@ -43,7 +43,7 @@ class LowRankAdapter:
         ]
         found = torch.tensor([row[:3] for row in numbers], dtype=torch.int64)
         scales = torch.tensor([row[3:] for row in numbers], dtype=torch.float64)
-        return torch.cat((found, scales.view(torch.int64)), 1)
+        return torch.cat((found, scales.view(torch.int64), torch.zeros(len(numbers), 1, dtype=torch.int64)), 1)
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype | None]:
@@ -69,9 +69,19 @@ class AdapterRows:
 class AdapterBatch:
     """Adapters, at least one, and the rows of a batch that each of them has, at least one: made once per step."""
 
-    def __init__(self, adapters: Sequence[LowRankAdapter], rows: Sequence[Sequence[int]], device: torch.device) -> None:
-        """rows: of the batch, those of each adapter."""
+    def __init__(
+        self,
+        adapters: Sequence[LowRankAdapter],
+        rows: Sequence[Sequence[int]],
+        device: torch.device,
+        *,
+        narrow: Sequence[Tensor | None] = (),
+    ) -> None:
+        """rows: of the batch, those of each adapter. narrow: for the last of the adapters, where what B multiplies
+        (scale * A x, rounded) is kept: addresses by place, int64, row after row; 0: nowhere.
+        """
         self.adapters, self._rows = tuple(adapters), rows
+        self._narrow = [*[None] * (len(adapters) - len(narrow)), *narrow]
         self.sizes = AdapterRows(list(map(len, rows)), device)
         self._parts: dict[tuple[int, ...], AdapterBatch] = {}
 
@@ -105,8 +115,14 @@ class AdapterBatch:
 
     @cached_property
     def addresses(self) -> Tensor:
-        """Of all factors (see `LowRankAdapter`): int64 [adapters, places, 4], on the CPU."""
-        return torch.stack([adapter.addresses for adapter in self.adapters])
+        """Of all factors (see `LowRankAdapter`): int64 [adapters, places, 5], on the CPU; last, where what B multiplies
+        is kept.
+        """
+        found = torch.stack([adapter.addresses for adapter in self.adapters])
+        for own, narrow in zip(found, self._narrow, strict=True):
+            if narrow is not None:
+                own[:, -1] = narrow
+        return found
 
     @cached_property
     def dtype(self) -> torch.dtype | None:

@@ -1,19 +1,19 @@
 """Tracing: operators run once on stand-ins for rows, and a backend writes down what it is asked for. What was written
 down then runs as one call on the rows of any step, without Python between one kernel and the next.
 
-For steps in which each row is the next of a request, or of a short piece of a prompt, whose rows then attend one by
-one: there Python takes as long as a tenth of the work, up to a fifth. A step whose rows are not so, and a model of
-which some operator cannot be written down, run as always.
+For steps of few rows: there Python takes as long as a tenth of the work, up to a fifth. Each is the next of a request,
+or of a short piece of a prompt, whose rows then attend one by one; or it belongs to a training window, whose rows come
+after those. A step whose rows are not so, and a model of which some operator cannot be written down, run as always.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from coserve.kernels.attention import AttentionBatch
+from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.low_rank import AdapterBatch
 
 # A backend, which is declared with this module's classes.
@@ -30,11 +30,27 @@ class UntraceableError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class TracedWindow:
+    """Neighbouring rows of a pack that is trained.
+
+    first_in_pack: the pack's row with which they begin. segments: whom they attend to, of the keys and values that the
+    pack keeps. kept: where they go, addresses int64: of the first one's place in each tensor of `TracedCalls.kept`, in
+    that order; 0: it is not kept.
+    """
+
+    num_rows: int
+    first_in_pack: int
+    segments: Sequence[Segment]
+    kept: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TracedStep:
     """What changes from step to step.
 
-    inputs: rows by name, [n, width]. attention: of the rows, each the last of its sequence. pages, offsets: where in
-    the stores of keys and values each row's own go, int64 [n]. adapters: of the rows, or None.
+    inputs: rows by name, [n, width]. attention: of the rows of requests, which come first, each the last of its
+    sequence. pages, offsets: where in the stores of keys and values each of them has its own, int64. adapters: of
+    all rows, or None. windows: the rows after those of requests, in order.
     """
 
     inputs: Mapping[str, Tensor]
@@ -42,6 +58,7 @@ class TracedStep:
     pages: Tensor
     offsets: Tensor
     adapters: AdapterBatch | None
+    windows: Sequence[TracedWindow] = ()
 
 
 class TracedCalls(ABC):
@@ -51,6 +68,11 @@ class TracedCalls(ABC):
     @abstractmethod
     def most_rows(self) -> int:
         """For how many rows of a step they are, at most."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> Mapping[Hashable, int]:
+        """What windows can keep, by the names that the trace was given: bytes of a row."""
 
     @abstractmethod
     def fit(self, step: TracedStep) -> bool:
@@ -91,8 +113,14 @@ class Trace(ABC, Generic[BackendT]):
         """Stands for rows [n, width] of `TracedStep.inputs`, in the compute dtype."""
 
     @abstractmethod
-    def store(self, rows: Tensor, store: Tensor) -> None:
-        """Rows [n, width] go to their places in a store [num_pages, block_tokens, width], a real tensor."""
+    def keep(self, name: Hashable, rows: Tensor) -> None:
+        """Of rows [n, width], windows keep theirs by this name, those that do."""
+
+    @abstractmethod
+    def store(self, name: Hashable, rows: Tensor, store: Tensor) -> None:
+        """Of rows [n, width], keys or values, requests' go to their places in a store [num_pages, block_tokens, width],
+        a real tensor. Windows have kept theirs by this name.
+        """
 
     @abstractmethod
     def end(self, output: Tensor) -> TracedCalls:

@@ -19,9 +19,9 @@ from coserve.kernels.transfer import on_device
 from coserve.memory.paged_states import PagedStates, num_state_pages, state_runs
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.batch import BatchRows, InPages, Keep, Span
+from coserve.models.batch import BatchRows, Keep, Span
 from coserve.models.bypasses import Bypasses
-from coserve.models.traced import PageStores
+from coserve.models.traced import InPages, PageStores
 
 # Pages that are copied to other places at once.
 _PAGES_PER_COPY = 16

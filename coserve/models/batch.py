@@ -8,7 +8,7 @@ one group (`BatchRows`), and what LoRAs of any ranks add to sites that read the 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -21,11 +21,10 @@ from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.graph.states import StateRows
 from coserve.kernels.attention import AttentionBatch, Segment
-from coserve.kernels.trace import TracedStep
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part, PlaceRun
 from coserve.models.bypasses import Bypasses, BypassGroup, RowAdapters
-from coserve.models.traced import PageStores, traced_calls
+from coserve.models.traced import InPages, InWindow, run_at_once
 
 
 class Destination(Protocol):
@@ -45,19 +44,6 @@ class Keep:
 
     rows: Mapping[str, "Destination"] = field(default_factory=dict)
     packed_signs: Mapping[str, Node] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class InPages:
-    """Rows' places in the stores of keys and values of every block: which page, and which entry of it, int64 [n].
-
-    segments: makes one for each row, where some are of one sequence.
-    """
-
-    stores: PageStores
-    pages: Tensor
-    offsets: Tensor
-    segments: Callable[[], Sequence[Segment]] | None = None
 
 
 class BatchRows(ABC):
@@ -82,8 +68,13 @@ class BatchRows(ABC):
         """Where a block's keys and values lie, [num_pages, block_tokens, Hkv * D] each."""
 
     @property
-    def in_pages(self) -> "InPages | None":
+    def in_pages(self) -> InPages | None:
         """Where their keys and values go, if nothing else is kept, and their blocks may run as one call."""
+        return None
+
+    @property
+    def in_window(self) -> InWindow | None:
+        """What is kept of them, if they are of a training window, and their blocks may run as one call with others'."""
         return None
 
     def states(self, layer: int) -> StateRows:
@@ -208,18 +199,15 @@ class _Batch:
     def run_traced(self, x: Tensor) -> Tensor | None:
         """All blocks on all rows as one call; None where they must run one by one."""
         (first, *others), backbone = self._keepers, self._backbone
-        own = first.own.in_pages
-        if own is None or others or self._adapters.groups or backbone.block_rows is not None:
+        requests = first.own.in_pages
+        windows = [window for keeper in others if (window := keeper.own.in_window) is not None]
+        if requests is None or len(windows) < len(others) or backbone.block_rows is not None:
             return None
-        constants = {name: rows for name, rows in self._constants.items() if rows.dtype == backbone.dtype}
-        inputs, adapters, attention = {"x": x, **constants}, self._adapters.low_rank, first.attention
-        calls = traced_calls(backbone, own.stores, inputs, adapters)
-        if calls is None:
-            return None
-        if own.segments is not None:
-            attention = backbone.backend.prepare_attention(own.segments(), block_tokens=first.own.block_tokens)
-        step = TracedStep(inputs=inputs, attention=attention, pages=own.pages, offsets=own.offsets, adapters=adapters)
-        return calls.run(step) if calls.fit(step) else None
+        inputs = {name: rows for name, rows in self._constants.items() if rows.dtype == backbone.dtype} | {"x": x}
+        attention = first.attention
+        if requests.segments is not None:
+            attention = backbone.backend.prepare_attention(requests.segments(), block_tokens=first.own.block_tokens)
+        return run_at_once(backbone, inputs, requests, attention, windows, self._adapters)
 
     def _states(self, part: Part) -> tuple[StateRows, ...]:
         assert isinstance(part, int)

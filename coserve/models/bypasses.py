@@ -57,10 +57,23 @@ class Bypasses:
         found = {
             (part, site): _as_low_rank(bound) for part, sites in self._parts.items() for site, bound in sites.items()
         }
-        places = list(self._architecture.linear_sites.values())
-        if not all(found.values()) or not found.keys() <= set(places):
+        if not all(found.values()) or not found.keys() <= self._places.keys():
             return None
-        return LowRankAdapter([found.get(place) for place in places])
+        return LowRankAdapter([found.get(place) for place in self._places])
+
+    @cached_property
+    def narrow(self) -> Mapping[tuple[Part, str], int]:
+        """If it is of low rank: the tensors that its factors B multiply, by part and name, and their places."""
+        return {
+            (part, bound.bypass.nodes[-1].input["x"]): self._places[part, site]
+            for part, sites in self._parts.items()
+            for site, bound in sites.items()
+        }
+
+    @property
+    def _places(self) -> Mapping[tuple[Part, str], int]:
+        """The model's linear layers, by part and node."""
+        return {place: number for number, place in enumerate(self._architecture.linear_sites.values())}
 
 
 def _shapes(bound: BoundBypass) -> tuple[tuple[str, torch.Size], ...]:
@@ -182,9 +195,9 @@ class RowAdapters:
         """users: (number of rows, bypasses, the `BatchRows` of the span). apart: one group per adapter, so that no
         row's results depend on which others there are.
         """
-        self._device = device
+        self._device, self._apart = device, apart
         self._rows: dict[LowRankAdapter, list[int]] = {}
-        others: list[tuple[range, Bypasses, Any]] = []
+        self._others = others = list[tuple[range, Bypasses, Any]]()
         start = 0
         for num_rows, bypasses, own in users:
             if bypasses is not None:
@@ -194,11 +207,28 @@ class RowAdapters:
                 else:
                     self._rows.setdefault(bypasses.low_rank, []).extend(rows)
             start += num_rows
-        self.groups = _groups_of(others, device, apart=apart)
+
+    @cached_property
+    def groups(self) -> list[BypassGroup]:
+        return _groups_of(self._others, self._device, apart=self._apart)
+
+    @property
+    def have_requests_apart(self) -> bool:
+        """Whether some of the groups' rows keep nothing within their bypasses."""
+        return any(own is None or not own.keeps_inside for _, _, own in self._others)
 
     @cached_property
     def low_rank(self) -> AdapterBatch | None:
         return AdapterBatch(list(self._rows), list(self._rows.values()), self._device) if self._rows else None
+
+    def with_windows(self, windows: Sequence[tuple[LowRankAdapter, range, Tensor]]) -> AdapterBatch | None:
+        """Those of `low_rank`, and after them those of training windows: (adapter, rows, where what its factors B
+        multiply is kept).
+        """
+        if not windows:
+            return self.low_rank
+        adapters, rows, narrow = zip(*windows, strict=True)
+        return AdapterBatch([*self._rows, *adapters], [*self._rows.values(), *rows], self._device, narrow=narrow)
 
 
 def _groups_of(

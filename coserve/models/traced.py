@@ -1,22 +1,25 @@
-"""All blocks as one call, for steps of requests alone (`coserve.kernels.trace`).
+"""All blocks as one call, for steps of few rows (`coserve.kernels.trace`).
 
 A trace belongs to a page pool, whose addresses it holds, and to the places at which some adapter of the step sits. It
 is made at the first step that can use it.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from coserve.graph.execute import run_graph
 from coserve.graph.ir import Node
 from coserve.graph.operators.base import AttentionRows, Context
+from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.base import Backend
-from coserve.kernels.low_rank import AdapterBatch
-from coserve.kernels.trace import Trace, TracedCalls, UntraceableError
+from coserve.kernels.low_rank import LowRankAdapter
+from coserve.kernels.trace import Trace, TracedCalls, TracedStep, TracedWindow, UntraceableError
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
+from coserve.models.bypasses import Bypasses, RowAdapters
 
 # Most sets of places for which a pool keeps traces: users of many adapters have few targets.
 _MOST_TRACES = 16
@@ -37,13 +40,138 @@ class PageStores:
         return max([calls.most_rows for calls in self.traces.values() if calls is not None], default=0)
 
 
-def traced_calls(
-    backbone: Backbone, stores: PageStores, inputs: Mapping[str, Tensor], adapters: AdapterBatch | None
-) -> TracedCalls | None:
-    """The calls of all blocks on rows after the embedding; None where they must run one by one. inputs: of a step: "x",
-    and the model's constants in the compute dtype.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InPages:
+    """Rows' places in the stores of keys and values of every block: which page, and which entry of it, int64 [n].
+
+    segments: makes one for each row, where some are of one sequence.
     """
-    places = 0 if adapters is None else adapters.mask
+
+    stores: PageStores
+    pages: Tensor
+    offsets: Tensor
+    segments: Callable[[], Sequence[Segment]] | None = None
+
+
+class KeptTensors:
+    """What a pack keeps of each part between forward and backward, a row of each tensor for each of its own; they stay
+    where they are.
+    """
+
+    def __init__(self, tensors: Mapping[Part, Mapping[str, Tensor]], bypasses: Bypasses | None) -> None:
+        """bypasses: of the adapter that is trained."""
+        self._tensors, self.bypasses = tensors, bypasses
+        self._found: dict[TracedCalls, tuple[Tensor, Tensor] | None] = {}
+
+    def addresses(self, calls: TracedCalls, first_row: int) -> tuple[Tensor, Tensor] | None:
+        """Where rows of the pack go, the first of them in each tensor, int64: what these calls give, and what the
+        adapter's factors B multiply, by place; None if others are kept.
+        """
+        if calls not in self._found:
+            self._found[calls] = self._find(calls)
+        if (found := self._found[calls]) is None:
+            return None
+        starts, steps = found
+        kept, narrow = (starts + first_row * steps).tensor_split([len(calls.kept)])
+        return kept, narrow
+
+    def _find(self, calls: TracedCalls) -> tuple[Tensor, Tensor] | None:
+        """Where each tensor's first row lies, and bytes from one to the next: those of the calls, then those within the
+        adapter.
+        """
+        numbers: dict[Hashable, int] = {name: number for number, name in enumerate(calls.kept)}
+        num_places = 0
+        if self.bypasses is not None and self.bypasses.low_rank is not None:
+            num_places = len(self.bypasses.low_rank.places)
+            numbers.update({name: len(calls.kept) + place for name, place in self.bypasses.narrow.items()})
+        starts = torch.zeros(len(calls.kept) + num_places, dtype=torch.int64)
+        steps = torch.zeros_like(starts)
+        for part, tensors in self._tensors.items():
+            for name, tensor in tensors.items() if isinstance(part, int) else ():
+                number, row_bytes = numbers.get((part, name)), tensor[:1].nbytes
+                if number is None or not tensor.is_contiguous():
+                    return None
+                if calls.kept.get((part, name), row_bytes) != row_bytes:
+                    return None
+                starts[number], steps[number] = tensor.data_ptr(), row_bytes
+        return starts, steps
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InWindow:
+    """Rows of a training window: what its pack keeps, which of the pack's rows is the first of them, and whom they
+    attend to.
+    """
+
+    kept: KeptTensors
+    first_row: int
+    segments: Sequence[Segment]
+
+    @property
+    def num_rows(self) -> int:
+        return sum([segment.num_rows for segment in self.segments])
+
+    @property
+    def adapter(self) -> LowRankAdapter | None:
+        """The one that is trained, if it is of low rank."""
+        bypasses = self.kept.bypasses
+        return None if bypasses is None else bypasses.low_rank
+
+    @property
+    def may_run_at_once(self) -> bool:
+        """With its adapter."""
+        return self.kept.bypasses is None or self.adapter is not None
+
+
+def run_at_once(
+    backbone: Backbone,
+    inputs: Mapping[str, Tensor],
+    requests: InPages,
+    attention: AttentionBatch,
+    windows: Sequence[InWindow],
+    adapters: RowAdapters,
+) -> Tensor | None:
+    """All blocks as one call; None where they must run one by one.
+
+    inputs: "x", rows after the embedding, and the model's constants in the compute dtype. requests: the first of these
+    rows; attention: theirs. windows: all others, in their order. adapters: of all rows.
+    """
+    if adapters.have_requests_apart or not all(window.may_run_at_once for window in windows):
+        return None
+    places = 0 if adapters.low_rank is None else adapters.low_rank.mask
+    for window in windows:
+        places |= 0 if window.adapter is None else window.adapter.mask
+    calls = _traced_calls(backbone, requests.stores, inputs, places)
+    if calls is None:
+        return None
+    traced, with_adapters, row = [], [], requests.pages.shape[0]
+    for window in windows:
+        addresses = window.kept.addresses(calls, window.first_row)
+        if addresses is None:
+            return None
+        kept, narrow = addresses
+        rows = range(row, row + window.num_rows)
+        traced.append(
+            TracedWindow(num_rows=len(rows), first_in_pack=window.first_row, segments=window.segments, kept=kept)
+        )
+        if window.adapter is not None:
+            with_adapters.append((window.adapter, rows, narrow))
+        row = rows.stop
+    step = TracedStep(
+        inputs=inputs,
+        attention=attention,
+        pages=requests.pages,
+        offsets=requests.offsets,
+        adapters=adapters.with_windows(with_adapters),
+        windows=traced,
+    )
+    return calls.run(step) if calls.fit(step) else None
+
+
+def _traced_calls(
+    backbone: Backbone, stores: PageStores, inputs: Mapping[str, Tensor], places: int
+) -> TracedCalls | None:
+    """The calls of all blocks; None where they must run one by one. places: a bit for each at which an adapter sits."""
     if places not in stores.traces:
         if len(stores.traces) >= _MOST_TRACES:
             stores.traces.clear()
@@ -53,7 +181,7 @@ def traced_calls(
 
 
 def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], places: int) -> TracedCalls | None:
-    """places: a bit for each place at which an adapter may sit. widths: of the inputs."""
+    """widths: of the inputs."""
     try:
         trace = backbone.backend.trace(backbone.dtype)
         if trace is None:
@@ -80,14 +208,16 @@ def _trace_block(
     graph = backbone.architecture.graphs[layer]
     runs = {run.node: run for run in backbone.architecture.place_runs[layer] if run.mask & places}
     stores = dict(zip(graph.kv_tensors, (keys, key_values), strict=True))
+    trace.keep((layer, "x"), values["x"])
 
     def after(node: Node, found: MutableMapping[str, Tensor]) -> None:
         if (run := runs.get(node.name)) is not None:
             outputs = [found[name] for name in run.outputs]
             trace.backend.add_adapters(found[run.source], outputs, run.first, trace.adapters)
         for _, name in node.outputs:
+            trace.keep((layer, name), found[name])
             if name in stores:
-                trace.store(found[name], stores[name])
+                trace.store((layer, name), found[name], stores[name])
 
     attention = AttentionRows(rows=slice(None), batch=trace.attention, keys=keys, values=key_values)
     context = Context(backend=trace.backend, attention=(attention,))

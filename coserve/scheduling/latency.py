@@ -29,7 +29,7 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
     sampled: rows of which a token is chosen; drawn: of these, by chance; masked: of these, among some tokens. scored:
     rows of prompts whose next token is scored. pairs: of a row and a key in windows and prefill chunks. keys: that are
     read. bypasses: bypasses that run. windows: how many there are. window_rows: theirs, each weighed by its job's cost
-    beside the reference job's.
+    beside the reference job's. window_pairs: those among the pairs.
     """
 
     rows: int = 0
@@ -43,6 +43,7 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
     bypasses: int = 0
     windows: int = 0
     window_rows: float = 0.0
+    window_pairs: float = 0.0
     versions: set[str] = msgspec.field(default_factory=set)
 
     def add_decodes(self, requests: Sequence[RequestView]) -> None:
@@ -149,6 +150,8 @@ class LatencyModel:
         """
         p, num_past = self.profile, request.num_past
         others, has_windows = load.rows, load.windows > 0
+        one_call_s = self._one_call_saved_s(load.windows, load.window_rows)
+        others_pairs = load.pairs - load.window_pairs
         raw_s = self._sum_s(load) - seconds_at(self._forward, others)
         whole_s = seconds_at(self._head, load.sampled + 1) - seconds_at(self._head, load.sampled)
         if request.draws:
@@ -163,8 +166,8 @@ class LatencyModel:
             raw = raw_s + seconds_at(self._forward, others + rows) + (num_past + rows) * p.s_per_key + p.s_per_span
             pairs = rows * (num_past + rows / 2) if rows > 1 else 0.0
             raw += pairs * p.s_per_pair
-            if not has_windows and others + rows <= p.one_call_rows and load.pairs + pairs <= p.one_call_pairs:
-                raw -= p.one_call_saved_s
+            if others + rows <= p.one_call.rows and others_pairs + pairs <= p.one_call.prompt_pairs:
+                raw -= one_call_s
             if rows == request.num_rows:
                 raw += whole_s
             if request.num_scored:
@@ -176,12 +179,19 @@ class LatencyModel:
     def with_window(self, load: ForwardLoad, job: JobView) -> Callable[[int], float]:
         """The same for a window of a job."""
         p, others = self.profile, load.rows
-        row_s = job.mean_context_len * p.s_per_pair + self._weigh(job.counts)[0] * p.s_per_window_row
+        weight, most_rows = self._weigh(job.counts)[0], self._most_rows_at_once(load)
+        row_s = job.mean_context_len * p.s_per_pair + weight * p.s_per_window_row
+        saved_s, saved_s_per_row = (
+            self._one_call_saved_s(1, load.window_rows),
+            weight * p.one_call.saved_s_per_window_row,
+        )
         raw_s = self._sum_s(load) - seconds_at(self._forward, others)
         raw_s += p.s_per_span + job.counts.num_bypasses * p.s_per_bypass
 
         def seconds(rows: int) -> float:
             raw = raw_s + seconds_at(self._forward, others + rows) + rows * row_s
+            if others + rows <= most_rows:
+                raw -= saved_s + rows * saved_s_per_row
             return raw * self.corrections.of("forward", others + rows, True)
 
         return seconds
@@ -191,6 +201,7 @@ class LatencyModel:
         load.rows += rows
         load.spans += 1
         load.pairs += rows * job.mean_context_len
+        load.window_pairs += rows * job.mean_context_len
         load.bypasses += job.counts.num_bypasses
         load.windows += 1
         load.window_rows += rows * self._weigh(job.counts)[0]
@@ -283,9 +294,22 @@ class LatencyModel:
     # -- arithmetic -------------------------------------------------------------
 
     def _raw_forward_s(self, load: ForwardLoad) -> float:
-        p = self.profile
-        is_one_call = not load.windows and load.rows <= p.one_call_rows and load.pairs <= p.one_call_pairs
-        return self._sum_s(load) - (p.one_call_saved_s if is_one_call else 0.0)
+        seconds = self._sum_s(load)
+        if load.rows <= self._most_rows_at_once(load):
+            seconds -= self._one_call_saved_s(load.windows, load.window_rows)
+        return seconds
+
+    def _most_rows_at_once(self, load: ForwardLoad) -> int:
+        """Up to how many rows a load runs as one call, if it is not more rows of prompts that are added; 0: never."""
+        one_call = self.profile.one_call
+        may = load.spans > load.windows and load.pairs - load.window_pairs <= one_call.prompt_pairs
+        return one_call.rows if may else 0
+
+    def _one_call_saved_s(self, windows: int, window_rows: float) -> float:
+        one_call = self.profile.one_call
+        if not windows:
+            return one_call.saved_s
+        return one_call.window_saved_s + window_rows * one_call.saved_s_per_window_row
 
     def _sum_s(self, load: ForwardLoad) -> float:
         """Of a forward pass in blocks, one by one."""

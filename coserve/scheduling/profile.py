@@ -3,7 +3,7 @@ paces of one that is not here (`coserve.simulate.roofline`).
 """
 
 from bisect import bisect_right
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from coserve.scheduling.counts import JobCounts, ModelCounts
@@ -42,6 +42,30 @@ class Curve:
         return values
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneCall:
+    """What a forward pass takes less whose blocks run as one call (`coserve.kernels.trace`): one with requests, with up
+    to `rows` in all, and `prompt_pairs` of a row and a key of prompts.
+
+    saved_s: without windows. window_saved_s, saved_s_per_window_row: with windows of the reference job.
+    """
+
+    rows: int = 0
+    prompt_pairs: int = 0
+    saved_s: float = 0.0
+    window_saved_s: float = 0.0
+    saved_s_per_window_row: float = 0.0
+
+    def scaled(self, factor: float) -> "OneCall":
+        """With other seconds."""
+        return replace(
+            self,
+            saved_s=factor * self.saved_s,
+            window_saved_s=factor * self.window_saved_s,
+            saved_s_per_window_row=factor * self.saved_s_per_window_row,
+        )
+
+
 # Of what was not measured.
 FREE = Curve(rows=(1, 2), seconds=(0.0, 0.0))
 
@@ -59,9 +83,7 @@ class Profile:
     adapter more. s_per_window_row: what a window's row of the reference job costs more than a request's (its bypasses,
     and saving). s_per_parameter, update_s: an optimizer step, by what it moves and at least. sharing: of a device that
     can be divided. s_per_copied_byte: of a page that goes to the host, or comes back; None: not known.
-    saved_bytes_per_token: that a pack of the reference job keeps for its backward pass; 0: not known. one_call_saved_s:
-    what a forward pass takes less that runs as one call, which it does without windows, with up to `one_call_rows` and
-    `one_call_pairs`, pairs of a row and a key of prompts (`coserve.kernels.trace`).
+    saved_bytes_per_token: that a pack of the reference job keeps for its backward pass; 0: not known.
     """
 
     model: ModelCounts
@@ -84,9 +106,7 @@ class Profile:
     sharing: Sharing | None = None
     s_per_copied_byte: float | None = None
     saved_bytes_per_token: int = 0
-    one_call_saved_s: float = 0.0
-    one_call_rows: int = 0
-    one_call_pairs: int = 0
+    one_call: OneCall = OneCall()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,7 +123,8 @@ class Profile:
         }
         counts = {"model": ModelCounts(**fields["model"]), "job": JobCounts(**fields["job"])}
         sharing = None if fields.get("sharing") is None else Sharing.from_json(fields["sharing"])
-        return cls(**{**fields, **curves, **counts, "sharing": sharing})
+        one_call = OneCall(**fields.get("one_call", {}))
+        return cls(**{**fields, **curves, **counts, "sharing": sharing, "one_call": one_call})
 
 
 def seconds_at(table: list[float], rows: int) -> float:

@@ -25,6 +25,7 @@ from coserve.kernels.transfer import on_device
 from coserve.memory.activations import ActivationMemory, DeviceMemory
 from coserve.models.base import Part
 from coserve.models.batch import BatchRows, Keep, Span, forward
+from coserve.models.traced import InWindow, KeptTensors
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.loss_sums import LossSums
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
@@ -89,6 +90,7 @@ class TrainingPass:
         self._tasklet: Tasklet | None = None
         self._released = False
         self.kept = PassMemory(memory or DeviceMemory(backbone.device), programs, backbone, pack.num_rows)
+        self._in_windows = KeptTensors(self.kept.saved, self._bypasses)
 
     # -- forward ----------------------------------------------------------------
 
@@ -243,6 +245,7 @@ class TrainingPass:
         """
         assert not self._released and self._tasklet is None, "the pass was released, or its tasklet is not done"
         self.kept.move(memory)
+        self._in_windows = KeptTensors(self.kept.saved, self._bypasses)
 
     def _release_if_done(self) -> None:
         if self.done:
@@ -360,6 +363,11 @@ class _Window(Span, BatchRows):
             return Keep()
         saved = self._pass.kept.saved_rows(part, self._rows)
         return Keep(rows=saved, packed_signs=self._pass.programs.program[part].packed_signs)
+
+    @property
+    def in_window(self) -> InWindow | None:
+        kept = self._pass._in_windows
+        return InWindow(kept=kept, first_row=self._rows.start, segments=self.segments)
 
     def constants(self, part: Part) -> Mapping[str, Tensor]:
         return self._pass._constants(part, self._rows)

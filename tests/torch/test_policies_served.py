@@ -26,7 +26,7 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LORA = LoraConfig(r=3, alpha=6, target_modules="all-linear", dropout=0.2)
 CONFIG = TuningConfig(
-    num_epochs=2, batch_size=3, max_pack_tokens=40, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-6)
+    num_epochs=2, batch_size=3, max_pack_tokens=40, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2)
 )
 LENGTHS = (9, 34, 5, 40, 11, 27, 3)
 # Settings with which a short test reaches what they set.

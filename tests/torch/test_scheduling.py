@@ -38,7 +38,7 @@ from coserve.scheduling.deadlines import AIMED, RESERVE_TOKENS, SURE_MARGINS, De
 from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
 from coserve.scheduling.policies.slack import MOST_SHARE, Slack, tightest_tpot_s, wait_share
-from coserve.scheduling.profile import Curve, Profile
+from coserve.scheduling.profile import Curve, OneCall, Profile
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 from coserve.tuning import training_programs
@@ -954,8 +954,9 @@ loads = st.builds(
     ForwardLoad,
     rows=st.integers(1, 3000),
     sampled=st.integers(0, 100),
-    spans=st.integers(1, 100),
-    pairs=st.floats(0, 1e6),
+    spans=st.integers(2, 100),
+    pairs=st.floats(1e3, 1e6),
+    window_pairs=st.floats(0, 1e3),
     keys=st.integers(0, 100_000),
     bypasses=st.integers(0, 1000),
     windows=st.integers(0, 2),
@@ -977,9 +978,8 @@ def test_more_of_anything_takes_no_less_time(load, what):
 @cache
 def taught_latency() -> LatencyModel:
     """One whose corrections differ from one number of rows to the next, whose device decodes faster alone."""
-    latency = LatencyModel(
-        replace(make_latency().profile, one_call_saved_s=1e-3, one_call_rows=60, one_call_pairs=2000)
-    )
+    one_call = OneCall(rows=60, prompt_pairs=2000, saved_s=1e-3, window_saved_s=2e-3, saved_s_per_window_row=1e-5)
+    latency = LatencyModel(replace(make_latency().profile, one_call=one_call))
     for index, rows in enumerate((1, 3, 6, 20, 40, 90, 200, 400, 900, 1800)):
         for windows in (False, True):
             latency.corrections.observe(
@@ -991,16 +991,19 @@ def taught_latency() -> LatencyModel:
 def test_steps_that_run_as_one_call_take_less_by_what_that_saves():
     profile, decodes = make_latency().profile, ForwardLoad(rows=4, sampled=4, spans=4, keys=100)
     latency = LatencyModel(profile)
-    saving = LatencyModel(replace(profile, one_call_saved_s=1e-4, one_call_rows=9, one_call_pairs=50))
+    one_call = OneCall(rows=9, prompt_pairs=50, saved_s=1e-4, window_saved_s=2e-4, saved_s_per_window_row=1e-5)
+    saving = LatencyModel(replace(profile, one_call=one_call))
     assert saving.decode_s(num_requests=4, context=24) == saving.forward_s(decodes)
     for load in (decodes, structs.replace(decodes, rows=9, pairs=50.0)):
         assert saving.forward_s(load) == pytest.approx(latency.forward_s(load) - 1e-4)
     for load in (
         structs.replace(decodes, rows=9, pairs=51.0),
         structs.replace(decodes, rows=10),
-        structs.replace(decodes, windows=1),
+        structs.replace(decodes, windows=4),  # no request
     ):
         assert saving.forward_s(load) == latency.forward_s(load)
+    beside = structs.replace(decodes, rows=9, windows=1, window_rows=5.0, pairs=900.0, window_pairs=900.0)
+    assert saving.forward_s(beside) == pytest.approx(latency.forward_s(beside) - 2.5e-4)
 
 
 @settings(deadline=None)

@@ -1,25 +1,18 @@
 """Blocks that run as one call give what they give one by one, to the last bit, in any company."""
 
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
-from support import CONFIGS, make_adapter, make_backbone, random_tokens, random_weights_
-from transformers import AutoConfig, AutoModelForCausalLM
+from steps_at_once import Steps, backbone_of, one_by_one
+from support import make_adapter, make_backbone, random_tokens
 
 from coserve.kernels.cpu import CpuBackend
 from coserve.memory import paged_kv
-from coserve.memory.paged_kv import PagedKv
-from coserve.models import Backbone, forward, load_backbone
+from coserve.models import forward
 
 pytestmark = pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
 
-BLOCK = 4
-# Whole tiles, where there is AMX.
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 MODELS = [
     ("qwen3", "float32", "int8"),
     ("llama-biases-tied", "float32", "int8"),
@@ -30,54 +23,6 @@ MODELS = [
         for weights in ("dense", "int8")
     ),
 ]
-
-
-@cache
-def wide_directory(name: str) -> Path:
-    config = AutoConfig.for_model(**{**CONFIGS[name], **WIDE})
-    directory = Path(mkdtemp(prefix="coserve-wide-"))
-    model: Any = random_weights_(AutoModelForCausalLM.from_config(config))
-    model.save_pretrained(directory)
-    return directory
-
-
-def backbone_of(name: str, dtype: str, weights: str) -> Backbone:
-    return load_backbone(str(wide_directory(name)), dtype=dtype, weights=weights)
-
-
-class Steps:
-    """Sequences in pages, and steps in which each of them decodes."""
-
-    def __init__(self, backbone: Backbone, lengths=(5, 1, 7, 12, 3)):
-        self.pages = PagedKv(backbone, num_pages=10 * len(lengths), block_tokens=BLOCK)
-        self.pages.pages.fill_(torch.nan)
-        self.lengths = list(lengths)
-        self.pages.may_run_at_once = False
-        for index, length in enumerate(lengths):
-            forward(backbone, [self.pages.rows([(self.table(index), 0, random_tokens(length, index).tolist())])])
-        self.pages.may_run_at_once = True
-
-    def table(self, index: int) -> list[int]:
-        return [10 * index + page for page in (3, 0, 7, 1, 9, 2)]
-
-    def step(self, bypasses=None, which=None) -> torch.Tensor:
-        """The next row of each, or of some."""
-        which = range(len(self.lengths)) if which is None else which
-        spans = []
-        for index in which:
-            own = None if bypasses is None else bypasses[index]
-            rows = [(self.table(index), self.lengths[index], [(7 * self.lengths[index] + index) % 90])]
-            spans.append(self.pages.rows(rows, own))
-            self.lengths[index] += 1
-        return forward(self.pages.backbone, spans)
-
-    @property
-    def num_traces(self) -> int:
-        return sum(calls is not None for calls in self.pages.stores.traces.values())
-
-
-def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuBackend, "trace", lambda self, dtype: None)
 
 
 @pytest.mark.parametrize(("name", "dtype", "weights"), MODELS)

@@ -91,6 +91,7 @@ struct Factors {
     const T* b;  // [outer, rank]
     i64 rank;
     double scale;
+    T* narrow;  // where what B multiplies is kept [rows of the adapter, rank], or null
 
     i64 padded() const { return round_up(rank, LANES); }
 };

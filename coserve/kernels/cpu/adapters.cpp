@@ -3,6 +3,7 @@
 //
 // One call for any number of adapters, of any ranks, of which each sits at all of the sites or at some; factors are
 // read where they lie. Sums are float32, in an order that depends neither on other rows nor on the number of threads.
+// An adapter of many rows may go through the tiles of `low_rank.cpp` instead.
 
 #include <vector>
 
@@ -47,15 +48,18 @@ thread_local Scratch shared_scratch;
 template <typename T>
 class Batch {
   public:
+    // in_tiles: which of the adapters others have added.
     Batch(const T* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,
-          const Factors<T>* table, i64 table_step, const Site<T>* sites, i64 num_sites)
+          const Factors<T>* table, i64 table_step, const Site<T>* sites, i64 num_sites,
+          const std::vector<bool>& in_tiles)
         : all_{x, x_step, inner, rows, nullptr, 0},
           ends_(ends),
           num_adapters_(num_adapters),
           table_(table),
           table_step_(table_step),
           sites_(sites),
-          num_sites_(num_sites) {
+          num_sites_(num_sites),
+          in_tiles_(in_tiles) {
         for (i64 adapter = 0; adapter < num_adapters; adapter++) {
             i64 width = 0;
             for (i64 site = 0; site < num_sites; site++) width += at(adapter, site).padded();
@@ -82,10 +86,23 @@ class Batch {
 #pragma omp barrier
             for (size_t i = num_down; i < pieces.size(); i++) from_narrow(all_, pieces[i]);
         }
+        keep();
     }
 
   private:
     const Factors<T>& at(i64 adapter, i64 site) const { return table_[adapter * table_step_ + site]; }
+
+    // What B multiplies, for those who keep it.
+    void keep() const {
+        for (i64 adapter = 0, first = 0; adapter < num_adapters_; first = ends_[adapter++])
+            for (i64 site = 0, place = 0; site < num_sites_; place += at(adapter, site++).padded()) {
+                const Factors<T>& factors = at(adapter, site);
+                if (in_tiles_[adapter] || !factors.narrow) continue;
+                for (i64 row = first; row < ends_[adapter]; row++)
+                    std::memcpy(static_cast<void*>(factors.narrow + (row - first) * factors.rank),
+                                all_.narrow + row * all_.width + place, factors.rank * sizeof(T));
+            }
+    }
 
     const T* start_of(const Piece<T>& piece, bool is_down) const {
         return is_down ? piece.factors->a + piece.start * all_.inner
@@ -97,7 +114,7 @@ class Batch {
     template <typename Function>
     void each_group(bool is_down, Function function) const {
         for (i64 adapter = 0, first = 0; adapter < num_adapters_; first = ends_[adapter++])
-            for (i64 row = first; row < ends_[adapter]; row += BLOCK) {
+            for (i64 row = in_tiles_[adapter] ? ends_[adapter] : first; row < ends_[adapter]; row += BLOCK) {
                 const i64 last = std::min(row + BLOCK, ends_[adapter]);
                 for (i64 site = 0, place = 0; site < num_sites_; place += at(adapter, site++).padded()) {
                     const Factors<T>& factors = at(adapter, site);
@@ -125,24 +142,78 @@ class Batch {
     i64 table_step_;
     const Site<T>* sites_;
     i64 num_sites_;
+    const std::vector<bool>& in_tiles_;
 };
+
+// Elements of the wide tensor below which a second thread takes longer to begin than it helps.
+const i64 ONE_THREAD_ELEMENTS = 1 << 13;
+
+thread_local std::vector<bool> in_tiles;
+
+// The same for one adapter's n rows, which are neighbours, by tiles; whether they are for its ranks and these widths.
+bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, i64 first_row, i64 n, const Factors<bf16>* table,
+                  const Site<bf16>* sites, i64 num_sites, i64 num_threads) {
+#ifdef HAS_TILES
+    const i64 MOST_RANK = 64, BLOCK = 32;
+    for (i64 site = 0; site < num_sites; site++)
+        if (table[site].rank > MOST_RANK || inner % BLOCK || sites[site].outer % BLOCK) return false;
+    auto threads = [=](i64 width) { return n * width <= ONE_THREAD_ELEMENTS ? 1 : num_threads; };
+    for (i64 site = 0; site < num_sites; site++) {
+        const Factors<bf16>& factors = table[site];
+        const Site<bf16>& to = sites[site];
+        if (!factors.rank) continue;
+        bf16* sums = factors.narrow;
+        if (!sums) sums = reinterpret_cast<bf16*>(shared_scratch.take(n * factors.rank * sizeof(bf16)));
+        to_low_rank(x + first_row * x_step, x_step, factors.a, true, sums, n, inner, factors.rank, threads(inner));
+        if (factors.scale != 1)
+            for (i64 i = 0; i < n * factors.rank; i++) narrow(widen(sums[i]) * float(factors.scale), sums[i]);
+        from_low_rank(sums, factors.rank, factors.b, true, to.y + first_row * to.step, to.step, n, to.outer,
+                      factors.rank, threads(to.outer));
+    }
+    return true;
+#else
+    return false;
+#endif
+}
+
+bool add_in_tiles(const float*, i64, i64, i64, i64, const Factors<float>*, const Site<float>*, i64, i64) {
+    return false;
+}
+
+bool are_neighbours(const i64* rows, i64 count) {
+    for (i64 i = 1; i < count; i++)
+        if (rows[i] != rows[0] + i) return false;
+    return true;
+}
 
 }  // namespace
 
 // x [.., inner] with a step from row to row. rows: which of its rows have an adapter, adapter by adapter; ends
 // [num_adapters]: where each adapter's end. table: Factors of the sites, by adapter, which stand table_step factors
-// apart. sites: address, step from row to row, and width of the outputs.
+// apart. sites: address, step from row to row, and width of the outputs. many_rows: from how many neighbours on an
+// adapter's go through tiles, where they can.
 extern "C" void add_adapters(const void* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,
-                             const i64* table, i64 table_step, const i64* sites, i64 num_sites, i64 is_bfloat16,
-                             i64 num_threads) {
+                             const i64* table, i64 table_step, const i64* sites, i64 num_sites, i64 many_rows,
+                             i64 is_bfloat16, i64 num_threads) {
     auto run = [=](auto type) {
         using T = decltype(type);
-        static_assert(sizeof(Factors<T>) == 4 * sizeof(i64) && sizeof(Site<T>) == 3 * sizeof(i64),
+        static_assert(sizeof(Factors<T>) == 5 * sizeof(i64) && sizeof(Site<T>) == 3 * sizeof(i64),
                       "as Python has them");
-        Batch<T>(static_cast<const T*>(x), x_step, inner, rows, ends, num_adapters,
-                 reinterpret_cast<const Factors<T>*>(table), table_step, reinterpret_cast<const Site<T>*>(sites),
-                 num_sites)
-            .run(num_threads);
+        const T* all = static_cast<const T*>(x);
+        const Factors<T>* factors = reinterpret_cast<const Factors<T>*>(table);
+        const Site<T>* to = reinterpret_cast<const Site<T>*>(sites);
+        in_tiles.assign(num_adapters, false);
+        i64 num_in_tiles = 0;
+        for (i64 adapter = 0, first = 0; adapter < num_adapters; first = ends[adapter++]) {
+            const i64 count = ends[adapter] - first;
+            if (count < many_rows || !are_neighbours(rows + first, count)) continue;
+            in_tiles[adapter] = add_in_tiles(all, x_step, inner, rows[first], count, factors + adapter * table_step, to,
+                                             num_sites, num_threads);
+            num_in_tiles += in_tiles[adapter];
+        }
+        if (num_in_tiles < num_adapters)
+            Batch<T>(all, x_step, inner, rows, ends, num_adapters, factors, table_step, to, num_sites, in_tiles)
+                .run(num_threads);
     };
     is_bfloat16 ? run(bf16{}) : run(float{});
 }

@@ -10,8 +10,16 @@ from coserve.kernels.cpu import rows
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.low_rank import AdapterBatch
 
-# From how many rows of an adapter on the matrix units multiply its factors faster than vectors do.
-MANY_ROWS = 16
+# Numbers of a place in the table of factors.
+PLACE_NUMBERS = 5
+# From how many rows of an adapter on its factors are multiplied faster in tiles than by vectors: by the matrix units,
+# and by instructions for pairs.
+MANY_ROWS, _MANY_ROWS_BY_PAIRS = 16, 128
+
+
+def many_rows(kernels: Library) -> int:
+    """From how many rows of an adapter on they go through tiles."""
+    return MANY_ROWS if kernels.has_amx else _MANY_ROWS_BY_PAIRS
 
 
 def fit(x: Tensor, outputs: Sequence[Tensor], batch: AdapterBatch) -> bool:
@@ -26,6 +34,6 @@ def add_adapters(kernels: Library, x: Tensor, outputs: Sequence[Tensor], first_p
     assert first_place + len(outputs) <= num_places
     kernels.add_adapters(
         *(x.data_ptr(), x.stride(0), x.shape[1], batch.rows.data_ptr(), batch.ends.data_ptr(), num_adapters),
-        *(batch.addresses.data_ptr() + 4 * 8 * first_place, num_places, (c_int64 * len(sites))(*sites)),
-        *(len(outputs), x.dtype == torch.bfloat16, torch.get_num_threads()),
+        *(batch.addresses.data_ptr() + 8 * PLACE_NUMBERS * first_place, num_places, (c_int64 * len(sites))(*sites)),
+        *(len(outputs), many_rows(kernels), x.dtype == torch.bfloat16, torch.get_num_threads()),
     )

@@ -41,7 +41,7 @@ struct Call<kernel> {
 // Sites at the end, three numbers each: as many arguments as there are.
 void add_adapters_to_sites(const i64* a) {
     add_adapters(as<const void*>(a[0]), a[1], a[2], as<const i64*>(a[3]), as<const i64*>(a[4]), a[5],
-                 as<const i64*>(a[6]), a[7], a + 11, a[10], a[8], a[9]);
+                 as<const i64*>(a[6]), a[7], a + 12, a[11], a[8], a[9], a[10]);
 }
 
 struct Kernel {
@@ -71,6 +71,8 @@ const Kernel KERNELS[] = {
     {"add", Call<add>::run},
     {"store_rows", Call<store_rows>::run},
     {"add_adapters", add_adapters_to_sites},
+    {"keep_rows", Call<keep_rows>::run},
+    {"attend_in_windows", Call<attend_in_windows>::run},
 };
 
 template <typename T>

@@ -9,6 +9,16 @@
 #include <cstdlib>
 #include <cstring>
 
+// What the compiler may use: products of tiles of bfloat16 (`tiles.h`), by AMX or by AVX-512's instructions for pairs.
+#if defined(__AVX512BF16__)
+#define HAS_TILES
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define HAS_AMX
+#else
+#define HAS_PAIRS
+#endif
+#endif
+
 typedef int64_t i64;
 
 struct bf16 {

@@ -80,7 +80,14 @@ void vector_low_rank_gradient(const bf16* x, i64 x_step, const bf16* wide, i64 w
 
 // adapters.cpp
 void add_adapters(const void* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,
-                  const i64* table, i64 table_step, const i64* sites, i64 num_sites, i64 is_bfloat16, i64 num_threads);
+                  const i64* table, i64 table_step, const i64* sites, i64 num_sites, i64 many_rows, i64 is_bfloat16,
+                  i64 num_threads);
+
+// windows.cpp
+void keep_rows(const void* x, i64 x_step, i64 row_bytes, const i64* windows, i64 num_windows, i64 slot);
+void attend_in_windows(const void* q, void* out, float* lse, const i64* windows, i64 num_windows, i64 keys, i64 values,
+                       i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale, i64 has_tiles,
+                       i64 is_bfloat16, i64 num_threads);
 
 // rows.cpp
 void rms_norm(const void* x, i64 x_step, const void* weight, void* y, i64 num_rows, i64 width, i64 features, double eps,

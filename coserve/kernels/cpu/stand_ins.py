@@ -17,7 +17,8 @@ Argument = tuple[int, int, int]
 CONSTANT, STEP, ROWS = range(3)
 # Numbers of every step, by their place; inputs come after them.
 STEP_NUMBERS = (
-    *("num_rows", "memory", "num_threads", "pages", "offsets", "table", "first_page", "lengths"),
+    *("num_rows", "memory", "num_threads", "num_paged_rows", "pages", "offsets", "table", "first_page", "lengths"),
+    *("windows", "num_windows"),
     *("adapter_rows", "adapter_ends", "num_adapters", "num_places", "adapter_addresses"),
 )
 # Of the memory for a step's rows; a line of the caches.
@@ -42,7 +43,7 @@ class MemorySlot:
 
     def __init__(self, memory: "RowMemory", num_bytes: int) -> None:
         """num_bytes: for each row."""
-        self._memory = memory
+        self._memory, self.row_bytes = memory, num_bytes
         self.num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         self.start = memory.take(self.num_bytes)
 
@@ -100,6 +101,11 @@ class TracedRows:
         """source: an input by its number of the step. step: from one row to the next. first: column."""
         self._trace, self.source = trace, source
         self.width, self.step, self.first, self.heads = width, step, first, heads
+
+    @property
+    def row_bytes(self) -> int:
+        """Without what lies between one row and the next."""
+        return self.width * self._trace.dtype.itemsize
 
     @property
     def argument(self) -> Argument:

@@ -4,13 +4,11 @@
 
 #include "kernels.h"
 
-#if defined(__AVX512BF16__)
-#define HAS_TILES
+#ifdef HAS_TILES
 
 #include <immintrin.h>
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#define HAS_AMX
+#ifdef HAS_AMX
 
 const int DEPTH = 32;
 
@@ -43,7 +41,6 @@ class Tiles {
 };
 
 #else
-#define HAS_PAIRS
 
 const int DEPTH = 2;
 

@@ -1,11 +1,10 @@
 """Tracing on CPUs: calls of kernels are written down as numbers, which `calls.cpp` goes through.
 
-What operators are given meanwhile is in `stand_ins.py`.
+What operators are given meanwhile is in `stand_ins.py`, how the calls are run in `traced_calls.py`.
 """
 
 from array import array
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from struct import pack, unpack
 from typing import cast
@@ -15,12 +14,10 @@ from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec
 from coserve.kernels.cpu import tile_products
-from coserve.kernels.cpu.adapters import MANY_ROWS
-from coserve.kernels.cpu.attention import CpuAttentionBatch
+from coserve.kernels.cpu.adapters import PLACE_NUMBERS, many_rows
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import fit_vectors, kernel_for_few_int8_rows, kernel_for_few_rows
 from coserve.kernels.cpu.stand_ins import (
-    ALIGNMENT,
     CONSTANT,
     ROWS,
     STEP,
@@ -32,9 +29,10 @@ from coserve.kernels.cpu.stand_ins import (
     TracedRows,
     step,
 )
+from coserve.kernels.cpu.traced_calls import CpuCalls, WrittenCalls
 from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.plain import PlainBackend
-from coserve.kernels.trace import Trace, TracedCalls, TracedStep, UntraceableError
+from coserve.kernels.trace import Trace, TracedCalls, UntraceableError
 
 _ATTENTION = {torch.bfloat16: "paged_attention_bfloat16", torch.float32: "paged_attention_float32"}
 _KERNELS = (
@@ -53,7 +51,10 @@ _KERNELS = (
         "store_rows",
     ),
     *("add_adapters", *_ATTENTION.values()),
+    *("keep_rows", "attend_in_windows"),
 )
+# What kernels for training windows are told of them.
+_WINDOWS = (step("windows"), step("num_windows"))
 
 
 class CpuTrace(Trace[PlainBackend]):
@@ -68,15 +69,18 @@ class CpuTrace(Trace[PlainBackend]):
         self._kernels, self.dtype = kernels, dtype
         self._numbers = _kernel_numbers(kernels)
         self._calls: list[int] = []
-        self.names: list[str] = []  # of the kernels, call by call
+        self._names: list[str] = []  # of the kernels, call by call
         self._memory = RowMemory()
         self._inputs: dict[str, int] = {}
-        self._kept: list[Tensor] = []
+        self._read: list[Tensor] = []
+        self.kept: dict[Hashable, int] = {}
+        self._kept_names: dict[int, Hashable] = {}  # by the address of the store that has the same of requests
         self._device = device
         # Stand-ins by their identity alone: whatever reads them is refused.
         self._attention = cast(AttentionBatch, object())
         self._adapters = cast(AdapterBatch, object())
         self.has_adapters = False
+        self.has_attention_tiles = kernels.has_tiles and dtype == torch.bfloat16
         self.most_rows = 1 << 30
 
     @property
@@ -103,20 +107,49 @@ class CpuTrace(Trace[PlainBackend]):
         number = self._inputs.setdefault(name, len(STEP_NUMBERS) + len(self._inputs))
         return cast(Tensor, TracedRows(self, number, width=width, step=width))
 
-    def store(self, rows: Tensor, store: Tensor) -> None:
+    def keep(self, name: Hashable, rows: Tensor) -> None:
+        x: object = rows
+        if not isinstance(x, MemorySlot | TracedRows):
+            raise UntraceableError
+        step_bytes = x.row_bytes if isinstance(x, MemorySlot) else x.step * self.dtype.itemsize
+        self.call("keep_rows", x, step_bytes, x.row_bytes, *_WINDOWS, len(self.kept))
+        self.kept[name] = x.row_bytes
+
+    def store(self, name: Hashable, rows: Tensor, store: Tensor) -> None:
         x = self.rows(rows)
+        self._kept_names[store.data_ptr()] = name
         page_step, *within = store.stride()
         if store.dtype != self.dtype or store.shape[2] != x.width or within != [x.width, 1]:
             raise UntraceableError
         size = self.dtype.itemsize
-        places = (step("pages"), step("offsets"), step("num_rows"))
+        places = (step("pages"), step("offsets"), step("num_paged_rows"))
         self.call("store_rows", x, x.step * size, store, page_step * size, *places, x.width * size)
+
+    def kept_as(self, store: Tensor) -> int:
+        """Where in what windows keep stands what a store has of requests."""
+        return list(self.kept).index(self._kept_names[store.data_ptr()])
 
     def end(self, output: Tensor) -> TracedCalls:
         y = self.rows(output)
         if not isinstance(y.source, MemorySlot) or y.first or y.step != y.width:
             raise UntraceableError
-        return _CpuCalls(self, self._kernels, y.source, y.width)
+        return CpuCalls(
+            WrittenCalls(
+                kernels=self._kernels,
+                dtype=self.dtype,
+                numbers=array("q", self._calls),
+                names=self._names,
+                read=self._read,
+                inputs=list(self._inputs),
+                row_bytes=self._memory.num_bytes,
+                output=y.source,
+                width=y.width,
+                most_rows=self.most_rows,
+                has_adapters=self.has_adapters,
+                has_attention_tiles=self.has_attention_tiles,
+                kept=self.kept,
+            )
+        )
 
     # -- what is written down ----------------------------------------------------------
 
@@ -149,7 +182,7 @@ class CpuTrace(Trace[PlainBackend]):
         self._calls += [self._numbers[name], len(arguments)]
         for argument in arguments:
             self._calls += self._argument(argument)
-        self.names.append(name)
+        self._names.append(name)
 
     def _argument(self, value: object) -> Argument:
         match value:
@@ -160,78 +193,13 @@ class CpuTrace(Trace[PlainBackend]):
             case MemorySlot():
                 return ROWS, value.start, 0
             case Tensor():
-                self._kept.append(value)
+                self._read.append(value)
                 return CONSTANT, 0, value.data_ptr()
             case float():
                 return CONSTANT, 0, unpack("q", pack("d", value))[0]
             case int() | None:
                 return CONSTANT, 0, int(value or 0)
         raise UntraceableError
-
-    @property
-    def written(self) -> "tuple[array[int], int, list[Tensor], list[str], int]":
-        """The calls, their number, the tensors that they read, the inputs in their order, bytes for each row."""
-        return array("q", self._calls), len(self.names), self._kept, list(self._inputs), self._memory.num_bytes
-
-
-class _CpuCalls(TracedCalls):
-    """See `TracedCalls`."""
-
-    def __init__(self, trace: CpuTrace, kernels: Library, output: MemorySlot, width: int) -> None:
-        self._kernels, self._dtype, self._most_rows = kernels, trace.dtype, trace.most_rows
-        self._has_adapters = trace.has_adapters
-        self._calls, self._num_calls, self._kept, self._inputs, self._row_bytes = trace.written
-        self._first, self._width, self._names = output.start, width, trace.names
-
-    @property
-    def most_rows(self) -> int:
-        return self._most_rows
-
-    def fit(self, step: TracedStep) -> bool:
-        if not isinstance(step.attention, CpuAttentionBatch) or step.attention.single is None:
-            return False
-        if self._has_adapters and (step.adapters is None or not self._fit_adapters(step.adapters)):
-            return False
-        return step.attention.num_rows <= self._most_rows
-
-    def _fit_adapters(self, batch: AdapterBatch) -> bool:
-        has_tiles = self._kernels.has_amx and self._dtype == torch.bfloat16
-        return batch.dtype == self._dtype and not (has_tiles and max(batch.sizes.sizes) >= MANY_ROWS)
-
-    def run(self, step: TracedStep) -> Tensor:
-        return self._run(step, 0)
-
-    def run_timed(self, step: TracedStep) -> tuple[Tensor, Mapping[str, float]]:
-        nanoseconds = array("q", bytes(8 * self._num_calls))
-        result = self._run(step, nanoseconds.buffer_info()[0])
-        found: defaultdict[str, float] = defaultdict(float)
-        for name, each in zip(self._names, nanoseconds, strict=True):
-            found[name] += each / 1e9
-        return result, found
-
-    def _run(self, step: TracedStep, nanoseconds: int) -> Tensor:
-        """nanoseconds: where those of each call go, an address or 0."""
-        assert isinstance(step.attention, CpuAttentionBatch) and step.attention.single is not None
-        n = step.attention.num_rows
-        table, first_page, lengths = step.attention.single.paged
-        inputs = [step.inputs[name].contiguous() for name in self._inputs]
-        assert all(rows.shape[0] == n and rows.dtype == self._dtype for rows in inputs)
-        memory = torch.empty(n * self._row_bytes + ALIGNMENT, dtype=torch.uint8)
-        skipped = -memory.data_ptr() % ALIGNMENT
-        adapters = (0, 0, 0, 0, 0)
-        if self._has_adapters:
-            given = step.adapters
-            assert given is not None
-            addresses = given.addresses
-            adapters = (given.rows.data_ptr(), given.ends.data_ptr(), *addresses.shape[:2], addresses.data_ptr())
-        numbers = array("q", [n, memory.data_ptr() + skipped, torch.get_num_threads()])
-        numbers.extend(x.data_ptr() for x in (step.pages, step.offsets, table, first_page, lengths))
-        numbers.extend(adapters)
-        numbers.extend(rows.data_ptr() for rows in inputs)
-        self._kernels.run_calls(self._calls.buffer_info()[0], self._num_calls, numbers.buffer_info()[0], nanoseconds)
-        start = skipped + n * self._first
-        size = n * self._width * self._dtype.itemsize
-        return memory[start : start + size].view(self._dtype).view(n, self._width)
 
 
 class _Tracer(PlainBackend):
@@ -276,8 +244,8 @@ class _Tracer(PlainBackend):
         trace.has_adapters = True
         sites = [number for y in map(trace.rows, outputs) for number in (y, y.step, y.width)]
         adapters = (step("adapter_rows"), step("adapter_ends"), step("num_adapters"))
-        table = (step("adapter_addresses", 4 * 8 * first_place), step("num_places"))
-        more = (trace.is_bfloat16, step("num_threads"), len(outputs))
+        table = (step("adapter_addresses", 8 * PLACE_NUMBERS * first_place), step("num_places"))
+        more = (many_rows(trace.kernels), trace.is_bfloat16, step("num_threads"), len(outputs))
         trace.call("add_adapters", rows, rows.step, rows.width, *adapters, *table, *more, *sites)
 
     def attention(
@@ -292,9 +260,13 @@ class _Tracer(PlainBackend):
             raise UntraceableError
         y, lse = trace.new(rows.width, heads=rows.heads), trace.room(4 * rows.heads)
         tables = (step("table"), step("first_page"), step("lengths"))
-        sizes = (step("num_rows"), rows.heads, row_width // width, width, block_tokens, page_step)
-        more = (spec.sliding_window or 0, float(spec.scale), step("num_threads"))
-        trace.call(_ATTENTION[trace.dtype], rows, keys, values, *tables, y, lse, *sizes, *more)
+        heads, seen = (rows.heads, row_width // width, width), (spec.sliding_window or 0, float(spec.scale))
+        sizes = (step("num_paged_rows"), *heads, block_tokens, page_step)
+        trace.call(_ATTENTION[trace.dtype], rows, keys, values, *tables, y, lse, *sizes, *seen, step("num_threads"))
+        trace.has_attention_tiles &= not width % 32
+        kept = (trace.kept_as(keys), trace.kept_as(values))
+        more = (trace.has_attention_tiles, trace.is_bfloat16, step("num_threads"))
+        trace.call("attend_in_windows", rows, y, lse, *_WINDOWS, *kept, *heads, *seen, *more)
         return cast(Tensor, y), cast(Tensor, lse)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

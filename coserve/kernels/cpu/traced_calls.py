@@ -1,0 +1,137 @@
+"""Calls that a trace wrote down, and what it takes to run them on the rows of a step (`calls.cpp`)."""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import Segment
+from coserve.kernels.cpu.attention import CpuAttentionBatch
+from coserve.kernels.cpu.compiled import Library
+from coserve.kernels.cpu.stand_ins import ALIGNMENT, MemorySlot
+from coserve.kernels.trace import MOST_PROMPT_PAIRS, TracedCalls, TracedStep, TracedWindow
+
+# Numbers of a window (see `windows.cpp`).
+_WINDOW_NUMBERS = 6
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WrittenCalls:
+    """What a trace wrote down.
+
+    numbers: of all calls. names: of the kernels, call by call. read: tensors that must stay. inputs: by name, in their
+    order. row_bytes: of the memory that a step needs for each row. output: where its rows lie there, `width` elements
+    each. most_rows: that all kernels are for. has_adapters: whether any are added. has_attention_tiles: whether windows
+    attend by tiles. kept: see `TracedCalls`.
+    """
+
+    kernels: Library
+    dtype: torch.dtype
+    numbers: "array[int]"
+    names: Sequence[str]
+    read: Sequence[Tensor]
+    inputs: Sequence[str]
+    row_bytes: int
+    output: MemorySlot
+    width: int
+    most_rows: int
+    has_adapters: bool
+    has_attention_tiles: bool
+    kept: Mapping[Hashable, int]
+
+
+class CpuCalls(TracedCalls):
+    """See `TracedCalls`."""
+
+    def __init__(self, written: WrittenCalls) -> None:
+        self._written = written
+
+    @property
+    def most_rows(self) -> int:
+        return self._written.most_rows
+
+    @property
+    def kept(self) -> Mapping[Hashable, int]:
+        return self._written.kept
+
+    def fit(self, step: TracedStep) -> bool:
+        written = self._written
+        if not isinstance(step.attention, CpuAttentionBatch) or step.attention.single is None:
+            return False
+        if written.has_adapters and (step.adapters is None or step.adapters.dtype != written.dtype):
+            return False
+        if not (written.has_attention_tiles or all(_is_short(window.segments) for window in step.windows)):
+            return False
+        return step.attention.num_rows + sum([window.num_rows for window in step.windows]) <= written.most_rows
+
+    def run(self, step: TracedStep) -> Tensor:
+        return self._run(step, 0)
+
+    def run_timed(self, step: TracedStep) -> tuple[Tensor, Mapping[str, float]]:
+        nanoseconds = array("q", bytes(8 * len(self._written.names)))
+        result = self._run(step, nanoseconds.buffer_info()[0])
+        found: defaultdict[str, float] = defaultdict(float)
+        for name, each in zip(self._written.names, nanoseconds, strict=True):
+            found[name] += each / 1e9
+        return result, found
+
+    def _run(self, step: TracedStep, nanoseconds: int) -> Tensor:
+        """nanoseconds: where those of each call go, an address or 0."""
+        written = self._written
+        assert isinstance(step.attention, CpuAttentionBatch) and step.attention.single is not None
+        num_paged_rows = step.attention.num_rows
+        n = num_paged_rows + sum([window.num_rows for window in step.windows])
+        table, first_page, lengths = step.attention.single.paged
+        inputs = [step.inputs[name].contiguous() for name in written.inputs]
+        assert all(rows.shape[0] == n and rows.dtype == written.dtype for rows in inputs)
+        memory = torch.empty(n * written.row_bytes + ALIGNMENT, dtype=torch.uint8)
+        skipped = -memory.data_ptr() % ALIGNMENT
+        adapters = (0, 0, 0, 0, 0)
+        if written.has_adapters:
+            given = step.adapters
+            assert given is not None
+            addresses = given.addresses
+            adapters = (given.rows.data_ptr(), given.ends.data_ptr(), *addresses.shape[:2], addresses.data_ptr())
+        windows = _Windows(step.windows, num_paged_rows)
+        numbers = array("q", [n, memory.data_ptr() + skipped, torch.get_num_threads(), num_paged_rows])
+        numbers.extend(x.data_ptr() for x in (step.pages, step.offsets, table, first_page, lengths))
+        numbers.extend((windows.address, len(step.windows)))
+        numbers.extend(adapters)
+        numbers.extend(rows.data_ptr() for rows in inputs)
+        written.kernels.run_calls(
+            written.numbers.buffer_info()[0], len(written.names), numbers.buffer_info()[0], nanoseconds
+        )
+        start = skipped + n * written.output.start
+        size = n * written.width * written.dtype.itemsize
+        return memory[start : start + size].view(written.dtype).view(n, written.width)
+
+
+class _Windows:
+    """Windows as kernels are told of them."""
+
+    def __init__(self, windows: Sequence[TracedWindow], first_row: int) -> None:
+        """first_row: of the step."""
+        self._numbers, self._segments = array("q"), []
+        for window in windows:
+            row, segments = 0, array("q")
+            for each in window.segments:
+                segments.extend((row, each.num_rows, each.first_key, each.num_keys))
+                row += each.num_rows
+            assert row == window.num_rows
+            self._numbers.extend((first_row, window.num_rows, window.first_in_pack, window.kept.data_ptr()))
+            self._numbers.extend((segments.buffer_info()[0], len(window.segments)))
+            self._segments.append(segments)
+            first_row += window.num_rows
+        assert len(self._numbers) == _WINDOW_NUMBERS * len(windows)
+
+    @property
+    def address(self) -> int:
+        return self._numbers.buffer_info()[0]
+
+
+def _is_short(segments: Sequence[Segment]) -> bool:
+    """Whether rows may attend one by one."""
+    return sum([each.num_rows * each.num_keys for each in segments]) <= MOST_PROMPT_PAIRS
