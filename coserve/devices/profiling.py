@@ -48,7 +48,7 @@ _BACKWARD_ROWS = (32, 128, 512)
 _HEAD_ROWS = (1, 4, 16, 64)
 _LOSS_ROWS = (8, 32, 128, 512)
 _SCORE_ROWS = (1, 16, 128)
-_WINDOW_ROWS = 256
+_WINDOW_ROWS, _FEW_WINDOW_ROWS = 256, 32
 # Of windows beside a request, with which they fill tiles.
 _FUSED_ROWS = (31, 127)
 _MANY_SPANS, _SHORT, _LONG = 8, 16, 512
@@ -56,7 +56,7 @@ _BLOCK_TOKENS = 16
 _COPIED_PAGES = 32
 # Those of the curves, and the single ones beside them.
 _NUM_MEASUREMENTS = (
-    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *3 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 14
+    sum(map(len, (*2 * (_FORWARD_ROWS,), _BACKWARD_ROWS, *3 * (_HEAD_ROWS,), _LOSS_ROWS, _SCORE_ROWS))) + 15
 )
 # A curve ends where one measurement takes too long.
 _TOO_LONG_S = 1.0
@@ -143,7 +143,7 @@ class _Measurement:
         bypasses = self.adapter.bypasses()
         with_bypasses, without = self._forward(1, bypasses=bypasses), self._forward(1)
         s_per_bypass = max(0.0, (with_bypasses - without) / counts.num_bypasses)
-        window = self._window(rows) - near - counts.num_bypasses * s_per_bypass
+        window_s = self._window(rows) - near - counts.num_bypasses * s_per_bypass
         saved_s, most_rows = max(0.0, block_by_block - without), self.pages.stores.most_rows
 
         def trunk(n: int) -> float:
@@ -154,16 +154,26 @@ class _Measurement:
 
         forward = self._curve(_FORWARD_ROWS, trunk)
 
+        def rows_s(n: int) -> float:
+            """Of n rows of one window with its bypasses, if they were a request's."""
+            return (
+                forward.at(n) + n * n / 2 * s_per_pair + n * s_per_key + s_per_span + counts.num_bypasses * s_per_bypass
+            )
+
+        few = min(_FEW_WINDOW_ROWS, rows // 2)
+        few_s = self._window(few) - rows_s(few)
+        s_per_window_row = max(0.0, (window_s - few_s) / (rows - few))
+        s_per_window_bypass = max(0.0, few_s - few * s_per_window_row) / counts.num_bypasses
+
         def saved_by_window(n: int) -> float:
             """Of n rows beside a request that decodes."""
-            parts = forward.at(n + 1) + n * n / 2 * s_per_pair + s_per_key + 2 * s_per_span
-            return parts + counts.num_bypasses * s_per_bypass + max(0.0, window) * n / rows - self._fused(n)
+            return rows_s(n) - forward.at(n) + forward.at(n + 1) + s_per_span + n * s_per_window_row - self._fused(n)
 
         window_saved_s = saved_s_per_window_row = 0.0
         if most_rows > 1:
             few_rows, many_rows = (min(n, most_rows - 1, self.most_rows - 1) for n in _FUSED_ROWS)
             few_s, many_s = saved_by_window(few_rows), saved_by_window(many_rows)
-            saved_s_per_window_row = max(0.0, (many_s - few_s) / max(1, many_rows - few_rows))
+            saved_s_per_window_row = min(s_per_window_row, max(0.0, (many_s - few_s) / max(1, many_rows - few_rows)))
             window_saved_s = max(0.0, few_s - few_rows * saved_s_per_window_row)
         head = self._curve(_HEAD_ROWS, self._head)
         pair_backward = 2.5 * s_per_pair / num_layers
@@ -185,7 +195,8 @@ class _Measurement:
             s_per_key=s_per_key,
             s_per_span=s_per_span,
             s_per_bypass=s_per_bypass,
-            s_per_window_row=max(0.0, window / rows),
+            s_per_window_row=s_per_window_row,
+            s_per_window_bypass=s_per_window_bypass,
             s_per_parameter=self._update() / counts.num_parameters,
             update_s=0.0,
             one_call=OneCall(

@@ -17,6 +17,7 @@ from coserve.engine.job_exchange import JobExchange
 from coserve.engine.job_milestones import JobMilestones
 from coserve.engine.job_packs import JobPacks
 from coserve.engine.job_steps import JobSteps
+from coserve.engine.job_turns import JobTurns
 from coserve.engine.optimizer_swap import OptimizerSwap
 from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
@@ -58,6 +59,7 @@ class JobSet(Mapping[str, Job]):
         self._device, self._counters, self._owed = device, counters, owed
         self._answers = answers
         self._jobs: dict[str, Job] = {}
+        self._turns = JobTurns()
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_turns = 0
         self._optimizers = OptimizerSwap(device, swap, owed, latency)
         self._copies = JobCopies(device, owed, send)
@@ -155,10 +157,10 @@ class JobSet(Mapping[str, Job]):
 
         Where some are to be alone, they and all others take turns.
         """
-        jobs = [job for job in self._jobs.values() if job.state == "running" and not job.optimizer_away]
-        running = [job for job in jobs if job.id not in without and not job.memory_failures.num_turns]
-        if len(running) > 1:
-            running.sort(key=lambda job: job.num_rows_run)
+        jobs = [job for job in self._jobs.values() if job.state == "running"]
+        served = self._turns.served(jobs)
+        jobs = [job for job in jobs if not job.optimizer_away and not job.memory_failures.num_turns]
+        running = sorted([job for job in jobs if job.id not in without], key=lambda job: served[job.id])
         views = tuple([view for job in running if (view := job.view(now_s, self._packs.num_pages(job))) is not None])
         return self._in_turn(views) if any(job.is_alone for job in running) else views
 

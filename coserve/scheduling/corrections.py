@@ -116,6 +116,7 @@ class Corrections:
             s_per_key=profile.s_per_key * by["forward"],
             s_per_span=profile.s_per_span * by["forward"],
             s_per_bypass=profile.s_per_bypass * by["forward"],
+            s_per_window_bypass=profile.s_per_window_bypass * by["forward"],
             one_call=profile.one_call.scaled(by["forward"]),
             s_per_window_row=profile.s_per_window_row * by["forward"],
             backward_s_per_pair=profile.backward_s_per_pair * by["backward"],

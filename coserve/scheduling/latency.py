@@ -29,7 +29,7 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
     sampled: rows of which a token is chosen; drawn: of these, by chance; masked: of these, among some tokens. scored:
     rows of prompts whose next token is scored. pairs: of a row and a key in windows and prefill chunks. keys: that are
     read. bypasses: bypasses that run. windows: how many there are. window_rows: theirs, each weighed by its job's cost
-    beside the reference job's. window_pairs: those among the pairs.
+    beside the reference job's. window_pairs, window_bypasses: those among the pairs, and among the bypasses.
     """
 
     rows: int = 0
@@ -44,6 +44,7 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
     windows: int = 0
     window_rows: float = 0.0
     window_pairs: float = 0.0
+    window_bypasses: int = 0
     versions: set[str] = msgspec.field(default_factory=set)
 
     def add_decodes(self, requests: Sequence[RequestView]) -> None:
@@ -150,7 +151,7 @@ class LatencyModel:
         """
         p, num_past = self.profile, request.num_past
         others, has_windows = load.rows, load.windows > 0
-        one_call_s = self._one_call_saved_s(load.windows, load.window_rows)
+        one_call_s = self._one_call_saved_s(load.windows, load.window_rows, load.window_bypasses)
         others_pairs = load.pairs - load.window_pairs
         raw_s = self._sum_s(load) - seconds_at(self._forward, others)
         whole_s = seconds_at(self._head, load.sampled + 1) - seconds_at(self._head, load.sampled)
@@ -181,12 +182,10 @@ class LatencyModel:
         p, others = self.profile, load.rows
         weight, most_rows = self._weigh(job.counts)[0], self._most_rows_at_once(load)
         row_s = job.mean_context_len * p.s_per_pair + weight * p.s_per_window_row
-        saved_s, saved_s_per_row = (
-            self._one_call_saved_s(1, load.window_rows),
-            weight * p.one_call.saved_s_per_window_row,
-        )
+        num_bypasses, saved_s_per_row = job.counts.num_bypasses, weight * p.one_call.saved_s_per_window_row
+        saved_s = self._one_call_saved_s(1, load.window_rows, load.window_bypasses + num_bypasses)
         raw_s = self._sum_s(load) - seconds_at(self._forward, others)
-        raw_s += p.s_per_span + job.counts.num_bypasses * p.s_per_bypass
+        raw_s += p.s_per_span + num_bypasses * (p.s_per_bypass + p.s_per_window_bypass)
 
         def seconds(rows: int) -> float:
             raw = raw_s + seconds_at(self._forward, others + rows) + rows * row_s
@@ -203,6 +202,7 @@ class LatencyModel:
         load.pairs += rows * job.mean_context_len
         load.window_pairs += rows * job.mean_context_len
         load.bypasses += job.counts.num_bypasses
+        load.window_bypasses += job.counts.num_bypasses
         load.windows += 1
         load.window_rows += rows * self._weigh(job.counts)[0]
 
@@ -296,7 +296,7 @@ class LatencyModel:
     def _raw_forward_s(self, load: ForwardLoad) -> float:
         seconds = self._sum_s(load)
         if load.rows <= self._most_rows_at_once(load):
-            seconds -= self._one_call_saved_s(load.windows, load.window_rows)
+            seconds -= self._one_call_saved_s(load.windows, load.window_rows, load.window_bypasses)
         return seconds
 
     def _most_rows_at_once(self, load: ForwardLoad) -> int:
@@ -305,11 +305,12 @@ class LatencyModel:
         may = load.spans > load.windows and load.pairs - load.window_pairs <= one_call.prompt_pairs
         return one_call.rows if may else 0
 
-    def _one_call_saved_s(self, windows: int, window_rows: float) -> float:
-        one_call = self.profile.one_call
+    def _one_call_saved_s(self, windows: int, window_rows: float, window_bypasses: int) -> float:
+        p, one_call = self.profile, self.profile.one_call
         if not windows:
             return one_call.saved_s
-        return one_call.window_saved_s + window_rows * one_call.saved_s_per_window_row
+        bypasses_s = window_bypasses * p.s_per_window_bypass
+        return one_call.window_saved_s + window_rows * one_call.saved_s_per_window_row + bypasses_s
 
     def _sum_s(self, load: ForwardLoad) -> float:
         """Of a forward pass in blocks, one by one."""
@@ -324,6 +325,7 @@ class LatencyModel:
             + load.keys * p.s_per_key
             + load.spans * p.s_per_span
             + load.bypasses * p.s_per_bypass
+            + load.window_bypasses * p.s_per_window_bypass
             + load.window_rows * p.s_per_window_row
         )
 

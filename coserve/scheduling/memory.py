@@ -21,6 +21,10 @@ PACK_WORTH = 4.0
 # A pack that has waited for as many times its own time is begun though it might be dropped.
 MOST_PACK_WAITS = 30.0
 
+# Rows of packs in memory with which products are as fast as with more: a device computes longer than it reads weights
+# from some hundred rows on. Another pack would hold memory for nothing.
+ENOUGH_PACK_ROWS = 512
+
 # Whether a request keeps its SLO if it waits until a pack is done.
 CanWait = Callable[[RequestView, JobView], bool]
 
@@ -122,8 +126,8 @@ class MemoryPlan:
         *,
         requests_first: bool = True,
     ) -> None:
-        """Give jobs (default: the one served least first) the memory of their next packs, as far as requests do not
-        want it (requests_first=False: if any waits).
+        """Give jobs (default: the one served least first) the memory of their next packs, until those in memory have
+        enough rows, and as far as requests do not want it (requests_first=False: if any waits).
 
         pack_s: how long a pack will take; until then, requests that run must find pages beside it.
         """
@@ -132,9 +136,14 @@ class MemoryPlan:
             admitted = set(self.admit)
             if any(each.may_start and each.id not in admitted for each in self._view.waiting):
                 return
+        num_rows = sum([job.num_rows for job in self._packs()])
         for job in jobs:
+            if job.phase == "update":
+                break  # its next pack comes first, right after this step
             if job.phase != "pack":
                 continue
+            if num_rows and num_rows + job.num_rows > ENOUGH_PACK_ROWS:
+                break  # in turn: smaller packs would keep a large one waiting for good
             seconds = pack_s(job) if pack_s is not None else 0.0
             until_s = seconds if job.waited_s < MOST_PACK_WAITS * seconds else 0.0
             spare = self._growth(max(until_s, self._view.give_back_s))
@@ -142,12 +151,17 @@ class MemoryPlan:
                 self._return_to_share(job.num_pages + spare)
             if job.num_pages + spare > self.free:
                 continue
+            num_rows += job.num_rows
             self.free -= job.num_pages
             self.begin.append(job.id)
             self.jobs.append(structs.replace(job, phase=job.begins_at))
         if self.begin or jobs is not self._view.jobs:
-            turns = {job.id: turn for turn, job in enumerate(jobs)}
-            self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))
+            self.take_turns(jobs)
+
+    def take_turns(self, jobs: Sequence[JobView]) -> None:
+        """Those that can run are to be served in this order."""
+        turns = {job.id: turn for turn, job in enumerate(jobs)}
+        self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))
 
     def _growth(self, seconds: float) -> int:
         """Pages that the requests that run may take within this time; at least the spare ones. With the time until

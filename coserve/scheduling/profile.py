@@ -47,7 +47,8 @@ class OneCall:
     """What a forward pass takes less whose blocks run as one call (`coserve.kernels.trace`): one with requests, with up
     to `rows` in all, and `prompt_pairs` of a row and a key of prompts.
 
-    saved_s: without windows. window_saved_s, saved_s_per_window_row: with windows of the reference job.
+    saved_s: without windows. window_saved_s, saved_s_per_window_row: with windows of the reference job, beside
+    `Profile.s_per_window_bypass`.
     """
 
     rows: int = 0
@@ -80,10 +81,11 @@ class Profile:
     loss: trained rows through the head, forward and backward. backward: a tasklet of the reference job (`job`), on rows
     without keys. s_per_pair, backward_s_per_pair: attention of a row to a key of its window in all blocks, and in one
     block backward. s_per_key: a key that a span's attention reads. s_per_span: a span more. s_per_bypass: a site of an
-    adapter more. s_per_window_row: what a window's row of the reference job costs more than a request's (its bypasses,
-    and saving). s_per_parameter, update_s: an optimizer step, by what it moves and at least. sharing: of a device that
-    can be divided. s_per_copied_byte: of a page that goes to the host, or comes back; None: not known.
-    saved_bytes_per_token: that a pack of the reference job keeps for its backward pass; 0: not known.
+    adapter more; s_per_window_bypass: what it takes more in a window, whatever its rows. s_per_window_row: what a
+    window's row of the reference job costs more than a request's (its bypasses, and saving). s_per_parameter, update_s:
+    an optimizer step, by what it moves and at least. sharing: of a device that can be divided. s_per_copied_byte: of a
+    page that goes to the host, or comes back; None: not known. saved_bytes_per_token: that a pack of the reference job
+    keeps for its backward pass; 0: not known.
     """
 
     model: ModelCounts
@@ -106,6 +108,7 @@ class Profile:
     sharing: Sharing | None = None
     s_per_copied_byte: float | None = None
     saved_bytes_per_token: int = 0
+    s_per_window_bypass: float = 0.0
     one_call: OneCall = OneCall()
 
     def to_json(self) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""A pack leaves requests the pages that they will want until it could have given its own back (HARLI section 4.4)."""
+"""A pack leaves requests the pages that they will want until it could have given its own back (HARLI section 4.4), and
+is begun when others leave the device time for it.
+"""
 
 import pytest
 
 from coserve.scheduling.counts import JobCounts
-from coserve.scheduling.memory import SPARE_PAGES, MemoryPlan
-from coserve.scheduling.plan import JobView, RequestView, View
+from coserve.scheduling.memory import ENOUGH_PACK_ROWS, SPARE_PAGES, MemoryPlan
+from coserve.scheduling.plan import JobPhase, JobView, RequestView, View
 
 BLOCK, PACK_PAGES, NUM_REQUESTS, TPOT_S = 16, 10, 3, 0.05
 COUNTS = JobCounts(
@@ -48,3 +50,31 @@ def test_the_reserve_is_what_requests_take_until_pages_are_back(give_back_s, num
 
 def test_no_request_has_more_reserved_than_it_has_left():
     assert is_begun(PACK_PAGES + NUM_REQUESTS * 2, give_back_s=30.0, num_left=2 * BLOCK)
+
+
+def begun(*jobs: JobView) -> list[str]:
+    plan = MemoryPlan(View(now_s=0.0, jobs=jobs, num_free_pages=10_000, block_tokens=BLOCK))
+    plan.begin_packs()
+    return plan.begin
+
+
+def job(name: str, num_rows: int, phase: JobPhase = "pack") -> JobView:
+    return JobView(name, phase, num_rows, num_rows, 1, 10.0, COUNTS, num_pages=PACK_PAGES)
+
+
+def test_no_more_packs_are_in_memory_than_fill_the_device():
+    half = ENOUGH_PACK_ROWS // 2
+    assert begun(job("a", half), job("b", half), job("c", half)) == ["a", "b"]
+    assert begun(job("a", half, "backward"), job("b", half), job("c", half)) == ["b"]
+    assert begun(job("a", 2 * ENOUGH_PACK_ROWS)) == ["a"], "a large one alone"
+    assert begun(job("a", 1, "forward"), job("b", 2 * ENOUGH_PACK_ROWS)) == []
+
+
+def test_a_large_pack_has_its_turn_before_small_ones_that_would_fit():
+    assert begun(job("a", 100, "backward"), job("b", ENOUGH_PACK_ROWS), job("c", 10)) == []
+
+
+def test_a_job_that_is_due_an_optimizer_step_keeps_its_turn():
+    """Its next pack would be too late otherwise, again and again, if others have larger ones."""
+    assert begun(job("a", 0, "update"), job("b", 100)) == []
+    assert begun(job("b", 100), job("a", 0, "update")) == ["b"]

@@ -298,7 +298,9 @@ def test_a_device_slower_than_its_profile_is_found_out():
 
 def test_noise_is_averaged_however_many_jobs_have_pieces_in_a_step():
     """Their time is one measurement, and not one for each of them."""
-    engine, untaught = make_engine(hardware=GPU, num_jobs=16, length=16, noise=0.15), LatencyModel(make_profile(GPU))
+    engine, untaught = make_engine(hardware=GPU, num_jobs=0, noise=0.15), LatencyModel(make_profile(GPU))
+    for _ in range(16):  # packs of 32 rows, which are in memory at once
+        engine.submit_examples(examples(length=16), replace(ENDLESS, batch_size=2), adapter=ALL)
     corrections, num_pieces = [], 0
     for _ in Simulation(engine, []).run(8.0):
         num_pieces = max(num_pieces, len(engine.last_plan.tasklets))

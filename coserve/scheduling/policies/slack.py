@@ -125,7 +125,8 @@ class Slack(Policy):
         if view.batch or view.batch_waiting:
             memory.serve_batch(batch_share * view.num_pages if view.num_pages else inf)
         if tunes:
-            memory.begin_packs(self.turns(view), lambda job: PACK_STRETCH * latency.pack_s(job))
+            memory.begin_packs(view.jobs, lambda job: PACK_STRETCH * latency.pack_s(job))
+            memory.take_turns(self.turns(view))
         build = PlanBuilder(view, latency)
         tpot_s = tightest_tpot_s(view, memory.requests)
         deadlines, all_in = self._serve(build, memory.requests, view, latency, tpot_s)

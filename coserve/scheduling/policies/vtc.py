@@ -38,7 +38,10 @@ class Vtc(Slack):
         return TokenWeights(self.w_p, self.w_q, self.w_r)
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
-        return super().plan(_within_shares(view, latency), latency)
+        served = {tenant.name: tenant.served for tenant in view.tenants}
+        # The job of the tenant with the least counter first; among one tenant's, the one served least.
+        jobs = tuple(sorted(view.jobs, key=lambda job: served.get(job.tenant, 0.0)))
+        return super().plan(_within_shares(structs.replace(view, jobs=jobs), latency), latency)
 
     def queue(self, view: View) -> Sequence[RequestView]:
         """Again and again the earliest request of the tenant with the least counter, which pays for its prompt."""
@@ -58,9 +61,7 @@ class Vtc(Slack):
         return order
 
     def turns(self, view: View) -> Sequence[JobView]:
-        """The job of the tenant with the least counter first; among one tenant's, the one served least."""
-        served = {tenant.name: tenant.served for tenant in view.tenants}
-        return sorted(view.jobs, key=lambda job: served.get(job.tenant, 0.0))
+        return view.jobs
 
     def shares(self, jobs: Sequence[JobView], view: View) -> Sequence[JobView]:
         """Not those of a tenant that is a whole step ahead of another: a job gets one piece a step, so a tenant with

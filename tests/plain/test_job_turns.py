@@ -1,0 +1,50 @@
+"""Jobs take turns by what they have run since they came."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from coserve.engine.job_turns import JobTurns
+
+
+@dataclass
+class Ran:
+    """As much of a job as counts here."""
+
+    id: str
+    num_rows_run: float = 0.0
+
+
+def served(turns: JobTurns, *jobs: Ran) -> dict[str, float]:
+    running: list[Any] = list(jobs)
+    return turns.served(running)
+
+
+def test_what_comes_later_stands_with_the_one_served_least():
+    turns, first, second = JobTurns(), Ran("first", 500.0), Ran("second", 700.0)
+    assert served(turns, first, second) == {"first": 500.0, "second": 700.0}
+    late = Ran("late")
+    assert served(turns, first, second, late)["late"] == 500.0
+    late.num_rows_run += 30.0
+    first.num_rows_run += 100.0
+    assert served(turns, first, second, late) == {"first": 600.0, "second": 700.0, "late": 530.0}
+
+
+def test_a_job_alone_is_what_others_are_held_against():
+    turns, alone = JobTurns(), Ran("alone", 5.0)
+    served(turns, alone)
+    alone.num_rows_run = 900.0
+    assert served(turns, alone, Ran("late"))["late"] == 900.0
+
+
+def test_who_comes_back_has_saved_up_nothing():
+    turns, stays, leaves = JobTurns(), Ran("stays", 100.0), Ran("leaves", 100.0)
+    served(turns, stays, leaves)
+    stays.num_rows_run = 400.0
+    served(turns, stays)
+    assert served(turns, stays, leaves)["leaves"] == 400.0
+
+
+def test_what_a_job_had_before_counts_where_it_is_more():
+    turns = JobTurns()
+    served(turns, Ran("few", 10.0))
+    assert served(turns, Ran("few", 10.0), Ran("resumed", 300.0))["resumed"] == 300.0
