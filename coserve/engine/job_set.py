@@ -158,10 +158,11 @@ class JobSet(Mapping[str, Job]):
         Where some are to be alone, they and all others take turns.
         """
         jobs = [job for job in self._jobs.values() if job.state == "running"]
-        served = self._turns.served(jobs)
-        jobs = [job for job in jobs if not job.optimizer_away and not job.memory_failures.num_turns]
-        running = sorted([job for job in jobs if job.id not in without], key=lambda job: served[job.id])
-        views = tuple([view for job in running if (view := job.view(now_s, self._packs.num_pages(job))) is not None])
+        running = [job for job in jobs if not job.optimizer_away and not job.memory_failures.num_turns]
+        running = [job for job in running if job.id not in without]
+        found = [view for job in running if (view := job.view(now_s, self._packs.num_pages(job))) is not None]
+        served = self._turns.served(jobs, [view.id for view in found])
+        views = tuple(sorted(found, key=lambda view: served[view.id]))
         return self._in_turn(views) if any(job.is_alone for job in running) else views
 
     def _in_turn(self, views: tuple[JobView, ...]) -> tuple[JobView, ...]:

@@ -138,8 +138,8 @@ class MemoryPlan:
                 return
         num_rows = sum([job.num_rows for job in self._packs()])
         for job in jobs:
-            if job.phase == "update":
-                break  # its next pack comes first, right after this step
+            if job.phase == "update" and job.waited_s <= self._view.tpot_s:
+                break  # its next pack comes first, right after this step; unless there is no time for the update
             if job.phase != "pack":
                 continue
             if num_rows and num_rows + job.num_rows > ENOUGH_PACK_ROWS:

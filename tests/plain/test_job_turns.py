@@ -1,5 +1,6 @@
 """Jobs take turns by what they have run since they came."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,9 @@ class Ran:
     num_rows_run: float = 0.0
 
 
-def served(turns: JobTurns, *jobs: Ran) -> dict[str, float]:
+def served(turns: JobTurns, *jobs: Ran, idle: Sequence[str] = ()) -> dict[str, float]:
     running: list[Any] = list(jobs)
-    return turns.served(running)
+    return turns.served(running, [job.id for job in jobs if job.id not in idle])
 
 
 def test_what_comes_later_stands_with_the_one_served_least():
@@ -44,7 +45,19 @@ def test_who_comes_back_has_saved_up_nothing():
     assert served(turns, stays, leaves)["leaves"] == 400.0
 
 
-def test_what_a_job_had_before_counts_where_it_is_more():
+def test_who_had_much_before_does_not_wait_until_others_have_had_as_much():
+    """Resumed from a checkpoint, or paused for long."""
     turns = JobTurns()
     served(turns, Ran("few", 10.0))
-    assert served(turns, Ran("few", 10.0), Ran("resumed", 300.0))["resumed"] == 300.0
+    assert served(turns, Ran("few", 10.0), Ran("resumed", 1e6)) == {"few": 10.0, "resumed": 10.0}
+    assert served(turns, Ran("few", 10.0), Ran("resumed", 1e6 + 500)) == {"few": 10.0, "resumed": 510.0}
+
+
+def test_who_has_no_work_holds_nobody_down():
+    turns, waits, works = JobTurns(), Ran("waits", 1000.0), Ran("works", 1000.0)
+    served(turns, waits, works)
+    works.num_rows_run = 1e6
+    served(turns, waits, works, idle=["waits"])
+    late = Ran("late")
+    assert served(turns, waits, works, late, idle=["waits"])["late"] == 1e6
+    assert served(turns, waits, works, late) == {"waits": 1e6, "works": 1e6, "late": 1e6}, "it has saved up nothing"

@@ -3,6 +3,7 @@ is begun when others leave the device time for it.
 """
 
 import pytest
+from msgspec import structs
 
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.memory import ENOUGH_PACK_ROWS, SPARE_PAGES, MemoryPlan
@@ -53,7 +54,7 @@ def test_no_request_has_more_reserved_than_it_has_left():
 
 
 def begun(*jobs: JobView) -> list[str]:
-    plan = MemoryPlan(View(now_s=0.0, jobs=jobs, num_free_pages=10_000, block_tokens=BLOCK))
+    plan = MemoryPlan(View(now_s=0.0, jobs=jobs, num_free_pages=10_000, block_tokens=BLOCK, tpot_s=TPOT_S))
     plan.begin_packs()
     return plan.begin
 
@@ -78,3 +79,8 @@ def test_a_job_that_is_due_an_optimizer_step_keeps_its_turn():
     """Its next pack would be too late otherwise, again and again, if others have larger ones."""
     assert begun(job("a", 0, "update"), job("b", 100)) == []
     assert begun(job("b", 100), job("a", 0, "update")) == ["b"]
+
+
+def test_a_job_whose_optimizer_step_finds_no_time_does_not_stop_others():
+    waits = structs.replace(job("a", 0, "update"), waited_s=100.0)
+    assert begun(waits, job("b", 100)) == ["b"]
