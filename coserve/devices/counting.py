@@ -65,6 +65,7 @@ def job_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
         num_parts=len(programs.parts),
         num_bypasses=len(adapter.layout.places),
         num_parameters=adapter.num_parameters,
+        runs_at_once=adapter.bypasses(training=True).low_rank is not None,
     )
 
 

@@ -22,7 +22,8 @@ class JobCounts:
     flops_per_row: forward, beyond the bare model's (its bypasses). backward_flops_per_row and
     backward_flops_per_pair: of one part, in the mean. num_parts: parts that have a backward pass. num_bypasses: sites
     of its adapter. num_parameters: what an optimizer step moves. model: that it trains, if that is not the one that
-    serves; then all that its packs run are tasklets, and the means are over these.
+    serves; then all that its packs run are tasklets, and the means are over these. runs_at_once: whether its windows
+    may run in one call with requests (`coserve.models.traced`).
     """
 
     flops_per_row: float
@@ -32,6 +33,7 @@ class JobCounts:
     num_bypasses: int
     num_parameters: int
     model: str = ""
+    runs_at_once: bool = True
 
     def __hash__(self) -> int:
         """Of one number: a plan looks up by these counts some dozen times."""

@@ -30,6 +30,7 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
     rows of prompts whose next token is scored. pairs: of a row and a key in windows and prefill chunks. keys: that are
     read. bypasses: bypasses that run. windows: how many there are. window_rows: theirs, each weighed by its job's cost
     beside the reference job's. window_pairs, window_bypasses: those among the pairs, and among the bypasses.
+    windows_apart: of jobs with which no forward pass runs as one call.
     """
 
     rows: int = 0
@@ -45,6 +46,7 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
     window_rows: float = 0.0
     window_pairs: float = 0.0
     window_bypasses: int = 0
+    windows_apart: int = 0
     versions: set[str] = msgspec.field(default_factory=set)
 
     def add_decodes(self, requests: Sequence[RequestView]) -> None:
@@ -152,7 +154,7 @@ class LatencyModel:
         p, num_past = self.profile, request.num_past
         others, has_windows = load.rows, load.windows > 0
         one_call_s = self._one_call_saved_s(load.windows, load.window_rows, load.window_bypasses)
-        others_pairs = load.pairs - load.window_pairs
+        others_pairs, most_rows = load.pairs - load.window_pairs, 0 if load.windows_apart else p.one_call.rows
         raw_s = self._sum_s(load) - seconds_at(self._forward, others)
         whole_s = seconds_at(self._head, load.sampled + 1) - seconds_at(self._head, load.sampled)
         if request.draws:
@@ -167,7 +169,7 @@ class LatencyModel:
             raw = raw_s + seconds_at(self._forward, others + rows) + (num_past + rows) * p.s_per_key + p.s_per_span
             pairs = rows * (num_past + rows / 2) if rows > 1 else 0.0
             raw += pairs * p.s_per_pair
-            if others + rows <= p.one_call.rows and others_pairs + pairs <= p.one_call.prompt_pairs:
+            if others + rows <= most_rows and others_pairs + pairs <= p.one_call.prompt_pairs:
                 raw -= one_call_s
             if rows == request.num_rows:
                 raw += whole_s
@@ -180,7 +182,8 @@ class LatencyModel:
     def with_window(self, load: ForwardLoad, job: JobView) -> Callable[[int], float]:
         """The same for a window of a job."""
         p, others = self.profile, load.rows
-        weight, most_rows = self._weigh(job.counts)[0], self._most_rows_at_once(load)
+        weight = self._weigh(job.counts)[0]
+        most_rows = self._most_rows_at_once(load) if job.counts.runs_at_once else 0
         row_s = job.mean_context_len * p.s_per_pair + weight * p.s_per_window_row
         num_bypasses, saved_s_per_row = job.counts.num_bypasses, weight * p.one_call.saved_s_per_window_row
         saved_s = self._one_call_saved_s(1, load.window_rows, load.window_bypasses + num_bypasses)
@@ -204,6 +207,7 @@ class LatencyModel:
         load.bypasses += job.counts.num_bypasses
         load.window_bypasses += job.counts.num_bypasses
         load.windows += 1
+        load.windows_apart += not job.counts.runs_at_once
         load.window_rows += rows * self._weigh(job.counts)[0]
 
     def loss_s(self, rows: int) -> float:
@@ -302,7 +306,11 @@ class LatencyModel:
     def _most_rows_at_once(self, load: ForwardLoad) -> int:
         """Up to how many rows a load runs as one call, if it is not more rows of prompts that are added; 0: never."""
         one_call = self.profile.one_call
-        may = load.spans > load.windows and load.pairs - load.window_pairs <= one_call.prompt_pairs
+        may = (
+            not load.windows_apart
+            and load.spans > load.windows
+            and load.pairs - load.window_pairs <= one_call.prompt_pairs
+        )
         return one_call.rows if may else 0
 
     def _one_call_saved_s(self, windows: int, window_rows: float, window_bypasses: int) -> float:

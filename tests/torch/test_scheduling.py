@@ -961,6 +961,7 @@ loads = st.builds(
     bypasses=st.integers(0, 1000),
     windows=st.integers(0, 2),
     window_rows=st.floats(0, 1000),
+    windows_apart=st.integers(0, 1),
 )
 decode_loads = st.integers(1, 100).map(lambda n: ForwardLoad(rows=n, sampled=n, spans=n, keys=50 * n))
 
@@ -1000,6 +1001,7 @@ def test_steps_that_run_as_one_call_take_less_by_what_that_saves():
         structs.replace(decodes, rows=9, pairs=51.0),
         structs.replace(decodes, rows=10),
         structs.replace(decodes, windows=4),  # no request
+        structs.replace(decodes, windows=1, windows_apart=1),
     ):
         assert saving.forward_s(load) == latency.forward_s(load)
     beside = structs.replace(decodes, rows=9, windows=1, window_rows=5.0, pairs=900.0, window_pairs=900.0)
@@ -1019,10 +1021,10 @@ def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, kno
 
 
 @settings(deadline=None)
-@given(loads | decode_loads, st.integers(1, 500), st.sampled_from([0.0, 1e6, 5e7]))
-def test_what_a_window_would_add_is_what_it_adds(load, rows, flops_per_row):
+@given(loads | decode_loads, st.integers(1, 500), st.sampled_from([0.0, 1e6, 5e7]), st.booleans())
+def test_what_a_window_would_add_is_what_it_adds(load, rows, flops_per_row, at_once):
     latency = taught_latency()
-    counts = replace(make_profile().job, flops_per_row=flops_per_row)
+    counts = replace(make_profile().job, flops_per_row=flops_per_row, runs_at_once=at_once)
     window = structs.replace(job(), counts=counts)
     foreseen_s = latency.with_window(load, window)(rows)
     latency.add_window(load, window, rows)

@@ -7,6 +7,7 @@ import torch
 from steps_at_once import Steps, backbone_of, one_by_one
 from support import make_adapter, random_sequences
 
+from coserve.devices.counting import job_counts
 from coserve.kernels.cpu import CpuBackend, traced_calls
 from coserve.kernels.low_rank import AdapterBatch, LowRank, LowRankAdapter
 from coserve.memory.activations import DeviceMemory
@@ -261,3 +262,9 @@ def test_adapters_are_read_anew_after_an_optimizer_step(rows, monkeypatch):
 
     backbone, exact = (backbone_of("llama", dtype, "dense") for dtype in ("bfloat16", "float32"))
     check_against_block_by_block(run, backbone, exact, Calls(monkeypatch), monkeypatch)
+
+
+@pytest.mark.parametrize(("lora", "runs_at_once"), [({}, True), ({"dropout": 0.3}, False), ({"use_dora": True}, False)])
+def test_predictions_know_which_jobs_run_so(lora, runs_at_once):
+    adapter = make_adapter(backbone_of("llama", "bfloat16", "dense"), **lora)
+    assert job_counts(adapter, training_programs(adapter)).runs_at_once == runs_at_once
