@@ -168,7 +168,7 @@ def test_nothing_stays_on_the_host_of_a_job_that_is_cancelled_while_it_is_there(
 def test_a_pack_whose_copies_were_lost_is_begun_again(undisturbed, tmp_path):
     """A step that was to copy it could not begin."""
     engine = swapping_engine()
-    engine.policy = random_policy(0)
+    engine.policy = random_policy(1)
     inner, num_lost = watched(engine).inner, [0]
     inner_submit = inner.submit
 
