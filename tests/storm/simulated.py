@@ -147,7 +147,9 @@ def _calm(world: World) -> None:
         world.asked[name].was_cancelled = True
         # The last fault may have ended the device's process while a failed step was cleared away.
         world.attempt(partial(world.engine.cancel, name))
-    start_lost_jobs(world)
+    for _ in range(2):  # likewise: then the first attempt finds that out
+        world.attempt(partial(start_lost_jobs, world))
+    assert not world.lost, "a job could not be started again"
     for number in range(_MOST_CALM_STEPS):
         # By the engine's word: a pause may hold though its caller was interrupted.
         for job in [job for job in world.engine.jobs.values() if job.state == "paused"]:
