@@ -12,9 +12,8 @@ class JobTurns:
     """
 
     def __init__(self) -> None:
-        self._lifts: dict[
-            str, float
-        ] = {}  # of jobs that run: rows that count as theirs beside those that they have run
+        # Of jobs that run: rows that count as theirs beside those that they have run.
+        self._lifts: dict[str, float] = {}
         self._working: frozenset[str] = frozenset()
 
     def served(self, jobs: Sequence[Job], working: Collection[str]) -> dict[str, float]:

@@ -70,7 +70,7 @@ class Bypasses:
             for site, bound in sites.items()
         }
 
-    @property
+    @cached_property
     def _places(self) -> Mapping[tuple[Part, str], int]:
         """The model's linear layers, by part and node."""
         return {place: number for number, place in enumerate(self._architecture.linear_sites.values())}

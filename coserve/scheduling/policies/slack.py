@@ -67,8 +67,8 @@ EDGE_LEAST_SHARE, MOST_LATE_SHARE = 0.02, 0.05
 SCARCE = 0.25
 # A request waits for pages or a slot once it has waited this share of its TTFT SLO.
 QUEUED_SHARE = 0.05
-# A job that has stood still for as many of the longest steps has its turn: one that came later and catches up, or one
-# whose pieces are always cheaper, would keep it waiting.
+# A job in memory that has stood still for as many of the longest steps has its turn: one that was served less, or whose
+# pieces are always cheaper, would keep it waiting.
 AGED_WAITS = 3.0
 # Beside requests a pack takes about this many times the time that it takes alone.
 PACK_STRETCH = 2.0
