@@ -6,7 +6,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist l
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-long test-browser test-cluster test-clients fuzz storm check lint docs format hooks clean
+.PHONY: setup demo test test-amx test-long test-browser test-cluster test-clients fuzz storm check lint docs format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -22,6 +22,15 @@ demo: setup  ## Serve and fine-tune at once, in three minutes; leaves demo-repor
 # COVERAGE=1 prints how much of the package these tests ran; the long ones are not slowed down by it.
 test: setup  ## Every test that this machine can run but the long ones, warnings as errors
 	$(PYTEST) -m "not long and not browser and not cluster and not clients" $(if $(COVERAGE),--cov=coserve --cov-report=term)
+
+# What is compiled for AMX, on a processor with AVX-512's bfloat16 alone; its sum has a changed header compiled anew.
+AMX := $(CURDIR)/tests/processors/emulated_amx.h
+test-amx: setup  ## Models and kernels as with AMX, which tests/processors has in software; for processors with AVX-512
+	@if grep -qw amx_bf16 /proc/cpuinfo || ! grep -qw avx512_bf16 /proc/cpuinfo; then \
+		echo "skipped: this processor has AMX, or no AVX-512 for bfloat16"; \
+	else \
+		COSERVE_CXXFLAGS="-include $(AMX) -DAMX_SUM=$$(cksum < $(AMX) | cut -d' ' -f1)" $(PYTEST) -m "not long" tests/torch; \
+	fi
 
 test-long: setup  ## What starts server after server, or trains for long
 	$(PYTEST) -m long
@@ -63,7 +72,7 @@ docs: setup  ## The documentation as a site, in site/; a link that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # What needs more than this machine (hours of load) has a target of its own; all of this should take an hour at most.
-check: lint docs test test-long test-browser test-cluster test-clients  ## All of it; .ci/run runs this
+check: lint docs test test-amx test-long test-browser test-cluster test-clients  ## All of it; .ci/run runs this
 
 format: setup  ## Bring the code into format
 	$(BIN)/ruff format .

@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ _SOURCES = Path(__file__).parent
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+    *shlex.split(os.environ.get("COSERVE_CXXFLAGS", "")),
 )
 _COMPILE_S = 120.0
 
