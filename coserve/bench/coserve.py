@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import median
 from typing import Any
 
 import torch
 
+from coserve.adapters.methods.lora import LoraConfig
 from coserve.bench.baselines import PeftTrainer
 from coserve.bench.train import LORA
 from coserve.devices.sampling_params import SamplingParams
@@ -95,16 +96,19 @@ def run(
     streams: int = 4,
     num_jobs: int = 1,
     seconds: float = 60.0,
+    dropout: float = 0.0,
     deterministic: bool = False,
 ) -> dict[str, Any]:
     """In turns, `runs` times: the streams alone, the streams with jobs, the jobs alone, PEFT alone.
 
     The SLO of each turn is set from its streams alone: a machine that others use is not as fast in every turn.
     `seconds` is divided among the turns of a policy.
+    dropout: of the LoRAs of all sides.
     deterministic: then one turn on a deterministic engine, and what that costs.
     """
     peft_s: list[float] = []
-    peft = PeftTrainer(backbone, LORA, TuningConfig().optimizer)
+    lora = replace(LORA, dropout=dropout)
+    peft = PeftTrainer(backbone, lora, TuningConfig().optimizer)
     tokens = torch.randint(backbone.architecture.vocab_size, (1, _SEQUENCE), device=backbone.device)
     peft.step_s(tokens)
 
@@ -115,7 +119,7 @@ def run(
 
     def make_bench(*, is_deterministic: bool) -> _Bench:
         config = EngineConfig(memory_bytes=_MEMORY_BYTES, ttft_s=_TTFT_S, deterministic=is_deterministic)
-        return _Bench(Engine.from_backbone(backbone, config), streams=streams, num_jobs=num_jobs)
+        return _Bench(Engine.from_backbone(backbone, config), lora, streams=streams, num_jobs=num_jobs)
 
     found = _measure(make_bench(is_deterministic=False), train_peft, runs=runs, seconds=seconds)
     result = {
@@ -209,14 +213,14 @@ def _with_cost(found: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]
 class _Bench:
     """An engine whose streams never end: a request that is over is followed by the next."""
 
-    def __init__(self, engine: Engine, *, streams: int, num_jobs: int) -> None:
+    def __init__(self, engine: Engine, lora: LoraConfig, *, streams: int, num_jobs: int) -> None:
         self._engine, self._streams, self._random = engine, streams, Random(0)
         vocab_size = engine.device.info.vocab_size
         for index in range(num_jobs):
             rows = [self._random.choices(range(vocab_size), k=_SEQUENCE) for _ in range(64)]
             examples = [Example(tokens=tuple(tokens), trained=(True,) * _SEQUENCE) for tokens in rows]
             config = TuningConfig(num_epochs=100_000, batch_size=4, max_sequence_length=_SEQUENCE, seed=index)
-            engine.submit(examples, config, adapter=LORA)
+            engine.submit(examples, config, adapter=lora)
 
     @property
     def slo(self) -> Slo:

@@ -30,29 +30,31 @@ def run(
     runs: int,
     compiled: bool = True,
     max_recompute: float = 0.0,
+    dropout: float = 0.0,
     sequences: Sequence[int] = _SEQUENCES,
 ) -> dict[str, Any]:
     """Optimizer steps of one sequence each, in turns; medians over `runs` turns. compiled: beside PEFT as it is, PEFT
     under torch.compile, which compiles for each length in the turn that warms up. max_recompute: above 0 a
-    second job takes turns that keeps less, for as many more FLOPs.
+    second job takes turns that keeps less, for as many more FLOPs. dropout: of the LoRAs of all sides.
     """
     alone = EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES)
     engine = Engine.from_backbone(backbone, alone)
     sparing = Engine.from_backbone(backbone, alone) if max_recompute else None
-    peft = PeftTrainer(backbone, LORA, TuningConfig().optimizer)
+    lora = replace(LORA, dropout=dropout)
+    peft = PeftTrainer(backbone, lora, TuningConfig().optimizer)
     rows = []
     for length in sequences:
         generator = torch.Generator().manual_seed(length)
         data = torch.randint(backbone.architecture.vocab_size, (runs + 1, length), generator=generator)
         config = TuningConfig(batch_size=1, shuffle=False)
-        job = _EngineJob(engine, data.tolist(), config)
+        job = _EngineJob(engine, data.tolist(), config, lora)
         steps: dict[str, Callable[[Tensor], float]] = {
             "tokens_per_s": job.step_s,
             "peft_tokens_per_s": peft.step_s,
         }
         recomputing = None
         if sparing is not None:
-            recomputing = _EngineJob(sparing, data.tolist(), replace(config, max_recompute=max_recompute))
+            recomputing = _EngineJob(sparing, data.tolist(), replace(config, max_recompute=max_recompute), lora)
             steps["recompute_tokens_per_s"] = recomputing.step_s
         if compiled:
             steps["peft_compiled_tokens_per_s"] = partial(peft.step_s, compiled=True)
@@ -76,11 +78,13 @@ def run(
 class _EngineJob:
     """A job whose optimizer steps are taken one at a time."""
 
-    def __init__(self, engine: Engine, sequences: Sequence[Sequence[int]], config: TuningConfig) -> None:
+    def __init__(
+        self, engine: Engine, sequences: Sequence[Sequence[int]], config: TuningConfig, lora: LoraConfig
+    ) -> None:
         self._engine = engine
         config = replace(config, max_sequence_length=max(map(len, sequences)))
         examples = [Example(tokens=tuple(tokens), trained=(True,) * len(tokens)) for tokens in sequences]
-        self._job = engine.submit(examples, config, adapter=LORA)
+        self._job = engine.submit(examples, config, adapter=lora)
         self.activation_bytes = 0
 
     def step_s(self, tokens: Tensor) -> float:

@@ -154,8 +154,8 @@ class Backend(ABC):
         """Add dF = dy^T x of each adapter's rows to its sum, float32 [out, in], in place; grad [n, out], x [n, in]."""
 
     @abstractmethod
-    def dropout_mask(self, row_ids: Tensor, width: int, *, p: float, salt: int) -> Tensor:
-        """Which features stay, bool [n, width]; see `kernels.dropout.dropout_mask`, whose bits it must give."""
+    def dropped(self, x: Tensor, row_ids: Tensor, *, p: float, salt: int) -> Tensor:
+        """x [n, width] without the features that its rows drop, scaled up for them; see `kernels.dropout`."""
 
     # -- attention -----------------------------------------------------------------------
 

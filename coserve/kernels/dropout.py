@@ -48,6 +48,12 @@ def dropout_mask(keys: Tensor, width: int, *, p: float, salt: int) -> Tensor:
     return kept
 
 
+def dropped(x: Tensor, keys: Tensor, *, p: float, salt: int) -> Tensor:
+    """x [n, width] without the features that its rows drop, scaled up for them."""
+    scale: float = 1 / (1 - p)
+    return x * dropout_mask(keys, x.shape[1], p=p, salt=salt) * scale
+
+
 def _as_int32(x: Tensor) -> Tensor:
     """The low 32 bits of an int64 tensor, as int32."""
     return torch.where(x >= 2**31, x - 2**32, x).to(torch.int32)

@@ -8,20 +8,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
+from struct import pack, unpack
 
 import torch
 from torch import Tensor
 
 from coserve.kernels.transfer import on_device
 
+# Numbers of a place in the table of factors.
+PLACE_NUMBERS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceDropout:
+    """What a place drops of its rows: each feature with probability p. part: the number of its part of the model; salt:
+    see `kernels.dropout`.
+    """
+
+    p: float
+    part: int
+    salt: int
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowRank:
-    """What an adapter adds to a place: scale * B (A x); a [rank, in], b [out, rank]."""
+    """What an adapter adds to a place: scale * B (A x), or B (A dropout(x)); a [rank, in], b [out, rank]."""
 
     a: Tensor
     b: Tensor
     scale: float
+    dropout: PlaceDropout | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptRows:
+    """Of an adapter that is trained, for its rows: where what B multiplies (scale * A x, rounded) is kept, addresses by
+    place, int64, row after row (0: nowhere); and the keys of their dropout, int64 [n].
+    """
+
+    narrow: Tensor
+    dropout_row_ids: Tensor
 
 
 class LowRankAdapter:
@@ -29,27 +55,35 @@ class LowRankAdapter:
 
     def __init__(self, places: Sequence[LowRank | None]) -> None:
         self.places = tuple(places)
+        self.drops = any(factors is not None and factors.dropout is not None for factors in places)
         # A bit for each place at which it sits.
         self.mask = sum(1 << index for index, factors in enumerate(places) if factors is not None)
 
     @cached_property
     def addresses(self) -> Tensor:
-        """Where its factors lie, for kernels that are told: int64 [places, 5], with the addresses of A and B, the rank,
-        the bits of the scale as float64, and 0; zeros where it has nothing.
+        """Where its factors lie, for kernels that are told: int64 [places, 9], with the addresses of A and B, the rank,
+        the bits of the scale as float64, room for what `KeptRows` says, and of its dropout the part, the salt and the
+        bits of p; zeros where it has nothing.
         """
-        numbers = [
-            (0, 0, 0, 0.0) if place is None else (place.a.data_ptr(), place.b.data_ptr(), place.a.shape[0], place.scale)
-            for place in self.places
-        ]
-        found = torch.tensor([row[:3] for row in numbers], dtype=torch.int64)
-        scales = torch.tensor([row[3:] for row in numbers], dtype=torch.float64)
-        return torch.cat((found, scales.view(torch.int64), torch.zeros(len(numbers), 1, dtype=torch.int64)), 1)
+        found = torch.zeros(len(self.places), PLACE_NUMBERS, dtype=torch.int64)
+        for numbers, place in zip(found, self.places, strict=True):
+            if place is not None:
+                numbers[:3] = torch.tensor((place.a.data_ptr(), place.b.data_ptr(), place.a.shape[0]))
+                numbers[3] = _bits(place.scale)
+                if place.dropout is not None:
+                    numbers[6], numbers[7], numbers[8] = place.dropout.part, place.dropout.salt, _bits(place.dropout.p)
+        return found
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype | None]:
         """Of its factors; None: of those that no kernel can read by their addresses, elsewhere or with gaps."""
         factors = [tensor for place in self.places if place is not None for tensor in (place.a, place.b)]
         return frozenset(tensor.dtype if tensor.is_contiguous() and tensor.is_cpu else None for tensor in factors)
+
+
+def _bits(number: float) -> int:
+    """Of a float64, as an int64."""
+    return int(unpack("q", pack("d", number))[0])
 
 
 class AdapterRows:
@@ -75,13 +109,13 @@ class AdapterBatch:
         rows: Sequence[Sequence[int]],
         device: torch.device,
         *,
-        narrow: Sequence[Tensor | None] = (),
+        kept: Sequence[KeptRows] = (),
     ) -> None:
-        """rows: of the batch, those of each adapter. narrow: for the last of the adapters, where what B multiplies
-        (scale * A x, rounded) is kept: addresses by place, int64, row after row; 0: nowhere.
+        """rows: of the batch, those of each adapter. kept: of the last of the adapters, which are trained; their rows
+        are neighbours.
         """
-        self.adapters, self._rows = tuple(adapters), rows
-        self._narrow = [*[None] * (len(adapters) - len(narrow)), *narrow]
+        self.adapters, self._rows, self._kept = tuple(adapters), rows, kept
+        assert not any(adapter.drops for adapter in adapters[: len(adapters) - len(kept)])
         self.sizes = AdapterRows(list(map(len, rows)), device)
         self._parts: dict[tuple[int, ...], AdapterBatch] = {}
 
@@ -115,13 +149,10 @@ class AdapterBatch:
 
     @cached_property
     def addresses(self) -> Tensor:
-        """Of all factors (see `LowRankAdapter`): int64 [adapters, places, 5], on the CPU; last, where what B multiplies
-        is kept.
-        """
+        """Of all factors (see `LowRankAdapter`): int64 [adapters, places, 9], on the CPU."""
         found = torch.stack([adapter.addresses for adapter in self.adapters])
-        for own, narrow in zip(found, self._narrow, strict=True):
-            if narrow is not None:
-                own[:, -1] = narrow
+        for own, kept in zip(found[len(found) - len(self._kept) :], self._kept, strict=True):
+            own[:, 4], own[:, 5] = kept.narrow, kept.dropout_row_ids.data_ptr()
         return found
 
     @cached_property

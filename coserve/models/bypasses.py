@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coserve.graph.bypass import AttachedBypass
 from coserve.kernels.base import Grouped
-from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank, LowRankAdapter
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows, KeptRows, LowRank, LowRankAdapter, PlaceDropout
 from coserve.models.base import Architecture, Part
 
 
@@ -54,8 +54,11 @@ class Bypasses:
     @cached_property
     def low_rank(self) -> LowRankAdapter | None:
         """All of it as factors of low rank at the model's linear layers, if that is what it is."""
+        number = self._architecture.parts.index
         found = {
-            (part, site): _as_low_rank(bound) for part, sites in self._parts.items() for site, bound in sites.items()
+            (part, site): _as_low_rank(bound, number(part))
+            for part, sites in self._parts.items()
+            for site, bound in sites.items()
         }
         if not all(found.values()) or not found.keys() <= self._places.keys():
             return None
@@ -80,10 +83,14 @@ def _shapes(bound: BoundBypass) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, tensor.shape) for name, tensor in sorted(bound.parameters.items()))
 
 
-def _as_low_rank(bound: BoundBypass) -> LowRank | None:
-    """A bypass that is B (A x), or scale * B (A x), of its site's input; None for any other."""
+def _as_low_rank(bound: BoundBypass, part: int) -> LowRank | None:
+    """A bypass that is B (A x), or scale * B (A x), of its site's input or of what dropout leaves of it; None for any
+    other. part: its number.
+    """
     bypass = bound.bypass
-    if [node.op for node in bypass.nodes] not in (["low_rank"] * 2, ["low_rank", "scale", "low_rank"]):
+    if [node.op.removeprefix("dropout_") for node in bypass.nodes] not in _LOW_RANK or bypass.nodes[
+        -1
+    ].op != "low_rank":
         return None
     first, *middle, last = bypass.nodes
     sources = [bypass.source, *(node.outputs[0][1] for node in bypass.nodes)]
@@ -93,7 +100,14 @@ def _as_low_rank(bound: BoundBypass) -> LowRank | None:
         a=bound.parameters[first.input["weight"]],
         b=bound.parameters[last.input["weight"]],
         scale=float(middle[0].attribute["factor"]) if middle else 1.0,
+        dropout=None
+        if first.op == "low_rank"
+        else PlaceDropout(p=first.attribute["p"], part=part, salt=first.attribute["salt"]),
     )
+
+
+# Operators of a bypass of two factors, without a scale and with one.
+_LOW_RANK = (["low_rank"] * 2, ["low_rank", "scale", "low_rank"])
 
 
 def _can_be_grouped(bound: BoundBypass) -> bool:
@@ -202,10 +216,11 @@ class RowAdapters:
         for num_rows, bypasses, own in users:
             if bypasses is not None:
                 rows = range(start, start + num_rows)
-                if apart or (own is not None and own.keeps_inside) or bypasses.low_rank is None:
+                low_rank = bypasses.low_rank
+                if apart or (own is not None and own.keeps_inside) or low_rank is None or low_rank.drops:
                     others.append((rows, bypasses, own))
                 else:
-                    self._rows.setdefault(bypasses.low_rank, []).extend(rows)
+                    self._rows.setdefault(low_rank, []).extend(rows)
             start += num_rows
 
     @cached_property
@@ -221,14 +236,12 @@ class RowAdapters:
     def low_rank(self) -> AdapterBatch | None:
         return AdapterBatch(list(self._rows), list(self._rows.values()), self._device) if self._rows else None
 
-    def with_windows(self, windows: Sequence[tuple[LowRankAdapter, range, Tensor]]) -> AdapterBatch | None:
-        """Those of `low_rank`, and after them those of training windows: (adapter, rows, where what its factors B
-        multiply is kept).
-        """
+    def with_windows(self, windows: Sequence[tuple[LowRankAdapter, range, KeptRows]]) -> AdapterBatch | None:
+        """Those of `low_rank`, and after them those of training windows, with their rows."""
         if not windows:
             return self.low_rank
-        adapters, rows, narrow = zip(*windows, strict=True)
-        return AdapterBatch([*self._rows, *adapters], [*self._rows.values(), *rows], self._device, narrow=narrow)
+        adapters, rows, kept = zip(*windows, strict=True)
+        return AdapterBatch([*self._rows, *adapters], [*self._rows.values(), *rows], self._device, kept=kept)
 
 
 def _groups_of(

@@ -15,7 +15,7 @@ from coserve.graph.ir import Node
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.base import Backend
-from coserve.kernels.low_rank import LowRankAdapter
+from coserve.kernels.low_rank import KeptRows, LowRankAdapter
 from coserve.kernels.trace import Trace, TracedCalls, TracedStep, TracedWindow, UntraceableError
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
@@ -99,13 +99,14 @@ class KeptTensors:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InWindow:
-    """Rows of a training window: what its pack keeps, which of the pack's rows is the first of them, and whom they
-    attend to.
+    """Rows of a training window: what its pack keeps, which of the pack's rows is the first of them, whom they attend
+    to, and the keys of their dropout, int64 [n].
     """
 
     kept: KeptTensors
     first_row: int
     segments: Sequence[Segment]
+    dropout_row_ids: Tensor
 
     @property
     def num_rows(self) -> int:
@@ -155,7 +156,8 @@ def run_at_once(
             TracedWindow(num_rows=len(rows), first_in_pack=window.first_row, segments=window.segments, kept=kept)
         )
         if window.adapter is not None:
-            with_adapters.append((window.adapter, rows, narrow))
+            own = KeptRows(narrow=narrow, dropout_row_ids=window.dropout_row_ids)
+            with_adapters.append((window.adapter, rows, own))
         row = rows.stop
     step = TracedStep(
         inputs=inputs,

@@ -366,8 +366,8 @@ class _Window(Span, BatchRows):
 
     @property
     def in_window(self) -> InWindow | None:
-        kept = self._pass._in_windows
-        return InWindow(kept=kept, first_row=self._rows.start, segments=self.segments)
+        kept, row_ids = self._pass._in_windows, self._pass._dropout_row_ids[self._rows]
+        return InWindow(kept=kept, first_row=self._rows.start, segments=self.segments, dropout_row_ids=row_ids)
 
     def constants(self, part: Part) -> Mapping[str, Tensor]:
         return self._pass._constants(part, self._rows)

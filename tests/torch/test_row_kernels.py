@@ -9,6 +9,7 @@ from torch import Tensor
 from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.cpu.rows import fit
+from coserve.kernels.dropout import dropout_row_ids
 from coserve.kernels.plain import PlainBackend
 
 DEVICE = torch.device("cpu")
@@ -52,6 +53,24 @@ def check_rows(function, matrices: list[Tensor], others: list[Tensor]) -> None:
         strict=True,
     ):
         assert torch.equal(whole[::9], torch.cat(alone))
+
+
+@dtypes
+@row_counts
+@pytest.mark.parametrize("width", [1, 37, 576, 2048])
+@pytest.mark.parametrize("p", [0.0, 0.05, 0.999])
+def test_dropped_features_are_those_of_the_plain_twin_to_the_bit(dtype, n, num_threads, width, p):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    x = columns(n, width, dtype)
+    keys = dropout_row_ids(7, torch.arange(2**33, 2**33 + n))
+    for salt in (0, 2**32 - 1):
+        twin = PLAIN.dropped(x, keys, p=p, salt=salt)
+        assert torch.equal(CPU.dropped(x, keys, p=p, salt=salt), twin)
+        if not p:
+            assert torch.equal(twin, x)
+    x[0, 0] = torch.nan
+    assert CPU.dropped(x, keys, p=p, salt=0)[0, 0].isnan(), "as PEFT's, which multiplies by 0"
 
 
 @dtypes

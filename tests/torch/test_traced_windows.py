@@ -9,7 +9,7 @@ from support import make_adapter, random_sequences
 
 from coserve.devices.counting import job_counts
 from coserve.kernels.cpu import CpuBackend, traced_calls
-from coserve.kernels.low_rank import AdapterBatch, LowRank, LowRankAdapter
+from coserve.kernels.low_rank import AdapterBatch, KeptRows, LowRank, LowRankAdapter
 from coserve.memory.activations import DeviceMemory
 from coserve.models import Backbone, forward
 from coserve.tuning import TrainingPass, make_pack, training_programs
@@ -111,13 +111,15 @@ def check_against_block_by_block(run, backbone: Backbone, exact: Backbone, calls
 
 @pytest.mark.parametrize(("name", "head_dim", "dtype", "weights"), MODELS)
 @pytest.mark.parametrize("many_rows", [2, 1 << 30])
-def test_what_windows_give_and_keep(name, head_dim, dtype, weights, many_rows, monkeypatch):
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_what_windows_give_and_keep(name, head_dim, dtype, weights, many_rows, dropout, monkeypatch):
     """Windows that end within sequences, of a few rows and of many; many_rows: of adapters, through tiles or not."""
     monkeypatch.setattr("coserve.kernels.cpu.trace.many_rows", lambda kernels: many_rows)
 
     def run(backbone: Backbone, most: int) -> list[list[torch.Tensor]]:
         served = make_adapter(backbone, seed=5, r=8, target_modules="all-linear").bypasses()
-        steps, training = Steps(backbone), make_pass(backbone)
+        settings = {"dropout_seed": 2**33 + 5, "first_row": 2**32 - 20}
+        steps, training = Steps(backbone), make_pass(backbone, pass_settings=settings, dropout=dropout)
         found = run_windows(steps, training, [min(most, size) for size in (7, 22, 25)], (None, served))
         saved = list(kept(training).values())
         training.run_loss(54)
@@ -146,15 +148,15 @@ def test_requests_are_what_they_are_without_windows(monkeypatch):
 
 
 def test_windows_of_several_jobs(monkeypatch):
-    """Of other ranks and targets, one of a job whose lower blocks have no adapter; both beside a request on an adapter
-    of a third kind.
+    """Of other ranks and targets, one with dropout, one of a job whose lower blocks have no adapter; both beside a
+    request on an adapter of a third kind.
     """
 
     def run(backbone: Backbone, most: int) -> list[list[torch.Tensor]]:
         served = make_adapter(backbone, seed=5, r=2, target_modules=["down_proj"]).bypasses()
         steps = Steps(backbone)
         passes = [
-            make_pass(backbone, seed=2, r=8, target_modules=["q_proj", "v_proj"], alpha=3),
+            make_pass(backbone, seed=2, r=8, target_modules=["q_proj", "v_proj"], alpha=3, dropout=0.5),
             make_pass(backbone, seed=3, r=3, target_modules=r".*layers\.1\..*_proj"),
         ]
         found = [
@@ -167,7 +169,7 @@ def test_windows_of_several_jobs(monkeypatch):
     check_against_block_by_block(run, backbone, exact, Calls(monkeypatch), monkeypatch)
 
 
-@pytest.mark.parametrize("lora", [{"dropout": 0.3}, {"use_dora": True}])
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"use_dora": True, "dropout": 0.3}])
 def test_windows_whose_adapters_are_more_than_two_factors_run_block_by_block(lora, monkeypatch):
     backbone = backbone_of("llama", "bfloat16", "dense")
     calls = Calls(monkeypatch)
@@ -232,8 +234,10 @@ def test_tiles_give_what_vectors_give():
     for many_rows in (16, 1 << 30):
         outputs = [torch.ones(60, width).bfloat16() for width in (96, 32, 32)]
         narrow = [torch.zeros(20, rank).bfloat16() for rank in (8, 64, 80)]
-        places = [torch.tensor([each.data_ptr(), 0, 0]) for each in narrow]
-        batch = AdapterBatch(low_rank, rows, x.device, narrow=places)
+        kept = [
+            KeptRows(narrow=torch.tensor([each.data_ptr(), 0, 0]), dropout_row_ids=torch.arange(20)) for each in narrow
+        ]
+        batch = AdapterBatch(low_rank, rows, x.device, kept=kept)
         sites = torch.tensor([number for y in outputs for number in (y.data_ptr(), y.stride(0), y.shape[1])])
         table = batch.addresses
         backend._kernels.add_adapters(
@@ -264,7 +268,7 @@ def test_adapters_are_read_anew_after_an_optimizer_step(rows, monkeypatch):
     check_against_block_by_block(run, backbone, exact, Calls(monkeypatch), monkeypatch)
 
 
-@pytest.mark.parametrize(("lora", "runs_at_once"), [({}, True), ({"dropout": 0.3}, False), ({"use_dora": True}, False)])
+@pytest.mark.parametrize(("lora", "runs_at_once"), [({}, True), ({"dropout": 0.3}, True), ({"use_dora": True}, False)])
 def test_predictions_know_which_jobs_run_so(lora, runs_at_once):
     adapter = make_adapter(backbone_of("llama", "bfloat16", "dense"), **lora)
     assert job_counts(adapter, training_programs(adapter)).runs_at_once == runs_at_once

@@ -25,6 +25,7 @@ Place = Annotated[
     str, typer.Option("--device", help="Such as cpu or cuda:0; auto takes a GPU if there is one.", metavar="DEVICE")
 ]
 Runs = Annotated[int, typer.Option(min=1, help="Turns that each side takes; numbers are medians over them.")]
+Dropout = Annotated[float, typer.Option(min=0, max=0.99, help="Of the adapters of jobs, and of PEFT's.")]
 DEFAULT_MODEL = "dummy:smollm2-135m"
 
 app = typer.Typer(
@@ -68,6 +69,7 @@ def train(
             metavar="SHARE", min=0, max=1, help="Beside a job that keeps less, for as many more FLOPs (0: none)."
         ),
     ] = 0.0,
+    dropout: Dropout = 0.0,
 ) -> None:
     """Fine-tuning alone, on sequences of 512 and 1,024 tokens: tokens per second and activation memory against PEFT, as
     it is and under torch.compile, which takes some minutes to compile.
@@ -75,7 +77,7 @@ def train(
     from coserve.bench import train as experiment
 
     def run(backbone: "Backbone") -> dict[str, Any]:
-        return experiment.run(backbone, runs=runs, compiled=compiled, max_recompute=max_recompute)
+        return experiment.run(backbone, runs=runs, compiled=compiled, max_recompute=max_recompute, dropout=dropout)
 
     _measure("train", model, dtype, weights, place, runs, run)
 
@@ -141,6 +143,7 @@ def coserve(
     streams: Annotated[int, typer.Option(min=1, help="Requests that decode at once.")] = 4,
     jobs: Annotated[int, typer.Option(min=1, help="Jobs that run at once.")] = 1,
     seconds: Annotated[float, typer.Option(min=1, help="Time for each policy.")] = 60.0,
+    dropout: Dropout = 0.0,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Also what --deterministic of up costs.")
     ] = False,
@@ -152,7 +155,13 @@ def coserve(
 
     def run(backbone: "Backbone") -> dict[str, Any]:
         return experiment.run(
-            backbone, runs=runs, streams=streams, num_jobs=jobs, seconds=seconds, deterministic=deterministic
+            backbone,
+            runs=runs,
+            streams=streams,
+            num_jobs=jobs,
+            seconds=seconds,
+            dropout=dropout,
+            deterministic=deterministic,
         )
 
     _measure("coserve", model, dtype, weights, place, runs, run)

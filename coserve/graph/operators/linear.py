@@ -144,10 +144,7 @@ class DropoutLowRank(_Product):
 
 def dropped(x: Tensor, values: Values, attributes: Attributes, context: Context) -> Tensor:
     """x without the features that its rows drop, which "dropout_row_ids" of the values says, scaled up for them."""
-    row_ids, p = values["dropout_row_ids"], attributes["p"]
-    mask = context.backend.dropout_mask(row_ids, x.shape[1], p=p, salt=attributes["salt"])
-    scale: float = 1 / (1 - p)
-    return x * mask * scale
+    return context.backend.dropped(x, values["dropout_row_ids"], p=attributes["p"], salt=attributes["salt"])
 
 
 def _low_rank_gradient(dy: Tensor, x: Tensor, context: Context) -> Tensor:

@@ -125,6 +125,11 @@ class CpuBackend(PlainBackend):
         reverse = self._attention.backward if spec.is_basic else super()._reverse
         return reverse(grad, q, out, lse, keys, values, part, spec, key_grads, value_grads)
 
+    def dropped(self, x: Tensor, row_ids: Tensor, *, p: float, salt: int) -> Tensor:
+        if rows.fit(x):
+            return rows.dropped(self._kernels, x, row_ids, p=p, salt=salt)
+        return super().dropped(x, row_ids, p=p, salt=salt)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         fits = rows.fit(x, weight)
         return rows.rms_norm(self._kernels, x, weight, eps) if fits else super().rms_norm(x, weight, eps)

@@ -92,6 +92,10 @@ struct Factors {
     i64 rank;
     double scale;
     T* narrow;  // where what B multiplies is kept [rows of the adapter, rank], or null
+    // Dropout of x: keys of the adapter's rows, the number of the part of the model, a salt, and with what probability.
+    const i64* row_ids;
+    i64 part, salt;
+    double p;
 
     i64 padded() const { return round_up(rank, LANES); }
 };

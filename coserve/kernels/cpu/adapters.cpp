@@ -3,11 +3,13 @@
 //
 // One call for any number of adapters, of any ranks, of which each sits at all of the sites or at some; factors are
 // read where they lie. Sums are float32, in an order that depends neither on other rows nor on the number of threads.
-// An adapter of many rows may go through the tiles of `low_rank.cpp` instead.
+// An adapter of many rows may go through the tiles of `low_rank.cpp` instead, and one that is trained may drop features
+// of its rows, which are neighbours.
 
 #include <vector>
 
 #include "adapter_pairs.h"
+#include "dropout.h"
 #include "kernels.h"
 
 namespace {
@@ -48,10 +50,10 @@ thread_local Scratch shared_scratch;
 template <typename T>
 class Batch {
   public:
-    // in_tiles: which of the adapters others have added.
+    // are_done: adapters that have been added otherwise.
     Batch(const T* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,
           const Factors<T>* table, i64 table_step, const Site<T>* sites, i64 num_sites,
-          const std::vector<bool>& in_tiles)
+          const std::vector<bool>& are_done)
         : all_{x, x_step, inner, rows, nullptr, 0},
           ends_(ends),
           num_adapters_(num_adapters),
@@ -59,7 +61,7 @@ class Batch {
           table_step_(table_step),
           sites_(sites),
           num_sites_(num_sites),
-          in_tiles_(in_tiles) {
+          are_done_(are_done) {
         for (i64 adapter = 0; adapter < num_adapters; adapter++) {
             i64 width = 0;
             for (i64 site = 0; site < num_sites; site++) width += at(adapter, site).padded();
@@ -97,7 +99,7 @@ class Batch {
         for (i64 adapter = 0, first = 0; adapter < num_adapters_; first = ends_[adapter++])
             for (i64 site = 0, place = 0; site < num_sites_; place += at(adapter, site++).padded()) {
                 const Factors<T>& factors = at(adapter, site);
-                if (in_tiles_[adapter] || !factors.narrow) continue;
+                if (are_done_[adapter] || !factors.narrow) continue;
                 for (i64 row = first; row < ends_[adapter]; row++)
                     std::memcpy(static_cast<void*>(factors.narrow + (row - first) * factors.rank),
                                 all_.narrow + row * all_.width + place, factors.rank * sizeof(T));
@@ -114,7 +116,7 @@ class Batch {
     template <typename Function>
     void each_group(bool is_down, Function function) const {
         for (i64 adapter = 0, first = 0; adapter < num_adapters_; first = ends_[adapter++])
-            for (i64 row = in_tiles_[adapter] ? ends_[adapter] : first; row < ends_[adapter]; row += BLOCK) {
+            for (i64 row = are_done_[adapter] ? ends_[adapter] : first; row < ends_[adapter]; row += BLOCK) {
                 const i64 last = std::min(row + BLOCK, ends_[adapter]);
                 for (i64 site = 0, place = 0; site < num_sites_; place += at(adapter, site++).padded()) {
                     const Factors<T>& factors = at(adapter, site);
@@ -142,13 +144,14 @@ class Batch {
     i64 table_step_;
     const Site<T>* sites_;
     i64 num_sites_;
-    const std::vector<bool>& in_tiles_;
+    const std::vector<bool>& are_done_;
 };
 
 // Elements of the wide tensor below which a second thread takes longer to begin than it helps.
 const i64 ONE_THREAD_ELEMENTS = 1 << 13;
 
-thread_local std::vector<bool> in_tiles;
+thread_local std::vector<bool> are_done;
+thread_local Scratch dropped_scratch;
 
 // The same for one adapter's n rows, which are neighbours, by tiles; whether they are for its ranks and these widths.
 bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, i64 first_row, i64 n, const Factors<bf16>* table,
@@ -180,6 +183,39 @@ bool add_in_tiles(const float*, i64, i64, i64, i64, const Factors<float>*, const
     return false;
 }
 
+// The same for n neighbours by tiles if there are many, by vectors otherwise.
+template <typename T>
+void add_neighbours(const T* x, i64 x_step, i64 inner, const i64* rows, i64 n, const Factors<T>* table,
+                    const Site<T>* sites, i64 num_sites, i64 many_rows, i64 num_threads) {
+    if (n >= many_rows && add_in_tiles(x, x_step, inner, rows[0], n, table, sites, num_sites, num_threads)) return;
+    static const std::vector<bool> is_done(1);
+    Batch<T>(x, x_step, inner, rows, &n, 1, table, 0, sites, num_sites, is_done).run(num_threads);
+}
+
+// The same for n neighbours, of which each site drops other features.
+template <typename T>
+void add_dropped(const T* x, i64 x_step, i64 inner, const i64* rows, i64 n, const Factors<T>* table,
+                 const Site<T>* sites, i64 num_sites, i64 many_rows, i64 num_threads) {
+    T* left = reinterpret_cast<T*>(dropped_scratch.take(n * inner * sizeof(T)));
+    const T* first = x + rows[0] * x_step;
+    for (i64 site = 0; site < num_sites; site++) {
+        const Factors<T>& factors = table[site];
+        if (!factors.rank) continue;
+        const Dropout dropout(inner, factors.salt, factors.p);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (n * inner > ONE_THREAD_ELEMENTS)
+        for (i64 row = 0; row < n; row++)
+            dropout.apply(first + row * x_step, key_of_part(uint32_t(factors.row_ids[row]), factors.part),
+                          left + row * inner);
+        add_neighbours(left - rows[0] * inner, inner, inner, rows, n, &factors, &sites[site], 1, many_rows,
+                       num_threads);
+    }
+}
+
+template <typename T>
+bool drops(const Factors<T>* table, i64 num_sites) {
+    return std::any_of(table, table + num_sites, [](const Factors<T>& factors) { return factors.p > 0; });
+}
+
 bool are_neighbours(const i64* rows, i64 count) {
     for (i64 i = 1; i < count; i++)
         if (rows[i] != rows[0] + i) return false;
@@ -197,22 +233,27 @@ extern "C" void add_adapters(const void* x, i64 x_step, i64 inner, const i64* ro
                              i64 is_bfloat16, i64 num_threads) {
     auto run = [=](auto type) {
         using T = decltype(type);
-        static_assert(sizeof(Factors<T>) == 5 * sizeof(i64) && sizeof(Site<T>) == 3 * sizeof(i64),
+        static_assert(sizeof(Factors<T>) == 9 * sizeof(i64) && sizeof(Site<T>) == 3 * sizeof(i64),
                       "as Python has them");
         const T* all = static_cast<const T*>(x);
         const Factors<T>* factors = reinterpret_cast<const Factors<T>*>(table);
         const Site<T>* to = reinterpret_cast<const Site<T>*>(sites);
-        in_tiles.assign(num_adapters, false);
-        i64 num_in_tiles = 0;
+        are_done.assign(num_adapters, false);
+        i64 num_done = 0;
         for (i64 adapter = 0, first = 0; adapter < num_adapters; first = ends[adapter++]) {
             const i64 count = ends[adapter] - first;
-            if (count < many_rows || !are_neighbours(rows + first, count)) continue;
-            in_tiles[adapter] = add_in_tiles(all, x_step, inner, rows[first], count, factors + adapter * table_step, to,
-                                             num_sites, num_threads);
-            num_in_tiles += in_tiles[adapter];
+            const Factors<T>* own = factors + adapter * table_step;
+            if (drops(own, num_sites)) {
+                add_dropped(all, x_step, inner, rows + first, count, own, to, num_sites, many_rows, num_threads);
+                are_done[adapter] = true;
+            } else if (count >= many_rows && are_neighbours(rows + first, count)) {
+                are_done[adapter] =
+                    add_in_tiles(all, x_step, inner, rows[first], count, own, to, num_sites, num_threads);
+            }
+            num_done += are_done[adapter];
         }
-        if (num_in_tiles < num_adapters)
-            Batch<T>(all, x_step, inner, rows, ends, num_adapters, factors, table_step, to, num_sites, in_tiles)
+        if (num_done < num_adapters)
+            Batch<T>(all, x_step, inner, rows, ends, num_adapters, factors, table_step, to, num_sites, are_done)
                 .run(num_threads);
     };
     is_bfloat16 ? run(bf16{}) : run(float{});

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from coserve.kernels.cpu import rows
 from coserve.kernels.cpu.compiled import Library
-from coserve.kernels.low_rank import AdapterBatch
+from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch
 
-# Numbers of a place in the table of factors.
-PLACE_NUMBERS = 5
 # From how many rows of an adapter on its factors are multiplied faster in tiles than by vectors: by the matrix units,
 # and by instructions for pairs.
 MANY_ROWS, _MANY_ROWS_BY_PAIRS = 16, 128

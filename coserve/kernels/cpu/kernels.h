@@ -31,6 +31,10 @@ void paged_attention_float32(const float* q, const float* keys, const float* val
                              i64 num_heads, i64 num_key_heads, i64 width, i64 block_tokens, i64 page_step, i64 window,
                              double scale, i64 num_threads);
 
+// dropout.cpp
+void drop_features(const void* x, i64 x_step, const i64* keys, i64 salt, double p, void* y, i64 n, i64 width,
+                   i64 is_bfloat16, i64 num_threads);
+
 // products.cpp (tiles)
 void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer,
              i64 num_threads);

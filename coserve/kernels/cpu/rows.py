@@ -52,6 +52,18 @@ def rms_norm_gradient(
     return x_grad, y
 
 
+def dropped(kernels: Library, x: Tensor, row_ids: Tensor, *, p: float, salt: int) -> Tensor:
+    """See `Backend.dropped`."""
+    n, width = x.shape
+    assert row_ids.shape == (n,) and row_ids.dtype == torch.int64 and row_ids.is_contiguous()
+    y = torch.empty(n, width, dtype=x.dtype)
+    kernels.drop_features(
+        *(x.data_ptr(), x.stride(0), row_ids.data_ptr(), salt, p, y.data_ptr(), n, width),
+        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return y
+
+
 def silu_mul(kernels: Library, gate: Tensor, up: Tensor) -> Tensor:
     """See `Backend.silu_mul`."""
     n, width = gate.shape

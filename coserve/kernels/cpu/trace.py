@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec
 from coserve.kernels.cpu import tile_products
-from coserve.kernels.cpu.adapters import PLACE_NUMBERS, many_rows
+from coserve.kernels.cpu.adapters import many_rows
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import fit_vectors, kernel_for_few_int8_rows, kernel_for_few_rows
 from coserve.kernels.cpu.stand_ins import (
@@ -30,7 +30,7 @@ from coserve.kernels.cpu.stand_ins import (
     step,
 )
 from coserve.kernels.cpu.traced_calls import CpuCalls, WrittenCalls
-from coserve.kernels.low_rank import AdapterBatch
+from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.trace import Trace, TracedCalls, UntraceableError
 

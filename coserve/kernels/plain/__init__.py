@@ -11,7 +11,7 @@ from torch import Tensor
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
 from coserve.kernels.base import Backend, Factor, Grouped, JoinedRows, SiluMulGradients
 from coserve.kernels.bits import pack_signs, unpack_signs
-from coserve.kernels.dropout import dropout_mask
+from coserve.kernels.dropout import dropped
 from coserve.kernels.gated_delta import GatedDeltaGradients, GatedDeltaRows, GatedDeltaSpec, GatedDeltaWeights
 from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.plain import adapters, cross_entropy, draws, experts, gated_delta, products, rows
@@ -80,8 +80,8 @@ class PlainBackend(Backend):
             assert isinstance(x, Tensor), "rows of one adapter"
             onto.add_(self.weight_gradient(grad, x))
 
-    def dropout_mask(self, row_ids: Tensor, width: int, *, p: float, salt: int) -> Tensor:
-        return dropout_mask(row_ids, width, p=p, salt=salt)
+    def dropped(self, x: Tensor, row_ids: Tensor, *, p: float, salt: int) -> Tensor:
+        return dropped(x, row_ids, p=p, salt=salt)
 
     def prepare_attention(self, segments: Sequence[Segment], *, block_tokens: int) -> AttentionBatch:
         return PlainAttentionBatch(segments, block_tokens, self.device)
