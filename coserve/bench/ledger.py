@@ -190,6 +190,10 @@ class _WatchedCalls(TracedCalls):
         return self._inner.most_rows
 
     @property
+    def most_prompt_pairs(self) -> int:
+        return self._inner.most_prompt_pairs
+
+    @property
     def kept(self) -> Mapping[Hashable, int]:
         return self._inner.kept
 

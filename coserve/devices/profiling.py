@@ -21,7 +21,6 @@ from coserve.devices.measuring import Stopwatch, rising
 from coserve.devices.profiling_sides import measure_sharing
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
-from coserve.kernels.trace import MOST_PROMPT_PAIRS
 from coserve.memory.host_pages import HostPages
 from coserve.memory.paged_kv import PagedKv, kv_page_bytes
 from coserve.memory.paged_states import num_state_pages
@@ -144,13 +143,14 @@ class _Measurement:
         with_bypasses, without = self._forward(1, bypasses=bypasses), self._forward(1)
         s_per_bypass = max(0.0, (with_bypasses - without) / counts.num_bypasses)
         window_s = self._window(rows) - near - counts.num_bypasses * s_per_bypass
-        saved_s, most_rows = max(0.0, block_by_block - without), self.pages.stores.most_rows
+        saved_s = max(0.0, block_by_block - without)
+        most_rows, most_pairs = self.pages.stores.most_rows, self.pages.stores.most_prompt_pairs
 
         def trunk(n: int) -> float:
             """Of n rows, block by block."""
             pairs = n * n / 2
             seconds = self._forward(1, rows=n) - pairs * s_per_pair - n * s_per_key - s_per_span
-            return seconds + (saved_s if n <= most_rows and pairs <= MOST_PROMPT_PAIRS else 0.0)
+            return seconds + (saved_s if n <= most_rows and pairs <= most_pairs else 0.0)
 
         forward = self._curve(_FORWARD_ROWS, trunk)
 
@@ -201,7 +201,7 @@ class _Measurement:
             update_s=0.0,
             one_call=OneCall(
                 rows=most_rows,
-                prompt_pairs=MOST_PROMPT_PAIRS,
+                prompt_pairs=most_pairs,
                 saved_s=saved_s,
                 window_saved_s=window_saved_s,
                 saved_s_per_window_row=saved_s_per_window_row,

@@ -2,7 +2,7 @@
 down then runs as one call on the rows of any step, without Python between one kernel and the next.
 
 For steps of few rows: there Python takes as long as a tenth of the work, up to a fifth. Each is the next of a request,
-or of a short piece of a prompt, whose rows then attend one by one; or it belongs to a training window, whose rows come
+or of a piece of a prompt, whose rows attend one by one or in tiles; or it belongs to a training window, whose rows come
 after those. A step whose rows are not so, and a model of which some operator cannot be written down, run as always.
 """
 
@@ -20,9 +20,23 @@ from coserve.kernels.low_rank import AdapterBatch
 BackendT = TypeVar("BackendT", covariant=True)
 
 
-# Up to how many pairs of a row and a key of prompts a step is one call: with more, tiles of attention save more than
-# Python takes.
+# Up to how many pairs of a row and a key of prompts rows attend one by one in a step that is one call: with more, tiles
+# of attention save more than Python takes.
 MOST_PROMPT_PAIRS = 8192
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedPiece:
+    """Neighbouring rows of a step that belong to one prompt: the last of its keys."""
+
+    first_row: int
+    num_rows: int
+    num_keys: int
+
+    @property
+    def num_pairs(self) -> int:
+        """Of a row and a key that it sees."""
+        return self.num_rows * (self.num_keys - self.num_rows // 2)
 
 
 class UntraceableError(Exception):
@@ -49,8 +63,8 @@ class TracedStep:
     """What changes from step to step.
 
     inputs: rows by name, [n, width]. attention: of the rows of requests, which come first, each the last of its
-    sequence. pages, offsets: where in the stores of keys and values each of them has its own, int64. adapters: of
-    all rows, or None. windows: the rows after those of requests, in order.
+    sequence; pieces: those of them that belong together. pages, offsets: where in the stores of keys and values each of
+    them has its own, int64. adapters: of all rows, or None. windows: the rows after those of requests, in order.
     """
 
     inputs: Mapping[str, Tensor]
@@ -58,6 +72,7 @@ class TracedStep:
     pages: Tensor
     offsets: Tensor
     adapters: AdapterBatch | None
+    pieces: Sequence[TracedPiece] = ()
     windows: Sequence[TracedWindow] = ()
 
 
@@ -68,6 +83,11 @@ class TracedCalls(ABC):
     @abstractmethod
     def most_rows(self) -> int:
         """For how many rows of a step they are, at most."""
+
+    @property
+    @abstractmethod
+    def most_prompt_pairs(self) -> int:
+        """For how many pairs of a row and a key of prompts in a step they are, at most."""
 
     @property
     @abstractmethod

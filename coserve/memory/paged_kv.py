@@ -7,6 +7,7 @@ Which pages are whose is not known here: callers bring page numbers (`coserve.me
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from coserve.graph.states import StateRows
 from coserve.kernels.attention import Segment
-from coserve.kernels.trace import MOST_PROMPT_PAIRS
+from coserve.kernels.trace import TracedPiece
 from coserve.kernels.transfer import on_device
 from coserve.memory.paged_states import PagedStates, num_state_pages, state_runs
 from coserve.models.backbone import Backbone
@@ -152,10 +153,13 @@ class _CacheRows(BatchRows):
         cache, is_decode = self._cache, self._apart is None
         if not cache.may_run_at_once or cache.num_state_pages:  # a trace knows of keys and values alone
             return None
-        if not is_decode and _num_prompt_pairs(self.segments) > MOST_PROMPT_PAIRS:
-            return None
-        segments = None if is_decode else self._segments_apart
-        return InPages(stores=cache.stores, pages=self._pages, offsets=self._offsets, segments=segments)
+        return InPages(
+            stores=cache.stores,
+            pages=self._pages,
+            offsets=self._offsets,
+            pieces=() if is_decode else _pieces(self.segments),
+            segments=None if is_decode else self._segments_apart,
+        )
 
     def _segments_apart(self) -> list[Segment]:
         return [_segment(pages, position, (0,), self.block_tokens) for pages, position in self._apart or ()]
@@ -172,9 +176,14 @@ class _CacheRows(BatchRows):
         return StateRows(rows=slice(None), runs=self._state_runs, store=store)
 
 
-def _num_prompt_pairs(segments: Sequence[Segment]) -> int:
-    """Of rows of segments of several, and the keys before them."""
-    return sum([each.num_rows * (each.num_keys - each.num_rows // 2) for each in segments if each.num_rows > 1])
+def _pieces(segments: Sequence[Segment]) -> list[TracedPiece]:
+    """Segments of several rows, and where they stand among the rows of all."""
+    starts = accumulate((each.num_rows for each in segments), initial=0)
+    return [
+        TracedPiece(first_row=start, num_rows=each.num_rows, num_keys=each.num_keys)
+        for start, each in zip(starts, segments, strict=False)
+        if each.num_rows > 1
+    ]
 
 
 def _segment(pages: Sequence[int], start: int, tokens: Sequence[int], block_tokens: int) -> Segment:

@@ -204,9 +204,12 @@ class _Batch:
         if requests is None or len(windows) < len(others) or backbone.block_rows is not None:
             return None
         inputs = {name: rows for name, rows in self._constants.items() if rows.dtype == backbone.dtype} | {"x": x}
-        attention = first.attention
-        if requests.segments is not None:
-            attention = backbone.backend.prepare_attention(requests.segments(), block_tokens=first.own.block_tokens)
+
+        def attention() -> AttentionBatch:
+            if requests.segments is None:
+                return first.attention
+            return backbone.backend.prepare_attention(requests.segments(), block_tokens=first.own.block_tokens)
+
         return run_at_once(backbone, inputs, requests, attention, windows, self._adapters)
 
     def _states(self, part: Part) -> tuple[StateRows, ...]:

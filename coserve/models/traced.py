@@ -16,7 +16,7 @@ from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.base import Backend
 from coserve.kernels.low_rank import KeptRows, LowRankAdapter
-from coserve.kernels.trace import Trace, TracedCalls, TracedStep, TracedWindow, UntraceableError
+from coserve.kernels.trace import Trace, TracedCalls, TracedPiece, TracedStep, TracedWindow, UntraceableError
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.bypasses import Bypasses, RowAdapters
@@ -39,17 +39,23 @@ class PageStores:
         """Of a step that runs as one call, as far as traces have been made; 0 without any."""
         return max([calls.most_rows for calls in self.traces.values() if calls is not None], default=0)
 
+    @property
+    def most_prompt_pairs(self) -> int:
+        """The same of pairs of a row and a key of prompts."""
+        return max([calls.most_prompt_pairs for calls in self.traces.values() if calls is not None], default=0)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InPages:
     """Rows' places in the stores of keys and values of every block: which page, and which entry of it, int64 [n].
 
-    segments: makes one for each row, where some are of one sequence.
+    pieces: rows that belong together; segments: then makes one for each row.
     """
 
     stores: PageStores
     pages: Tensor
     offsets: Tensor
+    pieces: Sequence[TracedPiece] = ()
     segments: Callable[[], Sequence[Segment]] | None = None
 
 
@@ -128,14 +134,14 @@ def run_at_once(
     backbone: Backbone,
     inputs: Mapping[str, Tensor],
     requests: InPages,
-    attention: AttentionBatch,
+    attention: Callable[[], AttentionBatch],
     windows: Sequence[InWindow],
     adapters: RowAdapters,
 ) -> Tensor | None:
     """All blocks as one call; None where they must run one by one.
 
     inputs: "x", rows after the embedding, and the model's constants in the compute dtype. requests: the first of these
-    rows; attention: theirs. windows: all others, in their order. adapters: of all rows.
+    rows; attention: makes theirs. windows: all others, in their order. adapters: of all rows.
     """
     if adapters.have_requests_apart or not all(window.may_run_at_once for window in windows):
         return None
@@ -143,7 +149,9 @@ def run_at_once(
     for window in windows:
         places |= 0 if window.adapter is None else window.adapter.mask
     calls = _traced_calls(backbone, requests.stores, inputs, places)
-    if calls is None:
+    if calls is None or inputs["x"].shape[0] > calls.most_rows:
+        return None
+    if sum([piece.num_pairs for piece in requests.pieces]) > calls.most_prompt_pairs:
         return None
     traced, with_adapters, row = [], [], requests.pages.shape[0]
     for window in windows:
@@ -161,7 +169,8 @@ def run_at_once(
         row = rows.stop
     step = TracedStep(
         inputs=inputs,
-        attention=attention,
+        attention=attention(),
+        pieces=requests.pieces,
         pages=requests.pages,
         offsets=requests.offsets,
         adapters=adapters.with_windows(with_adapters),

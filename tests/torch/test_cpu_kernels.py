@@ -594,7 +594,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 40 and all(found.values())
+    assert len(found) == 41 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert (
@@ -610,7 +610,7 @@ def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_lo
     declared = compiled.signatures()
     amx = {"int8_product_by_tiles", "cross_entropy_of_columns", "cross_entropy_gradient_of_columns"}
     amx |= {"cross_entropy_input_gradient_of_columns"}
-    tiles = {"attention_forward", "attention_backward", "product"}
+    tiles = {"attention_forward", "attention_backward", "attend_in_pieces", "product"}
     tiles |= {"to_low_rank", "from_low_rank", "add_low_rank_gradient"}
     assert compiled.kernels_for("tiles") == tiles <= declared.keys()
     assert compiled.kernels_for("AMX") == amx <= declared.keys()

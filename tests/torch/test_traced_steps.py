@@ -8,6 +8,7 @@ from steps_at_once import Steps, backbone_of, one_by_one
 from support import make_adapter, make_backbone, random_tokens
 
 from coserve.kernels.cpu import CpuBackend
+from coserve.kernels.cpu.traced_calls import CpuCalls
 from coserve.memory import paged_kv
 from coserve.models import forward
 
@@ -135,11 +136,66 @@ def test_pieces_of_prompts_are_one_call_whose_rows_attend_one_by_one(name, dtype
     assert torch.equal(traced.pages.storage, by_row.pages.storage), "keys and values, too"
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "llama-biases-tied"])
+@pytest.mark.parametrize("weights", ["dense", "int8"])
+def test_pieces_of_many_rows_attend_in_tiles_as_block_by_block(name, weights, monkeypatch):
+    """Of prompts that begin and that go on, beside one of few rows and a request that decodes. Each row's result is
+    equal to the last bit, but for those of the few, which attend one by one here.
+    """
+    backbone = backbone_of(name, "bfloat16", weights, head_dim=32)
+    if not backbone.backend._kernels.has_tiles:  # type: ignore[attr-defined]
+        pytest.skip("needs tiles")
+    bypasses = make_adapter(backbone, seed=1, r=4, target_modules="all-linear").bypasses()
+
+    def run(steps: Steps) -> list[torch.Tensor]:
+        pieces = [(0, 5, 17), (3, 7, 1), (1, 2, 9), (2, 0, 24)]
+        found = []
+        for own in (None, bypasses):
+            rows = [
+                steps.pages.rows([(steps.table(i), start, random_tokens(n, i).tolist())], own) for i, start, n in pieces
+            ]
+            found.append(forward(backbone, rows))
+        return [*found, steps.step(which=[0, 2])]
+
+    traced, plain = (Steps(backbone, lengths=(5, 2, 1, 7)) for _ in range(2))
+    ours = run(traced)
+    assert traced.num_traces == 2
+    one_by_one(monkeypatch)
+    theirs = run(plain)
+    for one, other in zip(ours[:2], theirs[:2], strict=True):
+        for rows in (slice(18), slice(27, 51)):
+            assert torch.equal(one[rows], other[rows])
+        assert (one - other).float().norm() < 0.02 * other.float().norm()
+    assert torch.equal(ours[2], theirs[2])
+
+
+def test_many_pieces_of_few_rows_attend_in_tiles_where_they_have_many_keys_together(monkeypatch):
+    backbone = backbone_of("qwen3", "bfloat16", "dense", head_dim=32)
+    if not backbone.backend._kernels.has_tiles:  # type: ignore[attr-defined]
+        pytest.skip("needs tiles")
+    found = []
+    for most in (49, 48):
+        monkeypatch.setattr("coserve.kernels.cpu.traced_calls.MOST_PROMPT_PAIRS", most)
+        steps = Steps(backbone, lengths=(5, 2, 1))
+        found.append(prompts(steps))
+        assert steps.num_traces == 1
+    assert not torch.equal(*found)
+    assert (found[0] - found[1]).float().norm() < 0.02 * found[1].float().norm()
+
+
 def test_prompts_whose_rows_have_too_many_keys_run_one_by_one(monkeypatch):
-    """Three rows after five others, and seven: 3 x 7 + 7 x 4 pairs."""
+    """Three rows after five others, and seven: 3 x 7 + 7 x 4 pairs, without tiles."""
     backbone = backbone_of("qwen3", "float32", "int8")
-    for most, num_traces in ((49, 1), (48, 0)):
-        monkeypatch.setattr(paged_kv, "MOST_PROMPT_PAIRS", most)
+    run, num_runs = CpuCalls._run, 0
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        return run(*arguments)
+
+    monkeypatch.setattr(CpuCalls, "_run", counted)
+    for most, expected in ((49, 1), (48, 1)):
+        monkeypatch.setattr("coserve.kernels.cpu.traced_calls.MOST_PROMPT_PAIRS", most)
         steps = Steps(backbone, lengths=(5, 2, 1))
         prompts(steps)
-        assert steps.num_traces == num_traces
+        assert num_runs == expected

@@ -55,6 +55,7 @@ const Kernel KERNELS[] = {
 #endif
 #ifdef HAS_TILES
     {"product", Call<product>::run},
+    {"attend_in_pieces", Call<attend_in_pieces>::run},
 #endif
 #ifdef HAS_PAIRS
     {"pair_product", Call<pair_product>::run},

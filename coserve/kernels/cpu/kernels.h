@@ -31,6 +31,11 @@ void paged_attention_float32(const float* q, const float* keys, const float* val
                              i64 num_heads, i64 num_key_heads, i64 width, i64 block_tokens, i64 page_step, i64 window,
                              double scale, i64 num_threads);
 
+// pieces.cpp (tiles)
+void attend_in_pieces(const bf16* q, const bf16* keys, const bf16* values, const i64* pages, bf16* out, float* lse,
+                      const i64* pieces, i64 num_pieces, i64 num_heads, i64 num_key_heads, i64 width, i64 block_tokens,
+                      i64 page_step, i64 window, double scale, i64 num_threads);
+
 // dropout.cpp
 void drop_features(const void* x, i64 x_step, const i64* keys, i64 salt, double p, void* y, i64 n, i64 width,
                    i64 is_bfloat16, i64 num_threads);

@@ -283,6 +283,7 @@ class Worker {
 // The chunks of a row in their order -> its output for one query head.
 template <typename T>
 void merge(const Problem<T>& p, i64 row, i64 head, i64 first_chunk, i64 end_chunk, const Partial& all) {
+    if (first_chunk == end_chunk) return;
     float largest = -INFINITY, weights = 0;
     for (i64 c = first_chunk; c < end_chunk; c++) largest = std::max(largest, all.largest[c * p.num_heads + head]);
     for (i64 c = first_chunk; c < end_chunk; c++) {
@@ -363,7 +364,8 @@ void attend(const Problem<T>& p, i64 num_threads) {
 
 // q and out [rows, heads, width], lse [rows, heads]; keys and values: pages of [block tokens, key heads * width], the
 // next one page_step elements further. A row's pages are numbered in `pages`, from first_page[row] on; it has
-// lengths[row] > 0 keys and sees those, or with a window of some the last ones. width: a multiple of 16.
+// lengths[row] keys and sees those, or with a window of some the last ones; one of none is left as it is. width: a
+// multiple of 16.
 #define PAGED_ATTENTION(NAME, T)                                                                                       \
     extern "C" void NAME(const T* q, const T* keys, const T* values, const i64* pages, const i64* first_page,          \
                          const i64* lengths, T* out, float* lse, i64 num_rows, i64 num_heads, i64 num_key_heads,       \

@@ -18,7 +18,7 @@ CONSTANT, STEP, ROWS = range(3)
 # Numbers of every step, by their place; inputs come after them.
 STEP_NUMBERS = (
     *("num_rows", "memory", "num_threads", "num_paged_rows", "pages", "offsets", "table", "first_page", "lengths"),
-    *("windows", "num_windows"),
+    *("pieces", "num_pieces", "windows", "num_windows"),
     *("adapter_rows", "adapter_ends", "num_adapters", "num_places", "adapter_addresses"),
 )
 # Of the memory for a step's rows; a line of the caches.

@@ -51,7 +51,7 @@ _KERNELS = (
         "store_rows",
     ),
     *("add_adapters", *_ATTENTION.values()),
-    *("keep_rows", "attend_in_windows"),
+    *("keep_rows", "attend_in_windows", "attend_in_pieces"),
 )
 # What kernels for training windows are told of them.
 _WINDOWS = (step("windows"), step("num_windows"))
@@ -264,6 +264,10 @@ class _Tracer(PlainBackend):
         sizes = (step("num_paged_rows"), *heads, block_tokens, page_step)
         trace.call(_ATTENTION[trace.dtype], rows, keys, values, *tables, y, lse, *sizes, *seen, step("num_threads"))
         trace.has_attention_tiles &= not width % 32
+        if trace.has_attention_tiles:
+            pieces = (step("table"), y, lse, step("pieces"), step("num_pieces"))
+            within_pages = (*heads, block_tokens, page_step)
+            trace.call("attend_in_pieces", rows, keys, values, *pieces, *within_pages, *seen, step("num_threads"))
         kept = (trace.kept_as(keys), trace.kept_as(values))
         more = (trace.has_attention_tiles, trace.is_bfloat16, step("num_threads"))
         trace.call("attend_in_windows", rows, y, lse, *_WINDOWS, *kept, *heads, *seen, *more)

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import Segment
-from coserve.kernels.cpu.attention import CpuAttentionBatch
+from coserve.kernels.cpu.attention import MIN_ROWS_BY_TILES, CpuAttentionBatch
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.stand_ins import ALIGNMENT, MemorySlot
-from coserve.kernels.trace import MOST_PROMPT_PAIRS, TracedCalls, TracedStep, TracedWindow
+from coserve.kernels.trace import MOST_PROMPT_PAIRS, TracedCalls, TracedPiece, TracedStep, TracedWindow
 
 # Numbers of a window (see `windows.cpp`).
 _WINDOW_NUMBERS = 6
+# More pairs than a step can have.
+NO_MOST = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,8 +26,8 @@ class WrittenCalls:
 
     numbers: of all calls. names: of the kernels, call by call. read: tensors that must stay. inputs: by name, in their
     order. row_bytes: of the memory that a step needs for each row. output: where its rows lie there, `width` elements
-    each. most_rows: that all kernels are for. has_adapters: whether any are added. has_attention_tiles: whether windows
-    attend by tiles. kept: see `TracedCalls`.
+    each. most_rows: that all kernels are for. has_adapters: whether any are added. has_attention_tiles: whether rows of
+    windows and of prompts attend by tiles. kept: see `TracedCalls`.
     """
 
     kernels: Library
@@ -57,15 +59,17 @@ class CpuCalls(TracedCalls):
     def kept(self) -> Mapping[Hashable, int]:
         return self._written.kept
 
+    @property
+    def most_prompt_pairs(self) -> int:
+        return NO_MOST if self._written.has_attention_tiles else MOST_PROMPT_PAIRS
+
     def fit(self, step: TracedStep) -> bool:
         written = self._written
         if not isinstance(step.attention, CpuAttentionBatch) or step.attention.single is None:
             return False
         if written.has_adapters and (step.adapters is None or step.adapters.dtype != written.dtype):
             return False
-        if not (written.has_attention_tiles or all(_is_short(window.segments) for window in step.windows)):
-            return False
-        return step.attention.num_rows + sum([window.num_rows for window in step.windows]) <= written.most_rows
+        return written.has_attention_tiles or all(_is_short(window.segments) for window in step.windows)
 
     def run(self, step: TracedStep) -> Tensor:
         return self._run(step, 0)
@@ -96,9 +100,16 @@ class CpuCalls(TracedCalls):
             addresses = given.addresses
             adapters = (given.rows.data_ptr(), given.ends.data_ptr(), *addresses.shape[:2], addresses.data_ptr())
         windows = _Windows(step.windows, num_paged_rows)
+        pieces = array("q")
+        if by_tiles := self._by_tiles(step.pieces):
+            lengths, starts = lengths.clone(), first_page.tolist()
+            for piece in by_tiles:
+                rows = slice(piece.first_row, piece.first_row + piece.num_rows)
+                lengths[rows] = 0
+                pieces.extend((rows.start, piece.num_rows, piece.num_keys, starts[rows.stop - 1]))
         numbers = array("q", [n, memory.data_ptr() + skipped, torch.get_num_threads(), num_paged_rows])
         numbers.extend(x.data_ptr() for x in (step.pages, step.offsets, table, first_page, lengths))
-        numbers.extend((windows.address, len(step.windows)))
+        numbers.extend((pieces.buffer_info()[0], len(by_tiles), windows.address, len(step.windows)))
         numbers.extend(adapters)
         numbers.extend(rows.data_ptr() for rows in inputs)
         written.kernels.run_calls(
@@ -107,6 +118,14 @@ class CpuCalls(TracedCalls):
         start = skipped + n * written.output.start
         size = n * written.width * written.dtype.itemsize
         return memory[start : start + size].view(written.dtype).view(n, written.width)
+
+    def _by_tiles(self, pieces: Sequence[TracedPiece]) -> Sequence[TracedPiece]:
+        """Those whose rows attend in tiles: arranging keys so pays from some rows on, or from some pairs."""
+        if not self._written.has_attention_tiles:
+            return ()
+        if sum([piece.num_pairs for piece in pieces]) > MOST_PROMPT_PAIRS:
+            return pieces
+        return [piece for piece in pieces if piece.num_rows >= MIN_ROWS_BY_TILES]
 
 
 class _Windows:
