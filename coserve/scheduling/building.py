@@ -2,7 +2,7 @@
 `step_time.py` adds up what it takes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from msgspec import structs
@@ -11,6 +11,7 @@ from coserve.scheduling.deadlines import SURE_MARGINS
 from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_tasklets, least_advanced, tasklet_rows
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
+from coserve.scheduling.pieces import MOST_ROW_COST, largest_that_fits, least_urgent, rows_of_tile
 from coserve.scheduling.plan import (
     JobView,
     Plan,
@@ -22,17 +23,15 @@ from coserve.scheduling.plan import (
 )
 from coserve.scheduling.step_time import StepTime
 
-# The smallest piece of a prompt that is urgent, and of one that has time; unless it is all that is left.
-LEAST_PREFILL_ROWS, LEAST_RIDING_ROWS = 64, 16
 # The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward pass may not have as
 # many rows.
 LEAST_WINDOW_ROWS = 16
 # Where a piece of a loss ends before the last row, its rows are a multiple of this: libraries compile a product for
 # each number of rows, which takes a tenth of the loss of 128 rows over a large vocabulary, and cut it into tiles.
 LOSS_ROWS_STEP = 32
-# Either may cost this many times per row what one of GOOD_ROWS rows would; a smaller one waits until more time has been
-# saved up, where that can be: slack is spent in lumps.
-MOST_ROW_COST, GOOD_ROWS = 1.1, 256
+# Either may cost `MOST_ROW_COST` times per row what one of as many rows would; a smaller one waits until more time has
+# been saved up, where that can be: slack is spent in lumps.
+GOOD_ROWS = 256
 
 
 class PlanBuilder:
@@ -118,10 +117,11 @@ class PlanBuilder:
         for index, request in enumerate(requests):
             longest = min(request.num_rows, self._max_rows - self._load.rows)
             must = urgent and index == 0
-            least = min(longest, LEAST_PREFILL_ROWS if must else LEAST_RIDING_ROWS)
             if longest < 1:
                 return False
             seconds = self._latency.with_request(self._load, request)
+            others = self._load.rows
+            least = least_urgent(seconds, longest, others) if must else min(longest, rows_of_tile(others))
             if not must and seconds(least) > budget_s:
                 return False
             rows = largest_that_fits(least, longest, seconds, budget_s)
@@ -366,28 +366,6 @@ class PlanBuilder:
         self._rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, rows))
         before_s, self._time.forward_s = self._time.forward_s, self._latency.forward_s(self._load)
         self._time.window_s += max(0.0, self._time.forward_s - before_s)
-
-
-def largest_that_fits(least: int, most: int, seconds: Callable[[int], float], within_s: float) -> int:
-    """The largest number from `least` to `most` that fits, to within a sixty-fourth; `least` if none does.
-
-    Seconds are nearly a line in the number, so it is looked for on the line between two numbers, and halfway in turns.
-    """
-    if (high_s := seconds(most)) <= within_s:
-        return most
-    low, high = least, most
-    low_s, on_line = seconds(least), True
-    while low_s < within_s and high - low > max(1, low // 64):
-        if on_line:
-            middle = low + max(1, min(int((high - low) * (within_s - low_s) / (high_s - low_s)), high - low - 1))
-        else:
-            middle = (low + high) // 2
-        middle_s, on_line = seconds(middle), not on_line
-        if middle_s <= within_s:
-            low, low_s = middle, middle_s
-        else:
-            high, high_s = middle, middle_s
-    return low
 
 
 def _waited_s(job: JobView) -> float:

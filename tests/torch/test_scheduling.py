@@ -22,20 +22,18 @@ from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.models import Backbone, load_backbone
 from coserve.models.weights import weight_tensors
 from coserve.scheduling import JobView, LatencyModel, Plan, RequestView, View, make_policy, policy_names
-from coserve.scheduling.building import (
-    GOOD_ROWS,
-    LEAST_PREFILL_ROWS,
-    LEAST_RIDING_ROWS,
-    LEAST_WINDOW_ROWS,
-    LOSS_ROWS_STEP,
-    MOST_ROW_COST,
-    PlanBuilder,
-    largest_that_fits,
-)
+from coserve.scheduling.building import GOOD_ROWS, LEAST_WINDOW_ROWS, LOSS_ROWS_STEP, PlanBuilder
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.deadlines import AIMED, RESERVE_TOKENS, SURE_MARGINS, Deadlines, decode_deadlines
 from coserve.scheduling.latency import ForwardLoad
+from coserve.scheduling.pieces import (
+    LEAST_PREFILL_ROWS,
+    MOST_ROW_COST,
+    largest_that_fits,
+    least_urgent,
+    rows_of_tile,
+)
 from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
 from coserve.scheduling.policies.slack import MOST_SHARE, Slack, tightest_tpot_s, wait_share
 from coserve.scheduling.profile import Curve, OneCall, Profile
@@ -328,7 +326,11 @@ def test_prompts_end_before_the_tightest_deadline_by_prediction(seen, hardware, 
     made = plan("inference-only", seen, latency)
     prefill = [rows for rows in made.rows if rows.kind == "prefill"]
     requests = {request.id: request for request in seen.requests}
-    smallest = len(prefill) == 1 and prefill[0].rows == min(LEAST_PREFILL_ROWS, requests[prefill[0].item].num_rows)
+    smallest = False
+    if len(prefill) == 1:
+        load, prompt = decode_load([r for r in seen.requests if r.num_rows == 1]), requests[prefill[0].item]
+        longest = min(prompt.num_rows, seen.max_rows - load.rows)
+        smallest = prefill[0].rows == least_urgent(latency.with_request(load, prompt), longest, load.rows)
     cramped = len(prefill) == 1 and sum(rows.rows for rows in made.rows) == seen.max_rows
     if not prefill or smallest or cramped:
         return
@@ -338,6 +340,21 @@ def test_prompts_end_before_the_tightest_deadline_by_prediction(seen, hardware, 
     most_s = max(decoding_s / (1 - MOST_SHARE), SLACK.max_gap_tpots * tightest_tpot_s(seen, seen.requests))
     lost_s = seen.tpot_s  # the pace of requests that are late whatever happens
     assert made.predicted_s <= max(deadline_s, most_s, lost_s) + EPSILON
+
+
+def test_the_smallest_piece_of_an_urgent_prompt_fills_a_tile_where_that_costs_little_more_per_row():
+    def in_tiles(rows: int) -> float:
+        """Of a step with three other rows: 20 ms for what must be read, and 30 ms a tile."""
+        return 0.02 + 0.03 * -(-(3 + rows) // 16)
+
+    def flat(rows: int) -> float:
+        return 0.02 + 1e-5 * rows
+
+    assert [rows_of_tile(others) for others in (0, 3, 12, 13, 16, 35)] == [16, 13, 4, 19, 16, 13]
+    # 64 rows take 2.66 ms each, 29 of them 2.76 and 13 3.85.
+    assert least_urgent(in_tiles, 500, 3) == 29
+    assert least_urgent(flat, 20, 3) == 20, "no more than there are"
+    assert least_urgent(flat, 500, 3) == 64
 
 
 def deadlines(request: RequestView, *, margin: float) -> Deadlines:
@@ -738,7 +755,7 @@ def test_prompts_ride_along_in_small_pieces_where_rows_are_dear():
     request, relaxed = decoding(num_output=500, last_token_s=10.0, tpot_s=0.01), prompt(rows=200, ttft_s=50.0)
     assert latency.prompt_s(LEAST_PREFILL_ROWS) > MOST_GAP_TPOTS * 0.01
     made = plan("slack", view(request, relaxed, tpot_s=0.01), latency)
-    assert LEAST_RIDING_ROWS <= rows_of(made, "prefill")["p"] < LEAST_PREFILL_ROWS
+    assert rows_of_tile(1) <= rows_of(made, "prefill")["p"] < LEAST_PREFILL_ROWS
 
 
 def test_no_forward_pass_has_more_rows_than_allowed():

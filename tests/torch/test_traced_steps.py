@@ -139,7 +139,7 @@ def test_pieces_of_prompts_are_one_call_whose_rows_attend_one_by_one(name, dtype
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "llama-biases-tied"])
 @pytest.mark.parametrize("weights", ["dense", "int8"])
 def test_pieces_of_many_rows_attend_in_tiles_as_block_by_block(name, weights, monkeypatch):
-    """Of prompts that begin and that go on, beside one of few rows and a request that decodes. Each row's result is
+    """Of prompts that begin and that continue, beside one of few rows and a request that decodes. Each row's result is
     equal to the last bit, but for those of the few, which attend one by one here.
     """
     backbone = backbone_of(name, "bfloat16", weights, head_dim=32)
