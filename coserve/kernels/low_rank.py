@@ -65,20 +65,22 @@ class LowRankAdapter:
         the bits of the scale as float64, room for what `KeptRows` says, and of its dropout the part, the salt and the
         bits of p; zeros where it has nothing.
         """
-        found = torch.zeros(len(self.places), PLACE_NUMBERS, dtype=torch.int64)
-        for numbers, place in zip(found, self.places, strict=True):
-            if place is not None:
-                numbers[:3] = torch.tensor((place.a.data_ptr(), place.b.data_ptr(), place.a.shape[0]))
-                numbers[3] = _bits(place.scale)
-                if place.dropout is not None:
-                    numbers[6], numbers[7], numbers[8] = place.dropout.part, place.dropout.salt, _bits(place.dropout.p)
-        return found
+        return torch.tensor([_numbers(place) for place in self.places], dtype=torch.int64)
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype | None]:
         """Of its factors; None: of those that no kernel can read by their addresses, elsewhere or with gaps."""
         factors = [tensor for place in self.places if place is not None for tensor in (place.a, place.b)]
         return frozenset(tensor.dtype if tensor.is_contiguous() and tensor.is_cpu else None for tensor in factors)
+
+
+def _numbers(place: LowRank | None) -> Sequence[int]:
+    """Of a place, in the table of factors."""
+    if place is None:
+        return (0,) * PLACE_NUMBERS
+    factors = (place.a.data_ptr(), place.b.data_ptr(), place.a.shape[0], _bits(place.scale))
+    drop = place.dropout
+    return (*factors, 0, 0, *((0, 0, 0) if drop is None else (drop.part, drop.salt, _bits(drop.p))))
 
 
 def _bits(number: float) -> int:

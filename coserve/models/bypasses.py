@@ -88,9 +88,7 @@ def _as_low_rank(bound: BoundBypass, part: int) -> LowRank | None:
     other. part: its number.
     """
     bypass = bound.bypass
-    if [node.op.removeprefix("dropout_") for node in bypass.nodes] not in _LOW_RANK or bypass.nodes[
-        -1
-    ].op != "low_rank":
+    if tuple(node.op for node in bypass.nodes) not in _LOW_RANK:
         return None
     first, *middle, last = bypass.nodes
     sources = [bypass.source, *(node.outputs[0][1] for node in bypass.nodes)]
@@ -106,8 +104,10 @@ def _as_low_rank(bound: BoundBypass, part: int) -> LowRank | None:
     )
 
 
-# Operators of a bypass of two factors, without a scale and with one.
-_LOW_RANK = (["low_rank"] * 2, ["low_rank", "scale", "low_rank"])
+# Operators of a bypass of two factors.
+_LOW_RANK = frozenset(
+    (first, *scale, "low_rank") for first in ("low_rank", "dropout_low_rank") for scale in ((), ("scale",))
+)
 
 
 def _can_be_grouped(bound: BoundBypass) -> bool:

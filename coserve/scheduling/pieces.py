@@ -37,8 +37,8 @@ def rows_of_tile(others: int) -> int:
 
 
 def least_urgent(seconds: Callable[[int], float], longest: int, others: int) -> int:
-    """The smallest piece of a prompt that is urgent, of at most as many rows: one that fills a tile with the other rows
-    of the step, if each takes little more time than those of the usual piece. seconds: of the step, by its rows.
+    """The smallest piece of a prompt that is urgent, of at most `longest` rows: one that fills a tile with the other
+    rows of the step, if each takes little more time than those of the usual piece. seconds: of the step, by its rows.
     """
     usual = min(longest, LEAST_PREFILL_ROWS)
     most_s = MOST_ROW_COST * seconds(usual) / usual

@@ -1,6 +1,6 @@
 // AMX in software, for processors that have AVX-512's bfloat16 instructions but no AMX: included before every kernel
 // by COSERVE_CXXFLAGS, so that what is compiled for AMX runs in tests on any of them. One thread's eight tile registers
-// are memory of that thread. Results are as the processor's: a tile's products are added pair by pair, in order.
+// are memory of that thread. Results are the processor's to rounding: it adds products in another order.
 #pragma once
 
 #include <immintrin.h>

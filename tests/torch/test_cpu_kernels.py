@@ -625,6 +625,20 @@ def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_lo
 
 
 @needs_kernels
+def test_flags_of_ones_own_make_other_kernels_and_other_profiles(afresh, caplog):
+    afresh.delenv("COSERVE_CXXFLAGS", raising=False)
+    assert CpuBackend(DEVICE).identity == "CpuBackend"
+    afresh.setenv("COSERVE_CXXFLAGS", "-DSOME='two words' -O2")
+    assert compiled.own_flags() == ["-DSOME=two words", "-O2"]
+    assert CpuBackend(DEVICE).identity == "CpuBackend -DSOME=two words -O2"
+    afresh.setenv("COSERVE_CXXFLAGS", "-D'half")
+    compiled.compiled_kernels.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert compiled.compiled_kernels() is None
+    assert "the CPU kernels could not be compiled, so the slower plain ones run: No closing quotation" in caplog.text
+
+
+@needs_kernels
 def test_a_kernel_refuses_other_arguments_than_its_header_states():
     with pytest.raises(TypeError, match="at least"):
         KERNELS.argmax(None, 0)

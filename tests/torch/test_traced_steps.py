@@ -169,18 +169,31 @@ def test_pieces_of_many_rows_attend_in_tiles_as_block_by_block(name, weights, mo
     assert torch.equal(ours[2], theirs[2])
 
 
-def test_many_pieces_of_few_rows_attend_in_tiles_where_they_have_many_keys_together(monkeypatch):
+def test_from_some_rows_on_a_piece_attends_in_tiles(monkeypatch):
     backbone = backbone_of("qwen3", "bfloat16", "dense", head_dim=32)
     if not backbone.backend._kernels.has_tiles:  # type: ignore[attr-defined]
         pytest.skip("needs tiles")
-    found = []
-    for most in (49, 48):
-        monkeypatch.setattr("coserve.kernels.cpu.traced_calls.MOST_PROMPT_PAIRS", most)
+    for num_rows, is_equal in ((9, True), (10, False)):
+        found = []
+        for least in (num_rows + 1, 10):
+            monkeypatch.setattr("coserve.kernels.cpu.traced_calls._MIN_ROWS_BY_TILES", least)
+            steps = Steps(backbone, lengths=(5, 2, 1))
+            rows = [(steps.table(0), 5, random_tokens(num_rows, 3).tolist())]
+            found.append(forward(backbone, [steps.pages.rows(rows)]))
+            assert steps.num_traces == 1
+        assert torch.equal(*found) == is_equal
+        assert (found[0] - found[1]).float().norm() < 0.02 * found[1].float().norm()
+
+
+def test_a_piece_whose_keys_have_no_room_in_tiles_runs_block_by_block(monkeypatch):
+    backbone = backbone_of("qwen3", "bfloat16", "dense", head_dim=32)
+    calls, run = [], CpuCalls._run
+    monkeypatch.setattr(CpuCalls, "_run", lambda *arguments: (calls.append(1), run(*arguments))[1])
+    for most_bytes, expected in ((1 << 30, 1), (1 << 10, 1)):
+        monkeypatch.setattr("coserve.kernels.cpu.attention._MOST_TILE_BYTES", most_bytes)
         steps = Steps(backbone, lengths=(5, 2, 1))
-        found.append(prompts(steps))
-        assert steps.num_traces == 1
-    assert not torch.equal(*found)
-    assert (found[0] - found[1]).float().norm() < 0.02 * found[1].float().norm()
+        forward(backbone, [steps.pages.rows([(steps.table(0), 5, random_tokens(12, 3).tolist())])])
+        assert len(calls) == (expected if backbone.backend._kernels.has_tiles else 2)  # type: ignore[attr-defined]
 
 
 def test_prompts_whose_rows_have_too_many_keys_run_one_by_one(monkeypatch):

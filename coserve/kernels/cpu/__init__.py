@@ -14,7 +14,7 @@ from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
 from coserve.kernels.base import Factor, Grouped, JoinedRows, SiluMulGradients, rows_of_owner
 from coserve.kernels.cpu import adapters, rows
 from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
-from coserve.kernels.cpu.compiled import compiled_kernels
+from coserve.kernels.cpu.compiled import compiled_kernels, own_flags
 from coserve.kernels.cpu.products import CpuProducts, has_native_bf16, layout
 from coserve.kernels.cpu.trace import CpuTrace
 from coserve.kernels.low_rank import AdapterBatch
@@ -44,6 +44,10 @@ class CpuBackend(PlainBackend):
     @classmethod
     def is_available(cls, device: torch.device) -> bool:
         return device.type == "cpu" and compiled_kernels() is not None
+
+    @property
+    def identity(self) -> str:
+        return " ".join([super().identity, *own_flags()])
 
     @property
     def for_losses(self) -> "CpuBackend":

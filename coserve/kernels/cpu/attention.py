@@ -25,7 +25,7 @@ _MAX_TILE_ELEMENTS = 1 << 22
 # Rows below which a tile is not worth cutting, forward and backward.
 _MIN_TILE_ROWS, _MIN_BACKWARD_ROWS = 64, 128
 # Rows below which arranging the keys in tiles takes longer than it saves.
-MIN_ROWS_BY_TILES = 16
+_MIN_ROWS_BY_TILES = 16
 # Bytes that a thread holds for each element of a head's keys, and the most that all threads may hold.
 _TILE_BYTES, _MOST_TILE_BYTES = 22, 1 << 30
 # Elements of a tile's scores that a CPU core's cache holds.
@@ -101,9 +101,9 @@ class CpuAttention:
             parts = [run_forward(q[row : row + n], k[key : key + m], v[key : key + m], spec) for row, n, key, m in runs]
             out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
             return out, lse
-        out, lse = self._forward_by_tiles(q, k, v, [run for run in runs if run[1] >= MIN_ROWS_BY_TILES], spec)
+        out, lse = self._forward_by_tiles(q, k, v, [run for run in runs if run[1] >= _MIN_ROWS_BY_TILES], spec)
         for row, n, key, m in runs:
-            if n < MIN_ROWS_BY_TILES:
+            if n < _MIN_ROWS_BY_TILES:
                 own = slice(row, row + n)
                 out[own], lse[own] = run_forward(q[own], k[key : key + m], v[key : key + m], spec)
         return out, lse
@@ -200,8 +200,12 @@ class CpuAttention:
         """Whether the kernels are for such queries, and each thread has room for a head's keys and their gradients."""
         if not self._kernels.has_tiles or q.dtype != torch.bfloat16 or q.shape[2] % 32:
             return False
-        most_keys = max(run[3] for run in runs)
-        return most_keys * q.shape[2] * _TILE_BYTES * torch.get_num_threads() <= _MOST_TILE_BYTES
+        return has_room_for_tiles(max(run[3] for run in runs), q.shape[2])
+
+
+def has_room_for_tiles(num_keys: int, width: int) -> bool:
+    """Whether each thread has room for as many keys of a head, and their gradients, in tiles."""
+    return num_keys * width * _TILE_BYTES * torch.get_num_threads() <= _MOST_TILE_BYTES
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

@@ -72,6 +72,14 @@ class Scratch {
         return start_;
     }
 
+    // What is large is not kept.
+    void give_back_large() {
+        const size_t MOST_KEPT = 64 << 20;
+        if (size_ <= MOST_KEPT) return;
+        std::free(start_);
+        start_ = nullptr, size_ = 0;
+    }
+
   private:
     char* start_ = nullptr;
     size_t size_ = 0;

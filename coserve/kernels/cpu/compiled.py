@@ -33,7 +33,6 @@ _SOURCES = Path(__file__).parent
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
-    *shlex.split(os.environ.get("COSERVE_CXXFLAGS", "")),
 )
 _COMPILE_S = 120.0
 
@@ -114,11 +113,16 @@ def compiled_kernels() -> Library | None:
         return None
     try:
         return _library(_directory(), _identity(openmp), openmp)
-    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()
         lines = [line for line in said if "error" in line] or said or [repr(error)]
         _log.warning("the CPU kernels could not be compiled, so the slower plain ones run: %s", lines[0])
         return None
+
+
+def own_flags() -> list[str]:
+    """Flags of the compiler that somebody has asked for. Raises ValueError if they cannot be told apart."""
+    return shlex.split(os.environ.get("COSERVE_CXXFLAGS", ""))
 
 
 def _directory() -> Path:
@@ -141,7 +145,7 @@ def _identity(openmp: Path) -> str:
     with suppress(OSError):  # a home may be shared by machines
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    digest.update(repr((_FLAGS, str(openmp), processor, platform.libc_ver())).encode())
+    digest.update(repr((_FLAGS, *own_flags(), str(openmp), processor, platform.libc_ver())).encode())
     return digest.hexdigest()[:24]
 
 
@@ -176,7 +180,7 @@ def _compile(directory: Path, identity: str, openmp: Path) -> Path:
     _log.info("compiling the CPU kernels, once")
 
     def run(*arguments: str | Path) -> None:
-        command = ["g++", *_FLAGS, *map(str, arguments)]
+        command = ["g++", *_FLAGS, *own_flags(), *map(str, arguments)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
 
     with tempfile.TemporaryDirectory(dir=directory) as place, ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -14,7 +14,9 @@ inline uint32_t mixed(uint32_t x) {
 // A row's key for one part of a model.
 inline uint32_t key_of_part(uint32_t key, i64 part) { return mixed(key + uint32_t(part) * 0x9e3779b1u); }
 
-// A place of a model that drops features, each with probability p.
+namespace {
+
+// A place of a model that drops features, each with probability p; one at a time in a thread, whose memory it uses.
 class Dropout {
   public:
     Dropout(i64 width, i64 salt, double p)
@@ -56,3 +58,5 @@ class Dropout {
     uint32_t least_;
     float scale_;
 };
+
+}  // namespace

@@ -39,6 +39,7 @@ extern "C" void attend_in_pieces(const bf16* q, const bf16* keys, const bf16* va
                           lse + p->first_row * num_heads, segment, 1, num_heads, num_key_heads, width, window, scale,
                           num_threads);
     }
+    scratch.give_back_large();
 }
 
 #endif

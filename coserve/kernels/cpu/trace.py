@@ -81,6 +81,7 @@ class CpuTrace(Trace[PlainBackend]):
         self._adapters = cast(AdapterBatch, object())
         self.has_adapters = False
         self.has_attention_tiles = kernels.has_tiles and dtype == torch.bfloat16
+        self.head_width = 0
         self.most_rows = 1 << 30
 
     @property
@@ -147,6 +148,7 @@ class CpuTrace(Trace[PlainBackend]):
                 most_rows=self.most_rows,
                 has_adapters=self.has_adapters,
                 has_attention_tiles=self.has_attention_tiles,
+                head_width=self.head_width,
                 kept=self.kept,
             )
         )
@@ -264,6 +266,7 @@ class _Tracer(PlainBackend):
         sizes = (step("num_paged_rows"), *heads, block_tokens, page_step)
         trace.call(_ATTENTION[trace.dtype], rows, keys, values, *tables, y, lse, *sizes, *seen, step("num_threads"))
         trace.has_attention_tiles &= not width % 32
+        trace.head_width = max(trace.head_width, width)
         if trace.has_attention_tiles:
             pieces = (step("table"), y, lse, step("pieces"), step("num_pieces"))
             within_pages = (*heads, block_tokens, page_step)

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import Segment
-from coserve.kernels.cpu.attention import MIN_ROWS_BY_TILES, CpuAttentionBatch
+from coserve.kernels.cpu.attention import CpuAttentionBatch, has_room_for_tiles
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.stand_ins import ALIGNMENT, MemorySlot
 from coserve.kernels.trace import MOST_PROMPT_PAIRS, TracedCalls, TracedPiece, TracedStep, TracedWindow
 
 # Numbers of a window (see `windows.cpp`).
 _WINDOW_NUMBERS = 6
+# From how many rows of a prompt on arranging its keys in tiles pays; as in `windows.cpp`. On an AMD EPYC, one thread
+# and layer, microseconds one by one and in tiles: 8 rows of 1,100 keys 577 and 747, 13 of 700 603 and 477.
+_MIN_ROWS_BY_TILES = 10
 # More pairs than a step can have.
-NO_MOST = 1 << 60
+_NO_MOST = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,7 +30,7 @@ class WrittenCalls:
     numbers: of all calls. names: of the kernels, call by call. read: tensors that must stay. inputs: by name, in their
     order. row_bytes: of the memory that a step needs for each row. output: where its rows lie there, `width` elements
     each. most_rows: that all kernels are for. has_adapters: whether any are added. has_attention_tiles: whether rows of
-    windows and of prompts attend by tiles. kept: see `TracedCalls`.
+    windows and of prompts attend by tiles, of heads this wide. kept: see `TracedCalls`.
     """
 
     kernels: Library
@@ -42,6 +45,7 @@ class WrittenCalls:
     most_rows: int
     has_adapters: bool
     has_attention_tiles: bool
+    head_width: int
     kept: Mapping[Hashable, int]
 
 
@@ -61,7 +65,7 @@ class CpuCalls(TracedCalls):
 
     @property
     def most_prompt_pairs(self) -> int:
-        return NO_MOST if self._written.has_attention_tiles else MOST_PROMPT_PAIRS
+        return _NO_MOST if self._written.has_attention_tiles else MOST_PROMPT_PAIRS
 
     def fit(self, step: TracedStep) -> bool:
         written = self._written
@@ -69,7 +73,10 @@ class CpuCalls(TracedCalls):
             return False
         if written.has_adapters and (step.adapters is None or step.adapters.dtype != written.dtype):
             return False
-        return written.has_attention_tiles or all(_is_short(window.segments) for window in step.windows)
+        if not written.has_attention_tiles:
+            return all(_is_short(window.segments) for window in step.windows)
+        most_keys = max([piece.num_keys for piece in self._by_tiles(step.pieces)], default=0)
+        return has_room_for_tiles(most_keys, written.head_width)
 
     def run(self, step: TracedStep) -> Tensor:
         return self._run(step, 0)
@@ -120,12 +127,9 @@ class CpuCalls(TracedCalls):
         return memory[start : start + size].view(written.dtype).view(n, written.width)
 
     def _by_tiles(self, pieces: Sequence[TracedPiece]) -> Sequence[TracedPiece]:
-        """Those whose rows attend in tiles: arranging keys so pays from some rows on, or from some pairs."""
-        if not self._written.has_attention_tiles:
-            return ()
-        if sum([piece.num_pairs for piece in pieces]) > MOST_PROMPT_PAIRS:
-            return pieces
-        return [piece for piece in pieces if piece.num_rows >= MIN_ROWS_BY_TILES]
+        """Those whose rows attend in tiles."""
+        has_tiles = self._written.has_attention_tiles
+        return [piece for piece in pieces if has_tiles and piece.num_rows >= _MIN_ROWS_BY_TILES]
 
 
 class _Windows:

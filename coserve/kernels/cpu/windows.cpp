@@ -7,8 +7,8 @@
 
 namespace {
 
-// From how many rows of a sequence on, or pairs of a row and a key, arranging its keys in tiles pays.
-const i64 MIN_ROWS_BY_TILES = 16, MIN_PAIRS_BY_TILES = 8192;
+// From how many rows of a sequence on arranging its keys in tiles pays; as in `traced_calls.py`.
+const i64 MIN_ROWS_BY_TILES = 10;
 
 // As `traced_calls.py` writes it down.
 struct Window {
@@ -55,7 +55,7 @@ void attend(Kernel one_by_one, const T* q, T* out, float* lse, const Window* win
             const T *own_keys = store(keys) + s[2] * key, *own_values = store(values) + s[2] * key;
 #ifdef HAS_TILES
             if constexpr (std::is_same_v<T, bf16>)
-                if (has_tiles && (s[1] >= MIN_ROWS_BY_TILES || s[1] * s[3] >= MIN_PAIRS_BY_TILES)) {
+                if (has_tiles && s[1] >= MIN_ROWS_BY_TILES) {
                     attend_by_tiles(q + first * row, own_keys, own_values, out + first * row, lse + first * num_heads,
                                     s[1], s[3], num_heads, num_key_heads, width, window, scale, num_threads);
                     continue;
