@@ -100,7 +100,7 @@ SHAPES = [
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_forward_pass_of_attention(monkeypatch, shape, num_threads):
-    monkeypatch.setattr("coserve.kernels.cpu.attention.MIN_ROWS_BY_TILES", 1)
+    monkeypatch.setattr("coserve.kernels.cpu.attention._MIN_ROWS_BY_TILES", 1)
     _, q, k, v, _, _, spec = attention(*shape)
     q, k = 3 * q, 3 * k  # some probabilities near 1, many near 0
     exact, exact_lse = attend(PLAIN, q.float(), k.float(), v.float(), spec)
