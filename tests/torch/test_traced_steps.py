@@ -8,11 +8,15 @@ from steps_at_once import Steps, backbone_of, one_by_one
 from support import make_adapter, make_backbone, random_tokens
 
 from coserve.kernels.cpu import CpuBackend
+from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.cpu.traced_calls import CpuCalls
 from coserve.memory import paged_kv
 from coserve.models import forward
 
 pytestmark = pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
+
+KERNELS = compiled_kernels()
+needs_tiles = pytest.mark.skipif(KERNELS is None or not KERNELS.has_tiles, reason="needs g++, and AMX or AMD's AVX-512")
 
 MODELS = [
     ("qwen3", "float32", "int8"),
@@ -136,6 +140,7 @@ def test_pieces_of_prompts_are_one_call_whose_rows_attend_one_by_one(name, dtype
     assert torch.equal(traced.pages.storage, by_row.pages.storage), "keys and values, too"
 
 
+@needs_tiles
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "llama-biases-tied"])
 @pytest.mark.parametrize("weights", ["dense", "int8"])
 def test_pieces_of_many_rows_attend_in_tiles_as_block_by_block(name, weights, monkeypatch):
@@ -143,8 +148,6 @@ def test_pieces_of_many_rows_attend_in_tiles_as_block_by_block(name, weights, mo
     equal to the last bit, but for those of the few, which attend one by one here.
     """
     backbone = backbone_of(name, "bfloat16", weights, head_dim=32)
-    if not backbone.backend._kernels.has_tiles:  # type: ignore[attr-defined]
-        pytest.skip("needs tiles")
     bypasses = make_adapter(backbone, seed=1, r=4, target_modules="all-linear").bypasses()
 
     def run(steps: Steps) -> list[torch.Tensor]:
@@ -169,31 +172,33 @@ def test_pieces_of_many_rows_attend_in_tiles_as_block_by_block(name, weights, mo
     assert torch.equal(ours[2], theirs[2])
 
 
+@needs_tiles
 def test_from_some_rows_on_a_piece_attends_in_tiles(monkeypatch):
     backbone = backbone_of("qwen3", "bfloat16", "dense", head_dim=32)
-    if not backbone.backend._kernels.has_tiles:  # type: ignore[attr-defined]
-        pytest.skip("needs tiles")
     for num_rows, is_equal in ((9, True), (10, False)):
         found = []
-        for least in (num_rows + 1, 10):
-            monkeypatch.setattr("coserve.kernels.cpu.traced_calls._MIN_ROWS_BY_TILES", least)
-            steps = Steps(backbone, lengths=(5, 2, 1))
-            rows = [(steps.table(0), 5, random_tokens(num_rows, 3).tolist())]
-            found.append(forward(backbone, [steps.pages.rows(rows)]))
+        for one_by_one_always in (False, True):
+            with monkeypatch.context() as patch:
+                if one_by_one_always:
+                    patch.setattr("coserve.kernels.cpu.traced_calls._MIN_ROWS_BY_TILES", 1 << 30)
+                steps = Steps(backbone, lengths=(5, 2, 1))
+                rows = [(steps.table(0), 5, random_tokens(num_rows, 3).tolist())]
+                found.append(forward(backbone, [steps.pages.rows(rows)]))
             assert steps.num_traces == 1
         assert torch.equal(*found) == is_equal
         assert (found[0] - found[1]).float().norm() < 0.02 * found[1].float().norm()
 
 
+@needs_tiles
 def test_a_piece_whose_keys_have_no_room_in_tiles_runs_block_by_block(monkeypatch):
     backbone = backbone_of("qwen3", "bfloat16", "dense", head_dim=32)
     calls, run = [], CpuCalls._run
     monkeypatch.setattr(CpuCalls, "_run", lambda *arguments: (calls.append(1), run(*arguments))[1])
-    for most_bytes, expected in ((1 << 30, 1), (1 << 10, 1)):
+    for most_bytes in (1 << 30, 1 << 10):  # the second has room for none
         monkeypatch.setattr("coserve.kernels.cpu.attention._MOST_TILE_BYTES", most_bytes)
         steps = Steps(backbone, lengths=(5, 2, 1))
         forward(backbone, [steps.pages.rows([(steps.table(0), 5, random_tokens(12, 3).tolist())])])
-        assert len(calls) == (expected if backbone.backend._kernels.has_tiles else 2)  # type: ignore[attr-defined]
+        assert len(calls) == 1
 
 
 def test_prompts_whose_rows_have_too_many_keys_run_one_by_one(monkeypatch):
