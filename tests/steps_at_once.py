@@ -69,4 +69,4 @@ class Steps:
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuBackend, "trace", lambda self, dtype: None)
+    monkeypatch.setattr(CpuBackend, "trace", lambda self, dtype, run: None)

@@ -18,9 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from coserve.bench.machine import Clock, seconds_of
 from coserve.devices.torch_requests import SAMPLING
-from coserve.kernels.attention import AttentionBatch
 from coserve.kernels.base import Backend
-from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.trace import Trace, TracedCalls, TracedStep
 
 PARTS = ("products", "attention", "adapters", "head and loss", "sampling", "elementwise", "Python", "waiting")
@@ -132,9 +130,9 @@ class _WatchedBackend:
     def for_losses(self) -> Backend:
         return cast(Backend, _WatchedBackend(self._inner.for_losses, self._ledger, self._head))
 
-    def trace(self, dtype: torch.dtype) -> Trace[Backend] | None:
-        found = self._inner.trace(dtype)
-        return None if found is None else _WatchedTrace(found, self._ledger)
+    def trace(self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> TracedCalls | None:
+        found = self._inner.trace(dtype, run)
+        return None if found is None else _WatchedCalls(found, self._ledger)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -148,37 +146,6 @@ class _WatchedBackend:
         if part == "products" and any(isinstance(arg, Tensor) and arg.data_ptr() in self._head for arg in args[1:2]):
             part = "head and loss"
         return self._ledger.run(part, call, args, named)
-
-
-class _WatchedTrace(Trace[Backend]):
-    """A trace, of which the calls run under watch."""
-
-    def __init__(self, inner: Trace[Backend], ledger: Ledger) -> None:
-        self._inner, self._ledger = inner, ledger
-
-    @property
-    def backend(self) -> Backend:
-        return self._inner.backend
-
-    @property
-    def attention(self) -> AttentionBatch:
-        return self._inner.attention
-
-    @property
-    def adapters(self) -> AdapterBatch:
-        return self._inner.adapters
-
-    def input(self, name: str, width: int) -> Tensor:
-        return self._inner.input(name, width)
-
-    def keep(self, name: Hashable, rows: Tensor) -> None:
-        self._inner.keep(name, rows)
-
-    def store(self, name: Hashable, rows: Tensor, store: Tensor) -> None:
-        self._inner.store(name, rows, store)
-
-    def end(self, output: Tensor) -> TracedCalls:
-        return _WatchedCalls(self._inner.end(output), self._ledger)
 
 
 class _WatchedCalls(TracedCalls):

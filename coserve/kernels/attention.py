@@ -56,3 +56,13 @@ class AttentionBatch(ABC):
     @abstractmethod
     def num_rows(self) -> int:
         """Query rows of all segments."""
+
+
+class AttentionRoom(AttentionBatch):
+    """Room for the segments of one batch after another, for calls that were captured with it (`Backend.capture`). Rows
+    that belong to no segment attend to nothing, and their results are zeros.
+    """
+
+    @abstractmethod
+    def fill(self, batch: AttentionBatch) -> None:
+        """With the segments of a batch, whose keys lie in stores of one page."""

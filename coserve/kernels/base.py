@@ -6,17 +6,17 @@ in PyTorch for any device; another backend is best a subclass of `PlainBackend` 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
+from coserve.kernels.attention import AttentionBatch, AttentionRoom, AttentionSpec, Segment
 from coserve.kernels.gated_delta import GatedDeltaGradients, GatedDeltaRows, GatedDeltaSpec, GatedDeltaWeights
 from coserve.kernels.low_rank import AdapterBatch, AdapterRows
-from coserve.kernels.trace import Trace
+from coserve.kernels.trace import Trace, TracedCalls
 
 
 class SiluMulGradients(NamedTuple):
@@ -81,9 +81,21 @@ class Backend(ABC):
         """
         return self
 
-    def trace(self, dtype: torch.dtype) -> "Trace[Backend] | None":
-        """A new trace of rows of this compute dtype; None where this backend makes none. UntraceableError for a dtype
-        that it makes none of.
+    def trace(self, dtype: torch.dtype, run: Callable[[Trace["Backend"]], Tensor]) -> TracedCalls | None:
+        """The calls of what `run` does with rows of this compute dtype, whenever it is asked to; it gives the output's
+        rows. None where this backend traces nothing; UntraceableError for what it cannot write down.
+        """
+        return None
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
+        """What `run` asks of the device, as one call that asks for all of it again, on what its tensors hold then. It
+        is run meanwhile, some times. None where this backend captures nothing, or was asked for what cannot be captured.
+        """
+        return None
+
+    def attention_room(self, *, num_rows: int, num_keys: int, num_segments: int) -> AttentionRoom | None:
+        """For calls that are captured: room for batches of as many rows and segments at most, in stores of as many
+        keys; None where this backend captures nothing.
         """
         return None
 

@@ -4,11 +4,12 @@ A model has places where adapters can sit, numbered through the whole model; nei
 same rows (the projections of queries, keys and values, say) are run as one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 from struct import pack, unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,10 +69,20 @@ class LowRankAdapter:
         return torch.tensor([_numbers(place) for place in self.places], dtype=torch.int64)
 
     @cached_property
+    def device_addresses(self) -> Tensor:
+        """The same, on the device of the factors."""
+        return on_device(self.addresses, next(place.a.device for place in self.places if place is not None))
+
+    @cached_property
+    def max_rank(self) -> int:
+        """The largest of its places."""
+        return max([place.a.shape[0] for place in self.places if place is not None], default=0)
+
+    @cached_property
     def dtypes(self) -> frozenset[torch.dtype | None]:
-        """Of its factors; None: of those that no kernel can read by their addresses, elsewhere or with gaps."""
+        """Of its factors; None: of those that no kernel can read by their addresses, absent or with gaps."""
         factors = [tensor for place in self.places if place is not None for tensor in (place.a, place.b)]
-        return frozenset(tensor.dtype if tensor.is_contiguous() and tensor.is_cpu else None for tensor in factors)
+        return frozenset(tensor.dtype if tensor.is_contiguous() and not tensor.is_meta else None for tensor in factors)
 
 
 def _numbers(place: LowRank | None) -> Sequence[int]:
@@ -117,6 +128,8 @@ class AdapterBatch:
         are neighbours.
         """
         self.adapters, self._rows, self._kept = tuple(adapters), rows, kept
+        # What a backend derives from it, made once for all places.
+        self.derived: dict[Hashable, Any] = {}
         assert not any(adapter.drops for adapter in adapters[: len(adapters) - len(kept)])
         self.sizes = AdapterRows(list(map(len, rows)), device)
         self._parts: dict[tuple[int, ...], AdapterBatch] = {}
@@ -138,6 +151,11 @@ class AdapterBatch:
             adapters, rows = zip(*((self.adapters[index], self._rows[index]) for index in which), strict=True)
             self._parts[which] = AdapterBatch(adapters, rows, self.sizes.device)
         return self._parts[which]
+
+    @property
+    def rows_by_adapter(self) -> Sequence[Sequence[int]]:
+        """Which rows of the batch are each adapter's."""
+        return self._rows
 
     @cached_property
     def rows(self) -> Tensor:

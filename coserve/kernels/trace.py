@@ -108,7 +108,8 @@ class TracedCalls(ABC):
 
 
 class Trace(ABC, Generic[BackendT]):
-    """One trace that is being made. Where tensors stand in arguments and results, these are stand-ins.
+    """One trace that is being made. Where tensors stand in arguments and results, these are stand-ins, or the rows of a
+    step of which nothing but the number is right.
 
     Each method, and each of the backend, raises UntraceableError for what it cannot write down.
     """
@@ -141,7 +142,3 @@ class Trace(ABC, Generic[BackendT]):
         """Of rows [n, width], keys or values, requests' go to their places in a store [num_pages, block_tokens, width],
         a real tensor. Windows have kept theirs by this name.
         """
-
-    @abstractmethod
-    def end(self, output: Tensor) -> TracedCalls:
-        """The trace is complete."""

@@ -8,10 +8,15 @@ from torch import Tensor
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of these values on a device.
+    """A tensor of these values on a device; RuntimeError while calls are captured (`Backend.capture`), which would copy
+    again from where the values lay.
 
     A GPU copies it from pinned memory when its turn comes; from any other memory PyTorch would wait until everything
     that was launched before is done.
     """
     tensor = torch.as_tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type != "cuda":
+        return tensor.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("values of the host cannot be part of captured calls")
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -193,15 +193,17 @@ def _traced_calls(
 
 def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], places: int) -> TracedCalls | None:
     """widths: of the inputs."""
-    try:
-        trace = backbone.backend.trace(backbone.dtype)
-        if trace is None:
-            return None
+    layers = stores.layers  # without the traces, which would hold themselves
+
+    def run(trace: Trace[Backend]) -> Tensor:
         constants = {name: trace.input(name, width) for name, width in widths.items()}
         x = constants.pop("x")
-        for layer, (keys, values) in stores.layers.items():
+        for layer, (keys, values) in layers.items():
             x = _trace_block(backbone, trace, layer, {**constants, "x": x}, keys, values, places)
-        return trace.end(x)
+        return x
+
+    try:
+        return backbone.backend.trace(backbone.dtype, run)
     except UntraceableError:
         return None
 

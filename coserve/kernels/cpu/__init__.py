@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
-from coserve.kernels.base import Factor, Grouped, JoinedRows, SiluMulGradients, rows_of_owner
+from coserve.kernels.base import Backend, Factor, Grouped, JoinedRows, SiluMulGradients, rows_of_owner
 from coserve.kernels.cpu import adapters, rows
 from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
 from coserve.kernels.cpu.compiled import compiled_kernels, own_flags
@@ -21,7 +21,7 @@ from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.plain.adapters import add_one_by_one
 from coserve.kernels.plain.attention import Part
-from coserve.kernels.trace import Trace
+from coserve.kernels.trace import Trace, TracedCalls
 
 
 class CpuBackend(PlainBackend):
@@ -53,8 +53,9 @@ class CpuBackend(PlainBackend):
     def for_losses(self) -> "CpuBackend":
         return self._for_losses
 
-    def trace(self, dtype: torch.dtype) -> Trace[PlainBackend] | None:
-        return CpuTrace(self._kernels, self.device, dtype)
+    def trace(self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> TracedCalls | None:
+        trace = CpuTrace(self._kernels, self.device, dtype)
+        return trace.end(run(trace))
 
     def layout(self, weight: Tensor) -> Tensor:
         return layout(weight)

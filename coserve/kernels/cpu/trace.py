@@ -131,6 +131,7 @@ class CpuTrace(Trace[PlainBackend]):
         return list(self.kept).index(self._kept_names[store.data_ptr()])
 
     def end(self, output: Tensor) -> TracedCalls:
+        """The trace is complete."""
         y = self.rows(output)
         if not isinstance(y.source, MemorySlot) or y.first or y.step != y.width:
             raise UntraceableError

@@ -1,0 +1,22 @@
+"""Products of tiles, for all kernels."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def is_exact(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products are float32's: of rows in float32, and where kernels are interpreted, which knows no others of
+    bfloat16.
+    """
+    return dtype == torch.float32 or device.type == "cpu"
+
+
+@triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """a @ b of tiles, float32."""
+    if EXACT:
+        found = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        found = tl.dot(a, b)
+    return found

@@ -1,0 +1,125 @@
+"""Pieces that work row by row on a GPU, one launch each. Results are rounded where the plain backend rounds."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _normalized(x, eps, FEATURES: tl.constexpr):
+    """x / rms(x) and 1 / rms(x), float32; x padded with zeros."""
+    scale = tl.rsqrt(tl.sum(x * x, 0) / FEATURES + eps)
+    return x * scale, scale
+
+
+@triton.jit
+def rms_norm(x, weight, y, x_step, eps, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (rows, groups of FEATURES)."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    is_feature, first = i < FEATURES, group * FEATURES
+    own = tl.load(x + row * x_step + first + i, mask=is_feature, other=0.0).to(tl.float32)
+    normalized, _ = _normalized(own, eps, FEATURES)
+    dtype = y.dtype.element_ty
+    factors = tl.load(weight + i, mask=is_feature, other=0.0).to(tl.float32)
+    found = normalized.to(dtype).to(tl.float32) * factors
+    tl.store(y + row * (tl.num_programs(1) * FEATURES) + first + i, found.to(dtype), mask=is_feature)
+
+
+@triton.jit
+def rms_norm_gradient(
+    grad, x, weight, dx, y, grad_step, x_step, eps, FEATURES: tl.constexpr, BLOCK: tl.constexpr, WITH_Y: tl.constexpr
+):
+    """Grid (rows, groups of FEATURES)."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    is_feature, first = i < FEATURES, group * FEATURES
+    own = tl.load(x + row * x_step + first + i, mask=is_feature, other=0.0).to(tl.float32)
+    dy = tl.load(grad + row * grad_step + first + i, mask=is_feature, other=0.0).to(tl.float32)
+    factors = tl.load(weight + i, mask=is_feature, other=0.0).to(tl.float32)
+    normalized, scale = _normalized(own, eps, FEATURES)
+    weighted = dy * factors
+    mean = tl.sum(weighted * normalized, 0) / FEATURES
+    place = row * (tl.num_programs(1) * FEATURES) + first + i
+    dtype = dx.dtype.element_ty
+    tl.store(dx + place, ((weighted - normalized * mean) * scale).to(dtype), mask=is_feature)
+    if WITH_Y:
+        tl.store(y + place, (normalized.to(dtype).to(tl.float32) * factors).to(dtype), mask=is_feature)
+
+
+@triton.jit
+def silu_mul(gate, up, y, gate_step, up_step, width, BLOCK: tl.constexpr):
+    """Grid (rows, blocks of the width)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = i < width
+    dtype = y.dtype.element_ty
+    own = tl.load(gate + row * gate_step + i, mask=is_there, other=0.0).to(tl.float32)
+    other = tl.load(up + row * up_step + i, mask=is_there, other=0.0).to(tl.float32)
+    activated = (own * tl.sigmoid(own)).to(dtype).to(tl.float32)
+    tl.store(y + row * width + i, (activated * other).to(dtype), mask=is_there)
+
+
+@triton.jit
+def silu_mul_gradients(
+    grad, gate, up, gate_grad, up_grad, y, grad_step, gate_step, up_step, width,
+    BLOCK: tl.constexpr, WITH_Y: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, blocks of the width)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = i < width
+    dtype = gate_grad.dtype.element_ty
+    dy = tl.load(grad + row * grad_step + i, mask=is_there, other=0.0).to(tl.float32)
+    own = tl.load(gate + row * gate_step + i, mask=is_there, other=0.0).to(tl.float32)
+    other = tl.load(up + row * up_step + i, mask=is_there, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(own)
+    activated = (own * sigmoid).to(dtype).to(tl.float32)
+    of_activated = (dy * other).to(dtype).to(tl.float32)
+    place = row * width + i
+    tl.store(gate_grad + place, (of_activated * sigmoid * (1 + own * (1 - sigmoid))).to(dtype), mask=is_there)
+    tl.store(up_grad + place, (dy * activated).to(dtype), mask=is_there)
+    if WITH_Y:
+        tl.store(y + place, (activated * other).to(dtype), mask=is_there)
+
+
+@triton.jit
+def rope(
+    x, cos, sin, y, x_step, angle_step,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Rotate heads of 2 * HALF features, or (REVERSE) find the gradient of what was rotated: grid (rows, blocks of
+    heads).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    i = tl.arange(0, BLOCK_HALF)
+    is_half = i < HALF
+    dtype = y.dtype.element_ty
+    first_cos = tl.load(cos + row * angle_step + i, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    first_sin = tl.load(sin + row * angle_step + i, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + row * angle_step + HALF + i, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + row * angle_step + HALF + i, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    is_there = (head < HEADS)[:, None] & is_half[None, :]
+    place = (head * 2 * HALF)[:, None] + i[None, :]
+    first = tl.load(x + row * x_step + place, mask=is_there, other=0.0).to(tl.float32)
+    second = tl.load(x + row * x_step + place + HALF, mask=is_there, other=0.0).to(tl.float32)
+    if REVERSE:
+        one, other = second * second_sin, -(first * first_sin)
+    else:
+        one, other = -(second * first_sin), first * second_sin
+    one = (first * first_cos).to(dtype).to(tl.float32) + one.to(dtype).to(tl.float32)
+    other = (second * second_cos).to(dtype).to(tl.float32) + other.to(dtype).to(tl.float32)
+    target = y + row * (HEADS * 2 * HALF) + place
+    tl.store(target, one.to(dtype), mask=is_there)
+    tl.store(target + HALF, other.to(dtype), mask=is_there)
+
+
+@triton.jit
+def store_rows(x, store, pages, offsets, x_step, page_step, token_step, width, BLOCK: tl.constexpr):
+    """Rows into their places of a store in pages; those of no page (below 0) nowhere. Grid (rows, blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    page = tl.load(pages + row)
+    if page >= 0:
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        place = page * page_step + tl.load(offsets + row) * token_step
+        tl.store(store + place + i, tl.load(x + row * x_step + i, mask=i < width, other=0.0), mask=i < width)
