@@ -6,7 +6,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist l
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-amx test-long test-browser test-cluster test-clients fuzz storm check lint docs format hooks clean
+.PHONY: setup demo test test-amx test-triton test-long test-browser test-cluster test-clients fuzz storm check lint docs format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -31,6 +31,14 @@ test-amx: setup  ## Models and kernels as with AMX, which tests/processors has i
 	else \
 		COSERVE_CXXFLAGS="-include $(AMX) -DAMX_SUM=$$(cksum < $(AMX) | cut -d' ' -f1)" $(PYTEST) -m "not long" tests/torch; \
 	fi
+
+# Beside the environment, since PyTorch's builds for GPUs bring one of their own.
+TRITON := $(CURDIR)/$(VENV)/triton-3.9.0
+$(TRITON): | setup
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.9.0
+
+test-triton: setup $(TRITON)  ## The kernels of GPUs, interpreted on the CPU, and compiled for GPUs that need not be there
+	TRITON_INTERPRET=1 COSERVE_KERNELS=triton PYTHONPATH=$(TRITON) $(PYTEST) tests/interpreted tests/torch/test_kernels.py
 
 test-long: setup  ## What starts server after server, or trains for long
 	$(PYTEST) -m long
@@ -72,7 +80,7 @@ docs: setup  ## The documentation as a site, in site/; a link that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # What needs more than this machine (hours of load) has a target of its own; all of this should take an hour at most.
-check: lint docs test test-amx test-long test-browser test-cluster test-clients  ## All of it; .ci/run runs this
+check: lint docs test test-amx test-triton test-long test-browser test-cluster test-clients  ## All of it; .ci/run runs this
 
 format: setup  ## Bring the code into format
 	$(BIN)/ruff format .

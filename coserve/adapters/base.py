@@ -274,10 +274,14 @@ class Adapter:
 
     def sync_compute_copy(self) -> None:
         """Bring the compute copies, and what is derived, up to the masters, after an optimizer step or a load."""
+        copies, masters = [], []
         for name, (part, local) in self.parameter_parts.items():
             copy, master = self._compute[part][local], self.masters[name]
             if copy.data_ptr() != master.data_ptr():
-                copy.copy_(master)
+                copies.append(copy)
+                masters.append(master)
+        if copies:
+            torch._foreach_copy_(copies, masters)
         self._derive()
 
     def master_name(self, part: Part, name: str) -> str:

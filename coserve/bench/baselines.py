@@ -22,7 +22,8 @@ def transformers_model(backbone: Backbone) -> Any:
     architecture = backbone.architecture
     # transformers writes into the configuration that it is given, and profiles of the device are kept by that.
     config = deepcopy(architecture.config)
-    model = AutoModelForCausalLM.from_config(config, dtype=backbone.dtype, attn_implementation="sdpa")
+    with torch.device(backbone.device):  # where random weights are made soonest
+        model = AutoModelForCausalLM.from_config(config, dtype=backbone.dtype, attn_implementation="sdpa")
     model = model.to(backbone.device).eval()
     own = {
         architecture.prefix(part) + name: held if isinstance(held, Tensor) else held.dense()

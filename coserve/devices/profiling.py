@@ -29,11 +29,13 @@ from coserve.models.batch import Span, forward, logits
 from coserve.models.bypasses import Bypasses
 from coserve.scheduling.profile import Curve, OneCall, Profile
 from coserve.scheduling.sharing import Sharing
+from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import TrainingPrograms, training_programs
+from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.training_pass import TrainingPass
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ class _Measurement:
         self.pages.storage.zero_()
         self.adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
         self.programs: TrainingPrograms = training_programs(self.adapter)
+        self._captured = CapturedWindows.of(self.adapter)
 
     def profile(self) -> Profile:
         """Measured once; again if the machine was busy meanwhile: of each measurement the fastest."""
@@ -150,7 +153,7 @@ class _Measurement:
             """Of n rows, block by block."""
             pairs = n * n / 2
             seconds = self._forward(1, rows=n) - pairs * s_per_pair - n * s_per_key - s_per_span
-            return seconds + (saved_s if n <= most_rows and pairs <= most_pairs else 0.0)
+            return seconds + (saved_s if n <= most_rows and (n == 1 or pairs <= most_pairs) else 0.0)
 
         forward = self._curve(_FORWARD_ROWS, trunk)
 
@@ -261,7 +264,7 @@ class _Measurement:
     def _pass(self, num_rows: int) -> TrainingPass:
         """A pack with hardly any trained rows: the loss is measured by itself."""
         pack = make_pack([([0] * num_rows, [False] * (num_rows - 1) + [True])])
-        return TrainingPass(self.adapter, self.programs, pack)
+        return TrainingPass(self.adapter, self.programs, pack, captured=self._captured)
 
     def _ready_pass(self, rows: int) -> TrainingPass:
         """A pass that is to go backward."""
@@ -343,7 +346,7 @@ class _Measurement:
 
     def _update(self) -> float:
         optimizer = AdapterOptimizer(self.adapter.masters, OptimizerConfig(learning_rate=1e-12))
-        gradients = {name: torch.zeros_like(master) for name, master in self.adapter.masters.items()}
+        gradients = zeros_like_all(self.adapter.masters)
         return self._fastest_s("update", lambda: optimizer.step(gradients, num_trained=1, num_steps=1))
 
     def _copied_byte(self) -> float:

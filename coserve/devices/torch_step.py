@@ -22,9 +22,10 @@ from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward
 from coserve.scheduling.plan import Partition
 from coserve.tuning.blockwise import BlockwisePass
+from coserve.tuning.joined import joined_tasklet, run_losses
 from coserve.tuning.layerwise import LayerwisePass
 from coserve.tuning.tasklet import Tasklet
-from coserve.tuning.training_pass import TrainingPass, joined_tasklet, run_losses
+from coserve.tuning.training_pass import TrainingPass
 
 
 class TorchStep:

@@ -27,6 +27,7 @@ from coserve.memory.paged_kv import PagedKv
 from coserve.memory.weight_window import WeightWindow
 from coserve.models.backbone import Backbone
 from coserve.tuning.blockwise import BlockwisePass
+from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.layerwise import LayerwisePass
 from coserve.tuning.objectives import objective_class
@@ -35,6 +36,7 @@ from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import evaluation_programs, training_programs
 from coserve.tuning.scores import Extras, PackScores
 from coserve.tuning.shard import Shard
+from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.training_pass import TrainingPass
 
 
@@ -64,6 +66,7 @@ class TorchTrainer:
         self._programs = training_programs(
             adapter, max_recompute=config.max_recompute, mean_context_len=mean_context_len
         )
+        self._captured = None if window is not None else CapturedWindows.of(adapter)
         self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)
         self._objective = config.make_objective()
         if self._objective is not None:
@@ -87,6 +90,8 @@ class TorchTrainer:
             self.training_pass.release()
             self.training_pass = None
         make_pass: Callable[..., TrainingPass] = TrainingPass
+        if not command.evaluate and not command.is_reference:
+            make_pass = partial(TrainingPass, captured=self._captured)
         if self.window is not None:
             make_pass = partial(LayerwisePass, self.window)
         elif self.adapter.backbone.block_rows:
@@ -149,7 +154,7 @@ class TorchTrainer:
         self._join_last()
         gradients, self._gradients = self._gradients, None
         if gradients is None and self.exchange is not None:  # its part of the batch has no examples
-            gradients = {name: torch.zeros_like(master) for name, master in self.adapter.masters.items()}
+            gradients = zeros_like_all(self.adapter.masters)
         assert gradients is not None and self.optimizer is not None and self._moments_away is None
         if self._reparametrization is not None:
             gradients = self._reparametrization.pull_back(gradients, num_trained=num_trained)

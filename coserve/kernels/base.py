@@ -60,6 +60,8 @@ class Backend(ABC):
 
     # Of those that are available on a device, the one of the highest priority is chosen.
     priority: ClassVar[int] = 0
+    # Whether calls can be captured (`capture`).
+    captures: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -89,7 +91,7 @@ class Backend(ABC):
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
         """What `run` asks of the device, as one call that asks for all of it again, on what its tensors hold then. It
-        is run meanwhile, some times. None where this backend captures nothing, or was asked for what cannot be captured.
+        is run meanwhile, some times. None where this backend captures nothing, or not what was asked for.
         """
         return None
 

@@ -21,6 +21,7 @@ from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.graph.states import StateRows
 from coserve.kernels.attention import AttentionBatch, Segment
+from coserve.kernels.base import Backend
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part, PlaceRun
 from coserve.models.bypasses import Bypasses, BypassGroup, RowAdapters
@@ -58,6 +59,10 @@ class BatchRows(ABC):
     segments: Sequence[Segment]
     block_tokens: int
     keeps_inside: bool = False
+
+    def attention(self, backend: Backend) -> AttentionBatch:
+        """Whom they attend to, for the kernels."""
+        return backend.prepare_attention(self.segments, block_tokens=self.block_tokens)
 
     @abstractmethod
     def keep(self, part: Part) -> Keep:
@@ -101,10 +106,30 @@ class Span(ABC):
     def gather(self, others: Sequence[Any]) -> BatchRows:
         """The rows of this span and of others of its group after it."""
 
+    def run_captured(self) -> Tensor | None:
+        """By themselves through the embedding and all blocks, by calls that were captured: [n, hidden_size]; None where
+        they must run as always.
+        """
+        return None
+
 
 def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     """Run the spans through the embedding and all blocks: [n, hidden_size] for the head, rows in the spans' order."""
     assert spans, "a batch has at least one span"
+    if not backbone.backend.captures:
+        return _forward(backbone, spans)
+    found = [span.run_captured() for span in spans]
+    if not (others := [span for span, rows in zip(spans, found, strict=True) if rows is None]):
+        return torch.cat([rows for rows in found if rows is not None])
+    together = _forward(backbone, others)
+    if len(others) == len(spans):
+        return together
+    own = iter(torch.split(together, [span.num_rows for span in others]))
+    return torch.cat([next(own) if rows is None else rows for rows in found])
+
+
+def _forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
+    """The same as one batch."""
     batch = _Batch(backbone, spans)
     first, *blocks = backbone.architecture.parts[:-1]
     x = batch.run(first, None)
@@ -170,7 +195,7 @@ class _Batch:
             first, *others = found
             own = first.gather(others)
             rows = slice(start, start + own.tokens.shape[0])
-            attention = backbone.backend.prepare_attention(own.segments, block_tokens=own.block_tokens)
+            attention = own.attention(backbone.backend)
             self._keepers.append(_Keeper(own=own, rows=rows, attention=attention))
             users += [(span.num_rows, span.bypasses, own) for span in (first, *others)]
             start = rows.stop

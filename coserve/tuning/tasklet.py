@@ -52,18 +52,33 @@ class BackwardWindow:
 class Tasklet:
     """Windows of one part as one piece of work; runs in one go or, if all have one program, in pieces."""
 
-    def __init__(self, backbone: Backbone, windows: Sequence[BackwardWindow]) -> None:
+    def __init__(
+        self, backbone: Backbone, windows: Sequence[BackwardWindow], *, at_once: Callable[[], bool] | None = None
+    ) -> None:
+        """at_once: does all of it, or says that it cannot; asked before anything else runs."""
         self.part = windows[0].part
         assert all(window.part == self.part for window in windows), "windows of one part"
-        groups: dict[int, list[BackwardWindow]] = {}
-        for window in windows:
-            groups.setdefault(id(window.program), []).append(window)
+        self._backbone, self._windows, self._at_once = backbone, windows, at_once
         self._graph = backbone.architecture.graphs[self.part]
-        self._runs = [(group, _backward_run(backbone, group)) for group in groups.values()]
+        self._made: list[tuple[list[BackwardWindow], BackwardRun]] | None = None
+
+    @property
+    def _runs(self) -> list[tuple[list[BackwardWindow], BackwardRun]]:
+        """Of each program, its windows; made when they are needed."""
+        if self._made is None:
+            groups: dict[int, list[BackwardWindow]] = {}
+            for window in self._windows:
+                groups.setdefault(id(window.program), []).append(window)
+            self._made = [(group, _backward_run(self._backbone, group)) for group in groups.values()]
+        return self._made
+
+    @_runs.setter
+    def _runs(self, runs: list[tuple[list[BackwardWindow], BackwardRun]]) -> None:
+        self._made = runs
 
     @property
     def done(self) -> bool:
-        return not self._runs
+        return self._made is not None and not self._made
 
     @property
     def num_instructions_left(self) -> int:
@@ -80,7 +95,12 @@ class Tasklet:
 
     def run(self, max_instructions: int | None = None) -> bool:
         """Run the next instructions (default: all). Returns whether the tasklet is done."""
-        assert self._runs, "the tasklet is done"
+        assert not self.done, "the tasklet is done"
+        if self._at_once is not None:
+            at_once, self._at_once = self._at_once, None
+            if at_once():
+                self._runs = []
+                return True
         if max_instructions is None:
             run_together([run for _, run in self._runs], self._graph)
         else:
@@ -97,8 +117,15 @@ class Tasklet:
         Returns whether the tasklet is done.
         """
         while not self.done and not stopped():
-            self.run(1 if len(self._runs) == 1 else None)
+            self.run(None if self._at_once is not None or len(self._runs) > 1 else 1)
         return self.done
+
+
+def reversed_window(backbone: Backbone, window: BackwardWindow) -> Tensor | None:
+    """All instructions on one window, without its `finish`: the gradient of the part's input, if it was asked for."""
+    run = _backward_run(backbone, [window])
+    run.advance()
+    return run.gradient("x") if "x" in window.program.asked else None
 
 
 def _finish(group: Sequence[BackwardWindow], run: BackwardRun) -> None:

@@ -24,16 +24,18 @@ from coserve.kernels.dropout import dropout_ids_of_part, dropout_row_ids
 from coserve.kernels.transfer import on_device
 from coserve.memory.activations import ActivationMemory, DeviceMemory
 from coserve.models.base import Part
-from coserve.models.batch import BatchRows, Keep, Span, forward
+from coserve.models.batch import BatchRows, Keep, Span, forward, forward_part
 from coserve.models.traced import InWindow, KeptTensors
+from coserve.tuning.captured import DROPOUT_ROW_IDS, CapturedWindows, WindowRows
 from coserve.tuning.cursor import Cursor
+from coserve.tuning.joined import joined_tasklet, run_losses
 from coserve.tuning.loss_sums import LossSums
-from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pack import UNTRAINED, Pack
 from coserve.tuning.pack_states import PackStates
 from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.scores import PackScores
+from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.tasklet import BackwardWindow, Tasklet
 
 
@@ -59,6 +61,7 @@ class TrainingPass:
         training: bool = True,
         bare: bool = False,
         scores: PackScores | None = None,
+        captured: CapturedWindows | None = None,
     ) -> None:
         """Take the memory of the whole pass.
 
@@ -68,16 +71,18 @@ class TrainingPass:
             scores: of an objective over whole sequences, which then weighs the gradients of the rows.
             dropout_seed, first_row: of the dropout masks; first_row is the pack's first row among all that the job
             ever trains on.
+            captured: calls of the adapter, for windows of `programs`; not for rows without it, or without dropout.
             memory: where its tensors live (default: PyTorch's allocator). BudgetError takes nothing.
         """
         backbone = adapter.backbone
         self.backbone, self.adapter, self.programs, self.pack = backbone, adapter, programs, pack
         # Summed loss, and rows whose likeliest token is the target: float64 [2], on the device.
         self.totals = torch.zeros(2, dtype=torch.float64, device=backbone.device)
-        self.gradients = {name: torch.zeros_like(master) for name, master in adapter.masters.items()}
+        self.gradients = zeros_like_all(adapter.masters)
         self.cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=len(programs.parts))
         self._bypasses = None if bare else adapter.bypasses(training=training)
         self.is_bare, self.scores = bare, scores
+        self.captured, self._window_rows = captured, dict[tuple[int, int], WindowRows]()
         self._dropout_row_ids = dropout_row_ids(dropout_seed, torch.arange(first_row, first_row + pack.num_rows)).to(
             backbone.device
         )
@@ -146,15 +151,17 @@ class TrainingPass:
         """Run the next trained rows, `max_rows` at most, through the head: their loss, and its gradient."""
         run_losses([(self, max_rows)])
 
-    def _next_loss(self, max_rows: int) -> Tensor:
+    def next_loss_rows(self, max_rows: int) -> Tensor:
         """Which rows of the pack they are, int64 [n]."""
         assert not self._released, "the pass was released"
         return self._trained[slice(*self.cursor.next_loss(max_rows))]
 
-    def _loss_constants(self, rows: Tensor) -> dict[str, Tensor]:
+    def loss_constants(self, rows: Tensor) -> dict[str, Tensor]:
+        """What the loss reads of these rows beside what the blocks made of them."""
         return {"targets": self._targets[rows], **self._constants("head", rows)}
 
-    def _finish_loss(self, rows: Tensor, losses: Tensor, correct: Tensor, gradient: Tensor) -> None:
+    def finish_loss(self, rows: Tensor, losses: Tensor, correct: Tensor, gradient: Tensor) -> None:
+        """Take the rows' losses, whether their likeliest token is the target, and the gradients of the losses."""
         self.totals += torch.stack([each.sum(dtype=torch.float64) for each in (losses, correct)])
         self.kept.rows[rows] = gradient
         self.cursor.advance_loss(len(rows))
@@ -190,7 +197,8 @@ class TrainingPass:
         """The next tasklet as a whole."""
         self.next_tasklet(max_rows).run()
 
-    def _next_backward(self, max_rows: int) -> BackwardWindow:
+    def next_backward_window(self, max_rows: int) -> BackwardWindow:
+        """What the next tasklet reverses, of at most this many rows; `begin` must follow."""
         assert not self._released and self._tasklet is None, "the pass was released, or its tasklet is not done"
         start, end = self.cursor.next_backward(max_rows)
         part, rows = self.programs.parts[self.cursor.num_parts_done], slice(start, end)
@@ -204,12 +212,16 @@ class TrainingPass:
             positions=self._positions[rows],
             saved={**self.kept.saved_rows(part, rows), **self._constants(part, rows)},
             parameters=self.adapter.tensors(part),
-            accumulators=self._accumulators(part),
+            accumulators=self.accumulators(part),
             gradient=self.kept.rows[rows],
             attention=self._backward_attention(part, start, end) if graph.kv_tensors else None,
             states=self._backward_states(part, start, end) if graph.state_size else None,
             finish=partial(self._finish_tasklet, part, start, end),
         )
+
+    def begin(self, tasklet: Tasklet) -> None:
+        """A tasklet that has the next window is under way."""
+        self._tasklet = tasklet
 
     def _finish_tasklet(self, part: Part, start: int, end: int, gradient: Tensor | None) -> None:
         """Store the gradient for the part below; after a part's first row, let its saved tensors go."""
@@ -252,14 +264,18 @@ class TrainingPass:
             self.release()
 
     def _constants(self, part: Part, rows: slice | Tensor) -> dict[str, Tensor]:
-        """What only training rows have: the keys of their dropout masks in a part."""
+        """What only training rows have: the keys of their dropout masks in a part, if it drops anything."""
+        program = self.programs.loss if part == "head" else self.programs.program[part]
+        if DROPOUT_ROW_IDS not in program.graph.spec:
+            return {}
         return {
-            "dropout_row_ids": dropout_ids_of_part(
+            DROPOUT_ROW_IDS: dropout_ids_of_part(
                 self._dropout_row_ids[rows], self.backbone.architecture.parts.index(part)
             )
         }
 
-    def _accumulators(self, part: Part) -> dict[str, Tensor]:
+    def accumulators(self, part: Part) -> dict[str, Tensor]:
+        """The sums of gradients of a part's parameters, by their names there."""
         adapter = self.adapter
         return {name: self.gradients[adapter.master_name(part, name)] for name in adapter.parameters(part)}
 
@@ -276,6 +292,28 @@ class TrainingPass:
             batch = self.backbone.backend.prepare_attention(self._segments(start, end), block_tokens=self.pack.num_rows)
             self._attention_batches[start, end] = batch
         return self._attention_batches[start, end]
+
+    def window_rows(self, start: int, end: int) -> WindowRows:
+        """Rows [start, end) for calls that were captured; the same object for all blocks."""
+        if (start, end) not in self._window_rows:
+            rows = slice(start, end)
+            self._window_rows[start, end] = WindowRows(
+                tokens=self._tokens[rows],
+                positions=self._positions[rows],
+                dropout_row_ids=self._dropout_row_ids[rows],
+                first_row=start,
+                attention=self._attention_batch(start, end),
+                num_segments=len(self._segments(start, end)),
+                pack_rows=self.pack.num_rows,
+            )
+        return self._window_rows[start, end]
+
+    def _run_captured(self, window: "_Window", start: int, end: int) -> Tensor | None:
+        """A window through the embedding and all blocks, if there are calls for it."""
+        if self.captured is None or not self.captured.fit(rows := self.window_rows(start, end)):
+            return None
+        x = forward_part(self.backbone, [window], self.backbone.architecture.parts[0], None)
+        return self.captured.forward(rows, self.programs.program, self.kept, x)
 
     def _forward_states(self, layer: int, start: int, end: int) -> StateRows:
         return self._states.forward(self.kept.states(layer), list(self.pack.sequences_within(start, end)))
@@ -299,47 +337,6 @@ class TrainingPass:
             value_grads=value_grads[None],
             place=slice(start, end),
         )
-
-
-def joined_tasklet(pieces: Sequence[tuple[TrainingPass, int]]) -> Tasklet:
-    """The next tasklets of packs at the same part, each of at most its number of rows, as one."""
-    tasklet = Tasklet(pieces[0][0].backbone, [training._next_backward(max_rows) for training, max_rows in pieces])
-    for training, _ in pieces:
-        training._tasklet = tasklet
-    return tasklet
-
-
-def run_losses(pieces: Sequence[tuple[TrainingPass, int]]) -> None:
-    """The next trained rows of packs, of each its number at most, through the head: their losses, and the gradients.
-
-    The rows of all packs whose head has no parameters of an adapter are one batch.
-    """
-    joined: dict[int, list[tuple[TrainingPass, int]]] = {}
-    for training, max_rows in pieces:
-        key = id(training if training.adapter.parameters("head") else training.programs.loss)
-        joined.setdefault(key, []).append((training, max_rows))
-    for group in joined.values():
-        _run_loss(group)
-
-
-def _run_loss(pieces: Sequence[tuple[TrainingPass, int]]) -> None:
-    """The same for packs of one program."""
-    first, windows = pieces[0][0], [training._next_loss(max_rows) for training, max_rows in pieces]
-    backbone = first.backbone
-    constants = [training._loss_constants(rows) for (training, _), rows in zip(pieces, windows, strict=True)]
-    hidden = [training.kept.rows[rows] for (training, _), rows in zip(pieces, windows, strict=True)]
-    found = loss_and_gradient(
-        first.programs.loss,
-        torch.cat(hidden),
-        {name: torch.cat([each[name] for each in constants]) for name in constants[0]},
-        backend=backbone.backend,
-        weights={**backbone.weights["head"], **first.adapter.tensors("head")},
-        accumulators=first._accumulators("head"),
-        max_rows=chunk_rows(backbone.architecture.vocab_size, backbone.dtype),
-    )
-    sizes = [len(rows) for rows in windows]
-    for (training, _), rows, *each in zip(pieces, windows, *(torch.split(x, sizes) for x in found), strict=True):
-        training._finish_loss(rows, *each)
 
 
 class _Window(Span, BatchRows):
@@ -368,6 +365,9 @@ class _Window(Span, BatchRows):
     def in_window(self) -> InWindow | None:
         kept, row_ids = self._pass._in_windows, self._pass._dropout_row_ids[self._rows]
         return InWindow(kept=kept, first_row=self._rows.start, segments=self.segments, dropout_row_ids=row_ids)
+
+    def run_captured(self) -> Tensor | None:
+        return self._pass._run_captured(self, self._rows.start, self._rows.stop)
 
     def constants(self, part: Part) -> Mapping[str, Tensor]:
         return self._pass._constants(part, self._rows)

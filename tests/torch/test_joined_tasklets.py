@@ -13,7 +13,7 @@ from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.request import virtual_tokens
 from coserve.models import forward
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
-from coserve.tuning.training_pass import joined_tasklet, run_losses
+from coserve.tuning.joined import joined_tasklet, run_losses
 
 IA3 = Ia3Config(target_modules=("k_proj", "down_proj"), feedforward_modules=())
 LENGTHS = ((9, 4), (3,), (7, 1, 6), (12,))

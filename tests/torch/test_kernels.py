@@ -371,10 +371,10 @@ def test_products_with_int8_weights_do_not_hide_what_is_no_number(backend, bad):
 )
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_a_rows_product_does_not_depend_on_its_company_or_threads(num_threads, kind, inner, outer, dtype):
-    backend = BACKENDS[-1]
+    backend = find_backend(DEVICE, "plain" if kernels is None else "cpu")
     torch.manual_seed(0)
     weight, x = kind(torch.randn(outer, inner).to(dtype)), torch.randn(13, inner).to(dtype)
-    whole = [weight.product(backend, x[:n])[:1] for n in (1, 2, 3, 4, 8, 13)] if backend is not PLAIN else []
+    whole = [weight.product(backend, x[:n])[:1] for n in (1, 2, 3, 4, 8, 13)] if kernels is not None else []
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

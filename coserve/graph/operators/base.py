@@ -28,8 +28,8 @@ class AttentionRows:
     be there before attention runs): stores [num_pages, block_tokens, Hkv * D].
 
     key_grads, value_grads: float32, of the stores' shapes (one page), added to in the backward pass. place: where the
-    rows themselves lie in them. Windows run from the last to the first, so once a window's own attention has been
-    reversed, the gradients of its keys and values are complete (FlexLLM section 6.1, figure 8).
+    rows themselves lie in them, a slice or int64 [n]. Windows run from the last to the first, so once a window's own
+    attention has been reversed, the gradients of its keys and values are complete (FlexLLM section 6.1, figure 8).
     """
 
     rows: slice
@@ -38,7 +38,7 @@ class AttentionRows:
     values: Tensor
     key_grads: Tensor | None = None
     value_grads: Tensor | None = None
-    place: slice = field(default_factory=lambda: slice(None))
+    place: slice | Tensor = field(default_factory=lambda: slice(None))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,6 +26,7 @@ class TritonBackend(PlainBackend):
     """See `Backend` for what each method does; what the kernels are not for runs as in the plain backend."""
 
     priority = 20
+    captures = True
 
     @classmethod
     def is_available(cls, device: torch.device) -> bool:

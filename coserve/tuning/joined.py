@@ -1,0 +1,96 @@
+"""The next pieces of several packs as one: of the loss, and of the way back."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.base import Adapter
+from coserve.models.backbone import Backbone
+from coserve.models.base import Part
+from coserve.tuning.captured import CapturedWindows, WindowRows
+from coserve.tuning.cursor import Cursor
+from coserve.tuning.objective import chunk_rows, loss_and_gradient
+from coserve.tuning.pass_memory import PassMemory
+from coserve.tuning.programs import TrainingPrograms
+from coserve.tuning.tasklet import BackwardWindow, Tasklet
+
+
+class JoiningPass(Protocol):
+    """What a pass has to join others (`TrainingPass`)."""
+
+    backbone: Backbone
+    adapter: Adapter
+    programs: TrainingPrograms
+    cursor: Cursor
+    kept: PassMemory
+    captured: CapturedWindows | None
+
+    def next_backward_window(self, max_rows: int) -> BackwardWindow:
+        """What the next tasklet reverses, of at most this many rows; `begin` must follow."""
+
+    def begin(self, tasklet: Tasklet) -> None:
+        """A tasklet that has the next window is under way."""
+
+    def window_rows(self, start: int, end: int) -> WindowRows:
+        """Rows [start, end) for calls that were captured."""
+
+    def next_loss_rows(self, max_rows: int) -> Tensor:
+        """Which rows of the pack the loss takes next, int64 [n]."""
+
+    def loss_constants(self, rows: Tensor) -> dict[str, Tensor]:
+        """What the loss reads of these rows beside what the blocks made of them."""
+
+    def finish_loss(self, rows: Tensor, losses: Tensor, correct: Tensor, gradient: Tensor) -> None:
+        """Take the rows' losses, whether their likeliest token is the target, and the gradients of the losses."""
+
+    def accumulators(self, part: Part) -> dict[str, Tensor]:
+        """The sums of gradients of a part's parameters, by their names there."""
+
+
+def joined_tasklet(pieces: Sequence[tuple[JoiningPass, int]]) -> Tasklet:
+    """The next tasklets of packs at the same part, each of at most its number of rows, as one."""
+    first, windows = pieces[0][0], [training.next_backward_window(max_rows) for training, max_rows in pieces]
+    at_once = None
+    if len(windows) == 1 and (captured := first.captured) is not None:
+        start, _ = first.cursor.next_backward(pieces[0][1])
+        at_once = partial(captured.backward, first.window_rows(start, start + windows[0].num_rows), windows[0])
+    tasklet = Tasklet(first.backbone, windows, at_once=at_once)
+    for training, _ in pieces:
+        training.begin(tasklet)
+    return tasklet
+
+
+def run_losses(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
+    """The next trained rows of packs, of each its number at most, through the head: their losses, and the gradients.
+
+    The rows of all packs whose head has no parameters of an adapter are one batch.
+    """
+    joined: dict[int, list[tuple[JoiningPass, int]]] = {}
+    for training, max_rows in pieces:
+        key = id(training if training.adapter.parameters("head") else training.programs.loss)
+        joined.setdefault(key, []).append((training, max_rows))
+    for group in joined.values():
+        _run_loss(group)
+
+
+def _run_loss(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
+    """The same for packs of one program."""
+    first, windows = pieces[0][0], [training.next_loss_rows(max_rows) for training, max_rows in pieces]
+    backbone = first.backbone
+    constants = [training.loss_constants(rows) for (training, _), rows in zip(pieces, windows, strict=True)]
+    hidden = [training.kept.rows[rows] for (training, _), rows in zip(pieces, windows, strict=True)]
+    found = loss_and_gradient(
+        first.programs.loss,
+        torch.cat(hidden),
+        {name: torch.cat([each[name] for each in constants]) for name in constants[0]},
+        backend=backbone.backend,
+        weights={**backbone.weights["head"], **first.adapter.tensors("head")},
+        accumulators=first.accumulators("head"),
+        max_rows=chunk_rows(backbone.architecture.vocab_size, backbone.dtype),
+    )
+    sizes = [len(rows) for rows in windows]
+    for (training, _), rows, *each in zip(pieces, windows, *(torch.split(x, sizes) for x in found), strict=True):
+        training.finish_loss(rows, *each)

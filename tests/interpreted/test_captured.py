@@ -1,0 +1,105 @@
+"""What a GPU runs as captured calls gives what the plain backend gives: requests that decode, and windows of jobs. On a
+GPU, or interpreted on a CPU, where a call runs again what it was made of (`make test-triton`).
+"""
+
+import pytest
+import torch
+from steps_at_once import Steps, wide_directory
+from support import make_adapter, model_directory, random_sequences, worst_error
+
+from coserve.kernels.triton import TritonBackend
+from coserve.models import load_backbone
+from coserve.tuning import TrainingPass, captured, make_pack, run_alone, training_programs
+from coserve.tuning.captured import CapturedWindows
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [
+    pytest.mark.skipif(
+        not TritonBackend.is_available(DEVICE), reason="needs a GPU, or Triton's interpreter (make test-triton)"
+    ),
+    # Of rows with which a call is filled up: memory that nobody has written.
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
+
+
+def load(directory, kernels):
+    return load_backbone(str(directory), dtype="float32", device=DEVICE, kernels=kernels)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama-biases-tied", "qwen2-sliding"])
+def test_decode_steps(name):
+    """Of growing and of fewer requests; without adapters, with one, with several of several ranks and targets."""
+    targets = [["q_proj", "v_proj"], "all-linear", ["down_proj"]]
+    found = []
+    for kernels in ("triton", "plain"):
+        backbone = load(wide_directory(name), kernels)
+        bypasses = [
+            make_adapter(backbone, seed=seed, r=rank, target_modules=target).bypasses()
+            for seed, rank, target in zip((1, 2, 3), (4, 8, 2), targets, strict=True)
+        ]
+        companies = [[None, 0, None, 0, 0], [0, 1, None, 1, 0], [2] * 5, [0, 1, 2, 1, 0], [1, 0, 2, 0, 1]]
+        with torch.inference_mode():
+            steps = Steps(backbone)
+            rows = [steps.step(which=which).clone() for which in (None, [4, 2], None, [0], [3, 1, 0], None)]
+            rows += [
+                steps.step([None if index is None else bypasses[index] for index in company]).clone()
+                for company in companies
+            ]
+        if kernels == "triton":
+            assert steps.num_traces > 1
+        found.append(torch.cat(rows))
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def _small_rooms(monkeypatch):
+    """An interpreter takes its time for tiles of nothing."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(captured, "_ROWS", (16, 32))
+        monkeypatch.setattr(captured, "_KEYS", (32,))
+        monkeypatch.setattr(captured, "_SEGMENTS", 4)
+
+
+def gradients(adapter, programs, lengths, *, rows, calls=None):
+    training = TrainingPass(adapter, programs, make_pack(random_sequences(lengths)), first_row=7, captured=calls)
+    with torch.inference_mode():
+        run_alone(training, forward_rows=rows, backward_rows=rows - 3)
+    return {name: gradient.cpu() for name, gradient in training.gradients.items()}, training.totals.cpu()
+
+
+@pytest.mark.usefixtures("_small_rooms")
+@pytest.mark.parametrize(("family", "dropout"), [("llama", 0.0), ("llama", 0.2), ("qwen3", 0.0)])
+def test_windows_of_packs(family, dropout):
+    """Several windows of a pack, and packs of other lengths through the same rooms."""
+    sides = []
+    for kernels in ("triton", "plain"):
+        adapter = make_adapter(load(model_directory(family), kernels), seed=1, dropout=dropout)
+        sides.append((adapter, training_programs(adapter)))
+    calls = CapturedWindows.of(sides[0][0])
+    assert calls is not None and CapturedWindows.of(sides[1][0]) is None
+    for lengths in ((9, 6), (9, 6), (5, 3, 2)):
+        ours, our_totals = gradients(*sides[0], lengths, rows=8, calls=calls)
+        theirs, their_totals = gradients(*sides[1], lengths, rows=8)
+        assert worst_error(ours, theirs) < 1e-5
+        torch.testing.assert_close(our_totals, their_totals, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_small_rooms")
+def test_what_is_no_number_in_one_pack_is_not_in_the_next():
+    """A longer pack leaves its rows in the room."""
+    adapter = make_adapter(load(model_directory("llama"), "triton"), seed=1)
+    programs, calls = training_programs(adapter), CapturedWindows.of(adapter)
+    expected, _ = gradients(adapter, programs, (5,), rows=5)
+    for _ in range(2):
+        gradients(adapter, programs, (9, 6), rows=15, calls=calls)
+    kept = {name: master.clone() for name, master in adapter.masters.items()}
+    for master in adapter.masters.values():
+        master.fill_(torch.nan)
+    adapter.sync_compute_copy()
+    broken, _ = gradients(adapter, programs, (9, 6), rows=15, calls=calls)
+    assert all(gradient.isnan().any() for gradient in broken.values())
+    for name, master in adapter.masters.items():
+        master.copy_(kept[name])
+    adapter.sync_compute_copy()
+    found, _ = gradients(adapter, programs, (5,), rows=5, calls=calls)
+    assert worst_error(found, expected) < 1e-5
