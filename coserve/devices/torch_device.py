@@ -99,6 +99,7 @@ class TorchDevice:
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
             self._host = HostPages(self._pages, num_slots=num_host_pages)
+            self._pages.capture()
         self._page_files = PageFiles(self._pages)
         self._others = OtherModels(backbone, self._pages)
         self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype)

@@ -20,7 +20,7 @@ from coserve.kernels.transfer import on_device
 from coserve.memory.paged_states import PagedStates, num_state_pages, state_runs
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.batch import BatchRows, Keep, Span
+from coserve.models.batch import BatchRows, Keep, Span, forward
 from coserve.models.bypasses import Bypasses
 from coserve.models.traced import InPages, PageStores
 
@@ -71,6 +71,15 @@ class PagedKv:
     def rows(self, sequences: Sequence[SequenceRows], bypasses: Bypasses | None = None) -> Span:
         """A span of the rows of some sequences that use one adapter."""
         return _PagedRows(self, sequences, bypasses)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Run steps in which requests decode, where the backend captures those. Page 0 is written to."""
+        backbone = self.backbone
+        if self.num_state_pages or backbone.block_rows is not None:
+            return
+        for number in backbone.backend.captured_rows:
+            forward(backbone, [self.rows([([0], 0, [0])] * number)])
 
     def move(self, pages: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages to others, none of which is among them; some at a time, as they pass through spare memory."""

@@ -171,8 +171,10 @@ def test_attention_over_pages(dtype, name):
     found = []
     for backend in (TRITON, CPU):
         batch = backend.prepare_attention(segments, block_tokens=block)
-        given = (x.to(backend.device) for x in (q, k, v))
-        found.append([x.float().cpu() for x in backend.attention(*given, batch, spec_of(name, backend.device))])
+        own = [x.to(backend.device) for x in (q, k, v)]
+        found.append(
+            [x.float().cpu() for x in backend.attention(own[0], own[1], own[2], batch, spec_of(name, backend.device))]
+        )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)

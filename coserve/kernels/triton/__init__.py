@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from coserve.kernels.triton.capturing import Capturing
 
 
+# Rows that graphs of decode steps are captured for: steps of fewer are filled up to the next. Beyond the last, a step
+# takes long enough on the GPU for its launches to be made meanwhile.
+DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+
+
 class TritonBackend(PlainBackend):
     """See `Backend` for what each method does; what the kernels are not for runs as in the plain backend."""
 
@@ -39,6 +44,7 @@ class TritonBackend(PlainBackend):
 
         self._adapters, self._attention, self._flash, self._rows = adapters, attention, flash, rows
         self._capturing: Capturing | None = None
+        self.captured_rows = DECODE_ROWS
 
     def trace(self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> TracedCalls | None:
         from coserve.kernels.triton.graphs import GraphCalls

@@ -21,6 +21,7 @@ from coserve.kernels.base import Backend
 from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch, LowRankAdapter
 from coserve.kernels.trace import Trace, TracedCalls, TracedStep, UntraceableError
 from coserve.kernels.transfer import on_device
+from coserve.kernels.triton import DECODE_ROWS
 from coserve.kernels.triton import rows as row_launches
 from coserve.kernels.triton.adapters import (
     BLOCK_NUMBERS,
@@ -36,9 +37,6 @@ from coserve.kernels.triton.attention import SEGMENT_NUMBERS, SingleRows, Static
 if TYPE_CHECKING:
     from coserve.kernels.triton import TritonBackend
 
-# Rows that graphs are captured for: steps of fewer are filled up to the next. Beyond the last, a step takes long enough
-# on the GPU for its launches to be made meanwhile.
-_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 # Programs for each row and key head: few rows leave a GPU empty, many would make programs without keys.
 _SPLITS = ((4, 16), (16, 8), (64, 4), (256, 2))
 # Room for pages of all sequences of a step, to begin with.
@@ -160,7 +158,7 @@ class GraphCalls(TracedCalls):
 
     @property
     def most_rows(self) -> int:
-        return _SIZES[-1]
+        return DECODE_ROWS[-1]
 
     @property
     def most_prompt_pairs(self) -> int:
@@ -210,7 +208,7 @@ class GraphCalls(TracedCalls):
             self._graphs.clear()
             self._page_table = self._page_table.new_empty(2 * num_pages)
         n, adapters = step.pages.shape[0], step.adapters
-        size = next(size for size in _SIZES if n <= size)
+        size = next(size for size in DECODE_ROWS if n <= size)
         rank = 0 if adapters is None else room_for_rank(adapters)
         if (size, rank) not in self._graphs:
             own = None
