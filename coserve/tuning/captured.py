@@ -32,15 +32,16 @@ from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.tasklet import BackwardWindow, reversed_window
 
 # Rows of rooms: a window takes the first that it fits into. In larger windows kernels take longer than launches.
-_ROWS = (32, 64, 128, 256, 384, 512, 768, 1024)
+_ROWS = (64, 128, 256, 384, 512, 768, 1024)
 # Keys of rooms, which are the rows of a pack.
-_KEYS = (256, 512, 1024, 2048, 4096, 8192)
+_KEYS = (512, 2048, 8192)
 # Segments of rooms, at least; more go by powers of two.
 _SEGMENTS = 16
 # A call is captured when it is asked for as often as this: it takes some times what it saves once.
 _CAPTURED_AT = 2
-# Rooms and calls of an adapter, beyond which all are let go.
-_MOST_CALLS = 1024
+# Rooms of an adapter, beyond which all are let go, with their calls: they lie beside the page pool, and the largest of
+# an 8B model takes some 100 MB.
+_MOST_ROOMS = 24
 
 DROPOUT_ROW_IDS = "dropout_row_ids"
 
@@ -261,6 +262,9 @@ class CapturedWindows:
 
     def _room(self, program: Program, size: _Size, saved: Mapping[str, Tensor]) -> _Room:
         if (id(program), size) not in self._rooms:
+            if len(self._rooms) >= _MOST_ROOMS:
+                self._calls.clear()
+                self._rooms.clear()
             shapes = {name: (tuple(rows.shape[1:]), rows.dtype) for name, rows in saved.items()}
             self._rooms[id(program), size] = _Room(self._adapter.backbone, size, shapes)
         return self._rooms[id(program), size]
@@ -271,9 +275,6 @@ class CapturedWindows:
             self._num_asked[key] = self._num_asked.get(key, 0) + 1
             if self._num_asked[key] < _CAPTURED_AT:
                 return None
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
-                self._rooms.clear()
             self._calls[key] = self._adapter.backbone.backend.capture(run)
         return self._calls[key]
 
