@@ -9,7 +9,7 @@ Which sequences a pack has is not fixed in a call, nor which of its rows a windo
 whose parameters it reads where they lie.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,8 +39,8 @@ _KEYS = (512, 2048, 8192)
 _SEGMENTS = 16
 # A call is captured when it is asked for as often as this: it takes some times what it saves once.
 _CAPTURED_AT = 2
-# Rooms of an adapter, beyond which all are let go, with their calls: they lie beside the page pool, and the largest of
-# an 8B model takes some 100 MB.
+# Rooms of an adapter; for more, those of sizes that were not used for long are let go: they lie beside the page pool,
+# and the largest of an 8B model takes some 100 MB.
 _MOST_ROOMS = 24
 
 DROPOUT_ROW_IDS = "dropout_row_ids"
@@ -124,24 +124,32 @@ class _Size:
     segments: int
 
 
+# Of a call: its direction, its block, the program by its identity, and the size of its room.
+_Key = tuple[str, Part, int, _Size]
+
+
 class CapturedWindows:
     """All calls of an adapter."""
 
     def __init__(self, adapter: Adapter, bypasses: Bypasses) -> None:
         self._adapter, self._bypasses = adapter, bypasses
         # Programs by their identity: they are long to compare.
-        self._rooms: dict[tuple[int, _Size], _Room] = {}
-        self._calls: dict[Hashable, Callable[[], None] | None] = {}
-        self._num_asked: dict[Hashable, int] = {}
+        self._rooms: dict[tuple[int, _Size], _Room | None] = {}
+        self._calls: dict[_Key, Callable[[], None] | None] = {}
+        self._num_asked: dict[_Key, int] = {}
+        self._sizes: dict[_Size, None] = {}  # the one that was used last is the last
 
     @classmethod
     def of(cls, adapter: Adapter) -> "CapturedWindows | None":
-        """None where windows run as always: on backends that capture nothing, with adapters that are not of low rank,
-        in models with blocks of other kinds than attention.
+        """None where windows run as always: on backends that capture nothing, with adapters that are not of low rank
+        (or the model itself, whose gradients are as large as it is), in models with blocks of other kinds than
+        attention.
         """
         backbone, bypasses = adapter.backbone, adapter.bypasses(training=True)
         architecture = backbone.architecture
-        if not backbone.backend.captures or backbone.block_rows is not None or bypasses.low_rank is None:
+        if not backbone.backend.captures or backbone.block_rows is not None:
+            return None
+        if bypasses.low_rank is None or not bypasses.low_rank.mask:
             return None
         if architecture.kv_layers != architecture.parts[1:-1] or any(architecture.state_sizes.values()):
             return None
@@ -154,21 +162,23 @@ class CapturedWindows:
     # -- forward ----------------------------------------------------------------
 
     def forward(
-        self, window: WindowRows, programs: Mapping[Part, Program], pack: PassMemory, x: Tensor
+        self, window: WindowRows, programs: Mapping[Part, Program], pack: PassMemory, embed: Callable[[], Tensor]
     ) -> Tensor | None:
-        """All blocks on the rows after the embedding [n, hidden_size], with what the pack keeps of them; None where
-        they must run as always.
+        """All blocks on the window's rows, with what the pack keeps of them: [n, hidden_size]; None where they must run
+        as always. embed: gives the rows after the embedding, where that is needed.
         """
         if (size := _size(window)) is None:
             return None
+        self._use(size)
         blocks: list[tuple[int, _Room, Callable[[], None] | None]] = []
         for part in self._adapter.backbone.architecture.kv_layers:
-            room = self._room(programs[part], size, pack.saved[part])
+            if (room := self._room(programs[part], size, pack.saved[part])) is None:
+                return None
             run = partial(self._forward, room, part, programs[part])
             blocks.append((part, room, self._call(("forward", part, id(programs[part]), size), run)))
         if any(call is None for _, _, call in blocks):
             return None
-        n, first = window.num_rows, window.first_row
+        n, first, x = window.num_rows, window.first_row, embed()
         rows = slice(first, first + n)
         for part, room, call in blocks:
             assert call is not None
@@ -196,8 +206,10 @@ class CapturedWindows:
         """Reverse a window's rows in a block; False where they must run as always."""
         if (size := _size(window)) is None or given.attention is None:
             return False
+        self._use(size)
         saved = {name: rows for name, rows in given.saved.items() if name != DROPOUT_ROW_IDS}
-        room = self._room(given.program, size, saved)
+        if (room := self._room(given.program, size, saved)) is None:
+            return False
         key = ("backward", given.part, id(given.program), size)
         call = self._call(key, partial(self._backward, room, given))
         if call is None:
@@ -223,14 +235,16 @@ class CapturedWindows:
         if window.first_row:
             torch._foreach_copy_(theirs, [x[0, :m] for x in own])
         sums = room.sums(given.accumulators)
-        torch._foreach_add_(list(given.accumulators.values()), list(sums.values()))
+        if sums:
+            torch._foreach_add_(list(given.accumulators.values()), [sums[name] for name in given.accumulators])
         given.finish(room.gradient[:n] if "x" in given.program.asked else None)
         return True
 
     def _backward(self, room: _Room, given: BackwardWindow) -> None:
         """Of a block, on what is in the room; the gradient of its input comes where that of its output was."""
         sums, backbone = room.sums(given.accumulators), self._adapter.backbone
-        torch._foreach_zero_(list(sums.values()))
+        if sums:
+            torch._foreach_zero_(list(sums.values()))
         own = {}
         if DROPOUT_ROW_IDS in given.program.graph.spec:
             part = backbone.architecture.parts.index(given.part)
@@ -260,16 +274,33 @@ class CapturedWindows:
 
     # -- rooms and calls ----------------------------------------------------------
 
-    def _room(self, program: Program, size: _Size, saved: Mapping[str, Tensor]) -> _Room:
+    def _use(self, size: _Size) -> None:
+        """It is the last one used."""
+        self._sizes.pop(size, None)
+        self._sizes[size] = None
+
+    def _room(self, program: Program, size: _Size, saved: Mapping[str, Tensor]) -> _Room | None:
+        """None where there is no memory for it."""
         if (id(program), size) not in self._rooms:
-            if len(self._rooms) >= _MOST_ROOMS:
-                self._calls.clear()
-                self._rooms.clear()
+            self._let_go(size)
             shapes = {name: (tuple(rows.shape[1:]), rows.dtype) for name, rows in saved.items()}
-            self._rooms[id(program), size] = _Room(self._adapter.backbone, size, shapes)
+            try:
+                self._rooms[id(program), size] = _Room(self._adapter.backbone, size, shapes)
+            except torch.OutOfMemoryError:
+                self._rooms[id(program), size] = None
         return self._rooms[id(program), size]
 
-    def _call(self, key: Hashable, run: Callable[[], None]) -> Callable[[], None] | None:
+    def _let_go(self, but: _Size) -> None:
+        """Sizes that were not used for the longest time, with their calls, until there may be a room more."""
+        for size in [size for size in self._sizes if size != but]:
+            if len(self._rooms) < _MOST_ROOMS:
+                return
+            del self._sizes[size]
+            self._rooms = {key: room for key, room in self._rooms.items() if key[1] != size}
+            self._calls = {key: call for key, call in self._calls.items() if key[3] != size}
+            self._num_asked = {key: number for key, number in self._num_asked.items() if key[3] != size}
+
+    def _call(self, key: _Key, run: Callable[[], None]) -> Callable[[], None] | None:
         """The call of a block; None before it has been asked for often enough, and where it cannot be captured."""
         if key not in self._calls:
             self._num_asked[key] = self._num_asked.get(key, 0) + 1

@@ -5,10 +5,13 @@ GPU, or interpreted on a CPU, where a call runs again what it was made of (`make
 import pytest
 import torch
 from steps_at_once import Steps, wide_directory
-from support import make_adapter, model_directory, random_sequences, worst_error
+from support import make_adapter, model_directory, random_sequences, random_tokens, worst_error
 
+from coserve.adapters.full_weights import FullWeights
+from coserve.adapters.methods.full import FullConfig
 from coserve.kernels.triton import TritonBackend
-from coserve.models import load_backbone
+from coserve.memory.paged_kv import PagedKv
+from coserve.models import forward, load_backbone
 from coserve.tuning import TrainingPass, captured, make_pack, run_alone, training_programs
 from coserve.tuning.captured import CapturedWindows
 
@@ -51,6 +54,22 @@ def test_decode_steps(name):
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
+def test_steps_that_were_captured_at_the_start_leave_nothing_behind():
+    found = []
+    for kernels in ("triton", "plain"):
+        backbone = load(wide_directory("llama"), kernels)
+        backbone.backend.captured_rows = (1, 4) if kernels == "triton" else ()
+        pages = PagedKv(backbone, num_pages=4, block_tokens=4)
+        pages.storage.zero_()
+        pages.capture()
+        assert len(pages.stores.traces) == (kernels == "triton")
+        with torch.inference_mode():
+            forward(backbone, [pages.rows([([0, 1], 0, random_tokens(5, 1).tolist()), ([2], 0, [7])])])
+            steps = [forward(backbone, [pages.rows([([0, 1], 5 + i, [9]), ([2], 1 + i, [3])])]).clone() for i in (0, 1)]
+        found.append(torch.cat(steps))
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+
+
 @pytest.fixture
 def _small_rooms(monkeypatch):
     """An interpreter takes its time for tiles of nothing."""
@@ -82,6 +101,73 @@ def test_windows_of_packs(family, dropout):
         theirs, their_totals = gradients(*sides[1], lengths, rows=8)
         assert worst_error(ours, theirs) < 1e-5
         torch.testing.assert_close(our_totals, their_totals, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_small_rooms")
+def test_rooms_that_are_let_go_are_made_again(monkeypatch):
+    """With room for fewer sizes than packs have."""
+    monkeypatch.setattr(captured, "_MOST_ROOMS", 1)
+    adapter = make_adapter(load(model_directory("llama"), "triton"), seed=1)
+    programs, calls = training_programs(adapter), CapturedWindows.of(adapter)
+    for lengths in ((9,), (9,), (20,), (20,), (9,), (9,)):
+        ours, _ = gradients(adapter, programs, lengths, rows=20, calls=calls)
+        theirs, _ = gradients(adapter, programs, lengths, rows=20)
+        assert worst_error(ours, theirs) < 1e-5
+
+
+@pytest.mark.usefixtures("_small_rooms")
+def test_blocks_above_the_trained_ones_are_captured(caplog):
+    """They have no parameters."""
+    caplog.set_level("INFO")
+    adapter = make_adapter(
+        load(model_directory("llama"), "triton"),
+        seed=1,
+        target_modules=["q_proj", "down_proj"],
+        layers_to_transform=[0],
+    )
+    programs, calls = training_programs(adapter), CapturedWindows.of(adapter)
+    for _ in range(3):
+        ours, _ = gradients(adapter, programs, (9,), rows=12, calls=calls)
+    assert worst_error(ours, gradients(adapter, programs, (9,), rows=12)[0]) < 1e-5
+    assert "kernel by kernel" not in caplog.text
+
+
+def test_a_model_that_is_trained_itself_is_not_captured():
+    backbone, config = load(model_directory("llama"), "triton"), FullConfig()
+    assert CapturedWindows.of(FullWeights(backbone, config, config.chosen(backbone.architecture))) is None
+
+
+# -- what cannot be captured ----------------------------------------------------------
+
+
+def test_what_waits_for_the_device_is_not_captured():
+    """As experts are counted, say."""
+    backend, x = load(model_directory("llama"), "triton").backend, torch.tensor([3, 1], device=DEVICE)
+    assert backend.capture(lambda: torch.bincount(x)) is None
+    assert backend.capture(lambda: x.sum().item()) is None
+    y = torch.zeros(2, device=DEVICE)
+    call = backend.capture(lambda: y.add_(1))
+    before = y.clone()
+    call()
+    assert torch.equal(y, before + 1)
+
+
+@pytest.mark.usefixtures("_small_rooms")
+def test_without_memory_for_it_windows_run_as_always(monkeypatch):
+    adapter = make_adapter(load(model_directory("llama"), "triton"), seed=1)
+    programs, calls = training_programs(adapter), CapturedWindows.of(adapter)
+    expected, _ = gradients(adapter, programs, (9,), rows=12)
+    asked = []
+
+    def room(*_):
+        asked.append(1)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(captured, "_Room", room)
+    for _ in range(3):
+        found, _ = gradients(adapter, programs, (9,), rows=12, calls=calls)
+        assert worst_error(found, expected) < 1e-5
+    assert 0 < len(asked) <= 4, "each program asks once"
 
 
 @pytest.mark.usefixtures("_small_rooms")

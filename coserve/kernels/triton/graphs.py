@@ -153,8 +153,7 @@ class GraphCalls(TracedCalls):
     def __init__(self, backend: "TritonBackend", dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> None:
         self._backend, self._dtype, self._run = backend, dtype, run
         self._page_table = torch.empty(_NUM_PAGES, dtype=torch.int64, device=backend.device)
-        self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._is_refused = False
+        self._graphs: dict[tuple[int, int], _Graph | None] = {}  # None: of what cannot be captured
 
     @property
     def most_rows(self) -> int:
@@ -170,7 +169,7 @@ class GraphCalls(TracedCalls):
 
     def fit(self, step: TracedStep) -> bool:
         attention, adapters = step.attention, step.adapters
-        if self._is_refused or step.windows or step.pieces:
+        if step.windows or step.pieces:
             return False
         if not isinstance(attention, TritonAttentionBatch) or not attention.is_single:
             return False
@@ -211,19 +210,23 @@ class GraphCalls(TracedCalls):
         size = next(size for size in DECODE_ROWS if n <= size)
         rank = 0 if adapters is None else room_for_rank(adapters)
         if (size, rank) not in self._graphs:
-            own = None
-            if adapters is not None:
-                num_places = len(adapters.adapters[0].places)
-                own = _AdapterRoom(size, num_places, rank, adapters.mask, self._backend.device)
-            widths = {name: rows.shape[1] for name, rows in step.inputs.items()}
-            room = _Room(size, widths, self._dtype, own, self._page_table)
-            trace = _RoomTrace(self._backend, room)
-            replay = self._backend.capture(lambda: room.take(self._run(trace)))
-            if replay is None:
-                self._is_refused = True
-                return None
-            self._graphs[size, rank] = _Graph(room, replay)
+            try:
+                self._graphs[size, rank] = self._captured(step, size, rank)
+            except torch.OutOfMemoryError:  # of the room
+                self._graphs[size, rank] = None
         return self._graphs[size, rank]
+
+    def _captured(self, step: TracedStep, size: int, rank: int) -> "_Graph | None":
+        """For steps like this one, of up to `size` rows, with adapters of up to this rank."""
+        own = None
+        if step.adapters is not None:
+            num_places = len(step.adapters.adapters[0].places)
+            own = _AdapterRoom(size, num_places, rank, step.adapters.mask, self._backend.device)
+        widths = {name: rows.shape[1] for name, rows in step.inputs.items()}
+        room = _Room(size, widths, self._dtype, own, self._page_table)
+        trace = _RoomTrace(self._backend, room)
+        replay = self._backend.capture(lambda: room.take(self._run(trace)))
+        return None if replay is None else _Graph(room, replay)
 
 
 @dataclass(frozen=True, eq=False)
