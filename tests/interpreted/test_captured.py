@@ -54,7 +54,7 @@ def test_decode_steps(name):
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
-def test_steps_that_were_captured_at_the_start_leave_nothing_behind():
+def test_steps_that_were_captured_at_the_start_change_nothing():
     found = []
     for kernels in ("triton", "plain"):
         backbone = load(wide_directory("llama"), kernels)

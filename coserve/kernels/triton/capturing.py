@@ -11,7 +11,7 @@ from coserve.kernels.trace import UntraceableError
 
 _log = logging.getLogger(__name__)
 
-# Operations whose results the host needs to go on: it waits for the device.
+# Operations whose results the host needs: it waits for the device.
 _WAITING = frozenset(
     ("_local_scalar_dense", "bincount", "is_nonzero", "masked_select", "nonzero", "unique_consecutive", "_unique2")
 )
@@ -56,7 +56,7 @@ class Capturing:
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
-        finally:  # a capture that fails leaves its stream behind
+        finally:  # a capture that fails does not restore the stream
             torch.cuda.set_stream(before)
         return graph.replay
 
