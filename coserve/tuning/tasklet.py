@@ -69,12 +69,8 @@ class Tasklet:
             groups: dict[int, list[BackwardWindow]] = {}
             for window in self._windows:
                 groups.setdefault(id(window.program), []).append(window)
-            self._made = [(group, _backward_run(self._backbone, group)) for group in groups.values()]
+            self._made, self._windows = [(group, _backward_run(self._backbone, group)) for group in groups.values()], ()
         return self._made
-
-    @_runs.setter
-    def _runs(self, runs: list[tuple[list[BackwardWindow], BackwardRun]]) -> None:
-        self._made = runs
 
     @property
     def done(self) -> bool:
@@ -86,7 +82,7 @@ class Tasklet:
 
     def cancel(self) -> None:
         """Let go of everything; it counts as done, and cannot run any more."""
-        self._runs = []
+        self._made, self._windows, self._at_once = [], (), None
 
     @property
     def num_transient_bytes(self) -> int:
@@ -99,7 +95,7 @@ class Tasklet:
         if self._at_once is not None:
             at_once, self._at_once = self._at_once, None
             if at_once():
-                self._runs = []
+                self.cancel()
                 return True
         if max_instructions is None:
             run_together([run for _, run in self._runs], self._graph)
@@ -107,7 +103,7 @@ class Tasklet:
             assert len(self._runs) == 1, "a tasklet of several programs runs as a whole"
             self._runs[0][1].advance(max_instructions)
         if not self.num_instructions_left:
-            runs, self._runs = self._runs, []  # they hold what is about to be let go
+            runs, self._made = self._runs, []  # they hold what is about to be let go
             for group, run in runs:
                 _finish(group, run)
         return self.done
