@@ -17,6 +17,11 @@ def backend_names() -> tuple[str, ...]:
     return variant_names(__path__, folders_only=True)
 
 
+def names_for(device: torch.device) -> tuple[str, ...]:
+    """The backends that run on a device."""
+    return tuple(name for name in backend_names() if _backend(name).is_available(device))
+
+
 def find_backend(device: torch.device, name: str | None = None) -> Backend:
     """The backend for a device: the one that is named, or `$COSERVE_KERNELS`, or the best that is available there.
 
@@ -24,13 +29,12 @@ def find_backend(device: torch.device, name: str | None = None) -> Backend:
     """
     name = name or os.environ.get("COSERVE_KERNELS") or None
     if name is None:
-        classes = [found for each in backend_names() if (found := _backend(each)).is_available(device)]
-        return max(classes, key=lambda found: found.priority)(device)
+        return max(map(_backend, names_for(device)), key=lambda found: found.priority)(device)
     if name not in backend_names():
         raise ModelError(f"no kernels {name!r}; known: {', '.join(backend_names())}")
-    if not (found := _backend(name)).is_available(device):
-        raise ModelError(f"the kernels {name!r} cannot run on {device}")
-    return found(device)
+    if name not in (usable := names_for(device)):
+        raise ModelError(f"the kernels {name!r} cannot run on {device}; these can: {', '.join(usable)}")
+    return _backend(name)(device)
 
 
 def _backend(name: str) -> type[Backend]:

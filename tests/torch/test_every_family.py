@@ -30,7 +30,7 @@ from coserve.adapters import Adapter, LoraConfig, load_adapter, save_adapter
 from coserve.adapters.base import PEFT_PREFIX
 from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError
-from coserve.kernels import backend_names
+from coserve.kernels import names_for
 from coserve.kernels.weights import DenseWeight, Weight
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.models.stored import Transposed
@@ -71,7 +71,7 @@ def some(names, *, of):
     return [pytest.param(name, marks=() if name in of else pytest.mark.long) for name in names]
 
 
-BACKENDS = some(backend_names(), of={"cpu"})
+BACKENDS = some(names_for(torch.device("cpu")), of={"cpu"})
 
 
 def our_logits(backbone, tokens, bypasses=None):
