@@ -8,7 +8,10 @@ Separate processes on the same machine get the same trace at the same rates.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
+from multiprocessing import get_context
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -130,10 +133,11 @@ def compare(
     *,
     shapes: Backbone | None = None,
     separate: "SeparateProcesses | None" = None,
+    workers: int = 1,
     watch: Watch = lambda words: None,
 ) -> Compared:
     """Run it. shapes: of the model of a device that is here, on the "meta" device, for its model.
-    separate: processes to compare with.
+    separate: processes to compare with. workers: processes that run the cells of a modelled device.
 
     Raises:
         BudgetError: requests alone hold the SLOs at no rate.
@@ -162,7 +166,10 @@ def compare(
         if twin is not None:
             saturation = _tried(bench, trace, slo, saturation)
         rates = {load: LOADS[load] * saturation for load in config.loads}
-    cells = list(bench.cells(trace, slo, rates, watch))
+    if isinstance(place, ModelledPlace) and workers > 1:
+        cells = list(_cells_apart(place, config, trace, slo, rates, workers, watch))
+    else:
+        cells = list(bench.cells(trace, slo, rates, watch))
     if separate is not None:
         cells += separate.cells(trace, slo, rates, config, place.latency, watch)
     modelled: list[Cell] = []
@@ -183,6 +190,37 @@ def compare(
         cells=cells,
         modelled=modelled,
     )
+
+
+def _cells_apart(
+    place: ModelledPlace,
+    config: CompareConfig,
+    trace: Sequence[TracedRequest],
+    slo: Slo,
+    rates: dict[str, float],
+    workers: int,
+    watch: Watch,
+) -> Iterator[Cell]:
+    """`Bench.cells` in as many processes: on a modelled device no cell knows of another."""
+    wanted = list(product(rates, config.policies))
+    found: dict[tuple[str, str], Future[Cell]] = {}
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        for load, policy in wanted:
+            if policy == JOBS_ALONE and load != wanted[0][0]:
+                found[load, policy] = found[wanted[0][0], policy]
+            else:
+                one = replace(config, policies=(policy,))
+                found[load, policy] = pool.submit(_cell, place, one, trace, slo, load, rates[load])
+        for load, policy in wanted:
+            watch(f"{policy}, {load}: {rates[load]:.3g} requests/s")
+            yield replace(found[load, policy].result(), load=load, rate=rates[load])
+
+
+def _cell(
+    place: ModelledPlace, config: CompareConfig, trace: Sequence[TracedRequest], slo: Slo, load: str, rate: float
+) -> Cell:
+    (cell,) = Bench(place, config).cells(trace, slo, {load: rate}, lambda words: None)
+    return cell
 
 
 def _is_variant(policy: str) -> bool:

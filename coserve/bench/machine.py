@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,11 +14,13 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from coserve.bench.vllm import vllm_version
 from coserve.devices.kept_profiles import device_name
 from coserve.kernels import find_backend
 from coserve.kernels.plain import PlainBackend
 from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
+from coserve.version import VERSION
 
 # Gives seconds.
 Clock = Callable[[], float]
@@ -42,6 +45,15 @@ def describe(device: torch.device, threads: int | None = None) -> str:
         return device_name(device)
     plain = ", plain kernels" if type(find_backend(device)) is PlainBackend else ""
     return f"{device_name(device, threads)} of {os.cpu_count()}{plain}"
+
+
+def versions(vllm: Path | None = None) -> str:
+    """Of what ran: ours and what is compared with it, as far as it is installed. vllm: Python of its environment."""
+    found = [f"coserve {VERSION}", f"Python {platform.python_version()}"]
+    for name in ("torch", "transformers", "peft"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join([*found, f"vLLM {vllm_version(vllm)}"] if vllm is not None else found)
 
 
 def now_s(device: torch.device) -> float:

@@ -16,6 +16,14 @@ _START_S, _END_S = 600.0, 60.0
 _CONTEXT = 2048
 
 
+def vllm_version(python: Path) -> str:
+    """Of the environment that this Python is of; CoserveError: it has no vLLM that starts, in its own last words."""
+    found = subprocess.run([python, "-c", "import vllm; print(vllm.__version__)"], capture_output=True, text=True)
+    if found.returncode:
+        raise CoserveError(f"{python} has no vLLM that starts: {(found.stderr.strip().splitlines() or ['?'])[-1]}")
+    return found.stdout.splitlines()[-1]
+
+
 @contextmanager
 def vllm_server(python: Path, model: Path, *, dtype: str, log: Path, cores: Sequence[int]) -> Iterator[str]:
     """Serve a directory, without prefix caching, for as long as the context lasts; yields its URL.
@@ -28,9 +36,7 @@ def vllm_server(python: Path, model: Path, *, dtype: str, log: Path, cores: Sequ
     Raises:
         CoserveError: there is no vLLM, or it did not start, in its own last words.
     """
-    found = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True)
-    if found.returncode:
-        raise CoserveError(f"{python} has no vLLM that starts: {(found.stderr.strip().splitlines() or ['?'])[-1]}")
+    vllm_version(python)
     bound = ",".join(str(core) for core in cores)
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": bound}
     openmp = next(Path(python).parent.parent.glob("lib/**/libiomp5.so"), None)

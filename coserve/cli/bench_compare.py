@@ -114,6 +114,9 @@ def compare(
         Path | None,
         typer.Option(metavar="PYTHON", help="Of an environment with vLLM, which then runs beside PEFT, too."),
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes, with --device modelled. [one for each core]")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Every policy on one trace and one mix of jobs, with the same SLOs, in one run: attainment, latencies, tokens per
@@ -122,6 +125,8 @@ def compare(
     """
     from coserve.bench.compare import compare as run
     from coserve.bench.compare_page import compare_html
+    from coserve.bench.machine import versions
+    from coserve.bench.separate import own_cores
     from coserve.cli.tables import console
     from coserve.server.units import slo_seconds
     from coserve.workloads.traces import read_trace
@@ -152,7 +157,11 @@ def compare(
     if hurries and separate is None and vllm is None:
         separate = False
     rivals = _separate(separate, vllm, model, dtype, device)
-    found = [run(place, requests, config, shapes=shapes, separate=rivals, watch=screen.print) for place in places]
+    workers = workers or len(own_cores())
+    found = [
+        run(place, requests, config, shapes=shapes, separate=rivals, workers=workers, watch=screen.print)
+        for place in places
+    ]
     result = {
         "experiment": "compare",
         "model": model,
@@ -167,6 +176,7 @@ def compare(
             "jobs": jobs,
             "examples": str(data) if data else f"random, {sequence} tokens",
             "seed": seed,
+            "versions": versions(vllm),
         },
     }
     result |= _told([each.result() for each in found])

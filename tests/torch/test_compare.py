@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -182,7 +183,19 @@ def test_the_command_on_several_modelled_devices_ends_with_a_line_of_json(tmp_pa
         for rate in (2, 3)
         for policy in ("slack", "temporal-sharing:n=64")
     ]
-    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+    page = (tmp_path / "page.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    for name in ("torch", "transformers", "peft"):
+        assert f"{name} {version(name)}" in json.loads(done.stdout.splitlines()[-1])["settings"]["versions"]
+        assert f"{name} {version(name)}" in page
+
+
+def test_several_processes_come_to_what_one_does(place):
+    config = CompareConfig(policies=("slack", "tuning-only"), seconds=2.0, rates=(2.0, 3.0))
+    said: list[str] = []
+    alone, apart = (compare(place, TRACE, config, workers=workers, watch=said.append) for workers in (1, 2))
+    assert apart.result() == alone.result() and len(alone.cells) == 4
+    assert said[-1] == "tuning-only, 3/s: 3 requests/s"
 
 
 def test_on_torch_the_model_stands_beside_what_was_measured(tmp_path):

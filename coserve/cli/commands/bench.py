@@ -188,7 +188,7 @@ def serve(
     import torch
 
     from coserve.bench import serve as experiment
-    from coserve.bench.machine import best_dtype, describe
+    from coserve.bench.machine import best_dtype, describe, versions
     from coserve.bench.model_directory import write_model
     from coserve.bench.separate import own_cores
     from coserve.bench.vllm import vllm_server
@@ -213,7 +213,11 @@ def serve(
                 vllm_server(vllm, Path(directory), dtype=dtype, log=root / "vllm.log", cores=own_cores())
             )
         found = experiment.run(servers, vocab_size=vocab_size, runs=runs, watch=console(stderr=True).print)
-    _tell("serve", {"model": model, "dtype": dtype, "runs": runs, "machine": describe(cpu)}, found)
+    _tell(
+        "serve",
+        {"model": model, "dtype": dtype, "runs": runs, "machine": describe(cpu), "versions": versions(vllm)},
+        found,
+    )
 
 
 class Nodes(StrEnum):
@@ -338,10 +342,12 @@ def _tell(experiment: str, what: dict[str, Any], found: dict[str, Any]) -> dict[
     """Print a table and a line of JSON, and return the whole; what: was measured, and where."""
     from rich.table import Table
 
+    from coserve.bench.machine import versions
     from coserve.cli import bench_tables
     from coserve.cli.tables import console
 
-    result = {"experiment": experiment, **what, "date": datetime.now(UTC).date().isoformat(), **found}
+    said = {"versions": versions(), "date": datetime.now(UTC).date().isoformat()}
+    result = {"experiment": experiment, **said, **what, **found}
     words = ", ".join(str(what[name]) for name in ("model", "dtype", "weights", "machine") if name in what)
     table = Table(title=f"{experiment}: {words}", title_justify="left")
     getattr(bench_tables, experiment)(table, result)
