@@ -2,19 +2,22 @@
 
     python benchmarks/plan_time.py
 
-A plan is made while the device waits: the target is 50 us. Times are those of the thread, so that other processes count
-little. Prints a table, and one line of JSON.
+A plan is made while the device waits: the target is 50 us; and of one prediction, of which a plan asks for some, 5 us.
+Times are those of the thread, so that other processes count little. Prints tables, and one line of JSON.
 """
 
 import json
 import time
 import timeit
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from statistics import median
 
 from coserve.models import load_backbone
 from coserve.scheduling import JobView, LatencyModel, RequestView, View, make_policy
+from coserve.scheduling.latency import ForwardLoad
+from coserve.scheduling.policies.harli import predictor
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 
@@ -44,13 +47,36 @@ def make_view(phases: tuple[str, ...], latency: LatencyModel, *, num_jobs: int, 
     return View(now_s=NOW_S, requests=tuple(requests), jobs=tuple(jobs), ttft_s=20.0, tpot_s=2.0)
 
 
+def microseconds(call: Callable[[], object]) -> tuple[float, float]:
+    """The least and the median."""
+    times = timeit.repeat(call, timer=time.thread_time, number=NUMBER, repeat=REPEATS)
+    return 1e6 * min(times) / NUMBER, 1e6 * median(times) / NUMBER
+
+
+def predictions(latency: LatencyModel) -> dict[str, Callable[[], object]]:
+    """By what is asked: of the default's model, and of HARLI's two stages."""
+    load, job = ForwardLoad(), make_view(("backward",), latency, num_jobs=1, num_prompts=0).jobs[0]
+    load.add_decodes(make_view((), latency, num_jobs=0, num_prompts=0).requests)
+    partition = latency.sharing.partitions[0]
+    return {
+        "forward pass": partial(latency.forward_s, load),
+        "tasklet": partial(latency.tasklet_s, job, 128),
+        "decode step": partial(latency.decode_s, num_requests=NUM_REQUESTS, context=500),
+        "HARLI, beside a job": lambda: predictor(latency).seconds(partition, NUM_REQUESTS, 500.0),
+    }
+
+
 def main() -> None:
     """Measure and print."""
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
-    hardware = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
+    hardware = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5, num_units=2)
     latency = LatencyModel(roofline_profile(backbone, hardware))
+    predicted = {words: microseconds(call) for words, call in predictions(latency).items()}
+    print("prediction              min us   median us")
+    for words, (least, middle) in predicted.items():
+        print(f"{words:20} {least:9.2f} {middle:11.2f}")
     results = []
-    print(f"{NUM_REQUESTS} requests\n\npolicy         jobs phases    prompts   min us   median us")
+    print(f"\n{NUM_REQUESTS} requests\n\npolicy         jobs phases    prompts   min us   median us")
     for policy, num_jobs, name, num_prompts in product(POLICIES, NUMS_JOBS, PHASES, (0, 4)):
         if name == "all" and num_jobs == 1:
             continue
@@ -58,8 +84,7 @@ def main() -> None:
         view = make_view(PHASES[name], latency, num_jobs=num_jobs, num_prompts=num_prompts)
         made = plan(view, latency)
         assert len(made.rows) >= NUM_REQUESTS, "every request is served"
-        times = timeit.repeat(partial(plan, view, latency), timer=time.thread_time, number=NUMBER, repeat=REPEATS)
-        least, middle = (1e6 * f(times) / NUMBER for f in (min, median))
+        least, middle = microseconds(partial(plan, view, latency))
         print(f"{policy:13} {num_jobs:5} {name:9} {num_prompts:7} {least:8.0f} {middle:11.0f}")
         results.append(
             {
@@ -71,7 +96,8 @@ def main() -> None:
                 "median_us": round(middle, 1),
             }
         )
-    print(json.dumps({"requests": NUM_REQUESTS, "plans": results}))
+    told = {words: round(least, 2) for words, (least, _) in predicted.items()}
+    print(json.dumps({"requests": NUM_REQUESTS, "predictions_us": told, "plans": results}))
 
 
 if __name__ == "__main__":

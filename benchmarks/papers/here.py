@@ -1,28 +1,39 @@
-"""Figures of the papers that are measured on this machine: a backward pass that is suspended, and a window of weights
-beside requests. To be run while nothing else runs.
+"""Figures of the papers that are measured on this machine: a backward pass that is suspended, what HARLI's predictor
+says of steps beside a job, and windows of weights beside requests. To be run while nothing else runs.
 """
 
 import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, product
 from random import Random
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 
+import torch
 from msgspec import structs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.papers.harli import MICRO_BATCH, PHASE_S, PHASES
 from benchmarks.papers.setting import ALL_LINEAR, Claim, Figure, Row, between
 from coserve import Engine, EngineConfig, Example, TuningConfig
+from coserve.bench.open_loop import OpenLoop
+from coserve.devices.base import Device
 from coserve.devices.sampling_params import SamplingParams
-from coserve.models import load_backbone
+from coserve.devices.step_messages import StepResult
+from coserve.engine.job import JobEvent
+from coserve.engine.outbox import Event
+from coserve.models import Backbone, load_backbone
 from coserve.models.presets import PRESETS
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan, View
 from coserve.scheduling.policies.base import setting
+from coserve.scheduling.policies.harli import predictor
 from coserve.scheduling.policies.tuning_only import TuningOnly
+from coserve.scheduling.slo import Slo
+from coserve.workloads.summary import percentile
+from coserve.workloads.traces import TracedRequest
 
 # -- LLMStation, figure 12 --------------------------------------------------------------------
 
@@ -99,6 +110,75 @@ def _claims_suspended(rows: list[Row]) -> list[Claim]:
     ]
 
 
+# -- HARLI, figure 12 ----------------------------------------------------------------------
+
+# The first steps of each cell teach the latency model, not HARLI's predictor.
+_BATCHES, _CONTEXTS, _FIRST_STEPS, _STEPS = (1, 4, 8, 16), (128, 1024), 6, 16
+
+
+class _Timed:
+    """A device as it is, and what its last step took."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self.info, self.clock = device, device.info, device.clock
+        self.execute, self.submit, self.close = device.execute, device.submit, device.close
+        self.result = StepResult(step=0)
+
+    def collect(self) -> StepResult:
+        self.result = self._device.collect()
+        return self.result
+
+
+def _predicted() -> list[Row]:
+    """Decode steps of Qwen2.5-0.5B on a part of this machine, beside a job that goes backward on the rest."""
+    backbone = load_backbone("dummy:qwen2.5-0.5b", dtype="bfloat16")
+    timed: list[_Timed] = []
+
+    def wrap(device: Device) -> Device:
+        timed.append(_Timed(device))
+        return timed[0]
+
+    # With so much time for a token requests have the smallest part that is not slower.
+    config = EngineConfig(policy="harli", memory_bytes=3 << 30, ttft_s=600.0, tpot_s=60.0)
+    engine = Engine.from_backbone(backbone, config, wrap=wrap)
+    latency = LatencyModel(engine.device.info.profile)
+    example = Example(tokens=(1,) * 512, trained=(True,) * 512)
+    tuning = TuningConfig(num_epochs=10_000, batch_size=4, max_sequence_length=512)
+    engine.submit([example] * 64, tuning, adapter=ALL_LINEAR)
+    params, random, rows = SamplingParams(max_tokens=10_000, temperature=0.0, ignore_eos=True), Random(0), []
+    for batch, context in product(_BATCHES, _CONTEXTS):
+        names = [engine.add_tokens(random.choices(range(1000), k=context), params) for _ in range(batch)]
+        two_stage: list[float] = []
+        corrected: list[float] = []
+        while len(two_stage) < _FIRST_STEPS + _STEPS:
+            engine.step()
+            plan, took_s = engine.last_plan, timed[0].result.forward_s
+            if plan.partition is None or [row.kind for row in plan.rows] != ["decode"] * batch:
+                continue
+            predicted_s = predictor(latency).seconds(plan.partition, batch, mean([row.start for row in plan.rows]))
+            two_stage.append(abs(predicted_s - took_s) / took_s)
+            corrected.append(abs(plan.forward_s / plan.forward_speed - took_s) / took_s)
+        for name in names:
+            engine.cancel(name)
+        row: Row = {"requests": batch, "context": context}
+        row["two_stage"] = round(mean(two_stage[_FIRST_STEPS:]), 4)
+        rows.append({**row, "corrected": round(mean(corrected[_FIRST_STEPS:]), 4)})
+    return rows
+
+
+def _claims_predicted(rows: list[Row]) -> list[Claim]:
+    errors = mean([row["two_stage"] for row in rows])
+    return [
+        Claim("mean error of the two-stage predictor on co-run steps", "5%", f"{errors:.1%}", errors <= 0.05),
+        Claim(
+            "the same of the latency model, which steps correct",
+            "–",
+            f"{mean([row['corrected'] for row in rows]):.1%}",
+            None,
+        ),
+    ]
+
+
 # -- HARLI, figure 13 -------------------------------------------------------------------------
 
 # Tokens of prompts and answers, and the pool, which has room for most requests or for all weights.
@@ -160,11 +240,121 @@ def _claims_13(rows: list[Row]) -> list[Claim]:
     ]
 
 
+# -- HARLI, section 6: a model that is larger than the free memory, beside requests with SLOs --------
+
+# The pool: a third of the second model's weights. Sequences of the job, and their tokens.
+_FREE_BYTES, _NUM_SEQUENCES, _SEQUENCE = 325_000_000, 48, 256
+# Requests that come at random, for a minute at each rate.
+_SERVED_PROMPT, _SERVED_OUTPUT, _SERVED_S, _SERVED_RATES = 128, 64, 60.0, (0.25, 0.5, 1.0)
+
+
+def _served(rate: float) -> list[TracedRequest]:
+    arrivals = accumulate(Random(0).expovariate(rate) for _ in range(int(2 * rate * _SERVED_S) + 20))
+    return [
+        TracedRequest(at_s=at_s, num_prompt_tokens=_SERVED_PROMPT, num_output_tokens=_SERVED_OUTPUT)
+        for at_s in arrivals
+        if at_s < _SERVED_S
+    ]
+
+
+class _Remembering(Engine):
+    """Keeps the losses of its jobs' optimizer steps."""
+
+    losses: list[float]
+
+    def step(self) -> list[Event]:
+        events = super().step()
+        self.losses += [each.loss for each in events if isinstance(each, JobEvent) and each.loss is not None]
+        return events
+
+
+def _remembering(backbone: Backbone, config: EngineConfig) -> _Remembering:
+    engine = _Remembering.from_backbone(backbone, config)
+    engine.losses = []
+    return engine
+
+
+def _larger() -> list[Row]:
+    """SmolLM2-135M serves, Qwen2.5-0.5B is trained: requests alone, beside the job, and the job where its model has
+    the machine.
+    """
+    backbone = load_backbone("dummy:smollm2-135m", dtype="bfloat16")
+    random = Random(0)
+    examples = [
+        Example(tokens=tuple(random.choices(range(1000), k=_SEQUENCE)), trained=(True,) * _SEQUENCE)
+        for _ in range(_NUM_SEQUENCES)
+    ]
+    tuning = TuningConfig(num_epochs=1, batch_size=4, max_sequence_length=_SEQUENCE)
+    rows = []
+    with TemporaryDirectory() as folder:
+        config = AutoConfig.for_model(**PRESETS["qwen2.5-0.5b"])
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype="bfloat16").save_pretrained(folder)
+        alone = _remembering(load_backbone(folder, dtype="bfloat16"), EngineConfig(memory_bytes=2 << 30))
+        alone.tune(examples, tuning, adapter=ALL_LINEAR)
+        served = Engine.from_backbone(backbone, EngineConfig(memory_bytes=_FREE_BYTES))
+        solo_s = LatencyModel(served.device.info.profile).decode_s(num_requests=1, context=_SERVED_PROMPT)
+        slo = Slo(ttft_s=5.0, tpot_s=2.5 * solo_s)
+        for rate, policy in product(_SERVED_RATES, ("inference-only", "slack")):
+            settings = EngineConfig(policy=policy, memory_bytes=_FREE_BYTES, trainable_models={"second": folder})
+            engine = _remembering(backbone, settings)
+            job = engine.submit(examples, tuning, adapter=ALL_LINEAR, model="second")
+            played = OpenLoop(engine, _served(rate), slo=slo, seconds=_SERVED_S, idle=time.sleep).run(drain_s=30.0)
+            tpots_s = [each.tpot_s for each in played.outcomes if each.tpot_s is not None]
+            row: Row = {
+                "policy": policy,
+                "requests_per_s": rate,
+                "requests": len(played.outcomes),
+                "attainment": round(played.attainment(slo) or 0.0, 4),
+                "tpot_p99_of_slo": round(percentile(tpots_s, 0.99) / slo.tpot_s, 3),
+                "tuning_tokens_per_s": round(played.tuning_tokens_per_s, 1),
+            }
+            if policy != "inference-only":
+                while not engine.jobs[job].is_terminal:
+                    engine.step()
+                pool_bytes = engine.pool.num_pages * engine.pool.page_bytes
+                row["weights_over_pool"] = round(alone.device.info.weight_bytes / pool_bytes, 2)
+                row["loss_difference"] = round(
+                    max(abs(a / b - 1) for a, b in zip(engine.losses, alone.losses, strict=True)), 6
+                )
+            rows.append(row)
+    return rows
+
+
+def _claims_larger(rows: list[Row]) -> list[Claim]:
+    alone, beside = ([row for row in rows if ("loss_difference" in row) == is_beside] for is_beside in (False, True))
+    difference = max(row["loss_difference"] for row in beside)
+    times = min(row["weights_over_pool"] for row in beside)
+    held = [row["attainment"] >= 0.99 for row in beside if _of_rate(alone, row)["attainment"] >= 0.99]
+    return [
+        Claim("weights of the trained model, over the free memory", "they need not fit", f"{times:.1f}", times >= 3),
+        Claim(
+            "attainment beside it, requests alone",
+            "QoS is kept",
+            ", ".join(f"{row['attainment']:.1%}, {_of_rate(alone, row)['attainment']:.1%}" for row in beside),
+            all(held) and bool(held),
+        ),
+        Claim("losses, beside those of the same job with its model alone", "–", f"{difference:.2%}", None),
+    ]
+
+
+def _of_rate(rows: list[Row], like: Row) -> Row:
+    return next(row for row in rows if row["requests_per_s"] == like["requests_per_s"])
+
+
 FIGURES = {
     "llmstation-12": Figure(
         "a backward pass in parts, on this machine", lambda data: [partial(_both_lengths)], _claims_suspended
     ),
+    "harli-12": Figure(
+        "what decode steps take beside a job, on this machine", lambda data: [partial(_predicted)], _claims_predicted
+    ),
     "harli-13": Figure(
         "memory of requests and of a second model, on this machine", lambda data: [partial(_window)], _claims_13
+    ),
+    "harli-larger": Figure(
+        "a model three times larger than the free memory, beside requests with SLOs",
+        lambda data: [partial(_larger)],
+        _claims_larger,
     ),
 }

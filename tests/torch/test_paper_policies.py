@@ -263,7 +263,7 @@ def test_harlis_predictor_errs_by_five_per_cent_at_most():
             for context in (300, 700):
                 speed, _ = latency.sharing.speeds(partition, forward_rows=batch, tasklet_rows=512)
                 truth_s = latency.decode_s(num_requests=batch, context=context) / speed
-                errors.append(abs(predictor(latency.profile).seconds(partition, batch, context) / truth_s - 1))
+                errors.append(abs(predictor(latency).seconds(partition, batch, context) / truth_s - 1))
     assert sum(errors) / len(errors) < 0.05
 
 

@@ -55,12 +55,12 @@ def test_answers_and_adapters_are_the_same_under_every_policy(policy, undisturbe
     serve_and_tune(policy, undisturbed, tmp_path)
 
 
-@pytest.mark.parametrize("policy", ["harli", "spatial-sharing"])
+@pytest.mark.parametrize("policy", ["harli", "slack", "spatial-sharing"])
 def test_they_are_the_same_on_a_divided_device(policy, undisturbed, tmp_path):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        batches = serve_and_tune(policy, undisturbed, tmp_path, hardware=replace(FAST, num_units=2))
+        batches = serve_and_tune(policy, undisturbed, tmp_path, hardware=replace(FAST, num_units=2, bytes_per_s=1e12))
     finally:
         torch.set_num_threads(before)
     assert any(batch.partition is not None for batch in batches)

@@ -13,9 +13,9 @@ says how windows run. A device that cannot be divided runs units after the reque
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import mean
 from typing import ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Partition, Plan, RequestView, View
@@ -57,13 +57,23 @@ class Predictor(NamedTuple):
         return factor * self.solo[partition.forward_units].seconds(batch, context)
 
 
-@lru_cache(maxsize=8)
-def predictor(profile: Profile) -> Predictor:
-    """Both stages, fitted to what was measured of a device and of its parts.
+def predictor(latency: LatencyModel) -> Predictor:
+    """Both stages, fitted once to what was measured of a device and of its parts, whatever its steps took since.
 
     That all of a job takes from decoding grows with its units, from nothing, fixes b1 and k1 for parts that make up the
     whole device.
     """
+    found = _PREDICTORS.get(latency)
+    if found is None:
+        found = _PREDICTORS[latency] = _fitted(latency.profile)
+    return found
+
+
+# By what asks in every step: a profile is long, and takes longer to look up than to predict with.
+_PREDICTORS = WeakKeyDictionary[LatencyModel, Predictor]()
+
+
+def _fitted(profile: Profile) -> Predictor:
     sharing = profile.sharing
     assert sharing is not None, "the device was not measured in parts"
     latency = LatencyModel(profile)
@@ -121,7 +131,7 @@ class Harli(Policy):
 
     def partition(self, requests: Sequence[RequestView], slo_s: float, latency: LatencyModel) -> Partition | None:
         """The one with which decoding comes nearest to the SLO without passing it; None if it passes it with all."""
-        predicted, context = predictor(latency.profile), mean([request.num_past for request in requests])
+        predicted, context = predictor(latency), mean([request.num_past for request in requests])
         found, nearest_s = None, 0.0
         for partition in latency.sharing.partitions:
             seconds = predicted.seconds(partition, len(requests), context)
