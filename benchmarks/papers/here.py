@@ -138,7 +138,7 @@ def _predicted() -> list[Row]:
         timed.append(_Timed(device))
         return timed[0]
 
-    # With so much time for a token requests have the smallest part that is not slower.
+    # With that long for a token, requests have the smallest part.
     config = EngineConfig(policy="harli", memory_bytes=3 << 30, ttft_s=600.0, tpot_s=60.0)
     engine = Engine.from_backbone(backbone, config, wrap=wrap)
     latency = LatencyModel(engine.device.info.profile)
