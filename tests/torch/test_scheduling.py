@@ -616,6 +616,13 @@ def test_lost_causes_are_served_after_those_that_can_be_in_time():
     assert rows_of(plan("slack", view(lost, decoding(num_output=50)), latency), "prefill")["lost"] >= LEAST_PREFILL_ROWS
 
 
+def test_a_lost_cause_that_has_waited_for_ten_of_its_slos_is_served_first():
+    waited, timely = (prompt("lost", 1000, arrival_s=100 - wait_s) for wait_s in (20.5, 19.5)), prompt("timely", 300)
+    for lost, first in zip(waited, ("lost", "timely"), strict=True):
+        made = plan("slack", view(lost, structs.replace(timely, arrival_s=100.0), now_s=100.0), make_latency())
+        assert next(iter(rows_of(made, "prefill"))) == first
+
+
 @pytest.mark.parametrize("tpot_s", [0.001, 0.02])
 def test_a_request_that_cannot_be_in_time_does_not_hold_up_jobs(tpot_s):
     """A decode step takes 0.09 s here."""

@@ -168,10 +168,8 @@ class Slack(Policy):
         """Jobs in the order in which they are to be served: the one served least first, but who has waited for many
         steps before all.
         """
-        if (
-            len(view.jobs) < 2
-            or max([job.waited_s for job in view.jobs]) <= AGED_WAITS * self.arrival_share * view.ttft_s
-        ):
+        waits_s = [job.waited_s for job in view.jobs]
+        if len(waits_s) < 2 or max(waits_s) <= AGED_WAITS * self.arrival_share * view.ttft_s:
             return view.jobs
         waited_s = AGED_WAITS * self.arrival_wait_s(view, tightest_tpot_s(view, view.requests))
         return sorted(view.jobs, key=lambda job: job.waited_s <= waited_s)
@@ -252,22 +250,22 @@ class Slack(Policy):
         view: View,
         latency: LatencyModel,
     ) -> tuple[float, list[RequestView]]:
-        """The share of the time that prompts need to be in time, all that can be; and their order: those by their
-        deadlines, then lost causes as they came. due_s: their deadlines.
+        """The share of the time that prompts need to be in time, all that can be; and their order: those that have
+        waited for very long, the others by their deadlines (due_s), then lost causes as they came.
         """
-        timely, lost = [], []
+        aged, timely, lost = [], [], []
         share = needed_s = 0.0
         for prompt in by_priority(sorted(prompts, key=lambda each: due_s[each.id])):
             alone_s = latency.prompt_s(prompt.num_rows, prompt.num_past)
             left_s = (due_s[prompt.id] - view.now_s) / (1 + latency.corrections.margin) - decode_s
             if alone_s > left_s:
-                lost.append(prompt)
+                (aged if _has_waited(prompt, view) else lost).append(prompt)
                 continue
             timely.append(prompt)
             if needed_s + alone_s <= most_share * left_s or not needed_s:
                 needed_s += alone_s
                 share = max(share, needed_s / left_s)
-        return share, [*timely, *lost]
+        return share, [*aged, *timely, *lost]
 
     # -- jobs -------------------------------------------------------------------------
 
@@ -356,13 +354,15 @@ def wait_share(need: float) -> float:
 
 def _is_lost(request: RequestView, view: View, latency: LatencyModel) -> bool:
     """Whether a first token comes too late even if nothing else runs; not if it was so for very long."""
-    if request.first_token_s is not None:
+    if request.first_token_s is not None or _has_waited(request, view):
         return False
-    waited_s = view.now_s - request.arrival_s
-    left_s = request.ttft_s - waited_s
-    if waited_s > MOST_WAIT_TTFTS * request.ttft_s:
-        return False
+    left_s = request.ttft_s - (view.now_s - request.arrival_s)
     return left_s <= 0 or left_s < latency.prompt_s(request.num_rows, request.num_past)
+
+
+def _has_waited(request: RequestView, view: View) -> bool:
+    """For its first token, so long that its turn has come whatever else waits."""
+    return request.first_token_s is None and view.now_s - request.arrival_s > MOST_WAIT_TTFTS * request.ttft_s
 
 
 def _lost_last(queue: Sequence[RequestView], view: View, latency: LatencyModel) -> Sequence[RequestView]:
