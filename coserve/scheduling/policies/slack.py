@@ -361,7 +361,7 @@ def _is_lost(request: RequestView, view: View, latency: LatencyModel) -> bool:
 
 
 def _has_waited(request: RequestView, view: View) -> bool:
-    """For its first token, so long that its turn has come whatever else waits."""
+    """For its first token, until its turn has come, whatever else waits."""
     return request.first_token_s is None and view.now_s - request.arrival_s > MOST_WAIT_TTFTS * request.ttft_s
 
 
