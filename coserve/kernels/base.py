@@ -271,15 +271,20 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def cross_entropy_gradient(self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor) -> Tensor:
-        """Gradient of the logits [n, vocabulary]; log_sum from `cross_entropy`, loss_grad float32 [n]."""
+    def cross_entropy_gradient(
+        self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, *, overwrites: bool = False
+    ) -> Tensor:
+        """Gradient of the logits [n, vocabulary]; log_sum from `cross_entropy`, loss_grad float32 [n].
+
+        overwrites: nobody needs the logits any more, and it may lie in their place.
+        """
 
     @abstractmethod
     def cross_entropy_input_gradient(
         self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
     ) -> Tensor:
         """`input_gradient` of that, rounded to the logits' dtype, with the head's weight [vocabulary, in] -> [n, in]:
-        for when nothing else needs the gradient of the logits.
+        for when nothing else needs the logits, which may be overwritten, or their gradient.
         """
 
     @abstractmethod

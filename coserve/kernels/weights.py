@@ -63,8 +63,11 @@ class Weight(ABC):
     def cross_entropy_input_gradient(
         self, backend: "Backend", logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor
     ) -> Tensor:
-        """Of a head: `input_gradient` of the gradient that the next-token loss gives the logits."""
-        return self.input_gradient(backend, backend.cross_entropy_gradient(logits, targets, log_sum, loss_grad))
+        """Of a head: `input_gradient` of the gradient that the next-token loss gives the logits, which may be
+        overwritten.
+        """
+        grad = backend.cross_entropy_gradient(logits, targets, log_sum, loss_grad, overwrites=True)
+        return self.input_gradient(backend, grad)
 
     @abstractmethod
     def joined(self, others: Sequence["Weight"], backend: "Backend") -> tuple["Weight", list["Weight"]]:

@@ -12,8 +12,9 @@ from coserve.graph.operators.base import Context, Values
 from coserve.graph.program import Program
 from coserve.kernels.base import Backend
 
-# Logits of a chunk, beside which the loss may hold their gradient (and a GPU a float32 copy): some 270 rows of 151,936
-# tokens in bfloat16, since the products with the head's weight are half as slow again with 100.
+# Logits of a chunk, beside which a loss that is no one operator with its product holds their gradient (and a GPU a
+# float32 copy): some 270 rows of 151,936 tokens in bfloat16, since the products with the head's weight are half as slow
+# again with 100.
 _MAX_CHUNK_BYTES = 80 << 20
 
 

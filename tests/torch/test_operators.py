@@ -54,8 +54,10 @@ def check(
     for subset in [[slot] for slot in wanted] + [wanted]:
         if hasattr(context, "reset"):
             context.reset()
-        values = {slot: at_hand[slot] for slot in rule.reads(subset, at_hand)}
+        values = {slot: at_hand[slot].clone() for slot in rule.reads(subset, at_hand)}
         ours = rule.vjp(subset, values, {rule.outputs[0]: grad}, attributes, context)
+        for slot in values.keys() - rule.overwrites:
+            assert torch.equal(values[slot], at_hand[slot]), f"{slot} is not for an operator to change"
         assert ours.keys() == set(subset)
         for slot in subset:
             torch.testing.assert_close(

@@ -115,6 +115,8 @@ class Operator(ABC):
     grouped: ClassVar[frozenset[str]] = frozenset()
     # Slots in which the VJP accepts rows of several owners that lie apart (kernels.base.JoinedRows).
     apart: ClassVar[frozenset[str]] = frozenset()
+    # Output slots that the VJP may overwrite: no other operator may read them.
+    overwrites: ClassVar[frozenset[str]] = frozenset()
     # Slots for which the VJP accepts packed signs (`Backend.pack_signs`) in place of the values.
     sign_suffices: ClassVar[tuple[str, ...]] = ()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,11 +47,11 @@ class CrossEntropy(Operator):
 
 
 class LinearCrossEntropy(Operator):
-    """`cross_entropy` of logits = x W^T + b, as in `linear`, whose gradient nothing else needs: x [n, in],
+    """`cross_entropy` of logits = x W^T + b, as in `linear`, which nothing else needs: x [n, in],
     weight [vocabulary, in], bias [vocabulary].
 
-    One operator and not two, so that a backend may go from the logits to the gradient of x alone without the gradient
-    of all logits ever being there.
+    One operator and not two, so that the gradient of the logits may take their place, and a backend may go from the
+    logits to the gradient of x alone without that gradient ever being there.
     """
 
     name = "linear_cross_entropy"
@@ -63,6 +64,7 @@ class LinearCrossEntropy(Operator):
         "bias": _READ_BY_GRADIENT,
         "targets": None,
     }
+    overwrites: ClassVar[frozenset[str]] = frozenset({"logits"})
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {**_LOSS.infer(shapes, attributes), "logits": ((shapes["weight"][0],), None)}
@@ -74,10 +76,10 @@ class LinearCrossEntropy(Operator):
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
+        given = (values["logits"], values["targets"], values["log_sum"], gradients["loss"])
         if set(wanted) == {"x"}:
-            given = (values["logits"], values["targets"], values["log_sum"], gradients["loss"])
             return {"x": as_weight(values["weight"]).cross_entropy_input_gradient(context.backend, *given)}
-        dy = _LOSS.vjp(("logits",), values, gradients, attributes, context)["logits"]
+        dy = context.backend.cross_entropy_gradient(*given, overwrites=True)
         return _LINEAR.vjp(wanted, values, {"y": dy}, attributes, context)
 
     def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:

@@ -166,10 +166,13 @@ class CpuBackend(PlainBackend):
         fits = rows.fit(logits) or rows.fit_by_columns(self._kernels, logits)
         return rows.cross_entropy(self._kernels, logits, targets) if fits else super().cross_entropy(logits, targets)
 
-    def cross_entropy_gradient(self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor) -> Tensor:
+    def cross_entropy_gradient(
+        self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, *, overwrites: bool = False
+    ) -> Tensor:
+        given = (logits, targets, log_sum, loss_grad)
         if not (rows.fit(logits) or rows.fit_by_columns(self._kernels, logits)):
-            return super().cross_entropy_gradient(logits, targets, log_sum, loss_grad)
-        return rows.cross_entropy_gradient(self._kernels, logits, targets, log_sum, loss_grad)
+            return super().cross_entropy_gradient(*given, overwrites=overwrites)
+        return rows.cross_entropy_gradient(self._kernels, *given, overwrites=overwrites)
 
     def cross_entropy_input_gradient(
         self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor

@@ -141,11 +141,11 @@ void cross_entropy_gradient_of(const T* logits, i64 step, const i64* targets, co
                                const float* loss_grad, T* grad, i64 num_rows, i64 vocabulary, i64 num_threads) {
     for_rows(num_rows, vocabulary, num_threads, [=](i64 row) {
         const T* in = logits + row * step;
-        const float norm = log_sum[row], factor = loss_grad[row];
+        const i64 target = targets[row];
+        const float norm = log_sum[row], factor = loss_grad[row], of_target = widen(in[target]);
         T* out = grad + row * vocabulary;
         for_places<T>(vocabulary, [=](auto i) { put(exponential(at(in, i) - norm) * factor, out, i); });
-        const i64 target = targets[row];
-        narrow((exponential(widen(in[target]) - norm) - 1.0f) * factor, out[target]);
+        narrow((exponential(of_target - norm) - 1.0f) * factor, out[target]);
     });
 }
 
@@ -245,7 +245,7 @@ extern "C" void cross_entropy(const void* logits, i64 step, const i64* targets, 
                                             num_threads));
 }
 
-// And log_sum, loss_grad [n] -> grad [n, vocabulary].
+// And log_sum, loss_grad [n] -> grad [n, vocabulary], which may be the logits, if these lie without gaps.
 extern "C" void cross_entropy_gradient(const void* logits, i64 step, const i64* targets, const float* log_sum,
                                        const float* loss_grad, void* grad, i64 num_rows, i64 vocabulary,
                                        i64 is_bfloat16, i64 num_threads) {

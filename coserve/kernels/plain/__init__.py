@@ -179,13 +179,16 @@ class PlainBackend(Backend):
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return cross_entropy.cross_entropy(logits, targets)
 
-    def cross_entropy_gradient(self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor) -> Tensor:
-        return cross_entropy.cross_entropy_gradient(logits, targets, log_sum, loss_grad)
+    def cross_entropy_gradient(
+        self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, *, overwrites: bool = False
+    ) -> Tensor:
+        return cross_entropy.cross_entropy_gradient(logits, targets, log_sum, loss_grad, overwrites=overwrites)
 
     def cross_entropy_input_gradient(
         self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
     ) -> Tensor:
-        return self.input_gradient(self.cross_entropy_gradient(logits, targets, log_sum, loss_grad), weight)
+        grad = self.cross_entropy_gradient(logits, targets, log_sum, loss_grad, overwrites=True)
+        return self.input_gradient(grad, weight)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)

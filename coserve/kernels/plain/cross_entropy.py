@@ -36,12 +36,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
     return loss, correct, log_sum
 
 
-def cross_entropy_gradient(logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor) -> Tensor:
+def cross_entropy_gradient(
+    logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, *, overwrites: bool
+) -> Tensor:
     """Gradient of the logits [n, vocabulary], rounded to their dtype.
 
-    log_sum: from `cross_entropy`. loss_grad: gradient of each row's loss, float32 [n].
+    log_sum: from `cross_entropy`. loss_grad: gradient of each row's loss, float32 [n]. overwrites: it lies where the
+    logits did.
     """
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    grad = logits if overwrites else torch.empty_like(logits, memory_format=torch.contiguous_format)
     for rows, wide in _pieces(logits):
         wide.sub_(log_sum[rows, None]).exp_()
         wide.scatter_add_(1, targets[rows, None], wide.new_full((), -1.0).expand(wide.shape[0], 1))
