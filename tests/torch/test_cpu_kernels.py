@@ -14,11 +14,13 @@ import torch
 
 from coserve.kernels import find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
+from coserve.kernels.base import Grouped, JoinedRows
 from coserve.kernels.cpu import CpuBackend, compiled
 from coserve.kernels.cpu.attention import run_backward, run_forward
 from coserve.kernels.cpu.low_rank import LowRankProducts
 from coserve.kernels.cpu.products import CpuProducts
 from coserve.kernels.cpu.tile_products import TileProducts
+from coserve.kernels.low_rank import AdapterRows
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.weights import Int8Weight
 
@@ -357,6 +359,59 @@ def test_products_with_a_matrix_of_low_rank(n, width, rank, num_threads):
         assert low_rank.add_low_rank_gradient(grad, narrow, x, transposed=transposed)
         expected = start + (exact.T if transposed else exact)
         torch.testing.assert_close(grad, expected.float(), atol=1e-3, rtol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("by_tiles", [True, False])
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("sizes", [(1, 9, 64, 37, 2, 160), (200, 7), (3, 3, 3)])
+@pytest.mark.parametrize(("width", "rank"), [(96, 4), (896, 16), (128, 40)])
+def test_rows_of_many_adapters_are_one_call_that_gives_each_what_it_gets_alone(
+    by_tiles, num_threads, sizes, width, rank
+):
+    """To the last bit, NaN among the others or not; and of an adapter whose factor is NaN, its own rows alone."""
+    if by_tiles and not KERNELS.has_tiles:
+        pytest.skip("this processor has none")
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    kinds = ("", "vector_")[not by_tiles]
+    kernels = {f"{kinds}{name}": getattr(KERNELS, f"{kinds}{name}") for name in ("to_low_rank", "from_low_rank")}
+    gradient = "add_low_rank_gradient" if by_tiles else "vector_low_rank_gradient"
+    kernels[gradient] = getattr(KERNELS, gradient)
+    calls: list[str] = []
+
+    def counted(name):
+        return lambda *arguments: (calls.append(name), kernels[name](*arguments))
+
+    library: Any = SimpleNamespace(has_tiles=by_tiles, **{name: counted(name) for name in kernels})
+    low_rank = LowRankProducts(library)
+    rows, num_rows = AdapterRows(sizes, torch.device("cpu")), sum(sizes)
+    x, narrow = torch.randn(num_rows, width + 8).bfloat16()[:, 8:], torch.randn(num_rows, rank + 3).bfloat16()[:, :rank]
+    for transposed in (False, True):
+        shapes = ((rank, width) if transposed else (width, rank), (width, rank) if transposed else (rank, width))
+        down, up = (Grouped(tensors=tuple(torch.randn(shape).bfloat16() for _ in sizes), rows=rows) for shape in shapes)
+        down.tensors[1].fill_(float("nan"))
+        up.tensors[1].fill_(float("nan"))
+        sums = Grouped(tensors=tuple(torch.randn(shapes[1]) for _ in sizes), rows=rows)
+        bad = x.clone()
+        bad[rows.slices[1]] = float("nan")
+        total, before = x.clone(), [each.clone() for each in sums.tensors]
+        calls.clear()
+        y = low_rank.to_low_rank(x, down, transposed=transposed)
+        assert low_rank.add_from_low_rank(total, narrow, up, transposed=transposed)
+        apart = JoinedRows(tensors=bad.split(sizes))
+        assert low_rank.add_low_rank_gradient(sums, narrow, apart if transposed else bad, transposed=transposed)
+        assert len(calls) == 3
+        for i, own in enumerate(rows.slices):
+            alone, base = x[own].clone(), before[i].clone()
+            assert low_rank.add_from_low_rank(alone, narrow[own], up.tensors[i], transposed=transposed)
+            assert low_rank.add_low_rank_gradient(base, narrow[own], bad[own], transposed=transposed)
+            found = low_rank.to_low_rank(x[own], down.tensors[i], transposed=transposed)
+            for one, other in ((y[own], found), (total[own], alone), (sums.tensors[i], base)):
+                assert one.isnan().all() if i == 1 else torch.equal(one, other)
+    assert low_rank.to_low_rank(x[1:], down, transposed=True) is None, "other rows"
+    gaps = Grouped(tensors=(*down.tensors[:-1], down.tensors[-1].T.contiguous().T), rows=rows)
+    assert low_rank.to_low_rank(x, gaps, transposed=True) is None, "gaps"
 
 
 @needs_kernels

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
-from coserve.kernels.base import Backend, Factor, Grouped, JoinedRows, SiluMulGradients, rows_of_owner
+from coserve.kernels.base import Backend, Factor, JoinedRows, SiluMulGradients
 from coserve.kernels.cpu import adapters, rows
 from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
 from coserve.kernels.cpu.compiled import compiled_kernels, own_flags
-from coserve.kernels.cpu.products import CpuProducts, has_native_bf16, layout
+from coserve.kernels.cpu.products import CpuProducts, layout
 from coserve.kernels.cpu.trace import CpuTrace
 from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.plain import PlainBackend
-from coserve.kernels.plain.adapters import add_one_by_one
 from coserve.kernels.plain.attention import Part
 from coserve.kernels.trace import Trace, TracedCalls
 
@@ -76,32 +75,19 @@ class CpuBackend(PlainBackend):
         return self._products.int8_input_gradient(grad, values, scales, onto)
 
     def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
-        multiply = self._products.low_rank_product
-        if isinstance(factor, Grouped):
-            return _each(multiply, x, factor, factor.tensors[0].shape[0], onto)
-        return multiply(x, factor, onto)
+        return self._products.low_rank_product(x, factor, onto)
 
     def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
-        if self._kernels.has_amx and has_native_bf16(x) and max(batch.sizes.sizes) >= adapters.MANY_ROWS:
-            add_one_by_one(self, x, outputs, first_place, batch)
-        elif adapters.fit(x, outputs, batch):
+        if adapters.fit(x, outputs, batch):
             adapters.add_adapters(self._kernels, x, outputs, first_place, batch)
         else:
             super().add_adapters(x, outputs, first_place, batch)
 
     def low_rank_input_gradient(self, grad: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
-        multiply = self._products.low_rank_input_gradient
-        if isinstance(factor, Grouped):
-            return _each(multiply, grad, factor, factor.tensors[0].shape[1], onto)
-        return multiply(grad, factor, onto)
+        return self._products.low_rank_input_gradient(grad, factor, onto)
 
     def add_low_rank_gradient(self, grad: Tensor, x: Tensor | JoinedRows, onto: Factor) -> None:
-        if isinstance(onto, Grouped):
-            for index, (own, total) in enumerate(zip(onto.rows.slices, onto.tensors, strict=True)):
-                self._products.add_low_rank_gradient(grad[own], rows_of_owner(x, index, own), total)
-        else:
-            assert isinstance(x, Tensor), "rows of one adapter"
-            self._products.add_low_rank_gradient(grad, x, onto)
+        self._products.add_low_rank_gradient(grad, x, onto)
 
     def prepare_attention(self, segments: Sequence[Segment], *, block_tokens: int) -> AttentionBatch:
         return CpuAttentionBatch(segments, block_tokens, self.device)
@@ -190,25 +176,6 @@ class CpuBackend(PlainBackend):
         if not (rows.fit(scores) and scores.dtype == torch.float32 and scores.shape[1]):
             return super().draw(scores, uniform, top_k, top_p)
         return rows.draw(self._kernels, scores, uniform, top_k, top_p)
-
-
-def _each(
-    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    x: Tensor,
-    factor: Grouped,
-    width: int,
-    onto: Tensor | None,
-) -> Tensor:
-    """Rows of several adapters with the factor of each, added to `onto` or put side by side. No factor is copied: on a
-    CPU that would take as long as the product.
-    """
-    y = x.new_empty(x.shape[0], width) if onto is None else onto
-    for own, matrix in zip(factor.rows.slices, factor.tensors, strict=True):
-        if onto is None:
-            y[own] = multiply(x[own], matrix, None)
-        else:
-            multiply(x[own], matrix, y[own])
-    return y
 
 
 BACKEND = CpuBackend

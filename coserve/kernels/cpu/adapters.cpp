@@ -11,6 +11,7 @@
 #include "adapter_pairs.h"
 #include "dropout.h"
 #include "kernels.h"
+#include "low_rank_jobs.h"
 
 namespace {
 
@@ -153,25 +154,64 @@ const i64 ONE_THREAD_ELEMENTS = 1 << 13;
 thread_local std::vector<bool> are_done;
 thread_local Scratch dropped_scratch;
 
-// The same for one adapter's n rows, which are neighbours, by tiles; whether they are for its ranks and these widths.
-bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, i64 first_row, i64 n, const Factors<bf16>* table,
+bool are_neighbours(const i64* rows, i64 count) {
+    for (i64 i = 1; i < count; i++)
+        if (rows[i] != rows[0] + i) return false;
+    return true;
+}
+
+#ifdef HAS_TILES
+thread_local Scratch gathered_scratch, sums_scratch;
+
+// Of these rows of a matrix -> one after another, or back from there.
+template <bool BACK>
+void copy_rows(bf16* x, i64 step, i64 width, const i64* rows, i64 n, bf16* gathered, i64 num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (n * width > ONE_THREAD_ELEMENTS)
+    for (i64 i = 0; i < n; i++) {
+        bf16 *there = x + rows[i] * step, *here = gathered + i * width;
+        std::memcpy(static_cast<void*>(BACK ? there : here), BACK ? here : there, width * sizeof(bf16));
+    }
+}
+#endif
+
+// The same for one adapter's n rows by tiles; whether they are for its ranks and these widths. Rows that are no
+// neighbours are copied side by side.
+bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, const i64* rows, i64 n, const Factors<bf16>* table,
                   const Site<bf16>* sites, i64 num_sites, i64 num_threads) {
 #ifdef HAS_TILES
     const i64 MOST_RANK = 64, BLOCK = 32;
     for (i64 site = 0; site < num_sites; site++)
         if (table[site].rank > MOST_RANK || inner % BLOCK || sites[site].outer % BLOCK) return false;
     auto threads = [=](i64 width) { return n * width <= ONE_THREAD_ELEMENTS ? 1 : num_threads; };
+    const bool are_apart = !are_neighbours(rows, n);
+    i64 widest = inner;
+    for (i64 site = 0; site < num_sites; site++) widest = std::max(widest, sites[site].outer);
+    bf16* gathered = nullptr;
+    low_rank::Job job{const_cast<bf16*>(x) + rows[0] * x_step, x_step, nullptr, 0, nullptr, n};
+    if (are_apart) {
+        gathered = reinterpret_cast<bf16*>(gathered_scratch.take(n * (inner + widest) * sizeof(bf16)));
+        copy_rows<false>(const_cast<bf16*>(x), x_step, inner, rows, n, gathered, num_threads);
+        job.wide = gathered, job.wide_step = inner;
+    }
     for (i64 site = 0; site < num_sites; site++) {
         const Factors<bf16>& factors = table[site];
         const Site<bf16>& to = sites[site];
         if (!factors.rank) continue;
         bf16* sums = factors.narrow;
-        if (!sums) sums = reinterpret_cast<bf16*>(shared_scratch.take(n * factors.rank * sizeof(bf16)));
-        to_low_rank(x + first_row * x_step, x_step, factors.a, true, sums, n, inner, factors.rank, threads(inner));
+        if (!sums) sums = reinterpret_cast<bf16*>(sums_scratch.take(n * factors.rank * sizeof(bf16)));
+        low_rank::Job down = job;
+        down.narrow = sums, down.narrow_step = factors.rank, down.factor = const_cast<bf16*>(factors.a);
+        to_low_rank(low_rank::table_of(down), 1, true, inner, factors.rank, threads(inner));
         if (factors.scale != 1)
             for (i64 i = 0; i < n * factors.rank; i++) narrow(widen(sums[i]) * float(factors.scale), sums[i]);
-        from_low_rank(sums, factors.rank, factors.b, true, to.y + first_row * to.step, to.step, n, to.outer,
-                      factors.rank, threads(to.outer));
+        low_rank::Job up = down;
+        up.wide = to.y + rows[0] * to.step, up.wide_step = to.step, up.factor = const_cast<bf16*>(factors.b);
+        if (are_apart) {
+            up.wide = gathered + n * inner, up.wide_step = to.outer;
+            copy_rows<false>(to.y, to.step, to.outer, rows, n, up.wide, num_threads);
+        }
+        from_low_rank(low_rank::table_of(up), 1, true, to.outer, factors.rank, threads(to.outer));
+        if (are_apart) copy_rows<true>(to.y, to.step, to.outer, rows, n, up.wide, num_threads);
     }
     return true;
 #else
@@ -179,7 +219,7 @@ bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, i64 first_row, i64 n, co
 #endif
 }
 
-bool add_in_tiles(const float*, i64, i64, i64, i64, const Factors<float>*, const Site<float>*, i64, i64) {
+bool add_in_tiles(const float*, i64, i64, const i64*, i64, const Factors<float>*, const Site<float>*, i64, i64) {
     return false;
 }
 
@@ -187,7 +227,7 @@ bool add_in_tiles(const float*, i64, i64, i64, i64, const Factors<float>*, const
 template <typename T>
 void add_neighbours(const T* x, i64 x_step, i64 inner, const i64* rows, i64 n, const Factors<T>* table,
                     const Site<T>* sites, i64 num_sites, i64 many_rows, i64 num_threads) {
-    if (n >= many_rows && add_in_tiles(x, x_step, inner, rows[0], n, table, sites, num_sites, num_threads)) return;
+    if (n >= many_rows && add_in_tiles(x, x_step, inner, rows, n, table, sites, num_sites, num_threads)) return;
     static const std::vector<bool> is_done(1);
     Batch<T>(x, x_step, inner, rows, &n, 1, table, 0, sites, num_sites, is_done).run(num_threads);
 }
@@ -216,18 +256,12 @@ bool drops(const Factors<T>* table, i64 num_sites) {
     return std::any_of(table, table + num_sites, [](const Factors<T>& factors) { return factors.p > 0; });
 }
 
-bool are_neighbours(const i64* rows, i64 count) {
-    for (i64 i = 1; i < count; i++)
-        if (rows[i] != rows[0] + i) return false;
-    return true;
-}
-
 }  // namespace
 
 // x [.., inner] with a step from row to row. rows: which of its rows have an adapter, adapter by adapter; ends
 // [num_adapters]: where each adapter's end. table: Factors of the sites, by adapter, which stand table_step factors
-// apart. sites: address, step from row to row, and width of the outputs. many_rows: from how many neighbours on an
-// adapter's go through tiles, where they can.
+// apart. sites: address, step from row to row, and width of the outputs. many_rows: from how many rows on an adapter's
+// go through tiles, where they can.
 extern "C" void add_adapters(const void* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,
                              const i64* table, i64 table_step, const i64* sites, i64 num_sites, i64 many_rows,
                              i64 is_bfloat16, i64 num_threads) {
@@ -246,9 +280,9 @@ extern "C" void add_adapters(const void* x, i64 x_step, i64 inner, const i64* ro
             if (drops(own, num_sites)) {
                 add_dropped(all, x_step, inner, rows + first, count, own, to, num_sites, many_rows, num_threads);
                 are_done[adapter] = true;
-            } else if (count >= many_rows && are_neighbours(rows + first, count)) {
+            } else if (count >= many_rows) {
                 are_done[adapter] =
-                    add_in_tiles(all, x_step, inner, rows[first], count, own, to, num_sites, num_threads);
+                    add_in_tiles(all, x_step, inner, rows + first, count, own, to, num_sites, num_threads);
             }
             num_done += are_done[adapter];
         }

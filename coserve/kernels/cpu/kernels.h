@@ -71,21 +71,15 @@ void int8_product_float32(const float* x, i64 x_step, const int8_t* weight, cons
                           float* y, i64 n, i64 inner, i64 outer, i64 num_threads);
 void int8_to_bfloat16(const int8_t* values, const float* scales, bf16* out, i64 rows, i64 columns, i64 num_threads);
 
-// low_rank.cpp (tiles)
-void to_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 n, i64 width, i64 rank,
-                 i64 num_threads);
-void from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 y_step, i64 n,
-                   i64 width, i64 rank, i64 num_threads);
-void add_low_rank_gradient(const bf16* x, i64 x_step, const bf16* y, i64 y_step, float* grad, i64 is_transposed, i64 n,
-                           i64 width, i64 rank, i64 num_threads);
+// low_rank.cpp (tiles): jobs as in low_rank_jobs.h
+void to_low_rank(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
+void from_low_rank(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
+void add_low_rank_gradient(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
 
-// vector_low_rank.cpp
-void vector_to_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 n, i64 width,
-                        i64 rank, i64 num_threads);
-void vector_from_low_rank(const bf16* x, i64 x_step, const bf16* matrix, i64 is_transposed, bf16* y, i64 y_step, i64 n,
-                          i64 width, i64 rank, i64 num_threads);
-void vector_low_rank_gradient(const bf16* x, i64 x_step, const bf16* wide, i64 wide_step, float* grad,
-                              i64 is_transposed, i64 n, i64 width, i64 rank, i64 num_threads);
+// vector_low_rank.cpp: the same
+void vector_to_low_rank(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
+void vector_from_low_rank(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
+void vector_low_rank_gradient(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
 
 // adapters.cpp
 void add_adapters(const void* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,

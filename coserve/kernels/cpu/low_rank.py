@@ -1,13 +1,18 @@
-"""Products with a factor of low rank, such as a LoRA's (A [rank, width], B [width, rank]), and its gradient, by kernels
-of our own: bfloat16, with float32 sums that are rounded once. In tiles where there are some (`low_rank.cpp`), in
-float32 elsewhere (`vector_low_rank.cpp`). A library's product takes several times what reading the wide tensor takes.
+"""Products with factors of low rank, such as a LoRA's (A [rank, width], B [width, rank]), and their gradients, by
+kernels of our own: bfloat16, with float32 sums that are rounded once. In tiles where there are some (`low_rank.cpp`),
+in float32 elsewhere (`vector_low_rank.cpp`). A library's product takes several times what reading the wide tensor does.
 
-Each function gives None, or False, when it is not for these tensors.
+Rows of many adapters, each with its own factor, are one call (`low_rank_jobs.h`). Each function gives None, or False,
+when it is not for these tensors.
 """
+
+from collections.abc import Callable, Sequence
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
 
+from coserve.kernels.base import Factor, Grouped, JoinedRows
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.tile_products import are_bfloat16
 
@@ -25,61 +30,83 @@ class LowRankProducts:
         self._from_low_rank = kernels.from_low_rank if has_tiles else kernels.vector_from_low_rank
         self._gradient = kernels.add_low_rank_gradient if has_tiles else kernels.vector_low_rank_gradient
 
-    def to_low_rank(self, x: Tensor, matrix: Tensor, *, transposed: bool) -> Tensor | None:
+    def to_low_rank(self, x: Tensor, factor: Factor, *, transposed: bool) -> Tensor | None:
         """x M: x [n, width], M [width, rank], given as its transpose or not -> [n, rank]."""
-        n, width = x.shape
-        rank = matrix.shape[0] if transposed else matrix.shape[1]
-        if not n or not _is_low(rank, width) or not _is_whole(matrix, (rank, width) if transposed else (width, rank)):
-            return None
-        if not are_bfloat16(x, matrix):
-            return None
-        y = torch.empty(n, rank, dtype=x.dtype)
-        self._to_low_rank(
-            *(x.data_ptr(), x.stride(0), matrix.data_ptr(), transposed, y.data_ptr()),
-            *(n, width, rank, _num_threads(n * width)),
-        )
-        return y
+        matrices = _matrices(factor)
+        y = x.new_empty(x.shape[0], matrices[0].shape[0 if transposed else 1])
+        fits = are_bfloat16(*matrices)
+        return y if fits and _run(self._to_low_rank, x, y, factor, transposed, by_rank=transposed) else None
 
-    def add_from_low_rank(self, total: Tensor, x: Tensor, matrix: Tensor, *, transposed: bool) -> bool:
+    def add_from_low_rank(self, total: Tensor, x: Tensor, factor: Factor, *, transposed: bool) -> bool:
         """total += x M: total [n, width], x [n, rank], M [rank, width], given as its transpose or not; whether it
         did.
         """
-        n, width = total.shape
-        rank = x.shape[1]
-        shape = (width, rank) if transposed else (rank, width)
-        if x.shape[0] != n or not _is_low(rank, width) or not _is_whole(matrix, shape):
-            return False
-        if not are_bfloat16(total, x, matrix):
-            return False
-        self._from_low_rank(
-            *(x.data_ptr(), x.stride(0), matrix.data_ptr(), transposed, total.data_ptr(), total.stride(0)),
-            *(n, width, rank, _num_threads(n * width)),
-        )
-        return True
+        fits = are_bfloat16(*_matrices(factor))
+        return fits and _run(self._from_low_rank, total, x, factor, transposed, by_rank=not transposed)
 
-    def add_low_rank_gradient(self, total: Tensor, narrow: Tensor, wide: Tensor, *, transposed: bool) -> bool:
+    def add_low_rank_gradient(
+        self, total: Factor, narrow: Tensor | JoinedRows, wide: Tensor | JoinedRows, *, transposed: bool
+    ) -> bool:
         """total += narrow^T wide, or its transpose: narrow [n, rank], wide [n, width], total float32 [rank, width] or
         [width, rank]; whether it did.
         """
-        (n, rank), width = narrow.shape, wide.shape[1]
-        if wide.shape[0] != n or not _is_low(rank, width) or not are_bfloat16(narrow, wide):
+        fits = all(sums.dtype == torch.float32 for sums in _matrices(total))
+        return fits and _run(self._gradient, wide, narrow, total, transposed, by_rank=not transposed)
+
+
+def _run(
+    kernel: Callable[..., None],
+    wide: Tensor | JoinedRows,
+    narrow: Tensor | JoinedRows,
+    factor: Factor,
+    transposed: bool,
+    *,
+    by_rank: bool,
+) -> bool:
+    """Call a kernel with a table of what `low_rank_jobs.h` says of each adapter's rows, [n, width] and [n, rank];
+    False where it is not for these rows or shapes. by_rank: factors are [rank, width], not [width, rank].
+    """
+    matrices = _matrices(factor)
+    rank, width = matrices[0].shape if by_rank else reversed(matrices[0].shape)
+    if not 0 < rank <= _MOST_RANK < width or width % 32:
+        return False
+    for matrix in matrices:
+        if matrix.shape != matrices[0].shape or not matrix.is_contiguous() or not matrix.is_cpu:
             return False
-        if total.dtype != torch.float32 or not _is_whole(total, (width, rank) if transposed else (rank, width)):
-            return False
-        self._gradient(
-            *(narrow.data_ptr(), narrow.stride(0), wide.data_ptr(), wide.stride(0), total.data_ptr(), transposed),
-            *(n, width, rank, _num_threads(n * width)),
-        )
-        return True
+    sizes = factor.rows.sizes if isinstance(factor, Grouped) else _sizes(wide)
+    if not all(sizes) or not _are_rows(wide, sizes, width) or not _are_rows(narrow, sizes, rank):
+        return False
+    table = list[int]()
+    for size, matrix, *rows in zip(sizes, matrices, _places(wide, sizes), _places(narrow, sizes), strict=True):
+        for place in rows:
+            table += place
+        table += (matrix.data_ptr(), size)
+    num_threads = 1 if sum(sizes) * width <= _ONE_THREAD_ELEMENTS else torch.get_num_threads()
+    kernel((c_int64 * len(table))(*table), len(sizes), transposed, width, rank, num_threads)
+    return True
 
 
-def _is_low(rank: int, width: int) -> bool:
-    return 0 < rank <= _MOST_RANK < width and width % 32 == 0
+def _matrices(factor: Factor) -> tuple[Tensor, ...]:
+    return factor.tensors if isinstance(factor, Grouped) else (factor,)
 
 
-def _is_whole(matrix: Tensor, shape: tuple[int, int]) -> bool:
-    return matrix.shape == shape and matrix.is_contiguous()
+def _sizes(x: Tensor | JoinedRows) -> tuple[int, ...]:
+    return tuple(rows.shape[0] for rows in x.tensors) if isinstance(x, JoinedRows) else (x.shape[0],)
 
 
-def _num_threads(num_elements: int) -> int:
-    return 1 if num_elements <= _ONE_THREAD_ELEMENTS else torch.get_num_threads()
+def _are_rows(x: Tensor | JoinedRows, sizes: Sequence[int], width: int) -> bool:
+    """Whether a kernel can read them as the rows of as many adapters."""
+    if isinstance(x, JoinedRows):
+        return _sizes(x) == sizes and are_bfloat16(*x.tensors) and all(rows.shape[1] == width for rows in x.tensors)
+    return x.shape == (sum(sizes), width) and are_bfloat16(x)
+
+
+def _places(x: Tensor | JoinedRows, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each adapter's rows begin, and the step from one to the next."""
+    if isinstance(x, JoinedRows):
+        return [(rows.data_ptr(), rows.stride(0)) for rows in x.tensors]
+    address, step, found = x.data_ptr(), x.stride(0), []
+    for size in sizes:
+        found.append((address, step))
+        address += size * step * x.itemsize
+    return found

@@ -17,13 +17,14 @@ In every case the sums are float32, and a product is rounded once.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
 import torch
 from torch import Tensor
 
+from coserve.kernels.base import Factor, Grouped, JoinedRows, rows_of_owner
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.low_rank import LowRankProducts
 from coserve.kernels.cpu.processor import multiplies_bfloat16
@@ -187,37 +188,67 @@ class CpuProducts:
 
     # -- factors of low rank --------------------------------------------------------------
 
-    def low_rank_product(self, x: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
+    def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
         """x F^T; F [out, in], one of both the rank. Added to `onto`: rounded once, unless bfloat16 is widened."""
         own = self._low_rank
-        if onto is None:
-            return self.product(x, factor) if (y := own.to_low_rank(x, factor, transposed=True)) is None else y
-        if own.add_from_low_rank(onto, x, factor, transposed=True):
+        if onto is None and (found := own.to_low_rank(x, factor, transposed=True)) is not None:
+            return found
+        if onto is not None and own.add_from_low_rank(onto, x, factor, transposed=True):
             return onto
+        if isinstance(factor, Grouped):
+            return _each(self.low_rank_product, x, factor, factor.tensors[0].shape[0], onto)
+        if onto is None:
+            return self.product(x, factor)
         if is_widened(x) and x.shape[0] >= _MIN_WIDE_ROWS:
             return onto.add_(self.product(x, factor))
         return onto.addmm_(x, factor.T)
 
-    def low_rank_input_gradient(self, grad: Tensor, factor: Tensor, onto: Tensor | None = None) -> Tensor:
+    def low_rank_input_gradient(self, grad: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
         """dx = dy F."""
         own = self._low_rank
         if onto is None and (found := own.to_low_rank(grad, factor, transposed=False)) is not None:
             return found
         if onto is not None and own.add_from_low_rank(onto, grad, factor, transposed=False):
             return onto
+        if isinstance(factor, Grouped):
+            return _each(self.low_rank_input_gradient, grad, factor, factor.tensors[0].shape[1], onto)
         return self.input_gradient(grad, factor, onto)
 
-    def add_low_rank_gradient(self, grad: Tensor, x: Tensor, onto: Tensor) -> None:
-        """Add dF = dy^T x to a float32 sum."""
+    def add_low_rank_gradient(self, grad: Tensor, x: Tensor | JoinedRows, onto: Factor) -> None:
+        """Add dF = dy^T x to a float32 sum, of each adapter's rows to its own."""
         own = self._low_rank
         if own.add_low_rank_gradient(onto, grad, x, transposed=False):
             return
         if own.add_low_rank_gradient(onto, x, grad, transposed=True):
             return
+        if isinstance(onto, Grouped):
+            for index, (rows, total) in enumerate(zip(onto.rows.slices, onto.tensors, strict=True)):
+                self.add_low_rank_gradient(grad[rows], rows_of_owner(x, index, rows), total)
+            return
+        assert isinstance(x, Tensor), "rows of one adapter"
         if grad.dtype == onto.dtype:
             onto.addmm_(grad.T, x)
         else:
             onto.add_(self.weight_gradient(grad, x))
+
+
+def _each(
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    factor: Grouped,
+    width: int,
+    onto: Tensor | None,
+) -> Tensor:
+    """Rows of several adapters with the factor of each, added to `onto` or put side by side. No factor is copied: on a
+    CPU that would take as long as the product.
+    """
+    y = x.new_empty(x.shape[0], width) if onto is None else onto
+    for own, matrix in zip(factor.rows.slices, factor.tensors, strict=True):
+        if onto is None:
+            y[own] = multiply(x[own], matrix, None)
+        else:
+            multiply(x[own], matrix, y[own])
+    return y
 
 
 def layout(weight: Tensor) -> Tensor:
