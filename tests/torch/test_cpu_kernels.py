@@ -352,6 +352,9 @@ def test_products_with_a_matrix_of_low_rank(n, width, rank, num_threads):
         exact = total.double() + narrow.double() @ (matrix.T if transposed else matrix).double()
         assert low_rank.add_from_low_rank(total, narrow, matrix, transposed=transposed)
         torch.testing.assert_close(total, exact.bfloat16(), atol=1e-3, rtol=2**-7)
+        exact = narrow.double() @ (matrix.T if transposed else matrix).double()
+        y = low_rank.from_low_rank(narrow, matrix, transposed=transposed)
+        torch.testing.assert_close(y, exact.bfloat16(), atol=1e-3, rtol=2**-7)
     exact = narrow.double().T @ x.double()
     for transposed in (False, True):
         start = torch.randn(exact.T.shape if transposed else exact.shape)
@@ -401,13 +404,15 @@ def test_rows_of_many_adapters_are_one_call_that_gives_each_what_it_gets_alone(
         assert low_rank.add_from_low_rank(total, narrow, up, transposed=transposed)
         apart = JoinedRows(tensors=bad.split(sizes))
         assert low_rank.add_low_rank_gradient(sums, narrow, apart if transposed else bad, transposed=transposed)
-        assert len(calls) == 3
+        made = low_rank.from_low_rank(narrow, up, transposed=transposed)
+        assert len(calls) == 4
         for i, own in enumerate(rows.slices):
             alone, base = x[own].clone(), before[i].clone()
             assert low_rank.add_from_low_rank(alone, narrow[own], up.tensors[i], transposed=transposed)
             assert low_rank.add_low_rank_gradient(base, narrow[own], bad[own], transposed=transposed)
             found = low_rank.to_low_rank(x[own], down.tensors[i], transposed=transposed)
-            for one, other in ((y[own], found), (total[own], alone), (sums.tensors[i], base)):
+            wide = low_rank.from_low_rank(narrow[own], up.tensors[i], transposed=transposed)
+            for one, other in ((y[own], found), (total[own], alone), (made[own], wide), (sums.tensors[i], base)):
                 assert one.isnan().all() if i == 1 else torch.equal(one, other)
     assert low_rank.to_low_rank(x[1:], down, transposed=True) is None, "other rows"
     gaps = Grouped(tensors=(*down.tensors[:-1], down.tensors[-1].T.contiguous().T), rows=rows)

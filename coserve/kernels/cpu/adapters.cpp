@@ -210,7 +210,7 @@ bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, const i64* rows, i64 n, 
             up.wide = gathered + n * inner, up.wide_step = to.outer;
             copy_rows<false>(to.y, to.step, to.outer, rows, n, up.wide, num_threads);
         }
-        from_low_rank(low_rank::table_of(up), 1, true, to.outer, factors.rank, threads(to.outer));
+        from_low_rank(low_rank::table_of(up), 1, true, true, to.outer, factors.rank, threads(to.outer));
         if (are_apart) copy_rows<true>(to.y, to.step, to.outer, rows, n, up.wide, num_threads);
     }
     return true;

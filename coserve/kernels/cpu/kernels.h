@@ -73,12 +73,13 @@ void int8_to_bfloat16(const int8_t* values, const float* scales, bf16* out, i64 
 
 // low_rank.cpp (tiles): jobs as in low_rank_jobs.h
 void to_low_rank(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
-void from_low_rank(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
+void from_low_rank(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 adds, i64 width, i64 rank, i64 num_threads);
 void add_low_rank_gradient(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
 
 // vector_low_rank.cpp: the same
 void vector_to_low_rank(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
-void vector_from_low_rank(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
+void vector_from_low_rank(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 adds, i64 width, i64 rank,
+                          i64 num_threads);
 void vector_low_rank_gradient(const i64* jobs, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads);
 
 // adapters.cpp

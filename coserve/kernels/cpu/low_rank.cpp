@@ -94,8 +94,9 @@ extern "C" void to_low_rank(const i64* table, i64 num_jobs, i64 is_transposed, i
 // many streams.
 const i64 STRIP = 32;
 
-// y += x M, wide from narrow.
-extern "C" void from_low_rank(const i64* table, i64 num_jobs, i64 is_transposed, i64 width, i64 rank, i64 num_threads) {
+// y = x M, or y += x M, wide from narrow.
+extern "C" void from_low_rank(const i64* table, i64 num_jobs, i64 is_transposed, i64 adds, i64 width, i64 rank,
+                              i64 num_threads) {
     const Job* jobs = low_rank::jobs_of(table);
     const i64 inner = round_up(rank, 32), num_blocks = width / 32;
     auto arrange = [=](const Job& job, Part blocks, bf16* right) {  // [width / 32, inner / 2, 32, 2]
@@ -130,8 +131,8 @@ extern "C" void from_low_rank(const i64* table, i64 num_jobs, i64 is_transposed,
                 settle();
                 for (i64 i = 0; i < count; i++) {
                     bf16* out = job.wide + (row + i) * job.wide_step + column;
-                    __m512 one = _mm512_add_ps(_mm512_loadu_ps(sums + i * 32), load(out));
-                    __m512 two = _mm512_add_ps(_mm512_loadu_ps(sums + i * 32 + 16), load(out + 16));
+                    __m512 one = _mm512_loadu_ps(sums + i * 32), two = _mm512_loadu_ps(sums + i * 32 + 16);
+                    if (adds) one = _mm512_add_ps(one, load(out)), two = _mm512_add_ps(two, load(out + 16));
                     _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(two, one));
                 }
             }

@@ -35,14 +35,22 @@ class LowRankProducts:
         matrices = _matrices(factor)
         y = x.new_empty(x.shape[0], matrices[0].shape[0 if transposed else 1])
         fits = are_bfloat16(*matrices)
-        return y if fits and _run(self._to_low_rank, x, y, factor, transposed, by_rank=transposed) else None
+        return y if fits and _run(self._to_low_rank, x, y, factor, [transposed], by_rank=transposed) else None
+
+    def from_low_rank(self, x: Tensor, factor: Factor, *, transposed: bool) -> Tensor | None:
+        """x M: x [n, rank], M [rank, width], given as its transpose or not -> [n, width]."""
+        y = x.new_empty(x.shape[0], _matrices(factor)[0].shape[0 if transposed else 1])
+        return y if self._from(y, x, factor, transposed, adds=False) else None
 
     def add_from_low_rank(self, total: Tensor, x: Tensor, factor: Factor, *, transposed: bool) -> bool:
         """total += x M: total [n, width], x [n, rank], M [rank, width], given as its transpose or not; whether it
         did.
         """
+        return self._from(total, x, factor, transposed, adds=True)
+
+    def _from(self, y: Tensor, x: Tensor, factor: Factor, transposed: bool, *, adds: bool) -> bool:
         fits = are_bfloat16(*_matrices(factor))
-        return fits and _run(self._from_low_rank, total, x, factor, transposed, by_rank=not transposed)
+        return fits and _run(self._from_low_rank, y, x, factor, [transposed, adds], by_rank=not transposed)
 
     def add_low_rank_gradient(
         self, total: Factor, narrow: Tensor | JoinedRows, wide: Tensor | JoinedRows, *, transposed: bool
@@ -51,7 +59,7 @@ class LowRankProducts:
         [width, rank]; whether it did.
         """
         fits = all(sums.dtype == torch.float32 for sums in _matrices(total))
-        return fits and _run(self._gradient, wide, narrow, total, transposed, by_rank=not transposed)
+        return fits and _run(self._gradient, wide, narrow, total, [transposed], by_rank=not transposed)
 
 
 def _run(
@@ -59,12 +67,13 @@ def _run(
     wide: Tensor | JoinedRows,
     narrow: Tensor | JoinedRows,
     factor: Factor,
-    transposed: bool,
+    settings: Sequence[bool],
     *,
     by_rank: bool,
 ) -> bool:
     """Call a kernel with a table of what `low_rank_jobs.h` says of each adapter's rows, [n, width] and [n, rank];
-    False where it is not for these rows or shapes. by_rank: factors are [rank, width], not [width, rank].
+    False where it is not for these rows or shapes. settings: what the kernel is told beside it. by_rank: factors are
+    [rank, width], not [width, rank].
     """
     matrices = _matrices(factor)
     rank, width = matrices[0].shape if by_rank else reversed(matrices[0].shape)
@@ -82,7 +91,7 @@ def _run(
             table += place
         table += (matrix.data_ptr(), size)
     num_threads = 1 if sum(sizes) * width <= _ONE_THREAD_ELEMENTS else torch.get_num_threads()
-    kernel((c_int64 * len(table))(*table), len(sizes), transposed, width, rank, num_threads)
+    kernel((c_int64 * len(table))(*table), len(sizes), *settings, width, rank, num_threads)
     return True
 
 

@@ -40,6 +40,8 @@ _MOST_VECTOR_ROWS_NATIVE, _MOST_PAIR_ROWS = 16, 48
 _MOST_PAIR_GRADIENT_ROWS = 64
 # From how many rows on a conversion pays for the products of gradients.
 _MIN_WIDE_ROWS = 16
+# Up to how many rows of each of several adapters a product from their rank is made by our own kernel, all in one call.
+_MOST_MADE_ROWS = 128
 # Held while factors are rounded.
 _ROUNDING = Lock()
 # Below how many rows float32 products are faster with the weight as the left factor.
@@ -190,11 +192,8 @@ class CpuProducts:
 
     def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
         """x F^T; F [out, in], one of both the rank. Added to `onto`: rounded once, unless bfloat16 is widened."""
-        own = self._low_rank
-        if onto is None and (found := own.to_low_rank(x, factor, transposed=True)) is not None:
+        if (found := self._low_rank_rows(x, factor, onto, transposed=True)) is not None:
             return found
-        if onto is not None and own.add_from_low_rank(onto, x, factor, transposed=True):
-            return onto
         if isinstance(factor, Grouped):
             return _each(self.low_rank_product, x, factor, factor.tensors[0].shape[0], onto)
         if onto is None:
@@ -205,14 +204,22 @@ class CpuProducts:
 
     def low_rank_input_gradient(self, grad: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
         """dx = dy F."""
-        own = self._low_rank
-        if onto is None and (found := own.to_low_rank(grad, factor, transposed=False)) is not None:
+        if (found := self._low_rank_rows(grad, factor, onto, transposed=False)) is not None:
             return found
-        if onto is not None and own.add_from_low_rank(onto, grad, factor, transposed=False):
-            return onto
         if isinstance(factor, Grouped):
             return _each(self.low_rank_input_gradient, grad, factor, factor.tensors[0].shape[1], onto)
         return self.input_gradient(grad, factor, onto)
+
+    def _low_rank_rows(self, x: Tensor, factor: Factor, onto: Tensor | None, *, transposed: bool) -> Tensor | None:
+        """x F^T (transposed) or x F by the kernels for that, if they are for these tensors."""
+        own = self._low_rank
+        if onto is not None:
+            return onto if own.add_from_low_rank(onto, x, factor, transposed=transposed) else None
+        if (narrow := own.to_low_rank(x, factor, transposed=transposed)) is not None:
+            return narrow
+        # Of many rows of an adapter PyTorch's product takes two thirds of the time.
+        has_few_rows = isinstance(factor, Grouped) and x.shape[0] <= _MOST_MADE_ROWS * len(factor.tensors)
+        return own.from_low_rank(x, factor, transposed=transposed) if has_few_rows else None
 
     def add_low_rank_gradient(self, grad: Tensor, x: Tensor | JoinedRows, onto: Factor) -> None:
         """Add dF = dy^T x to a float32 sum, of each adapter's rows to its own."""

@@ -31,12 +31,13 @@ void arrange_factor(const bf16* matrix, bool is_transposed, i64 width, i64 rank,
         }
 }
 
-// y += x M of ROWS rows and PAIR columns; x [n, rank] in float32, factor [rank, width].
+// y = x M, or y += x M, of ROWS rows and PAIR columns; x [n, rank] in float32, factor [rank, width].
 template <int ROWS>
-inline void add_pair(const float* x, const float* factor, i64 rank, i64 width, bf16* y, i64 y_step) {
-    Floats sums[ROWS][2];
+inline void from_pair(bool adds, const float* x, const float* factor, i64 rank, i64 width, bf16* y, i64 y_step) {
+    Floats sums[ROWS][2] = {};
+    if (adds)
 #pragma GCC unroll 8
-    for (int row = 0; row < ROWS; row++) vectors::load_pair(y + row * y_step, sums[row][0], sums[row][1]);
+        for (int row = 0; row < ROWS; row++) vectors::load_pair(y + row * y_step, sums[row][0], sums[row][1]);
     for (i64 r = 0; r < rank; r++) {
         const Floats even = vectors::load(factor + r * width), odd = vectors::load(factor + r * width + LANES);
 #pragma GCC unroll 8
@@ -102,8 +103,8 @@ extern "C" void vector_to_low_rank(const i64* table, i64 num_jobs, i64 is_transp
                                 run);
 }
 
-// y += x M, wide from narrow, rounded once; M [rank, width], or [width, rank] if it is transposed.
-extern "C" void vector_from_low_rank(const i64* table, i64 num_jobs, i64 is_transposed, i64 width, i64 rank,
+// y = x M, or y += x M, wide from narrow, rounded once; M [rank, width], or [width, rank] if it is transposed.
+extern "C" void vector_from_low_rank(const i64* table, i64 num_jobs, i64 is_transposed, i64 adds, i64 width, i64 rank,
                                      i64 num_threads) {
     auto arrange = [=](const Job& job, Part pairs, float* factor) {
         arrange_factor(job.matrix(), !is_transposed, width, rank, pairs, factor);
@@ -116,9 +117,10 @@ extern "C" void vector_from_low_rank(const i64* table, i64 num_jobs, i64 is_tran
             for (i64 i = 0; i < count; i++)
                 for (i64 r = 0; r < rank; r++)
                     narrow_rows[i * rank + r] = widen(job.narrow[(row + i) * job.narrow_step + r]);
-            auto run = is_whole ? add_pair<STRIP> : add_pair<1>;
+            auto run = is_whole ? from_pair<STRIP> : from_pair<1>;
             for (i64 column = 0; column < width; column += PAIR)
-                run(narrow_rows, factor + column, rank, width, job.wide + row * job.wide_step + column, job.wide_step);
+                run(adds, narrow_rows, factor + column, rank, width, job.wide + row * job.wide_step + column,
+                    job.wide_step);
             row += count;
         }
     };
