@@ -22,7 +22,7 @@ from coserve.cluster.newcomers import Newcomers
 from coserve.cluster.nodes import ClusterNode, FindNodes, Nodes
 from coserve.cluster.placement import Placement
 from coserve.cluster.profiler import profile_of
-from coserve.cluster.scheduler import ClusterScheduler
+from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
 from coserve.cluster.shard_reports import Told
 from coserve.cluster.tracker import NodeTracker, Totals, how_unlike, joined_ready
 from coserve.cluster.view import ClusterView
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 # How often nodes that have joined are looked for, and the others are asked how they are.
 _LOOK_S = 1.0
-# While tasks wait for a node, placements are asked again this often.
-_WAIT_S = 0.1
 _ENDS = ("succeeded", "failed", "cancelled")
 # Checkpoints at the end, as for a single engine.
 _SHUTDOWN_S = 20.0
@@ -342,7 +340,7 @@ class ClusterLink:
         if self._retry is not None:
             self._retry.cancel()
         waits = self._scheduler.num_waiting and not self._closing
-        self._retry = asyncio.get_running_loop().call_later(_WAIT_S, self._place) if waits else None
+        self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._place) if waits else None
 
     # -- adapters -------------------------------------------------------------------
 

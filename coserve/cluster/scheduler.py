@@ -16,6 +16,8 @@ from msgspec.structs import replace
 from coserve.cluster.placement.base import Placement
 from coserve.cluster.view import ClusterView, Lengths, NodeView, Placed, PlannedTask, Task, TaskKind
 
+# While tasks wait for a node, callers ask again this often.
+RETRY_S = 0.1
 # Requests of this many seconds make the rate.
 _RATE_S = 2.0
 _NUM_KINDS = len(get_args(TaskKind))

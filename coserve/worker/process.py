@@ -40,6 +40,7 @@ from coserve.worker.commands import Commands
 from coserve.worker.handover import open_handover
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.protocol import (
+    STATS_S,
     CancelJob,
     EngineSettings,
     PauseJob,
@@ -58,8 +59,6 @@ from coserve.worker.protocol import (
 
 _log = logging.getLogger(__name__)
 
-# What no client waits for is reported this often.
-_BATCH_S = 0.2
 # New commands hold up requests that run for no longer than this between two steps.
 _COMMANDS_S = 5e-3
 # When there is work, but the policy plans nothing.
@@ -182,7 +181,7 @@ class EngineProcess:
         job_events = [event for event in events if isinstance(event, JobEvent)]
         self._jobs.take(job_events)
         self._has_freed |= any(event.kind in ("succeeded", "failed") for event in job_events)
-        self._report(events, whole=bool(job_events) or end_s - self._reported_s >= _BATCH_S)
+        self._report(events, whole=bool(job_events) or end_s - self._reported_s >= STATS_S)
 
     # -- reports --------------------------------------------------------------------
 

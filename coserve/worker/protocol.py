@@ -238,8 +238,14 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     backward_rows: float
 
 
+# What no client waits for is reported this often.
+STATS_S = 0.2
+
+
 class StepReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What steps brought. stats comes a few times a second."""
+    """What steps brought. Chunks come at once, all else every `STATS_S` seconds, with events of jobs, and when there is
+    nothing left to do.
+    """
 
     chunks: list[Chunk] = []
     job_events: list[JobEvent] = []

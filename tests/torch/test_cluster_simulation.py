@@ -16,7 +16,7 @@ from coserve.cluster.profiler import profile_of
 from coserve.cluster.simulation.engine import EngineNode
 from coserve.cluster.simulation.fluid import FluidNode
 from coserve.cluster.simulation.node import ModelledNode
-from coserve.cluster.simulation.simulation import ClusterSimulation
+from coserve.cluster.simulation.simulation import ClusterSimulation, TaskOutcome
 from coserve.cluster.tracker import NodeTracker
 from coserve.cluster.view import ClusterView, Placed, Task
 from coserve.engine.config import EngineConfig
@@ -102,6 +102,22 @@ def test_a_node_of_a_cluster_tells_placements_what_a_modelled_one_does(place):
         for task in (tasks(2.0)[0], Task(id="job", kind="training", arrival_s=SECONDS, num_tokens=4096)):
             modelled, real = (ClusterView(now_s=SECONDS, nodes=tuple(each)) for each in (nodes, told))
             assert make_placement(name).place(real, task) == make_placement(name).place(modelled, task)
+
+
+def test_a_cluster_learns_of_a_first_token_when_its_step_has_ended_and_the_message_has_come(place):
+    def run(messages_s: float = 0.0) -> list[TaskOutcome]:
+        node = EngineNode("n", place.open(EngineConfig()), at_scale._kind(place).node)
+        tasks = [
+            Task(id=f"r{index}", kind="request", arrival_s=at_s, num_tokens=2000, num_output_tokens=4)
+            for index, at_s in enumerate((1.0, 1.04))
+        ]
+        ran = ClusterSimulation([node], make_placement("slack-affinity"), messages_s=messages_s).run(tasks)
+        return list(ran.outcomes.values())
+
+    first, second = run()
+    assert 1.04 < first.first_token_s == second.placed_s, "until then a task waits on the node, and no other may"
+    late_first, late_second = run(messages_s=0.005)
+    assert late_first.first_token_s == late_second.placed_s == pytest.approx(first.first_token_s + 0.005)
 
 
 def test_a_coarse_node_alone_takes_what_the_latency_model_says(place):

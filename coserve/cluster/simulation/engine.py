@@ -1,10 +1,11 @@
 """A fine model of a node: the engine itself, with its policy, pages and step loop, on a modelled device."""
 
+from collections.abc import Sequence
 from math import inf
 from random import Random
 
 from coserve.adapters.methods.lora import LoraConfig
-from coserve.cluster.simulation.node import Progress
+from coserve.cluster.simulation.node import Progress, Said
 from coserve.cluster.view import NodeProfile, NodeView, Placed, Task
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.core import EngineCore
@@ -15,6 +16,7 @@ from coserve.scheduling.slo import Slo
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
+from coserve.worker.protocol import STATS_S
 
 # A training task is examples of this many tokens, and an optimizer step for each batch.
 _EXAMPLE_TOKENS, _BATCH_SIZE = 512, 4
@@ -26,7 +28,8 @@ _RECENT_S = 10.0
 class EngineNode:
     """See `coserve.cluster.simulation.node.ModelledNode`.
 
-    A step is not divided: what it brings comes at its end, which may be after the moment that was asked for.
+    A step is not divided: what comes until its end is in the next one. What it says of itself it says as often as an
+    engine's process does.
     """
 
     num_stages = 1
@@ -39,6 +42,7 @@ class EngineNode:
         self._seen = set[str]()
         self._busy = 0.0
         self._recent = (0.0, 0.0)
+        self._reported_s = 0.0
 
     @property
     def next_s(self) -> float:
@@ -48,11 +52,11 @@ class EngineNode:
     def busy_s(self) -> float:
         return self._busy
 
-    def add(self, task: Task, placed: Placed, now_s: float) -> None:
+    def add(self, task: Task, placed: Placed, now_s: float) -> list[Said]:
         self._clock.advance(max(0.0, now_s - self._clock.now()))
         if task.trains:
             self._add_job(task)
-            return
+            return []
         self.engine.add_tokens(
             self._random.choices(self._vocab, k=task.num_tokens),
             SamplingParams(max_tokens=max(1, task.num_output_tokens), temperature=0.0),
@@ -60,9 +64,10 @@ class EngineNode:
             arrival_s=task.arrival_s,
             slo=Slo(ttft_s=task.ttft_s, tpot_s=task.tpot_s) if task.ttft_s and task.tpot_s else None,
         )
+        return []
 
-    def advance(self, now_s: float) -> list[Progress]:
-        found: list[Progress] = []
+    def advance(self, now_s: float) -> list[Said]:
+        found: list[Said] = []
         while self.engine.has_work and self._clock.now() <= now_s:
             begin_s = self._clock.now()
             events = self.engine.step()
@@ -71,7 +76,7 @@ class EngineNode:
                 self._clock.advance(0.001 if self.engine.has_work else 0.0)
             else:
                 self._busy += self._clock.now() - begin_s
-            found += [progress for event in events if (progress := self._progress(event)) is not None]
+            found.append(self._said(events))
         if not self.engine.has_work and self._clock.now() < now_s:
             self._clock.advance(now_s - self._clock.now())
         return found
@@ -102,6 +107,16 @@ class EngineNode:
         example = Example(tokens=tokens, trained=(True,) * _EXAMPLE_TOKENS)
         config = TuningConfig(batch_size=_BATCH_SIZE, max_sequence_length=_EXAMPLE_TOKENS)
         self.engine.submit_examples([example] * number, config, adapter=_LORA, job_id=task.id)
+
+    def _said(self, events: Sequence[Event]) -> Said:
+        """At the end of a step."""
+        now_s = self._clock.now()
+        progress = [each for event in events if (each := self._progress(event)) is not None]
+        of_job = any(isinstance(event, JobEvent) for event in events)
+        if not of_job and self.engine.has_work and now_s - self._reported_s < STATS_S:
+            return Said(now_s, progress)
+        self._reported_s = now_s
+        return Said(now_s, progress, self.report(now_s))
 
     def _progress(self, event: Event) -> Progress | None:
         now_s = self._clock.now()

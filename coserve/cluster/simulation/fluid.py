@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from math import inf
 from random import Random
 
-from coserve.cluster.simulation.node import Progress
+from coserve.cluster.simulation.node import Progress, Said
 from coserve.cluster.view import NodeProfile, NodeView, Placed, Task
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import JobView, View
@@ -80,7 +80,7 @@ class FluidNode:
     def busy_s(self) -> float:
         return self._busy
 
-    def add(self, task: Task, placed: Placed, now_s: float) -> None:
+    def add(self, task: Task, placed: Placed, now_s: float) -> list[Said]:
         self._move(now_s)
         if task.trains:
             seconds = task.num_tokens * task.batch_size * self.trained_token_s
@@ -92,8 +92,9 @@ class FluidNode:
             if was_free and self._prompt_s and self._jobs:
                 self._prompt_s += self._random.uniform(0.0, self._tpot_s if self._decoding else self._step_s)
         self._set_speeds()
+        return [Said(now_s, view=self.report(now_s))]
 
-    def advance(self, now_s: float) -> list[Progress]:
+    def advance(self, now_s: float) -> list[Said]:
         found: list[Progress] = []
         while (at_s := self._next_s) <= now_s:
             self._move(at_s)
@@ -102,7 +103,7 @@ class FluidNode:
             self._set_speeds()
         self._move(now_s)
         self._set_speeds()
-        return found
+        return [Said(now_s, found, self.report(now_s))]
 
     def report(self, now_s: float) -> NodeView:
         self._average(now_s)

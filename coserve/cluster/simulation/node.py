@@ -1,5 +1,6 @@
 """What a modelled node is, and what it tells of the tasks on it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from coserve.cluster.view import NodeView, Placed, PlannedTask, Task
@@ -14,6 +15,14 @@ class Progress(NamedTuple):
     first_token_s: float | None = None
     end_s: float | None = None
     path: PlannedTask | None = None
+
+
+class Said(NamedTuple):
+    """By a node, at a moment: progress of its tasks, and, if view is not None, how it is itself."""
+
+    at_s: float
+    progress: Sequence[Progress] = ()
+    view: NodeView | None = None
 
 
 class ModelledNode(Protocol):
@@ -32,14 +41,16 @@ class ModelledNode(Protocol):
         """Seconds of work that it has done, in the mean over its stages."""
         ...
 
-    def add(self, task: Task, placed: Placed, now_s: float) -> None:
-        """A task comes."""
+    def add(self, task: Task, placed: Placed, now_s: float) -> list[Said]:
+        """A task comes. Returns what it says to that."""
         ...
 
-    def advance(self, now_s: float) -> list[Progress]:
-        """Let time pass until this moment, and what happens then happen."""
+    def advance(self, now_s: float) -> list[Said]:
+        """Let time pass until this moment, and what happens then happen. Returns what it says meanwhile, in order, and
+        of what has begun and cannot be divided, what it will say at its end.
+        """
         ...
 
     def report(self, now_s: float) -> NodeView:
-        """What it says of itself."""
+        """How it is."""
         ...

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from coserve.cluster.simulation.node import Progress
+from coserve.cluster.simulation.node import Progress, Said
 from coserve.cluster.view import NodeProfile, NodeView, Placed, PlannedTask, Task
 
 # What counts as of late, for utilisation.
@@ -81,13 +81,14 @@ class PipelineNode:
     def busy_s(self) -> float:
         return sum(self._stage_s) / self.num_stages
 
-    def add(self, task: Task, placed: Placed, now_s: float) -> None:
+    def add(self, task: Task, placed: Placed, now_s: float) -> list[Said]:
         if placed.offloads and self._num_pages:
             self._offload(task, now_s)
         self._queue.append((task, now_s))
         self._begin(now_s)
+        return [Said(now_s, view=self.report(now_s))]
 
-    def advance(self, now_s: float) -> list[Progress]:
+    def advance(self, now_s: float) -> list[Said]:
         found: list[Progress] = []
         while (next_s := self.next_s) <= now_s:
             while self._wakes_s and self._wakes_s[0] <= next_s:
@@ -98,7 +99,7 @@ class PipelineNode:
                     found += self._ended(stage, running[1], running[2], next_s)
             self._begin(next_s)
         self._now_s = now_s
-        return found
+        return [Said(now_s, found, self.report(now_s))]
 
     def report(self, now_s: float) -> NodeView:
         begin_s, busy_s, before = self._recent
