@@ -11,7 +11,7 @@ same requests and jobs.
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from multiprocessing import get_context
 from statistics import mean
@@ -268,7 +268,8 @@ def _check(
     tokens = round(4 * _CHECK_S / coarse[0].trained_token_s)
     tasks += [Task(id=f"job-{i}", kind="training", arrival_s=0.0, num_tokens=tokens) for i in range(_CHECK_NODES)]
     engine = EngineConfig(ttft_s=config.ttft_s)
-    fine = [EngineNode(f"n{index}", place.open(engine), kind.node) for index in range(_CHECK_NODES)]
+    places = [replace(place, seed=index) for index in range(_CHECK_NODES)]
+    fine = [EngineNode(f"n{index}", each.open(engine), kind.node) for index, each in enumerate(places)]
     found: dict[str, Any] = {"requests_per_s_per_node": rate, "requests": len(requests)}
     sides: dict[str, dict[str, float]] = {}
     models: dict[str, Sequence[ModelledNode]] = {"fine": fine, "coarse": coarse}

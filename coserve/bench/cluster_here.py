@@ -7,13 +7,18 @@ devices by the profile that the real ones have measured of themselves.
 What is no model's to know is measured, and given to it. Three engines may have fewer cores than they would like, and
 others use the machine: the profile is fitted to what the steps of the real run took in the mean, by their rows, and its
 noise is the spread of those with prompts. Requests that are alone tell what an engine's process does between two steps,
-which is part of each modelled step, and what messages between the front and a node take, which is added.
+which is part of each modelled step, and what messages between the front and a node take, after which the front hears
+what a step has brought.
+
+Of a thousand requests ten are above the p99. So the real nodes may get the requests several times, modelled ones get
+them with several seeds of the noise, and both sides are what their runs come to together. By how much real runs differ
+from each other is printed, too.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import exp, log
 from random import Random
@@ -43,6 +48,8 @@ _ALONE, _WARM = 54, 6
 _READY_S, _TIMEOUT_S = 600.0, 60.0
 _MEAN_PROMPT, _MEAN_OUTPUT, _LONGEST = 64, 48, 256
 _MOST_NOISE = 1.0
+# After the answers of a run, until its last reports have come.
+_SETTLE_S = 0.5
 # Times that the curve of the forward pass is moved towards what steps took, of which at least as many are of a size.
 _NUM_FITS, _LEAST_STEPS = 4, 10
 
@@ -51,13 +58,17 @@ Watch = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class HereConfig:
-    """rate: requests per second. memory_bytes: of each node, for pages."""
+    """rate: requests per second. num_runs: that real nodes get them. num_seeds: of runs in virtual time. memory_bytes:
+    of each node, for pages.
+    """
 
     model: str = "tiny"
     dtype: str = "float32"
     num_nodes: int = 3
     rate: float = 12.0
     num_requests: int = 600
+    num_runs: int = 1
+    num_seeds: int = 5
     placement: str = "round-robin"
     memory_bytes: int = 64_000_000
     seed: int = 0
@@ -71,12 +82,18 @@ class _Answer(NamedTuple):
     end_s: float
 
 
-@dataclass
-class _Ran:
-    """What came of requests, and the steps that engines made for them. An `EngineListener`."""
+class _Ran(NamedTuple):
+    """What came of requests, and the steps that engines made for them."""
 
-    answers: list[_Answer] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
+    answers: list[_Answer]
+    steps: list[StepRecord]
+
+
+class _Steps:
+    """An `EngineListener` that keeps what engines did."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
 
     def engine_ready(self, ready: Ready) -> None:
         pass
@@ -107,21 +124,21 @@ def run(backbone: Backbone, config: HereConfig, watch: Watch = lambda words: Non
     watch("the same in virtual time")
     assert ready.profile is not None
     pause_s = _pause_s(real_alone.steps)
-    fitted = _fit(ready.profile, real.steps)
-    modelled_alone = _model(backbone, ready, _fit(ready.profile, real_alone.steps), pause_s, config, alone)
+    fitted = _fit(ready.profile, [step for ran in real for step in ran.steps])
+    fitted_alone = _fit(ready.profile, real_alone.steps)
+    modelled_alone = _Modelled(backbone, ready, fitted_alone, pause_s, 0.0, config).play(alone, 0)
     messages_s = max(0.0, median(_firsts(real_alone.answers[_WARM:])) - median(_firsts(modelled_alone[_WARM:])))
-    modelled = [
-        answer._replace(first_s=answer.first_s + messages_s, end_s=answer.end_s + messages_s)
-        for answer in _model(backbone, ready, fitted, pause_s, config, tasks)
-    ]
-    sides = {"real": _summary(real.answers, tasks), "modelled": _summary(modelled, tasks)}
+    modelled = _Modelled(backbone, ready, fitted, pause_s, messages_s, config)
     return {
         "messages_ms": round(1e3 * messages_s, 3),
         "profile_times": round(fitted.times, 4),
         "noise": round(fitted.noise, 4),
         "pause_ms": round(1e3 * pause_s, 4),
-        "rows": [{"nodes": name, **side} for name, side in sides.items()],
-        "error": {key: round(sides["modelled"][key] / value - 1, 4) for key, value in sides["real"].items()},
+        **_compared(
+            real=[ran.answers for ran in real],
+            modelled=[modelled.play(tasks, seed) for seed in range(config.num_seeds)],
+            num_tokens=sum(task.num_output_tokens for task in tasks),
+        ),
     }
 
 
@@ -138,7 +155,7 @@ def make_tasks(config: HereConfig, *, alone: bool = False) -> list[Task]:
 # -- for real -----------------------------------------------------------------------------
 
 
-async def _play(config: HereConfig, alone: Sequence[Task], tasks: Sequence[Task]) -> tuple[Ready, _Ran, _Ran]:
+async def _play(config: HereConfig, alone: Sequence[Task], tasks: Sequence[Task]) -> tuple[Ready, _Ran, list[_Ran]]:
     engine = EngineConfig(memory_bytes=config.memory_bytes)
     settings = EngineSettings(
         address="", model=config.model, dtype=config.dtype, device="cpu", threads=1, engine=engine
@@ -160,16 +177,22 @@ async def _play(config: HereConfig, alone: Sequence[Task], tasks: Sequence[Task]
                 raise ClusterError(f"{link.num_nodes} of {config.num_nodes} nodes are ready in {_READY_S:g} s")
             await asyncio.sleep(0.1)
         ready = link.require_ready()
-        first, second = _Ran(), _Ran()
-        link.listen(first)
+        heard = _Steps()
+        link.listen(heard)
+
+        async def end(answers: Sequence[_Answer], start_s: float = 0.0) -> _Ran:
+            await asyncio.sleep(_SETTLE_S)
+            steps, heard.steps = heard.steps, []
+            return _Ran([answer._replace(arrival_s=answer.arrival_s - start_s) for answer in answers], steps)
+
         # One after the other: how long before the next they come does not matter.
-        first.answers = [await _answer(link, task, ready, time.monotonic()) for task in alone]
-        link.listen(second)
-        start_s = time.monotonic()
-        answers = await asyncio.gather(*(_answer(link, task, ready, start_s + task.arrival_s) for task in tasks))
-        second.answers = [answer._replace(arrival_s=answer.arrival_s - start_s) for answer in answers]
-        first.steps = first.steps[: len(first.steps) - len(second.steps)]
-        return ready, first, second
+        first = await end([await _answer(link, task, ready, time.monotonic()) for task in alone])
+        runs = []
+        for _ in range(config.num_runs):
+            start_s = time.monotonic()
+            answers = await asyncio.gather(*(_answer(link, task, ready, start_s + task.arrival_s) for task in tasks))
+            runs.append(await end(answers, start_s))
+        return ready, first, runs
     finally:
         await link.stop()
         await asyncio.gather(running, return_exceptions=True)
@@ -179,9 +202,10 @@ async def _play(config: HereConfig, alone: Sequence[Task], tasks: Sequence[Task]
 async def _answer(link: ClusterLink, task: Task, ready: Ready, at_s: float) -> _Answer:
     """At a moment; a sender that is late counts against the nodes."""
     await asyncio.sleep(max(0.0, at_s - time.monotonic()))
+    id = f"{task.id}-{at_s}"
     request = AddRequest(
-        id=f"{task.id}-{at_s}",
-        prompt=Random(task.id).choices(range(ready.vocab_size), k=task.num_tokens),
+        id=id,
+        prompt=Random(id).choices(range(ready.vocab_size), k=task.num_tokens),
         params=SamplingParams(max_tokens=task.num_output_tokens, temperature=0.0, ignore_eos=True),
         arrival_s=at_s,
     )
@@ -255,28 +279,45 @@ def _scaled(profile: Profile, times: float) -> Profile:
     return replace(profile, **changed)
 
 
-def _model(
-    backbone: Backbone, ready: Ready, fitted: _Fitted, pause_s: float, config: HereConfig, tasks: Sequence[Task]
-) -> list[_Answer]:
-    """pause_s: that each forward pass takes more. Of a log-normal factor, the mean is above the median."""
-    profile = _scaled(fitted.profile, exp(-(fitted.noise**2) / 2))
-    forward = replace(profile.forward, seconds=tuple([seconds + pause_s for seconds in profile.forward.seconds]))
-    place = ModelledPlace(
-        name=ready.hardware,
-        backbone=backbone,
-        profile=replace(profile, forward=forward),
-        num_pages=ready.num_pages,
-        noise=fitted.noise,
-    )
-    engine, known = EngineConfig(memory_bytes=config.memory_bytes), profile_of(ready)
-    nodes = [EngineNode(f"node-{number}", place.open(engine), known) for number in range(config.num_nodes)]
-    ran = ClusterSimulation(nodes, make_placement(config.placement)).run(tasks)
-    found = []
-    for task in tasks:
-        outcome = ran.outcomes[task.id]
-        assert outcome.first_token_s is not None and outcome.end_s is not None
-        found.append(_Answer(task.arrival_s, outcome.response_s, outcome.end_s - task.arrival_s))
-    return found
+class _Modelled:
+    """The same cluster in virtual time. pause_s: that each forward pass takes more. messages_s: from a step's end until
+    the front hears of it.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        ready: Ready,
+        fitted: _Fitted,
+        pause_s: float,
+        messages_s: float,
+        config: HereConfig,
+    ) -> None:
+        # Of a log-normal factor, the mean is above the median.
+        profile = _scaled(fitted.profile, exp(-(fitted.noise**2) / 2))
+        forward = replace(profile.forward, seconds=tuple([seconds + pause_s for seconds in profile.forward.seconds]))
+        self._place = ModelledPlace(
+            name=ready.hardware,
+            backbone=backbone,
+            profile=replace(profile, forward=forward),
+            num_pages=ready.num_pages,
+            noise=fitted.noise,
+        )
+        self._known, self._messages_s, self._config = profile_of(ready), messages_s, config
+
+    def play(self, tasks: Sequence[Task], seed: int) -> list[_Answer]:
+        """No two nodes have the same noise."""
+        config = self._config
+        engine = EngineConfig(memory_bytes=config.memory_bytes)
+        places = [replace(self._place, seed=config.num_nodes * seed + number) for number in range(config.num_nodes)]
+        nodes = [EngineNode(f"node-{n}", place.open(engine), self._known) for n, place in enumerate(places)]
+        simulation = ClusterSimulation(nodes, make_placement(config.placement), messages_s=self._messages_s)
+        outcomes, found = simulation.run(tasks).outcomes, []
+        for task in tasks:
+            outcome = outcomes[task.id]
+            assert outcome.end_s is not None
+            found.append(_Answer(task.arrival_s, outcome.response_s, outcome.end_s - task.arrival_s))
+        return found
 
 
 # -- what it comes to -----------------------------------------------------------------------
@@ -286,14 +327,37 @@ def _firsts(answers: Sequence[_Answer]) -> list[float]:
     return [answer.first_s for answer in answers]
 
 
-def _summary(answers: Sequence[_Answer], tasks: Sequence[Task]) -> dict[str, float]:
-    seconds = max(answer.arrival_s + answer.end_s for answer in answers)
+def _compared(*, num_tokens: int, **sides: Sequence[Sequence[_Answer]]) -> dict[str, Any]:
+    """What each side's runs come to, together and in the median, and by how much they differ. num_tokens: of a run."""
+    runs = {name: [_summary([answers], num_tokens) for answers in side] for name, side in sides.items()}
+    pooled = {name: _summary(side, num_tokens) for name, side in sides.items()}
+    medians = {name: _each(median, summaries) for name, summaries in runs.items()}
+    return {
+        "rows": [{"nodes": name, **row} for name, row in pooled.items()],
+        "error": _beyond(pooled["modelled"], pooled["real"]),
+        "median_error": _beyond(medians["modelled"], medians["real"]),
+        "spread": {name: _beyond(_each(max, summaries), _each(min, summaries)) for name, summaries in runs.items()},
+        "runs": runs,
+    }
+
+
+def _summary(runs: Sequence[Sequence[_Answer]], num_tokens: int) -> dict[str, float]:
+    answers = [answer for run in runs for answer in run]
+    seconds = sum([max(answer.arrival_s + answer.end_s for answer in run) for run in runs])
     ends = [answer.end_s for answer in answers]
     return {
         "requests_per_s": round(len(answers) / seconds, 4),
-        "tokens_per_s": round(sum(task.num_output_tokens for task in tasks) / seconds, 3),
+        "tokens_per_s": round(num_tokens * len(runs) / seconds, 3),
         "ttft_p50_ms": round(1e3 * percentile(_firsts(answers), 0.5), 3),
         "ttft_p99_ms": round(1e3 * percentile(_firsts(answers), 0.99), 3),
         "latency_p50_ms": round(1e3 * percentile(ends, 0.5), 3),
         "latency_p99_ms": round(1e3 * percentile(ends, 0.99), 3),
     }
+
+
+def _each(of: Callable[[list[float]], float], summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: of([summary[name] for summary in summaries]) for name in summaries[0]}
+
+
+def _beyond(those: Mapping[str, float], these: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(those[name] / value - 1, 4) for name, value in these.items()}

@@ -51,8 +51,8 @@ class Place(Protocol):
 class ModelledPlace:
     """A device that says how long its steps would take.
 
-    noise: standard deviation of the logarithm of what the sections of a step take. known: what every engine knows of
-    the device at its start; true: what steps take; by the profile where they are None.
+    noise: standard deviation of the logarithm of what the sections of a step take; seed: its. known: what every engine
+    knows of the device at its start; true: what steps take; by the profile where they are None.
     """
 
     name: str
@@ -60,6 +60,7 @@ class ModelledPlace:
     profile: Profile
     num_pages: int
     noise: float = MODELLED_NOISE
+    seed: int = 0
     known: LatencyModel | None = None
     true: LatencyModel | None = None
 
@@ -93,6 +94,7 @@ class ModelledPlace:
             num_pages=self.num_pages,
             block_tokens=_BLOCK_TOKENS,
             noise=self.noise,
+            seed=self.seed,
             latency=self.true,
         )
         return EngineCore(device, self.latency, config)

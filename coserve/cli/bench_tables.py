@@ -140,15 +140,24 @@ def serve(table: Table, result: dict[str, Any]) -> None:
 
 
 def cluster_here(table: Table, result: dict[str, Any]) -> None:
-    """Real nodes, the same in virtual time, and by what the latter differ."""
+    """Real nodes, the same in virtual time, by what the latter differ, and runs of each side among themselves."""
     names = list(result["error"])
     for name in ("nodes", *names):
         table.add_column(name, justify="left" if name == "nodes" else "right")
     for row in result["rows"]:
         table.add_row(row["nodes"], *(f"{row[name]:.2f}" for name in names))
-    table.add_row("difference", *(f"{result['error'][name]:+.1%}" for name in names))
+    differences = {
+        "difference": result["error"],
+        "difference of the medians": result["median_error"],
+        "largest run beside the smallest: real": result["spread"]["real"],
+        "modelled": result["spread"]["modelled"],
+    }
+    for words, each in differences.items():
+        table.add_row(words, *(f"{each[name]:+.1%}" for name in names))
+    number = {name: len(runs) for name, runs in result["runs"].items()}
     table.caption = (
-        f"Modelled requests take {result['messages_ms']} ms more for messages, as measured of lone requests."
+        f"Of {number['real']} real runs and {number['modelled']} modelled ones, each side together. Modelled messages "
+        f"take {result['messages_ms']} ms, as measured of lone requests."
     )
 
 

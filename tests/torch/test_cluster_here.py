@@ -7,11 +7,13 @@ from statistics import pstdev
 import pytest
 
 from coserve.bench import cluster_here
+from coserve.cluster.view import Task
 from coserve.models.backbone import load_backbone
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
+from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
-from coserve.worker.protocol import StepRecord
+from coserve.worker.protocol import Ready, StepRecord
 
 
 def test_lone_requests_are_far_apart_and_the_seed_decides():
@@ -47,10 +49,58 @@ def test_a_profile_is_fitted_to_steps_by_their_rows():
     assert fitted.noise == pytest.approx(pstdev([log(each) for each in spread]), rel=0.1), "that of prompts alone"
 
 
+def test_runs_of_a_side_are_taken_together_and_beside_each_other():
+    def run(*firsts_s: float) -> list[cluster_here._Answer]:
+        return [cluster_here._Answer(float(at_s), first_s, 2 * first_s) for at_s, first_s in enumerate(firsts_s)]
+
+    found = cluster_here._compared(
+        real=[run(0.1, 0.2, 0.3), run(0.1, 0.2, 0.6)], modelled=[run(0.2, 0.2, 0.3)] * 2, num_tokens=30
+    )
+    assert [row["ttft_p99_ms"] for row in found["rows"]] == [600, 300]
+    assert found["error"]["ttft_p99_ms"] == -0.5
+    assert found["median_error"]["ttft_p99_ms"] == pytest.approx(300 / 450 - 1, abs=1e-3)
+    assert found["spread"] == {
+        "real": found["spread"]["real"],
+        "modelled": dict.fromkeys(found["error"], 0.0),
+    }
+    assert found["spread"]["real"]["ttft_p99_ms"] == 1.0 and found["spread"]["real"]["ttft_p50_ms"] == 0.0
+    assert found["rows"][0]["tokens_per_s"] == pytest.approx(60 / (2.6 + 3.2), rel=1e-3)
+
+
+def test_modelled_nodes_have_noise_of_their_own_and_the_seed_decides(tmp_path, monkeypatch):
+    monkeypatch.setenv("COSERVE_HOME", str(tmp_path))
+    backbone = load_backbone("tiny", dtype="float32", device="meta")
+    hardware = Hardware(name="cpu", flops_per_s=6e9, bytes_per_s=1e10, call_s=1e-5)
+    profile = roofline_profile(backbone, hardware)
+    ready = Ready(
+        model="tiny",
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        slo=Slo(ttft_s=2.0, tpot_s=0.1),
+        vocab_size=backbone.architecture.vocab_size,
+        max_positions=512,
+        num_pages=1000,
+        page_bytes=1024,
+        block_tokens=16,
+        weight_bytes=10**6,
+        hardware="cpu",
+        profile=profile,
+    )
+    config = cluster_here.HereConfig(num_nodes=2, num_requests=0)
+    fitted = cluster_here._Fitted(profile, 1.0, 0.3)
+    modelled = cluster_here._Modelled(backbone, ready, fitted, 0.0, 0.005, config)
+    tasks = [Task(id=id, kind="request", arrival_s=1.0, num_tokens=50, num_output_tokens=5) for id in ("a", "b")]
+    first, second = modelled.play(tasks, 0)
+    assert first.first_s != second.first_s, "the same request on two nodes"
+    assert min(first.first_s, second.first_s) > 0.005
+    assert modelled.play(tasks, 0) == [first, second] != modelled.play(tasks, 1)
+
+
 @pytest.mark.long
 def test_real_nodes_and_modelled_ones_answer_the_same_requests(tmp_path, monkeypatch):
     monkeypatch.setenv("COSERVE_HOME", str(tmp_path))
-    config = cluster_here.HereConfig(num_nodes=2, num_requests=12, rate=6.0)
+    config = cluster_here.HereConfig(num_nodes=2, num_requests=12, num_runs=2, rate=6.0)
     found = cluster_here.run(load_backbone("tiny", dtype="float32", device="meta"), config)
     assert [row["nodes"] for row in found["rows"]] == ["real", "modelled"]
     for row in found["rows"]:
@@ -58,3 +108,4 @@ def test_real_nodes_and_modelled_ones_answer_the_same_requests(tmp_path, monkeyp
         assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"] <= row["latency_p99_ms"]
     assert set(found["error"]) == set(found["rows"][0]) - {"nodes"}
     assert found["profile_times"] > 0
+    assert {name: len(runs) for name, runs in found["runs"].items()} == {"real": 2, "modelled": config.num_seeds}

@@ -246,6 +246,7 @@ def cluster(
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")] = 0,
     rate: Annotated[float, typer.Option(min=0.01, help="With --device here: requests per second.")] = 12.0,
     placement: Annotated[str, typer.Option(help="With --device here.", metavar="NAME")] = "round-robin",
+    runs: Annotated[int, typer.Option(min=1, help="With --device here: how often real nodes get the requests.")] = 2,
 ) -> None:
     """Placements on four modelled nodes of two GPUs, with LeMix's models, rates and training rates: throughput,
     utilisation, SLO attainment and the requests' loss, ratios over separate nodes beside the paper's, and what placing
@@ -255,7 +256,7 @@ def cluster(
     that errs by.
     """
     if device is Nodes.here:
-        _cluster_here(rate=rate, num_requests=tasks, placement=placement, seed=seed)
+        _cluster_here(rate=rate, num_requests=tasks, placement=placement, runs=runs, seed=seed)
         return
     import torch
 
@@ -278,7 +279,7 @@ def cluster(
     _tell("cluster", what, found)
 
 
-def _cluster_here(*, rate: float, num_requests: int, placement: str, seed: int) -> None:
+def _cluster_here(*, rate: float, num_requests: int, placement: str, runs: int, seed: int) -> None:
     import torch
 
     from coserve.bench import cluster_here as experiment
@@ -291,7 +292,7 @@ def _cluster_here(*, rate: float, num_requests: int, placement: str, seed: int) 
         placement_class(placement)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--placement") from None
-    config = experiment.HereConfig(rate=rate, num_requests=num_requests, placement=placement, seed=seed)
+    config = experiment.HereConfig(rate=rate, num_requests=num_requests, placement=placement, num_runs=runs, seed=seed)
     backbone = load_backbone(config.model, dtype=config.dtype, device="meta")
     found = experiment.run(backbone, config, watch=console(stderr=True).print)
     what = {
@@ -300,7 +301,8 @@ def _cluster_here(*, rate: float, num_requests: int, placement: str, seed: int) 
         "model": config.model,
         "nodes": config.num_nodes,
     }
-    _tell("cluster_here", {**what, "rate": rate, "requests": num_requests, "placement": placement, "seed": seed}, found)
+    load = {"rate": rate, "requests": num_requests, "placement": placement, "seed": seed}
+    _tell("cluster_here", {**what, **load}, found)
 
 
 def _numbers(text: str, option: str, *, most: float) -> tuple[float, ...]:
