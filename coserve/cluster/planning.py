@@ -2,6 +2,10 @@
 
 A stage runs one pass at a time. Forward passes keep the order of placement; a forward pass that would not end before
 the backward pass of an earlier training task begins waits until that has ended (a far dependency).
+
+Where a node bounds how many training tasks are in flight (`NodeView.training_in_flight`), the others wait before the
+first stage, and requests pass them: a request runs before the passes of a training task that is still to begin, where
+it ends before them.
 """
 
 from collections.abc import Sequence
@@ -29,28 +33,36 @@ def plan_path(
         num_cached: tokens of its prompt that need not be computed.
         after: planned tasks that would be placed there before it.
     """
-    profile, last = node.profile, after[-1] if after else node.last
+    profile = node.profile
     if profile.training_yields and task.trains:
         return _beside(node, task, now_s)
-    length = task.num_tokens - num_cached
-    forward_s = profile.forward.seconds(length, task.batch_size)
-    training = [] if profile.training_yields else [path for path in (*node.queue, *after) if path.backward_end_s]
-    starts_s, ends_s = [], []
-    idleness_s, end_s = 0.0, max(now_s, task.arrival_s)
+    paths = (*node.queue, *after)
+    training = [] if profile.training_yields else [path for path in paths if path.backward_end_s]
+    forward_s = profile.forward.seconds(task.num_tokens - num_cached, task.batch_size)
+    before, held, end_s = [after[-1] if after else node.last], list[PlannedTask](), max(now_s, task.arrival_s)
+    if node.training_in_flight is not None and training:
+        if not task.trains:
+            held = [path for path in training if path.forward_start_s[0] > now_s]
+        elif len(training) >= node.training_in_flight:
+            end_s = max(end_s, training[-node.training_in_flight].end_s)
+        last_request = next((path for path in reversed(paths) if not path.backward_end_s), None)
+        before = [last_request, *training[: len(training) - len(held)][-1:]]
+    starts_s, ends_s, idleness_s = [], [], 0.0
     for stage in range(node.num_stages):
         # A node that has run nothing makes no earlier time unusable.
-        previous_s = last.forward_end_s[stage] if last is not None else end_s
+        previous_s = max([path.forward_end_s[stage] for path in before if path is not None], default=end_s)
         start_s = max(end_s, previous_s)
         end_s = start_s + forward_s
         offset_s = 0.0
-        for path in training:
-            backward_start_s, backward_end_s = path.backward_start_s[stage], path.backward_end_s[stage]
-            if end_s <= backward_start_s or backward_end_s <= previous_s:
+        for pass_start_s, pass_end_s in _passes(stage, training, held):
+            if end_s <= pass_start_s:
+                break
+            if pass_end_s <= previous_s:
                 continue
-            start_s = max(start_s, backward_end_s)
+            start_s = max(start_s, pass_end_s)
             end_s = start_s + forward_s
-            if previous_s <= backward_start_s:
-                offset_s += backward_end_s - backward_start_s
+            if previous_s <= pass_start_s:
+                offset_s += pass_end_s - pass_start_s
         idleness_s += max(0.0, start_s - previous_s - offset_s)
         starts_s.append(start_s)
         ends_s.append(end_s)
@@ -65,6 +77,15 @@ def plan_path(
         backward_end_s=backward[1],
     )
     return Path(planned, idleness_s, end_s - task.arrival_s)
+
+
+def _passes(stage: int, training: Sequence[PlannedTask], held: Sequence[PlannedTask]) -> list[tuple[float, float]]:
+    """Starts and ends of what a forward pass must not delay in a stage, in order: backward passes, and forward passes
+    of training tasks that a request may pass.
+    """
+    passes = [(path.backward_start_s[stage], path.backward_end_s[stage]) for path in training]
+    passes += [(path.forward_start_s[stage], path.forward_end_s[stage]) for path in held]
+    return sorted(passes)
 
 
 def _beside(node: NodeView, task: Task, now_s: float) -> Path:

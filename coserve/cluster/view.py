@@ -126,7 +126,9 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """A node, as it last reported itself, with what has been placed on it since.
 
-    hardware: kind of device. is_draining: gets no more tasks. num_running, num_waiting: tasks that have begun, and
+    hardware: kind of device. training_in_flight: training tasks that may be between the begin of their forward and the
+    end of their backward pass at once (1: each learns from weights that have what the one before has learned); None:
+    as many as come. is_draining: gets no more tasks. num_running, num_waiting: tasks that have begun, and
     that have not. jobs: ids of those that it runs. slack: share of its time that the SLOs of its requests leave over
     (`EngineStats`). utilisation: share of recent time in which it was busy. num_free_pages: that could be had now.
     adapters: labels of those on the device. prefixes: keys of cached blocks, the ones used last. lengths: of what was
@@ -139,6 +141,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     hardware: str
     profile: NodeProfile
     num_stages: int = 1
+    training_in_flight: int | None = None
     is_draining: bool = False
     num_running: int = 0
     num_waiting: int = 0

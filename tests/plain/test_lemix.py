@@ -1,5 +1,6 @@
 """LeMix's plan, score and priorities by hand-made nodes; what every placement holds, on nodes of chance."""
 
+from itertools import product
 from random import Random
 
 import pytest
@@ -68,6 +69,32 @@ def test_backward_passes_keep_their_order():
     node = after(two_stages(), plan_path(two_stages(), make_task("a", "training"), 0.0).task)
     second = plan_path(node, make_task("b", "training"), 0.0).task
     assert second.backward_start_s[1] >= 4.0 and second.backward_start_s[0] >= node.queue[0].backward_end_s[0]
+
+
+def test_a_training_task_waits_for_the_one_before_and_requests_pass_it():
+    node = two_stages(training_in_flight=1)
+    for name in ("a", "b"):
+        node = after(node, plan_path(node, make_task(name, "training"), 0.0).task)
+    assert node.queue[1].forward_start_s == (6.0, 7.0), "when all of the first one has run"
+    request = plan_path(node, make_task("r"), 0.0)
+    assert request.task.forward_start_s == (1.0, 4.0), "as if the second one were not there"
+    between = plan_path(node, make_task("r"), 4.5)
+    assert between.task.forward_start_s == (7.0, 10.0), "it would not have ended when that begins"
+    assert between.idleness_s == (7 - 1 - 2 - 1) + (10 - 2 - 2 - 1 - 2), "but for the passes of both"
+
+
+@pytest.mark.parametrize("bound", [None, 1])
+def test_plans_are_what_the_node_then_does(bound):
+    kinds: tuple[TaskKind, ...] = ("training", "request")
+    for drawn in product(kinds, repeat=6):
+        node, plans = PipelineNode("n", SIMPLE, num_stages=2, training_in_flight=bound), list[PlannedTask]()
+        for index, kind in enumerate(drawn):
+            task = make_task(f"t{index}", kind)
+            view = replace(node.report(0.0), queue=tuple(plans), last=plans[-1] if plans else None)
+            plans.append(plan_path(view, task, 0.0).task)
+            node.add(task, Placed("n"), 0.0)
+        ran = {progress.task: progress.path for progress in node.advance(100.0)}
+        assert ran == {plan.task: plan for plan in plans}
 
 
 # -- the score -----------------------------------------------------------------------------
@@ -300,6 +327,19 @@ def test_a_stage_runs_one_pass_at_a_time_and_backward_passes_go_in_reverse():
     simulation.run([make_task("a", "training"), make_task("b", arrival_s=0.5)])
     # Stage 0: a forward 0-1, b forward 1-2, a backward 4-6; stage 1: a forward 1-2, a backward 2-4, b forward 4-5.
     assert ended == [("b", 5.0), ("a", 6.0)]
+
+
+def test_a_node_bounds_how_many_training_tasks_are_in_flight():
+    tasks = [make_task(f"t{index}", "training") for index in range(3)] + [make_task("r", arrival_s=0.5)]
+    ends = {}
+    for bound in (1, 2, None):
+        node = PipelineNode("n", SIMPLE, num_stages=2, training_in_flight=bound)
+        assert node.report(0.0).training_in_flight == bound
+        ran = ClusterSimulation([node], make_placement("round-robin")).run(tasks)
+        ends[bound] = [ran.outcomes[task.id].end_s for task in tasks]
+    # Stage 0: a forward 0-1, r forward 1-2, a backward 4-6, b forward 6-7; stage 1: a backward 2-4, r forward 4-5.
+    assert ends[1] == [6.0, 12.0, 18.0, 5.0]
+    assert ends[None][2] < ends[2][2] < 18.0 and ends[None][3] > 5.0, "without a bound the request is the last"
 
 
 def test_batches_wait_for_company_but_not_for_long():

@@ -3,7 +3,8 @@
 Requests are forward passes through all stages; training tasks go backward after that, through the stages in reverse.
 A stage runs a pass to its end; of those that are ready for it, a backward pass goes first (algorithm 1 has forward
 passes wait for them), then the one that came first. Requests are batched (algorithm 3): up to C of those that wait in a
-row, for T_w at most. A batch is padded to its longest prompt. A task begins where its pages stay below κ of the pool's;
+row, for T_w at most. Where training is bounded, training tasks beyond that wait before the first stage, and what came
+after them passes. A batch is padded to its longest prompt. A task begins where its pages stay below κ of the pool's;
 after T_max without, caches of others are copied to the host for it, which takes its time (algorithm 2).
 """
 
@@ -40,6 +41,7 @@ class PipelineNode:
     """See `coserve.cluster.simulation.node.ModelledNode`, and the module.
 
     Args:
+        training_in_flight: see `NodeView`.
         num_pages: of the pool, over all stages.
         batch_size: C. batch_wait_s: T_w.
         offload_s: what copying a page to the host takes.
@@ -52,6 +54,7 @@ class PipelineNode:
         *,
         hardware: str = "",
         num_stages: int = 2,
+        training_in_flight: int | None = None,
         num_pages: int = 0,
         batch_size: int = 1,
         batch_wait_s: float = 0.0,
@@ -59,8 +62,10 @@ class PipelineNode:
     ) -> None:
         self.id, self.profile, self.num_stages = name, profile, num_stages
         self._hardware, self._num_pages, self._used = hardware, num_pages, 0
+        self._training_in_flight, self._num_training = training_in_flight, 0
         self._batch_size, self._batch_wait_s, self._offload_s = batch_size, batch_wait_s, offload_s
         self._queue: deque[tuple[Task, float]] = deque()  # not begun, and when each came
+        self._held: deque[tuple[Task, float]] = deque()  # training tasks that were first there, while too many train
         self._ready: list[list[tuple[bool, int, _Job]]] = [[] for _ in range(num_stages)]
         self._running: list[tuple[float, bool, _Job] | None] = [None] * num_stages
         self._stage_s = [0.0] * num_stages  # busy
@@ -111,7 +116,8 @@ class PipelineNode:
             hardware=self._hardware,
             profile=self.profile,
             num_stages=self.num_stages,
-            num_waiting=len(self._queue) + sum(is_forward for is_forward, _, _ in self._ready[0]),
+            training_in_flight=self._training_in_flight,
+            num_waiting=len(self._queue) + len(self._held) + sum(is_forward for is_forward, _, _ in self._ready[0]),
             utilisation=min(1.0, before),
             num_pages=self._num_pages,
             num_free_pages=max(0, self._num_pages - self._used),
@@ -126,7 +132,8 @@ class PipelineNode:
 
     def _begin(self, now_s: float) -> None:
         """Start what can be started now."""
-        while self._queue and len(self._ready[0]) < 1 and self._can_begin(now_s):
+        first_is_free = self._running[0] is None and not self._ready[0]
+        if first_is_free and self._has_next() and self._can_begin(now_s):
             self._enter(now_s)
         for stage in range(self.num_stages):
             ready = self._ready[stage]
@@ -138,8 +145,16 @@ class PipelineNode:
             (job.backward_starts_s if backward else job.starts_s).append(now_s)
             self._running[stage] = now_s + seconds, backward, job
             self._stage_s[stage] += seconds
-            if stage == 0 and not backward:
-                self._begin(now_s)  # the next may wait at the first stage
+
+    def _has_next(self) -> bool:
+        """Whether there is a first of the queue, past training tasks that may not begin yet."""
+        may_train = self._training_in_flight is None or self._num_training < self._training_in_flight
+        if may_train:
+            self._queue.extendleft(reversed(self._held))
+            self._held.clear()
+        while self._queue and self._queue[0][0].trains and not may_train:
+            self._held.append(self._queue.popleft())
+        return bool(self._queue)
 
     def _can_begin(self, now_s: float) -> bool:
         """Whether the first of the queue may: there is memory, and its batch is full or has waited."""
@@ -179,6 +194,7 @@ class PipelineNode:
         backward_s = self.profile.backward.seconds(longest, number) if batch[0].trains else 0.0
         job = _Job(batch, pages, forward_s, backward_s, [], [], [], [])
         self._used += pages
+        self._num_training += job.trains
         self._push(0, False, job)
 
     def _push(self, stage: int, backward: bool, job: _Job) -> None:
@@ -193,6 +209,7 @@ class PipelineNode:
                 self._push(stage - 1, True, job)
                 return []
             self.num_trained += len(job.tasks)
+            self._num_training -= 1
             self._used -= job.num_pages
             return [Progress(task.id, end_s=now_s, path=_path(task, job)) for task in job.tasks]
         job.ends_s.append(now_s)
