@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush, merge
 from itertools import chain, count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from coserve.cluster.view import ClusterView, Latency, Task, TaskKind
+from coserve.cluster.view import ClusterView, Latency, NodeView, Task, TaskKind
 
 
 class TaskQueue(Protocol):
@@ -60,6 +60,30 @@ def _until(stopped: Collection[TaskKind], tasks: Iterable[Task]) -> Iterator[Tas
         yield task
 
 
+class Deadline(NamedTuple):
+    """Of a request. due_s: when its first token is. latest_begin_s: when it must begin for that, alone on the node that
+    is the fastest for it.
+    """
+
+    due_s: float
+    latest_begin_s: float
+
+
+_Kinds = frozenset[tuple[int, Latency]]
+
+
+def kinds_of(nodes: Iterable[NodeView]) -> _Kinds:
+    """Of nodes by what a request takes there alone: numbers of stages, and what a forward pass takes in each."""
+    return frozenset([(node.num_stages, node.profile.forward) for node in nodes])
+
+
+def deadline(task: Task, kinds: _Kinds, *, slo_times: float) -> Deadline:
+    """slo_times: the SLO of a request that brings none, in forward passes of its own."""
+    alone_s = min([stages * forward.seconds(task.num_tokens, task.batch_size) for stages, forward in kinds])
+    due_s = task.arrival_s + (task.ttft_s or slo_times * alone_s)
+    return Deadline(due_s, due_s - alone_s)
+
+
 # Sorted by the first two: a key, and the number in which the task came.
 _Entry = tuple[float, int, Task]
 
@@ -94,7 +118,7 @@ class DeadlineQueue:
         self._aged: list[_Entry] = []
         self._latest: list[tuple[float, int, str]] = []  # a heap of when they become late
         self._ageing: list[tuple[float, int, str]] = []  # and aged
-        self._kinds: frozenset[tuple[int, Latency]] = frozenset()
+        self._kinds: _Kinds = frozenset()
 
     def add(self, task: Task) -> None:
         if task.trains:
@@ -110,7 +134,7 @@ class DeadlineQueue:
     def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[Task]:
         if all(node.num_waiting >= self._most_waiting for node in view.nodes):
             return ()
-        kinds = frozenset([(node.num_stages, node.profile.forward) for node in view.nodes])
+        kinds = kinds_of(view.nodes)
         if kinds != self._kinds:  # what requests take alone is another
             self._kinds = kinds
             self._begin_again()
@@ -140,10 +164,9 @@ class DeadlineQueue:
     def _put_in(self, waiting: _Waiting) -> None:
         """Among those that are in time, until time passes."""
         task = waiting.task
-        alone_s = min([n * forward.seconds(task.num_tokens, task.batch_size) for n, forward in self._kinds])
-        due_s = task.arrival_s + (task.ttft_s or self._slo_times * alone_s)
+        due_s, latest_begin_s = deadline(task, self._kinds, slo_times=self._slo_times)
         self._put(waiting, self._timely, due_s)
-        heappush(self._latest, (due_s - alone_s, waiting.number, task.id))
+        heappush(self._latest, (latest_begin_s, waiting.number, task.id))
         heappush(self._ageing, (task.arrival_s + self._max_defer_s, waiting.number, task.id))
 
     def _pass_time(self, now_s: float) -> None:

@@ -166,6 +166,28 @@ def test_ours_serves_by_deadline_and_late_requests_last():
     assert [task.id for task in make_placement("slack-affinity").order(view)] == ["soon", "later", "train", "lost"]
 
 
+def test_ours_sends_late_requests_on_while_a_later_stage_is_busy():
+    # Stage 0 is free from 1 on, stage 1 has a long request until 30.
+    long = plan_path(two_stages(), make_task("long"), 0.0).task
+    node = after(two_stages(), replace(long, forward_end_s=(1.0, 30.0)))
+    view = ClusterView(now_s=2.0, nodes=(node,))
+    assert isinstance(place("slack-affinity", view, make_task("r", ttft_s=90.0)), Waits), (
+        "another node may be free first"
+    )
+    assert isinstance(place("slack-affinity", view, make_task("r", ttft_s=3.0)), Placed)
+
+
+def test_ours_keeps_a_node_open_for_requests_that_can_be_in_time():
+    busy = after(two_stages(), plan_path(two_stages(), make_task("x"), 0.0).task)
+    long = make_task("late", arrival_s=-9.0, ttft_s=1.0, num_tokens=100, batch_size=9)
+    slow = replace(SIMPLE, forward=Latency(s_per_token=0.01))
+    nodes = tuple(replace(busy, id=name, profile=slow) for name in ("n0", "n1"))
+    view = ClusterView(now_s=2.0, nodes=nodes, request_rate=0.1)
+    assert isinstance(place("slack-affinity", view, long), Placed)
+    assert isinstance(place("slack-affinity", replace(view, nodes=nodes[:1]), long), Waits), "the only one"
+    assert isinstance(place("slack-affinity", replace(view, nodes=nodes[:1], request_rate=0.0), long), Placed)
+
+
 # -- what ours knows of nodes ------------------------------------------------------------------
 
 

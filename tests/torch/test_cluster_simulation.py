@@ -177,6 +177,16 @@ def test_separate_nodes_load_trained_weights_after_every_hundred_tasks():
     assert fresh < stale
 
 
+@pytest.mark.parametrize(
+    ("placement", "name", "rate"), [("lemix", "llama-8b", 80.0), ("slack-affinity", "llama-70b", 80.0)]
+)
+def test_in_overload_lemix_and_ours_do_more_than_round_robin(placement, name, rate):
+    model = cluster.MODELS[name]
+    given = cluster.tasks(model, rate=rate, training_share=0.1, number=1000, seed=0)
+    ran, in_turns = (cluster.play(model, each, 0.1, given)[0] for each in (placement, "round-robin"))
+    assert ran.throughput > 1.05 * in_turns.throughput
+
+
 def test_jobs_are_read_from_a_trace(tmp_path):
     path = tmp_path / "jobs.csv"
     path.write_text("submit_s,num_gpus,duration_s,virtual_cluster\n5,2,60,a\n9,1,0,a\n")

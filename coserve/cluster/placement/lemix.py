@@ -13,6 +13,8 @@ Where this differs from the page:
   been idle the less it gets; and a larger τ would spread tasks out, where section VI-G says that it consolidates.
 - Equation 3 has λ1·R, which scales the scores of all nodes alike and so decides nothing; as an exponent λ1 does what
   section VI-G says of it.
+- λ1 is large enough that a node which lengths do not fit still gets tasks where others have long queues; with 1, the
+  node for long tasks ended last, by half of a run in overload.
 - Where the numerator is below 0 it is multiplied by R^λ1, so that a longer response stays the worse one.
 - Where no request waits but some came of late, one that comes now, as long as tasks here are in the mean, stands for
   the next (equation 4).
@@ -42,7 +44,7 @@ class Lemix(Placement):
 
     summary: ClassVar[str] = "least added idleness, lengths that fit and soonest response, as in LeMix"
 
-    response_weight: float = setting(1.0, "λ1: how much the response time counts.")
+    response_weight: float = setting(5.0, "λ1: how much the response time counts.")
     length_weight: float = setting(100.0, "λ2: how much the consistency of lengths counts.")
     idleness_bound_s: float = setting(0.1, "τ: more added idleness than this counts no more.")
     slo_times: float = setting(5.0, "τ_R: the SLO of requests that bring none, in forward passes of theirs.", least=1)

@@ -9,7 +9,8 @@ What is beyond LeMix:
 - Tasks are bound late: a node gets a task when it is about to need one, so that none waits on one node while another is
   idle. Until then they are in one queue: first requests that can still be in time, by their deadlines; then training;
   then requests that are late whatever is done, which nobody gains from hurrying (as within a device,
-  `scheduling.deadlines`).
+  `scheduling.deadlines`). Late ones are bound where they harm nobody, as training is, and as soon as a first stage is
+  about to be free, so that no later stage runs out of work.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import ClassVar
 from coserve.cluster.placement.base import Placement
 from coserve.cluster.placement.lemix import typical_length, typical_request
 from coserve.cluster.planning import Path, plan_path
-from coserve.cluster.queues import DeadlineQueue, TaskQueue
+from coserve.cluster.queues import DeadlineQueue, TaskQueue, deadline, kinds_of
 from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
 from coserve.settings import setting
 
@@ -36,13 +37,13 @@ class SlackAffinity(Placement):
     adapter_load_s: float = setting(0.5, "What it takes until an adapter that a node has not is there.")
     slack_weight: float = setting(0.5, "By how many times a response counts as longer where a node has no slack.")
     backlog: float = setting(
-        0.5, "A request waits for a node that would begin it within this many mean forward passes."
+        1.0, "A request waits for a node that would begin it within this many mean forward passes."
     )
     most_waiting: int = setting(
         1, "Tasks that may wait on a node to begin; others wait in the cluster's queue.", least=1
     )
     slo_times: float = setting(5.0, "The SLO of requests that bring none, in forward passes of theirs.", least=1)
-    reserve: float = setting(0.2, "Of a request's SLO, what training must leave.", most=1.0)
+    reserve: float = setting(0.2, "Of a request's SLO, what training and late requests must leave.", most=1.0)
     max_defer_s: float = setting(60.0, "What has waited this long is placed before all else.")
 
     def queue(self) -> TaskQueue:
@@ -62,12 +63,13 @@ class SlackAffinity(Placement):
         if not free:
             return Waits("tasks wait on every node, or requests need all of it", _CHECK_S)
         planned = [(node, self._plan(view, task, node)) for node in free]
-        if task.trains and view.request_rate and waited_s < self.max_defer_s and not nodes[0].profile.training_yields:
+        hurries = not task.trains and not self._is_late(view, task, nodes)
+        if not hurries and view.request_rate and waited_s < self.max_defer_s and not nodes[0].profile.training_yields:
             planned = self._harmless(view, task, planned, nodes)
             if not planned:
                 return Waits("requests would miss their SLO", _CHECK_S)
         node, path = min(planned, key=lambda pair: self._cost(task, pair[0], pair[1]))
-        if not task.trains:
+        if hurries:
             early_s = self._queue_s(view, task, node, path) - self.backlog * self._mean_s(task, node)
             if early_s > 0:
                 return Waits("every node has enough to do", early_s)
@@ -83,6 +85,10 @@ class SlackAffinity(Placement):
             seconds += self.adapter_load_s
         return seconds * (1 + self.slack_weight * (1 - node.slack))
 
+    def _is_late(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> bool:
+        """Whether a request cannot be in time on any node, even if it began now, alone."""
+        return view.now_s > deadline(task, kinds_of(nodes), slo_times=self.slo_times).latest_begin_s
+
     def _mean_s(self, task: Task, node: NodeView) -> float:
         """What the mean request takes on a node, in all stages."""
         return node.num_stages * node.profile.forward.seconds(typical_length(node, task))
@@ -96,8 +102,8 @@ class SlackAffinity(Placement):
     def _harmless(
         self, view: ClusterView, task: Task, planned: Sequence[tuple[NodeView, Path]], nodes: Sequence[NodeView]
     ) -> list[tuple[NodeView, Path]]:
-        """Where a training task may go: it begins soon, and as many nodes as the requests need still answer the
-        next one in time. Of these nodes, the one with most slack, and then the busiest, so that others stay free.
+        """Where training or a late request may go: it begins soon, and as many nodes as the other requests need still
+        answer the next one in time. Of these, the one with most slack, and then the busiest, so that others stay free.
         """
         stage_s = self._mean_s(task, nodes[0]) / nodes[0].num_stages
         num_needed = max(1.0, view.request_rate * stage_s)
