@@ -10,6 +10,14 @@ Under `separate` and `separate-dynamic` one model is trained, which the nodes fo
 tasks; loading is a copy of the weights to a host and one from it, in which a node does nothing else. Under the others
 each node trains a model of its own (section V-B).
 
+The paper's pipelines are asynchronous: a training task comes when the one before has passed the first stage (section
+III), and its passes overlap with those of others (section II-C, algorithm 1). So nodes run here, unless
+`training_in_flight` bounds it: with 1, each task is trained on what the one before has made of the weights.
+
+A request is no batch (C is 1): the page gives no C, and by section IV-A a pass takes as many times longer as there are
+sequences in it, so that a batch gains nothing. Nor does it give κ, T_max or what a token takes of a node's memory:
+nodes have enough of it.
+
 A request's loss is that of a model which has been trained on as many samples as the one that answers, on a curve that
 was measured (`coserve.bench.staleness`). The paper's losses are of other models and data: compare placements alone.
 """
@@ -24,6 +32,7 @@ from typing import Any
 
 from coserve.bench.staleness import loss_after
 from coserve.cluster.placement import make_placement
+from coserve.cluster.placement.separate import split
 from coserve.cluster.simulation.pipeline import PipelineNode
 from coserve.cluster.simulation.simulation import ClusterSimulation, Ran, TaskOutcome
 from coserve.cluster.view import Latency, NodeProfile, Task, TaskKind
@@ -33,6 +42,14 @@ OURS = "slack-affinity"
 PLACEMENTS = ("lemix", "separate", "separate-dynamic", "round-robin", "lowest-utilisation", OURS)
 # What the paper reports of LeMix over separate nodes, at the most.
 PAPER_THROUGHPUT, PAPER_ATTAINMENT = 3.53, 2.12
+# How busy nodes are with Llama-8B and LMSYS's requests (sections I and II-B). LeMix: "around 22%" above NaiveMix.
+PAPER_UTILISATION = {
+    "separate, 2-2": {"serving": 0.1362, "training": 0.2916},
+    "separate, 1-3": {"serving": 0.1428, "training": 0.2778},
+    "separate-dynamic": 0.2643,
+    "round-robin": 0.3188,
+    "lemix": 0.54,
+}
 NUM_NODES, NUM_STAGES = 4, 2
 _MEAN_LENGTH, _SECOND_MOMENT, _LONGEST = 163.0, 1.70, 1024  # the second over the square of the mean
 _SLO_TIMES, _SYNC_TASKS = 5.0, 100
@@ -91,13 +108,14 @@ MODELS = {
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """models: of `MODELS`. rates: tasks per second. training_shares: of the tasks, those that train. num_tasks: of each
-    run; the paper's are 1,000.
+    run; the paper's are 1,000. training_in_flight: see `NodeView`.
     """
 
     models: tuple[str, ...] = ("gpt-2.5b", "llama-8b", "llama-70b")
     rates: tuple[float, ...] = (20.0, 50.0, 150.0)
-    training_shares: tuple[float, ...] = (0.1, 0.5, 0.9)
+    training_shares: tuple[float, ...] = (0.1, 0.25, 0.35, 0.5, 0.75, 0.9)
     num_tasks: int = 1000
+    training_in_flight: int | None = None
     seed: int = 0
 
 
@@ -116,6 +134,8 @@ def run(config: ClusterConfig, watch: Watch = lambda words: None) -> dict[str, A
         "cells": cells,
         "over_separate": {name: _over(name, "separate", cells) for name in ("lemix", OURS)},
         "paper_over_separate": {"throughput": PAPER_THROUGHPUT, "attainment": PAPER_ATTAINMENT},
+        "bound_over_separate": max(cell["bound_over_separate"] for cell in cells),
+        "paper_utilisation": PAPER_UTILISATION,
         "equal_attainment": EQUAL_ATTAINMENT,
         "at_equal_attainment": equal,
         "ours_over_lemix": round(_total(equal, OURS) / _total(equal, "lemix"), 3),
@@ -136,13 +156,24 @@ def tasks(model: LemixModel, *, rate: float, training_share: float, number: int,
     return found
 
 
-def play(model: LemixModel, placement: str, training_share: float, given: Sequence[Task]) -> tuple[Ran, float]:
+def play(
+    model: LemixModel,
+    placement: str,
+    training_share: float,
+    given: Sequence[Task],
+    *,
+    training_in_flight: int | None = None,
+) -> tuple[Ran, float]:
     """One run, and the mean loss of its requests."""
     is_separate = placement.startswith("separate")
     settings = {"training_share": training_share} if placement == "separate" else {}
     nodes = {
         f"node-{index}": PipelineNode(
-            f"node-{index}", model.profile(), hardware=model.hardware.name, num_stages=NUM_STAGES
+            f"node-{index}",
+            model.profile(),
+            hardware=model.hardware.name,
+            num_stages=NUM_STAGES,
+            training_in_flight=training_in_flight,
         )
         for index in range(NUM_NODES)
     }
@@ -169,10 +200,42 @@ def play(model: LemixModel, placement: str, training_share: float, given: Sequen
     return ran, mean(losses) if losses else 0.0
 
 
+def least_s(model: LemixModel, given: Sequence[Task], *, num_nodes: int, training_in_flight: int | None) -> float:
+    """Seconds within which no placement can have run these tasks on this number of nodes."""
+    profile = model.profile()
+    forward_s = {task.id: profile.forward.seconds(task.num_tokens) for task in given}
+    trained_s = {
+        task.id: forward_s[task.id] + profile.backward.seconds(task.num_tokens) for task in given if task.trains
+    }
+    stage_s = sum((forward_s | trained_s).values()) / num_nodes
+    in_turns_s = NUM_STAGES * sum(trained_s.values()) / num_nodes / training_in_flight if training_in_flight else 0.0
+    return max(stage_s, in_turns_s, max([task.arrival_s for task in given], default=0.0))
+
+
+def _bound_over_separate(model: LemixModel, share: float, given: Sequence[Task], config: ClusterConfig) -> float:
+    """Tasks/s of nodes that never stand idle, over those of separate nodes that stand idle when their side is done."""
+    num_training = split(NUM_NODES, share)
+    sides = {True: num_training, False: NUM_NODES - num_training}
+    apart_s = [
+        least_s(
+            model,
+            [task for task in given if task.trains == trains],
+            num_nodes=number,
+            training_in_flight=config.training_in_flight,
+        )
+        for trains, number in sides.items()
+    ]
+    mixed_s = least_s(model, given, num_nodes=NUM_NODES, training_in_flight=config.training_in_flight)
+    return max(apart_s) / mixed_s
+
+
 def _cell(name: str, rate: float, share: float, placement: str, config: ClusterConfig) -> dict[str, Any]:
     model = MODELS[name]
     given = tasks(model, rate=rate, training_share=share, number=config.num_tasks, seed=config.seed)
-    ran, loss = play(model, placement, share, given)
+    ran, loss = play(model, placement, share, given, training_in_flight=config.training_in_flight)
+    train = {one.node for one in ran.outcomes.values() if one.task.trains}
+    busy = {kind: [s for node, s in ran.busy_s.items() if (node in train) == kind] for kind in (True, False)}
+    sides = {kind: round(mean(each) / ran.end_s, 4) if each else None for kind, each in busy.items()}
     return {
         "model": name,
         "hardware": model.hardware.name,
@@ -181,8 +244,11 @@ def _cell(name: str, rate: float, share: float, placement: str, config: ClusterC
         "placement": placement,
         "throughput": round(ran.throughput, 3),
         "utilisation": round(ran.utilisation, 4),
+        "utilisation_training": sides[True],
+        "utilisation_serving": sides[False],
         "attainment": round(ran.attainment(model.slo_s), 4),
         "inference_loss": round(loss, 4),
+        "bound_over_separate": round(_bound_over_separate(model, share, given, config), 3),
         "nodes_used": len({one.node for one in ran.outcomes.values()}),
     }
 
@@ -214,7 +280,7 @@ def _at_equal_attainment(name: str, share: float, config: ClusterConfig) -> dict
         rate = load * model.capacity(share)
         given = tasks(model, rate=rate, training_share=share, number=config.num_tasks, seed=config.seed + 1)
         for placement in ("lemix", OURS):
-            ran, _ = play(model, placement, share, given)
+            ran, _ = play(model, placement, share, given, training_in_flight=config.training_in_flight)
             if ran.attainment(model.slo_s) >= EQUAL_ATTAINMENT:
                 found[placement] = max(found[placement], round(ran.throughput, 3))
     return found
@@ -230,5 +296,5 @@ def _scheduling_ms(placement: str, name: str, config: ClusterConfig) -> float:
     """For a task, of this process's time: 150 tasks per second, a tenth training."""
     model, share = MODELS[name], 0.1
     given = tasks(model, rate=SCHEDULING_RATE, training_share=share, number=config.num_tasks, seed=config.seed)
-    ran, _ = play(model, placement, share, given)
+    ran, _ = play(model, placement, share, given, training_in_flight=config.training_in_flight)
     return round(1e3 * ran.scheduling_s / max(1, ran.num_placed), 4)

@@ -163,9 +163,28 @@ def test_the_experiment_says_what_each_placement_comes_to():
     for row in found["rows"]:
         assert row["throughput"] > 0 and 0 < row["utilisation"] <= 1 and 0 <= row["attainment"] <= 1
         assert POINTS[-1][1] <= row["inference_loss"] <= POINTS[0][1]
+    for cell in found["cells"]:
+        sides = cell["utilisation_training"], cell["utilisation_serving"]
+        if cell["placement"] == "separate":
+            assert sum(sides) / 2 == pytest.approx(cell["utilisation"], abs=2e-4), "two nodes each"
     assert set(found["scheduling_ms"]) == set(found["scheduling_overload_ms"]) == set(cluster.PLACEMENTS)
     again = cluster.run(config)
     assert found["cells"] == again["cells"], "the same seed gives the same"
+
+
+@pytest.mark.parametrize("bound", [None, 1])
+def test_no_placement_is_faster_than_nodes_that_never_idle(bound):
+    model = cluster.MODELS["llama-8b"]
+    given = cluster.tasks(model, rate=200, training_share=0.35, number=200, seed=0)
+    least_s = cluster.least_s(model, given, num_nodes=4, training_in_flight=bound)
+    work_s = sum(cluster.play(model, "round-robin", 0.35, given, training_in_flight=bound)[0].busy_s.values())
+    assert least_s >= work_s / 4 * (1 - 1e-9)
+    for name in cluster.PLACEMENTS:
+        assert cluster.play(model, name, 0.35, given, training_in_flight=bound)[0].end_s >= least_s
+    one_s, many_s = (
+        cluster.play(model, "separate", 0.35, given, training_in_flight=each)[0].end_s for each in (1, None)
+    )
+    assert one_s > 1.5 * many_s, "the node that trains stands idle for half of the time"
 
 
 def test_separate_nodes_load_trained_weights_after_every_hundred_tasks():

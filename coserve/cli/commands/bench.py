@@ -241,7 +241,11 @@ def cluster(
     ] = "20,50,150",
     training_rates: Annotated[
         str, typer.Option(metavar="SHARES", help="Of the tasks, those that train, with commas between them.")
-    ] = "0.1,0.5,0.9",
+    ] = "0.1,0.25,0.35,0.5,0.75,0.9",
+    training_in_flight: Annotated[
+        int | None,
+        typer.Option(min=1, help="Training tasks that a node runs at once, such as 1.", show_default="as many as come"),
+    ] = None,
     tasks: Annotated[int, typer.Option(min=10, help="Requests and training tasks of each run.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")] = 0,
     rate: Annotated[float, typer.Option(min=0.01, help="With --device here: requests per second.")] = 12.0,
@@ -272,10 +276,17 @@ def cluster(
         rates=_numbers(rates, "--rates", most=1e6),
         training_shares=_numbers(training_rates, "--training-rates", most=1.0),
         num_tasks=tasks,
+        training_in_flight=training_in_flight,
         seed=seed,
     )
     found = experiment.run(config, watch=console(stderr=True).print)
-    what = {"device": device.value, "machine": describe(torch.device("cpu")), "tasks": tasks, "seed": seed}
+    what = {
+        "device": device.value,
+        "machine": describe(torch.device("cpu")),
+        "tasks": tasks,
+        "training_in_flight": training_in_flight,
+        "seed": seed,
+    }
     _tell("cluster", what, found)
 
 
