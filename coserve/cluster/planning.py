@@ -8,7 +8,7 @@ first stage, and requests pass them: a request runs before the passes of a train
 it ends before them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from coserve.cluster.view import NodeView, PlannedTask, Task
@@ -79,13 +79,14 @@ def plan_path(
     return Path(planned, idleness_s, end_s - task.arrival_s)
 
 
-def _passes(stage: int, training: Sequence[PlannedTask], held: Sequence[PlannedTask]) -> list[tuple[float, float]]:
-    """Starts and ends of what a forward pass must not delay in a stage, in order: backward passes, and forward passes
-    of training tasks that a request may pass.
+def _passes(stage: int, training: Sequence[PlannedTask], held: Sequence[PlannedTask]) -> Iterable[tuple[float, float]]:
+    """Starts and ends of what a forward pass must not delay in a stage, in order: backward passes, which keep the order
+    of placement, and forward passes of training tasks that a request may pass.
     """
-    passes = [(path.backward_start_s[stage], path.backward_end_s[stage]) for path in training]
-    passes += [(path.forward_start_s[stage], path.forward_end_s[stage]) for path in held]
-    return sorted(passes)
+    passes = ((path.backward_start_s[stage], path.backward_end_s[stage]) for path in training)
+    if not held:
+        return passes
+    return sorted([*passes, *((path.forward_start_s[stage], path.forward_end_s[stage]) for path in held)])
 
 
 def _beside(node: NodeView, task: Task, now_s: float) -> Path:
