@@ -21,7 +21,7 @@ from coserve.engine.engine import Engine
 from coserve.jobs.remote_files import RemoteFiles, shared_files
 from coserve.jobs.shared_files import SharedFiles
 from coserve.worker.process import EngineProcess
-from coserve.worker.protocol import decode_command, decode_report, encode
+from coserve.worker.protocol import AddRequest, decode_command, decode_report, encode
 
 
 class _KilledError(BaseException):
@@ -91,16 +91,17 @@ class EngineNode(ScriptedNode):
         self._check(session)
         assert self._socket is not None
         for each in batch.commands:
-            self._socket.commands.put(
-                each if self._away is None else encode(self._away.paths.here(decode_command(each)))
-            )
+            command = decode_command(each)
+            self.commands.append(command)
+            self._socket.commands.put(each if self._away is None else encode(self._away.paths.here(command)))
 
     def _say(self, session: str, report: bytes) -> None:
         if session == self.session:
             self.say_encoded(report if self._away is None else encode(self._away.paths.there(decode_report(report))))
 
     def kill_engine(self) -> None:
-        """With everything that it has not said yet."""
+        """With everything that it has not said yet, and what it was told."""
+        self.commands.clear()
         if self._socket is not None:
             self._socket.is_killed = True
             self._socket.commands.put(b"")
@@ -136,6 +137,10 @@ class ClusterWorld:
     def working(self, job: str) -> list[str]:
         """Nodes that have a part of a job."""
         return [each["name"] for each in self.link.describe() if job in each["jobs"]]
+
+    def asked(self, request: str) -> str | None:
+        """The node that a request was sent to; None if its engine has died since."""
+        return next((name for name, node in self.nodes.items() if request in {r.id for r in node.of(AddRequest)}), None)
 
     def num_ready(self) -> int:
         return num_ready(self.link)

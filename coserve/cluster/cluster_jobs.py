@@ -18,13 +18,14 @@ _WAIT_S = 0.1
 
 @dataclass(kw_only=True, eq=False)
 class _Job:
-    """One that was started. excluded: nodes where it cannot go. node: None while it waits for one. rests: it is paused.
-    checkpoint: the newest. turn: of those who change it.
+    """One that was started. excluded: nodes where it cannot go. node: None while it waits for one. is_sent: it knows.
+    rests: it is paused. checkpoint: the newest. turn: of those who change it.
     """
 
     start: JobStart
     excluded: frozenset[str] = frozenset()
     node: ClusterNode | None = None
+    is_sent: bool = False
     rests: bool = False
     checkpoint: str | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -62,9 +63,10 @@ class ClusterJobs:
         found = self._jobs.get(id)
         return found is not None and found.start.shard is not None
 
-    def makers(self, adapter: str) -> set[ClusterNode]:
-        """Nodes with a job that makes an adapter."""
-        return {job.node for job in self._jobs.values() if job.start.name == adapter and job.node is not None}
+    def makers(self, adapter: str) -> set[ClusterNode] | None:
+        """Nodes that have been told to make an adapter, none while its job moves; None: no job makes it."""
+        jobs = [job for job in self._jobs.values() if job.start.name == adapter]
+        return {job.node for job in jobs if job.is_sent and job.node is not None} if jobs else None
 
     # -- what is asked of them ------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class ClusterJobs:
         await old.link.pause_job(id)  # its checkpoint has been told before this returns
         if job.checkpoint is None or self._jobs.get(id) is not job:
             return
-        job.node, job.start = None, replace(job.start, checkpoint=job.checkpoint, paused=job.rests)
+        job.node, job.is_sent, job.start = None, False, replace(job.start, checkpoint=job.checkpoint, paused=job.rests)
         self._scheduler.finish(id)
         with suppress(CoserveError):  # what it would say is of no interest any more
             await old.link.cancel_job(id)
@@ -169,6 +171,7 @@ class ClusterJobs:
         start.add_done_callback(self._starts.discard)
 
     async def _start_on(self, job: _Job, node: ClusterNode) -> None:
+        job.is_sent = True
         try:
             await node.link.start_job(job.start)
         except EngineGoneError:  # which is told with the node's end

@@ -2,10 +2,11 @@
 lost are placed again.
 
 One that has no token yet can be placed again, since nobody can tell; one that has ends with an error that says so.
+What only a job has, on its node, is asked there: requests that wait follow the job when it moves.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from coserve.cluster.cluster_jobs import ClusterJobs
@@ -42,6 +43,8 @@ class ClusterRequests:
         self._scheduler, self._jobs, self._nodes = scheduler, jobs, nodes
         self._requests: dict[str, _Request] = {}
         self._vocabulary: tuple[Sequence[bytes], Sequence[int]] | None = None
+        # Those that wait for what only a job has, and where they cannot go for it.
+        self._following: dict[str, frozenset[str]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -62,13 +65,14 @@ class ClusterRequests:
         """Have a stream's requests placed."""
         for request in stream.for_engine():
             self._requests[request.id] = _Request(request=request, stream=stream, num_open=request.params.n)
-            self._scheduler.submit(self._task(request, ready))
+            self._submit(request, ready)
 
     def drop(self, id: str) -> None:
         """It is over, or not wanted any more."""
         found = self._requests.pop(id, None)
         if found is None:
             return
+        self._following.pop(id, None)
         if not self._scheduler.withdraw(id):
             self._scheduler.finish(id)
         if found.node is not None and found.num_open:
@@ -88,6 +92,7 @@ class ClusterRequests:
         """Send it there."""
         found = self._requests[task.id]
         found.node = node
+        self._following.pop(task.id, None)
         if found.request.params.grammar is not None and self._vocabulary is not None:
             node.link.use_vocabulary(*self._vocabulary)
         if node.tracker is not None:
@@ -95,6 +100,18 @@ class ClusterRequests:
             if found.request.adapter is not None:
                 node.tracker.adapters.add(found.request.adapter.name)
         node.link.send(found.request, found.stream)
+
+    def follow_jobs(self, ready: Ready | None) -> None:
+        """Those that wait for what only a job has wait for the node where the job is now; to be called before tasks are
+        placed.
+        """
+        for id, excluded in list(self._following.items()):
+            found = self._requests[id]
+            assert found.request.adapter is not None
+            makers = self._jobs.makers(found.request.adapter.name)
+            if makers is None or self._others(makers) != excluded:
+                self._scheduler.withdraw(id)
+                self._submit(found.request, ready)
 
     def take(self, chunks: Iterable[Chunk]) -> bool:
         """What a node's steps made of requests; whether one has its first token."""
@@ -125,22 +142,31 @@ class ClusterRequests:
             reason = "the server is shutting down"
         else:
             found.node = None
-            self._scheduler.submit(self._task(found.request, ready))
+            self._submit(found.request, ready)
             return
-        del self._requests[id]
+        self._fail(id, reason)
+
+    def _fail(self, id: str, reason: str) -> None:
+        """One that is on no node."""
+        found = self._requests[id]
+        found.node = None
+        self.drop(id)
         found.stream.fail(EngineGoneError(reason))
 
-    def _task(self, request: AddRequest, ready: Ready | None) -> Task:
-        adapter = request.adapter
-        excluded = frozenset[str]()
+    def _submit(self, request: AddRequest, ready: Ready | None) -> None:
+        """Have it placed."""
+        excluded, adapter = frozenset[str](), request.adapter
         if adapter is not None and adapter.directory is None:
-            excluded = self._others(adapter.name)
+            makers = self._jobs.makers(adapter.name)
+            if makers is None:
+                self._fail(request.id, f"the job that makes {adapter.name} begins anew, or is over; ask again")
+                return
+            excluded = self._following[request.id] = self._others(makers)
         prefix: tuple[bytes, ...] = ()
         if ready is not None and self._scheduler.placement.uses_prefixes:
             prefix = prefix_keys(request, ready.block_tokens)
-        return task_of_request(request, prefix=prefix, excluded=excluded)
+        self._scheduler.submit(task_of_request(request, prefix=prefix, excluded=excluded))
 
-    def _others(self, adapter: str) -> frozenset[str]:
+    def _others(self, makers: Collection[ClusterNode]) -> frozenset[str]:
         """Nodes that do not have what only the job that makes it has, on its node."""
-        makers = self._jobs.makers(adapter)
-        return frozenset(node.name for node in self._nodes.all() if makers and node not in makers)
+        return frozenset(node.name for node in self._nodes.all() if node not in makers)

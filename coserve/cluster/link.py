@@ -140,7 +140,6 @@ class ClusterLink:
 
     async def drain(self, name: str) -> None:
         """A node is to leave: it gets nothing more, its jobs continue on others, and its requests come to their ends.
-
         Returns when the jobs have gone. ClusterError if there is no such node.
         """
         node = next((each for each in self._nodes.all() if each.name == name), None)
@@ -331,6 +330,7 @@ class ClusterLink:
 
     def _place(self) -> None:
         """Send what has a node now; ask again soon for what has not."""
+        self._requests.follow_jobs(self._ready)
         for task, placed in self._scheduler.place(time.monotonic()):
             node = self._nodes.find(placed.node)
             if task.id in self._requests:

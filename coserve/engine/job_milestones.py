@@ -1,6 +1,7 @@
 """What follows from an optimizer step: a version, an evaluation with its answers, the next step or the end."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from coserve.devices.base import Device
 from coserve.engine.answers import Answers
@@ -51,6 +52,16 @@ class JobMilestones:
             self._endings.fail(job, f"out of memory where {job.name}@{step} was to be kept: {error}")
             return
         self._emit(job.event("version", self._device.clock.now(), version=version.label))
+
+    def serve_again(self, job: Job) -> None:
+        """What a live job resumes from serves at once, as it did before; that was told when it was made. Without room
+        its next step serves, or says so. What many nodes train has a name where they meet.
+        """
+        if job.config.live and job.num_steps_done and job.exchange is None:
+            with suppress(DeviceMemoryError):
+                self._adapters.publish(
+                    job.id, job.name, job.num_steps_done, costs=job.costs, transient=True, model=job.model
+                )
 
     def _follow_update(self, job: Job) -> None:
         """A version, an evaluation (unless that was done), the next step."""

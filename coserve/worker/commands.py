@@ -176,6 +176,8 @@ class Commands:
             return
         job = command.job
         keys = [_job_key(job.id)]
+        if job.config.live and job.checkpoint is not None:
+            keys.append(_adapter_key(job.name))  # it serves as soon as it has resumed: who asks for it by then waits
         if job.start is not None and job.checkpoint is None:
             keys.append(_adapter_key(job.start.name))
             # Its error comes again, with the command itself.

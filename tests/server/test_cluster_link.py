@@ -244,6 +244,56 @@ def test_what_only_a_job_has_is_asked_of_its_node():
     run(test)
 
 
+def of_live_job(id: str) -> AddRequest:
+    return make_request(id, adapter=AdapterRef(name="ft:one"))
+
+
+def test_what_waits_for_a_live_job_follows_it_when_its_node_drains():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            await link.start_job(make_job("one"))
+
+            def before_reply(command: Any) -> None:
+                if isinstance(command, PauseJob):  # its node drains, and the job has no other yet
+                    link.open([of_live_job("a")])
+                    checkpoint = Checkpointed(job="one", step=7, directory="/step-7", listed=False)
+                    nodes[0].say(StepReport(checkpoints=[checkpoint]))
+
+            nodes[0].before_reply = before_reply
+            await link.drain("node-0")
+            await until(lambda: nodes[1].of(AddRequest))
+            assert [type(each) for each in nodes[1].commands] == [StartJob, AddRequest], "when that node has the job"
+            assert not nodes[0].of(AddRequest)
+
+    run(test)
+
+
+def test_what_is_asked_of_a_live_job_that_is_lost_ends_with_an_error():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            await link.start_job(make_job("one"))
+            sent = link.open([of_live_job("a")])
+            await until(lambda: nodes[0].of(AddRequest))
+            waiting = list[Any]()
+
+            def before_reply(command: Any) -> None:
+                if isinstance(command, PauseJob):
+                    waiting.append(link.open([of_live_job("b")]))
+                    nodes[0].lose_engine(("one",))
+
+            nodes[0].before_reply = before_reply
+            await link.drain("node-0")
+            for stream in (sent, waiting[0], link.open([of_live_job("c")])):
+                with pytest.raises(EngineGoneError, match="job that makes ft:one begins anew, or is over; ask again"):
+                    await read(stream)
+            assert link.num_open == 0
+            assert not nodes[1].of(AddRequest)
+
+    run(test)
+
+
 def test_times_are_this_machines():
     async def test() -> None:
         node = ScriptedNode()  # whose clock always shows 0

@@ -368,6 +368,19 @@ def test_a_live_job_serves_every_step_and_frees_what_is_passed():
     assert [key.split("#")[0] for key in watched(engine).versions] == ["live@9"]
 
 
+def test_a_live_job_that_resumes_serves_what_it_resumes_from_before_its_next_step(tmp_path: Path):
+    config = TuningConfig(**{**vars(CONFIG), "live": True})
+    first = make_engine()
+    job = first.submit(examples_of(LENGTHS), config, adapter=LORA, name="live")
+    while first.job(job).num_steps_done < 3:
+        first.step()
+    written = first.checkpoint(job).write(tmp_path)
+    resumed = make_engine()
+    resumed.submit_examples(examples_of(LENGTHS), config, adapter=LORA, name="live", checkpoint=str(written))
+    assert resumed.versions.labels() == ["live@3"]
+    assert distance(saved(resumed, "live", tmp_path / "resumed"), saved(first, "live@3", tmp_path / "first")) == 0
+
+
 def test_an_adapter_of_the_same_name_and_step_shares_nothing_with_the_one_before_it():
     engine, (prompt,) = make_engine(), prompts_of((20,))
     answers = []
