@@ -3,14 +3,33 @@
 from collections.abc import Iterator
 
 import pytest
+from front_server import AS_FRONT
 from openai import OpenAI
 from served import Served, adapter_root, serving
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[Served]:
+def device_server() -> Iterator[Served]:
     with serving("--allow-adapter-paths", str(adapter_root())) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def front_server() -> Iterator[Served]:
+    """The same of a cluster."""
+    with serving("--allow-adapter-paths", str(adapter_root()), before=AS_FRONT) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def served(device_server: Served) -> Served:
+    return device_server
+
+
+@pytest.fixture(params=["device_server", "front_server"])
+def either_server(request: pytest.FixtureRequest) -> Served:
+    found: Served = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture

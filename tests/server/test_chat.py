@@ -5,9 +5,14 @@ from typing import Any, get_type_hints
 import pytest
 from openai import BadRequestError, OpenAI
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
-from served import chat_tokens, expected, tokenizer
+from served import Served, chat_tokens, expected, tokenizer
 
 MESSAGES: Any = [{"role": "user", "content": "Hello 😀"}]
+
+
+@pytest.fixture
+def served(either_server: Served) -> Served:
+    return either_server
 
 
 def test_greedy_answers_are_those_of_transformers(client: OpenAI):

@@ -9,6 +9,11 @@ from openai import APIStatusError
 from served import Served, adapter_root, model, peft_model, tokenizer
 
 
+@pytest.fixture
+def served(either_server: Served) -> Served:
+    return either_server
+
+
 def expected(tokens: list[int], network: Any = None) -> list[float]:
     with torch.inference_mode():
         states = (network or model())(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1]

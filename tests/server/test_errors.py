@@ -9,6 +9,11 @@ from openai import OpenAI
 from served import Served
 
 
+@pytest.fixture
+def served(either_server: Served) -> Served:
+    return either_server
+
+
 def refusal(served: Served, path: str = "/v1/completions", status: int = 400, **settings: Any) -> dict[str, Any]:
     answer = served.post(path, **settings)
     assert answer.status_code == status, answer.text

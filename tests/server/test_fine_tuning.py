@@ -9,6 +9,7 @@ import httpx
 import openai
 import pyarrow
 import pytest
+from front_server import AS_FRONT
 from pyarrow import parquet
 from served import serving
 
@@ -18,9 +19,10 @@ ADAPTER = {"type": "lora", "r": 4, "alpha": 8, "target_modules": ["q_proj", "v_p
 QUICK = {"adapter": ADAPTER, "optimizer": {"learning_rate": 1e-2}, "checkpoint_every_steps": 4}
 
 
-@pytest.fixture(scope="module")
-def served():
-    with serving("--api-key", "one=key-1", "--api-key", "two=key-2", "--max-upload", "1MB") as served:
+@pytest.fixture(scope="module", params=["", AS_FRONT], ids=["device", "front"])
+def served(request):
+    options = "--api-key", "one=key-1", "--api-key", "two=key-2", "--max-upload", "1MB"
+    with serving(*options, before=request.param) as served:
         yield served
 
 
@@ -250,7 +252,7 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"metadata": {"k": "\ud800"}}, "metadata"),
         ({"colour": "red"}, "colour"),
         ({"coserve": {"data_parallel": 0}}, "coserve.data_parallel"),
-        ({"coserve": {"data_parallel": 2}}, "coserve.data_parallel"),  # one device
+        ({"coserve": {"data_parallel": 3}}, "coserve.data_parallel"),  # more than there are devices
         ({"integrations": [{"type": "wandb", "wandb": {"name": "p"}}]}, "integrations[0].wandb.project"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}}, "method"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"gamma": 1}}}}, "method"),

@@ -13,6 +13,11 @@ from served import Served, chat_tokens
 SETTINGS: dict[str, Any] = {"model": "small", "temperature": 0, "max_output_tokens": 12}
 
 
+@pytest.fixture
+def served(either_server: Served) -> Served:
+    return either_server
+
+
 class Pet(BaseModel):
     is_cat: bool
 

@@ -8,16 +8,18 @@ from typing import Any
 
 import openai
 import pytest
+from front_server import AS_FRONT
 from served import adapter_root, peft_model, serving
 
 ROOT = str(Path(__file__).parents[2])
 
 
-def test_keys_and_what_they_open():
+@pytest.mark.parametrize("before", ["", AS_FRONT], ids=["device", "front"])
+def test_keys_and_what_they_open(before: str):
     peft_model()
     options: tuple[str, ...] = ("--api-key", "ann=secret-1", "--api-key", "ben=secret-2", "--api-key", "bare-key")
     options += ("--api-key", "ops=secret-3", "--operator", "ops")
-    with serving(*options, "--allow-adapter-paths", str(adapter_root())) as served:
+    with serving(*options, "--allow-adapter-paths", str(adapter_root()), before=before) as served:
         for path in ("/v1/models", "/v1/status", "/metrics", "/v1/nothing"):
             answer = served.get(path)
             assert answer.status_code == 401
