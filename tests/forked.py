@@ -73,6 +73,19 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
 
+def failure(directory: Path, *arguments: str, before: str = "") -> str:
+    """What a command says that ends at once: one line. before: see `ForkedCommand`."""
+    stderr = directory / "stderr"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = ForkedCommand(*arguments, environment=environment, stderr=stderr, before=before)
+    with command.stdout as stdout:
+        assert command.wait(120) == 1
+        assert stdout.read() == ""
+    found = stderr.read_text()
+    assert len(found.splitlines()) == 1, found
+    return found
+
+
 def _run(
     arguments: tuple[str, ...],
     environment: dict[str, str],

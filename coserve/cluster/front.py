@@ -31,7 +31,7 @@ from coserve.server.serve import check_certificate, close_context, engine_settin
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_PLACEMENT = "round-robin"
+DEFAULT_PLACEMENT = "slack-affinity"
 # A front that ends keeps the home until its jobs have their checkpoints.
 _LOCK_WAIT_S = 30.0
 _POLL_S = 0.2

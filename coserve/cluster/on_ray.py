@@ -25,7 +25,7 @@ from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_s
 from coserve.cluster.messages import CommandBatch, NodeCalls, NodeReports, NodeSettings, NodeStatus
 from coserve.cluster.node_actor import NodeActor
 from coserve.cluster.nodes import NODE, node_names
-from coserve.cluster.ray_machine import DEVICE
+from coserve.cluster.ray_machine import DEVICE, Served, tell_served
 from coserve.cluster.standby import StandbyFront, choose_front
 from coserve.errors import ClusterError, CoserveError, EngineGoneError
 from coserve.logs import configure_logs
@@ -132,6 +132,7 @@ class FrontApplication:
         self._standby = StandbyFront(Front(config, nodes.find, placement))
         self._front = self._standby.front
         await self._standby.begin(others=num_fronts > 1)
+        await asyncio.to_thread(tell_served, Served(model=config.model))
 
     def __serve_build_asgi_app__(self) -> StandbyFront:
         return self._standby
@@ -246,6 +247,7 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
         serve.run(application(config, placement, resources, num_fronts), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         reason = front_error() or _first_line(error)
+        tell_served(None)
         with suppress(Exception):
             serve.delete(APPLICATION)
         raise ClusterError(f"the front cannot start: {reason}") from None
@@ -295,6 +297,8 @@ def front_error() -> str | None:
 
 def undeploy() -> None:
     """End the front, and the nodes."""
+    with suppress(RayError):
+        tell_served(None)
     with suppress(Exception):
         serve.shutdown()
     for actor in _actors():

@@ -10,15 +10,51 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
+from ray.exceptions import RpcError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 
 from coserve.errors import ClusterError
+from coserve.version import VERSION
 
 # Ray's resource: as many of a machine as it has devices for nodes.
 DEVICE = "coserve_device"
 DEFAULT_PORT = 6379
-# Ray lets its workers have what others leave of the CPU; the front and engines are to have their share.
-AS_ALL_ELSE = {"RAY_worker_niceness": "0"}
+RAY_SETTINGS = {
+    # Ray lets its workers have what others leave of the CPU; the front and engines are to have their share.
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "coserve.cluster.dead_fronts:http_middlewares",
+}
 _CONNECT_S, _START_S = 3.0, 300.0
+# Where the front's words for machines that would join are, in what Ray keeps for a cluster as long as that lives.
+_KEY, _NAMESPACE = b"served", b"coserve"
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front says to machines that would join. version: of coserve."""
+
+    model: str
+    version: str = VERSION
+
+
+def tell_served(served: Served | None) -> None:
+    """Have `served_at` return it; None: nothing is served. For processes that are connected to the cluster."""
+    if served is None:
+        _internal_kv_del(_KEY, namespace=_NAMESPACE)
+    else:
+        _internal_kv_put(_KEY, msgspec.json.encode(served), namespace=_NAMESPACE)
+
+
+def served_at(address: str) -> Served | None:
+    """What the cluster at an address serves; None: nothing yet. This machine need not be one of it, and is not by this.
+    ClusterError if there is no cluster.
+    """
+    check_address(address)
+    try:
+        found = GcsClient(address=address).internal_kv_get(_KEY, _NAMESPACE, timeout=_CONNECT_S)
+    except RpcError as error:
+        raise ClusterError(f"what listens at {address} does not answer as a Ray cluster does: {error}") from None
+    return None if found is None else msgspec.json.decode(found, type=Served)
 
 
 @contextmanager
@@ -44,7 +80,7 @@ def ray_machine(address: str | None, num_devices: int, *, host: str, port: int =
     program = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     process = subprocess.Popen(
         [*program, *command, "--resources", resources],
-        env=AS_ALL_ELSE | os.environ,
+        env=RAY_SETTINGS | os.environ,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,9 +14,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coserve.cluster.dead_fronts import refuse
 from coserve.cluster.front import Front
-from coserve.server.errors import ApiError
-from coserve.server.responses import json_response
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +69,7 @@ class StandbyFront:
         if self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            error = ApiError("This front stands by for another: try again in a few seconds.", status=503)
-            await json_response(error.body(), error.status, {"Retry-After": "1"})(scope, receive, send)
+            await refuse("This front stands by for another: try again in a few seconds.", scope, receive, send)
 
 
 def choose_front(said: Mapping[Any, Mapping[str, Any]]) -> list[Any]:

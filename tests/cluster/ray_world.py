@@ -78,6 +78,12 @@ class RayWorld:
         found: dict[str, Any] = self.on_ray.status()
         return found
 
+    def members(self) -> tuple[int, list[str]]:
+        """How many machines Ray has ever had, and the nodes that the front knows."""
+        import ray
+
+        return len(ray.nodes()), [each["name"] for each in self.status()["nodes"]]
+
     def num_ready(self) -> int:
         from coserve.errors import CoserveError
 
@@ -141,6 +147,14 @@ class RayWorld:
         """Ray Serve's replica, with the store and all connections."""
         _kill(self.until(lambda: self._front_pid()))
 
+    def drain_and_kill_front(self, number: int) -> None:
+        """A node with jobs drains, which move; the front that comes then uses it again."""
+        node = max(self.until(self._nodes), key=lambda each: len(each["jobs"]) * (each["state"] == "ready"))
+        self.on_ray.drain(node["name"], START_S)
+        (drained,) = [each for each in self.status()["nodes"] if each["name"] == node["name"]]
+        assert (drained["state"], drained["jobs"]) == ("draining", [])
+        self.kill_front(number)
+
     def fronts(self) -> set[int]:
         """Processes that are fronts: the one that answers, and those that stand by."""
         found = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:coserve:front"], capture_output=True, text=True)
@@ -200,18 +214,19 @@ def ray_world(
     home: Path,
     num_machines: int = 3,
     *,
-    placement: str = "round-robin",
+    placement: str = os.environ.get("COSERVE_CLUSTER_PLACEMENT", "round-robin"),
     homes: Path | None = None,
+    num_fronts: int = NUM_FRONTS,
     **settings: Any,
 ) -> Iterator[RayWorld]:
-    """All nodes ready. homes: of machines."""
+    """All nodes ready. placement: takes turns for tests that ask all nodes by asking as often. homes: of machines."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
 
     from coserve.cluster import on_ray
-    from coserve.cluster.ray_machine import AS_ALL_ELSE
+    from coserve.cluster.ray_machine import RAY_SETTINGS
 
-    os.environ.update(AS_ALL_ELSE)
+    os.environ.update(RAY_SETTINGS)
     usual: dict[str, Any] = {"model": "tiny", "dtype": "float32", "memory_bytes": 16_000_000, "device": "cpu"}
     config = ServerConfig(**usual | {"home": str(home), "port": free_port(), "tpot_s": 1.0, "ttft_s": 5.0} | settings)
     cert, key = make_certificate(home)
@@ -226,7 +241,7 @@ def ray_world(
         for _ in range(num_machines):
             world.add_machine()
         on_ray.connect(cluster.address)
-        on_ray.deploy(config, placement, resources={"coserve_head": 0.01}, num_fronts=NUM_FRONTS)
+        on_ray.deploy(config, placement, resources={"coserve_head": 0.01}, num_fronts=num_fronts)
         on_ray.wait_for_nodes(lambda: False)
         yield world
         world.close()

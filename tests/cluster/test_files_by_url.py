@@ -19,7 +19,10 @@ pytestmark = [
 def test_a_job_resumes_on_another_machine_by_the_url_and_both_serve_what_it_made(tmp_path: Path, engine):
     home, homes = tmp_path / "home", tmp_path / "homes"
     home.mkdir()
-    with ftp_server(tmp_path / "ftp") as server, ray_world(home, 2, homes=homes, files_url=server.url) as world:
+    with (
+        ftp_server(tmp_path / "ftp") as server,
+        ray_world(home, 2, homes=homes, num_fronts=1, files_url=server.url) as world,
+    ):
         job = train(world, 1, 400, num_rows=40)
         world.until(lambda: job_of(world, job) and list(world.client.fine_tuning.jobs.checkpoints.list(job)))
         world.remove_machine_of(job)

@@ -1,13 +1,16 @@
 """One server on a real Ray cluster of three nodes: it answers as one device does, and nothing is lost when parts die.
 
 COSERVE_CLUSTER_KILLS: how many, one kind after the other (default: one of each kind).
+COSERVE_CLUSTER_PLACEMENT: by what requests and jobs are placed (default: round-robin).
 """
 
 import json
 import os
 import random
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +23,7 @@ import httpx
 import openai
 import pytest
 from cluster.ray_world import KEY, NUM_FRONTS, OTHER_KEY, RayWorld, write_keys
+from forked import failure
 
 pytestmark = [
     pytest.mark.cluster,
@@ -123,11 +127,38 @@ def test_the_front_has_tls_and_keys(world: RayWorld):
     assert [each.id for each in world.client.models.list()] == ["tiny"]
 
 
-def test_every_node_answers_as_a_single_engine_for_every_adapter_version(world: RayWorld, engine: Any):
+# A machine that has no other one of Ray's in it asks the cluster by its own, which has joined by then.
+BY_ITSELF = (
+    "import time; from coserve.cluster import on_ray; connect = on_ray.connect; "
+    "on_ray.connect = lambda address: (time.sleep(15), connect(address))"
+)
+
+
+def test_a_machine_that_is_refused_has_joined_nothing(world: RayWorld, tmp_path: Path):
+    from coserve.cluster.ray_machine import Served, tell_served
+
+    before, address = world.members(), world.cluster.address
+    for own in (["dummy:qwen2.5-0.5b"], ["tiny", "--dtype", "bfloat16"], ["--placement", "lemix"]):
+        said = failure(tmp_path, "cluster", "up", *own, "--address", address, before=BY_ITSELF)
+        assert f"the cluster at {address} serves tiny already, as its first coserve cluster up said" in said
+    tell_served(Served(model="tiny", version="0.0.1"))
+    assert "runs coserve 0.0.1, and this is " in failure(
+        tmp_path, "cluster", "up", "--address", address, before=BY_ITSELF
+    )
+    tell_served(Served(model="tiny"))
+    assert world.members() == before
+
+
+@pytest.fixture(scope="module")
+def made(world: RayWorld) -> Any:
+    """A job that has succeeded."""
+    return finished(world, train(world, 3, 20))
+
+
+def test_every_node_answers_as_a_single_engine_for_every_adapter_version(world: RayWorld, engine: Any, made: Any):
     for prompt in PROMPTS:
         assert {ask(world, prompt, 12) for _ in range(3)} == {alone(engine, prompt, 12)}
-    job = finished(world, train(world, 3, 20))
-    name = job.fine_tuned_model
+    job, name = made, made.fine_tuned_model
     checkpoints = list(world.client.fine_tuning.jobs.checkpoints.list(job.id))
     assert [each.step_number for each in checkpoints] == [20, 10]
     steps = {each.fine_tuned_model_checkpoint: each.step_number for each in checkpoints} | {name: 20}
@@ -158,10 +189,23 @@ def test_three_nodes_learn_one_job_and_serve_it(world: RayWorld, engine: Any, sy
         train(world, 5, 60, data_parallel=2, adapter={"type": "full"}, live=True)
 
 
+# What a client may be told while nodes and the front die; anything else is a mistake.
+CLEAR_ERRORS = re.compile(
+    r"APIConnectionError: Connection error\."  # the front's machine, or process, is gone
+    r"|InternalServerError: .*no node is ready; try again in a few seconds"
+    r"|InternalServerError: .*This front stands by for another: try again in a few seconds"
+    r"|InternalServerError: .*The front that had this request was lost: ask again in a few seconds"
+    r"|(InternalServerError|APIError): .*the node node-\d+ was lost after \d+ tokens of this answer; ask again"
+    r"|(InternalServerError|APIError): .*3 nodes were lost, one after the other, before this request had a token"
+    r"|(RemoteProtocolError|APIError): (peer closed connection|.*incomplete chunked read)"
+)
+
+
 class Streams:
     """Clients that read one answer after the other; what came of each is compared with a single engine's."""
 
-    def __init__(self, world: RayWorld, expected: dict[str, str], num_tokens: int) -> None:
+    def __init__(self, world: RayWorld, expected: dict[tuple[str, str], str], num_tokens: int) -> None:
+        """expected: by model and prompt."""
         self._world, self._expected, self._num_tokens = world, expected, num_tokens
         self._ended = threading.Event()
         self.num_whole, self.errors, self.wrong = 0, list[str](), list[str]()
@@ -170,10 +214,11 @@ class Streams:
         chosen = random.Random(seed)
         client = self._world.client_of(KEY)
         while not self._ended.is_set():
-            prompt, text = chosen.choice(list(self._expected)), ""
+            (model, prompt), text = chosen.choice(list(self._expected)), ""
+            expected = self._expected[model, prompt]
             try:
                 stream = client.completions.create(
-                    model="tiny",
+                    model=model,
                     prompt=prompt,
                     max_tokens=self._num_tokens,
                     temperature=0,
@@ -183,13 +228,17 @@ class Streams:
                 for chunk in stream:
                     text += chunk.choices[0].text if chunk.choices else ""
             except Exception as error:
-                self.errors.append(f"{type(error).__name__} after {len(text)} characters: {error}"[:200])
-                if not self._expected[prompt].startswith(text):
+                self.errors.append(f"{type(error).__name__}: {error}")
+                if not expected.startswith(text):
                     self.wrong.append(text)
                 time.sleep(0.2)
             else:
-                self.num_whole += text == self._expected[prompt]
-                self.wrong += [text] if text != self._expected[prompt] else []
+                self.num_whole += text == expected
+                self.wrong += [text] if text != expected else []
+
+    def unclear(self) -> list[str]:
+        """Errors that no client should see."""
+        return sorted({each for each in self.errors if not CLEAR_ERRORS.match(each)})
 
     def has_more_than(self, number: int) -> bool:
         return self.num_whole > number
@@ -198,13 +247,16 @@ class Streams:
         self._ended.set()
 
 
-def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(world: RayWorld, engine: Any):
-    expected = {prompt: alone(engine, prompt, 48) for prompt in PROMPTS}
-    streams = Streams(world, expected, 48)
+def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(world: RayWorld, engine: Any, made: Any):
     world.until(lambda: world.num_ready() == 3)
+    name = made.fine_tuned_model
+    engine.load_adapter(name, str(world.config.directory / "jobs" / made.id / "checkpoints" / "step-20"))
+    expected = {("tiny", prompt): alone(engine, prompt, 48) for prompt in PROMPTS}
+    expected |= {(name, prompt): alone(engine, prompt, 48, name) for prompt in PROMPTS[:2]}
+    streams = Streams(world, expected, 48)
     jobs = [train(world, number, NUM_STEPS) for number in range(NUM_JOBS - 1)]
     jobs.append(train(world, NUM_JOBS - 1, NUM_STEPS, data_parallel=3))
-    kills = [world.kill_engine, world.kill_actor, world.kill_machine, world.kill_front]
+    kills = [world.kill_engine, world.kill_actor, world.kill_machine, world.drain_and_kill_front]
     took: dict[str, list[float]] = {}
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
         reading = [threads.submit(streams.run, number) for number in range(NUM_STREAMS)]
@@ -224,6 +276,7 @@ def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(w
         for each in reading:
             each.result()
     assert streams.wrong == []
+    assert streams.unclear() == []
     assert streams.num_whole > NUM_STREAMS
     for job in done:
         assert steps_of(world, job.id) == list(range(1, NUM_STEPS + 1)), job.id
@@ -232,15 +285,15 @@ def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(w
     )
     for name, seconds in took.items():
         print(f"  {name}: {', '.join(f'{each:.1f}' for each in seconds)}")
-    for text in sorted(set(streams.errors))[:8]:
-        print(f"  {text}")
+    for text, number in Counter(re.sub(r"\d+", "N", each) for each in streams.errors).items():
+        print(f"  {number} times {text[:200]}")
 
 
 def test_a_front_that_stands_by_takes_over_and_no_request_is_left_without_an_answer_or_an_error(
     world: RayWorld, engine: Any
 ):
     expected = {prompt: alone(engine, prompt, 48) for prompt in PROMPTS}
-    streams = Streams(world, expected, 48)
+    streams = Streams(world, {("tiny", prompt): text for prompt, text in expected.items()}, 48)
     took: dict[str, list[float]] = {}
     world.until(lambda: world.num_ready() == 3)
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
@@ -260,6 +313,7 @@ def test_a_front_that_stands_by_takes_over_and_no_request_is_left_without_an_ans
         for each in reading:
             each.result(timeout=120)
     assert streams.wrong == []
+    assert streams.unclear() == []
     print(
         f"\n{streams.num_whole} whole answers, {len(streams.errors)} errors; seconds from the kill of the front until"
     )

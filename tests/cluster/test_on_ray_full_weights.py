@@ -2,9 +2,10 @@
 what ends the cluster's front, and its nodes.
 """
 
+import os
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from cluster.ray_world import RayWorld
 from cluster.test_on_ray import PROMPTS, alone, ask, finished, steps_of, train
+from forked import ForkedCommand
 
 pytestmark = [
     pytest.mark.cluster,
@@ -85,10 +87,22 @@ def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path)
         world.status()
 
 
+@contextmanager
+def command(stderr: Path, *arguments: str) -> Iterator[ForkedCommand]:
+    """`coserve cluster up`, which ends in good order."""
+    up = ForkedCommand("cluster", "up", *arguments, environment=os.environ, stderr=stderr)
+    try:
+        yield up
+    finally:
+        up.send_signal(signal.SIGINT)
+        assert up.wait(120) == 0, stderr.read_text()
+        up.stdout.close()
+
+
 def test_the_command_serves_by_its_name_what_full_fine_tuning_has_made(
-    world: RayWorld, full_model: tuple[str, str], full_answers: dict[str, str]
+    world: RayWorld, full_model: tuple[str, str], full_answers: dict[str, str], tmp_path: Path
 ):
-    """The last of all: it ends the nodes of the others."""
+    """The last of all: it ends the nodes of the others. Another machine joins by the command, too."""
     world.on_ray.undeploy()
     name, config = full_model[0], world.config
     where = {"address": world.cluster.address, "nodes": 0, "home": config.home, "port": config.port}
@@ -96,17 +110,14 @@ def test_the_command_serves_by_its_name_what_full_fine_tuning_has_made(
     tls["api-keys-file"] = config.api_keys_file
     options = where | tls | {"device": "cpu", "dtype": "float32", "memory": "16MB", "slo-ttft": "5s", "slo-tpot": "1s"}
     given = [f"--{option}={value}" for option, value in options.items()]
-    command = [sys.executable, "-m", "coserve", "cluster", "up", name, *given]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
-        try:
-            assert up.stdout is not None
-            assert "coserve serves " in up.stdout.readline()
-            assert up.stdout.readline() == "3 nodes are ready\n"
-            assert [each.id for each in world.client.models.list()] == [name]
-            assert_every_node_says(world, full_answers, name)
-        finally:
-            up.send_signal(signal.SIGINT)
-    assert up.returncode == 0
+    with command(tmp_path / "first", name, *given) as up:
+        assert "coserve serves " in up.stdout.readline()
+        assert up.stdout.readline() == "3 nodes are ready\n"
+        assert [each.id for each in world.client.models.list()] == [name]
+        assert_every_node_says(world, full_answers, name)
+        with command(tmp_path / "second", "--address", world.cluster.address) as other:
+            assert other.stdout.readline() == f"1 device joins {world.cluster.address}\n"
+            world.until(lambda: "node-3" in [each["name"] for each in world.status()["nodes"]])
     from coserve.errors import ClusterError
 
     with pytest.raises(ClusterError, match="the cluster has no front"):

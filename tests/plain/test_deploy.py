@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,19 @@ def test_the_values_are_of_the_same_machines():
         values["worker"]["resources"]
         == (service["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"])
     )
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'")
+@pytest.mark.filterwarnings("ignore")
+def test_machines_have_the_settings_that_coserve_starts_them_with():
+    from coserve.cluster.ray_machine import RAY_SETTINGS
+
+    service = read("rayservice.yaml")["spec"]["rayClusterConfig"]
+    for group in (service["headGroupSpec"], *service["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        assert {each["name"]: each.get("value") for each in container["env"]}.items() >= RAY_SETTINGS.items()
+    module, _, name = RAY_SETTINGS["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].partition(":")
+    assert getattr(import_module(module), name)()
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'")

@@ -1,11 +1,10 @@
 """`coserve cluster`: mistakes are one line, and start nothing."""
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from forked import ForkedCommand
+from forked import failure
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'")
 # Python that hides Ray, as if it were not installed.
@@ -15,22 +14,9 @@ WITHOUT_RAY = (
 )
 
 
-def fails(tmp_path: Path, *arguments: str, before: str = "") -> str:
-    """What a command says that ends at once."""
-    stderr = tmp_path / "stderr"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = ForkedCommand("cluster", *arguments, environment=environment, stderr=stderr, before=before)
-    with command.stdout as stdout:
-        assert command.wait(120) == 1
-        assert stdout.read() == ""
-    found = stderr.read_text()
-    assert len(found.splitlines()) == 1, found
-    return found
-
-
 @pytest.mark.parametrize("command", ["up", "status"])
 def test_without_ray_it_says_how_to_get_it(tmp_path: Path, command: str):
-    assert "pip install 'coserve[cluster]'" in fails(tmp_path, command, before=WITHOUT_RAY)
+    assert "pip install 'coserve[cluster]'" in failure(tmp_path, "cluster", command, before=WITHOUT_RAY)
 
 
 @pytest.mark.cluster
@@ -49,4 +35,4 @@ def test_without_ray_it_says_how_to_get_it(tmp_path: Path, command: str):
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str):
-    assert message in fails(tmp_path, *arguments)
+    assert message in failure(tmp_path, "cluster", *arguments)

@@ -9,6 +9,7 @@ from cluster_nodes import ScriptedNode, until
 from httpx import ASGITransport, AsyncClient
 from served import model_directory
 
+from coserve.cluster.dead_fronts import http_middlewares
 from coserve.cluster.front import Front
 from coserve.cluster.standby import StandbyFront, choose_front
 from coserve.errors import StoreError
@@ -36,6 +37,28 @@ def test_requests_go_to_the_one_that_answers_and_wait_while_nobody_does():
     assert choose_front({"a": {"answers": False}, "b": {}}) == []
     assert choose_front({"a": {}}) == ["a"], "it is the only one, and answers once it has started"
     assert choose_front({"a": {"answers": False}}) == [], "the other has just died, and it has not taken over yet"
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_request_whose_front_dies_is_told_so_unless_it_has_begun_to_answer(has_begun: bool):
+    async def dies(scope: Any, receive: Any, send: Any) -> None:  # as Ray Serve's proxy has it: it says nothing more
+        if has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"what came", "more_body": False})
+
+    async def test() -> None:
+        (middleware,) = http_middlewares()
+        app = middleware.cls(dies, *middleware.args, **middleware.kwargs)
+        async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client:
+            answer = await client.get("/v1/models")
+        if has_begun:
+            assert (answer.status_code, answer.text) == (200, "what came")
+        else:
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["message"].startswith("The front that had this request was lost: ask again")
+
+    asyncio.run(test())
 
 
 def test_another_front_takes_over_when_one_is_gone(tmp_path: Path):

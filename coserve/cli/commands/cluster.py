@@ -16,6 +16,8 @@ from coserve.cli.connection import Json
 from coserve.cli.finished import with_finished_model
 from coserve.cli.server_options import server_config, with_server_options
 from coserve.errors import ClusterError
+from coserve.server.config import ServerConfig
+from coserve.version import VERSION
 
 app = typer.Typer(
     name="cluster",
@@ -45,7 +47,9 @@ _Nodes = Annotated[
 ]
 _Placement = Annotated[
     str | None,
-    typer.Option("--placement", metavar="NAME", help="Which node gets a request or a job.", show_default="round-robin"),
+    typer.Option(
+        "--placement", metavar="NAME", help="Which node gets a request or a job.", show_default="slack-affinity"
+    ),
 ]
 _Fronts = Annotated[
     int | None,
@@ -87,10 +91,12 @@ def _up(
     """
     _require_ray()
     config = with_finished_model(server_config(**given))
-    from coserve.cluster.ray_machine import check_address, ray_machine
+    from coserve.cluster.ray_machine import ray_machine, served_at
 
-    if address is not None:  # before all else, which takes seconds to import
-        check_address(address)
+    own = _own_options(given | {"placement": placement, "fronts": fronts})
+    # Before all else, which takes seconds to import; and before this machine is one of Ray's, whose devices get nodes.
+    if address is not None and (told := served_at(address)) is not None:
+        _check_joins(address, [told.model], own, config.model, told.version)
     from coserve.cluster import on_ray
     from coserve.cluster.front import DEFAULT_PLACEMENT, check_config
     from coserve.cluster.placement import placement_class
@@ -112,7 +118,7 @@ def _up(
         on_ray.connect(found)
         leaving.callback(on_ray.disconnect)
         if served := on_ray.served_models():
-            _check_joins(found, served, given, config.model)
+            _check_joins(found, served, own, config.model)
             print(f"{number} {'device joins' if number == 1 else 'devices join'} {found}", flush=True)
         else:
             leaving.callback(on_ray.undeploy)
@@ -128,13 +134,21 @@ def _up(
             on_ray.drain_here(config.drain_s)
 
 
-def _check_joins(address: str, served: list[str], given: dict[str, Any], model: str) -> None:
-    """ClusterError if somebody means another cluster."""
-    if set(given) - {"model"} or (given and model not in served):
+def _own_options(given: dict[str, Any]) -> set[str]:
+    """Those that were not left out, by name."""
+    usual = ServerConfig()
+    return {name for name, value in given.items() if value != getattr(usual, name, None)}
+
+
+def _check_joins(address: str, served: list[str], own: set[str], model: str, version: str = VERSION) -> None:
+    """ClusterError if somebody means another cluster. own: options of the command. version: of its coserve."""
+    if own - {"model"} or (own and model not in served):
         raise ClusterError(
             f"the cluster at {address} serves {served[0]} already, as its first coserve cluster up said: to join it, "
             "leave out all options but --address and --nodes"
         )
+    if version != VERSION:
+        raise ClusterError(f"the cluster at {address} runs coserve {version}, and this is {VERSION}: install the same")
 
 
 def _start_line(config: Any, address: str) -> str:
