@@ -161,8 +161,12 @@ class BackwardRun:
         self._next += 1
 
     def _inputs(self, step: Instruction, apart: Collection[str] = ()) -> dict[str, Any]:
-        """By slot; apart: slots whose rows need not stand side by side."""
-        return {slot: self._value(name, apart=slot in apart) for slot, name in step.reads}
+        """By slot, which the operator may overwrite as it says; apart: slots whose rows need not stand side by side."""
+        found = {slot: self._value(name, apart=slot in apart) for slot, name in step.reads}
+        if step.node.operator.overwrites:
+            read_later = [slot for slot, name in step.reads if name not in step.frees]
+            found |= {slot: found[slot].clone() for slot in read_later if slot in step.node.operator.overwrites}
+        return found
 
     def _value(self, name: str, *, apart: bool) -> Any:
         if name in self._values:

@@ -32,9 +32,9 @@ def find_backend(device: torch.device, name: str | None = None) -> Backend:
         return max(map(_backend, names_for(device)), key=lambda found: found.priority)(device)
     if name not in backend_names():
         raise ModelError(f"no kernels {name!r}; known: {', '.join(backend_names())}")
-    if name not in (usable := names_for(device)):
-        raise ModelError(f"the kernels {name!r} cannot run on {device}; these can: {', '.join(usable)}")
-    return _backend(name)(device)
+    if not (found := _backend(name)).is_available(device):
+        raise ModelError(f"the kernels {name!r} cannot run on {device}; these can: {', '.join(names_for(device))}")
+    return found(device)
 
 
 def _backend(name: str) -> type[Backend]:

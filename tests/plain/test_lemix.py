@@ -93,7 +93,7 @@ def test_plans_are_what_the_node_then_does(bound):
             view = replace(node.report(0.0), queue=tuple(plans), last=plans[-1] if plans else None)
             plans.append(plan_path(view, task, 0.0).task)
             node.add(task, Placed("n"), 0.0)
-        ran = {progress.task: progress.path for progress in node.advance(100.0)}
+        ran = {progress.task: progress.path for said in node.advance(100.0) for progress in said.progress}
         assert ran == {plan.task: plan for plan in plans}
 
 

@@ -253,7 +253,7 @@ class Slack(Policy):
         """The share of the time that prompts need to be in time, all that can be; and their order: those that have
         waited for very long, the others by their deadlines (due_s), then lost causes as they came.
         """
-        aged, timely, lost = [], [], []
+        aged, timely, lost = (list[RequestView]() for _ in range(3))
         share = needed_s = 0.0
         for prompt in by_priority(sorted(prompts, key=lambda each: due_s[each.id])):
             alone_s = latency.prompt_s(prompt.num_rows, prompt.num_past)
