@@ -150,9 +150,15 @@ def test_a_machine_that_is_refused_has_joined_nothing(world: RayWorld, tmp_path:
 
 
 @pytest.fixture(scope="module")
-def made(world: RayWorld) -> Any:
-    """A job that has succeeded."""
-    return finished(world, train(world, 3, 20))
+def made(world: RayWorld, engine: Any) -> Any:
+    """A job that has succeeded; `engine` has what it made, too."""
+    job = finished(world, train(world, 3, 20))
+    engine.load_adapter(job.fine_tuned_model, str(directory_of(world, job.id, 20)))
+    return job
+
+
+def directory_of(world: RayWorld, job: str, step: int) -> Path:
+    return world.config.directory / "jobs" / job / "checkpoints" / f"step-{step}"
 
 
 def test_every_node_answers_as_a_single_engine_for_every_adapter_version(world: RayWorld, engine: Any, made: Any):
@@ -161,10 +167,9 @@ def test_every_node_answers_as_a_single_engine_for_every_adapter_version(world: 
     job, name = made, made.fine_tuned_model
     checkpoints = list(world.client.fine_tuning.jobs.checkpoints.list(job.id))
     assert [each.step_number for each in checkpoints] == [20, 10]
-    steps = {each.fine_tuned_model_checkpoint: each.step_number for each in checkpoints} | {name: 20}
-    for version, step in steps.items():
-        directory = world.config.directory / "jobs" / job.id / "checkpoints" / f"step-{step}"
-        engine.load_adapter(version, str(directory))
+    for each in checkpoints:
+        engine.load_adapter(each.fine_tuned_model_checkpoint, str(directory_of(world, job.id, each.step_number)))
+    for version in (name, *(each.fine_tuned_model_checkpoint for each in checkpoints)):
         for prompt in PROMPTS[:2]:
             assert {ask(world, prompt, 12, version) for _ in range(3)} == {alone(engine, prompt, 12, version)}
 
@@ -178,7 +183,7 @@ def test_three_nodes_learn_one_job_and_serve_it(world: RayWorld, engine: Any, sy
     )
     job = finished(world, id)
     assert steps_of(world, id) == list(range(1, 61))
-    engine.load_adapter(job.fine_tuned_model, str(world.config.directory / "jobs" / id / "checkpoints" / "step-60"))
+    engine.load_adapter(job.fine_tuned_model, str(directory_of(world, id, 60)))
     for prompt in PROMPTS[:2]:
         expected = alone(engine, prompt, 12, job.fine_tuned_model)
         assert {ask(world, prompt, 12, job.fine_tuned_model) for _ in range(3)} == {expected}
@@ -250,7 +255,6 @@ class Streams:
 def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(world: RayWorld, engine: Any, made: Any):
     world.until(lambda: world.num_ready() == 3)
     name = made.fine_tuned_model
-    engine.load_adapter(name, str(world.config.directory / "jobs" / made.id / "checkpoints" / "step-20"))
     expected = {("tiny", prompt): alone(engine, prompt, 48) for prompt in PROMPTS}
     expected |= {(name, prompt): alone(engine, prompt, 48, name) for prompt in PROMPTS[:2]}
     streams = Streams(world, expected, 48)
