@@ -29,7 +29,7 @@ from coserve.models.presets import PRESETS
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan, View
 from coserve.scheduling.policies.base import setting
-from coserve.scheduling.policies.harli import predictor
+from coserve.scheduling.policies.harli import Harli, predictor
 from coserve.scheduling.policies.tuning_only import TuningOnly
 from coserve.scheduling.slo import Slo
 from coserve.workloads.summary import percentile
@@ -116,6 +116,19 @@ def _claims_suspended(rows: list[Row]) -> list[Claim]:
 _BATCHES, _CONTEXTS, _FIRST_STEPS, _STEPS = (1, 4, 8, 16), (128, 1024), 6, 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class _BesideBackward(Harli):
+    """Jobs get to their backward pass without requests: HARLI's units are layers, but a window here runs through all of
+    them, and the smallest one may not fit beside a few requests at all.
+    """
+
+    def plan(self, view: View, latency: LatencyModel) -> Plan:
+        serves = view.waiting or any(request.num_rows > 1 for request in view.requests)
+        if serves or any(job.phase == "backward" for job in view.jobs):
+            return super().plan(view, latency)
+        return structs.replace(TuningOnly().plan(view, latency), tasklets=())  # what comes after a loss waits
+
+
 class _Timed:
     """A device as it is, and what its last step took."""
 
@@ -139,8 +152,8 @@ def _predicted() -> list[Row]:
         return timed[0]
 
     # With that long for a token, requests have the smallest part.
-    config = EngineConfig(policy="harli", memory_bytes=3 << 30, ttft_s=600.0, tpot_s=60.0)
-    engine = Engine.from_backbone(backbone, config, wrap=wrap)
+    engine = Engine.from_backbone(backbone, EngineConfig(memory_bytes=3 << 30, ttft_s=600.0, tpot_s=60.0), wrap=wrap)
+    engine.policy = _BesideBackward()
     latency = LatencyModel(engine.device.info.profile)
     example = Example(tokens=(1,) * 512, trained=(True,) * 512)
     tuning = TuningConfig(num_epochs=10_000, batch_size=4, max_sequence_length=512)

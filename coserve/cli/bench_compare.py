@@ -157,6 +157,7 @@ def compare(
     if hurries and separate is None and vllm is None:
         separate = False
     rivals = _separate(separate, vllm, model, dtype, device)
+    ran = versions(vllm)  # before all else, which takes half an hour: the environment may have no vLLM
     workers = workers or len(own_cores())
     found = [
         run(place, requests, config, shapes=shapes, separate=rivals, workers=workers, watch=screen.print)
@@ -176,7 +177,7 @@ def compare(
             "jobs": jobs,
             "examples": str(data) if data else f"random, {sequence} tokens",
             "seed": seed,
-            "versions": versions(vllm),
+            "versions": ran,
         },
     }
     result |= _told([each.result() for each in found])

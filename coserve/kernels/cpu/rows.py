@@ -137,8 +137,11 @@ def cross_entropy_gradient(
 ) -> Tensor:
     """See `Backend.cross_entropy_gradient`; IndexError for a target that is not in the vocabulary."""
     targets, log_sum, loss_grad = _checked(targets, logits), log_sum.contiguous(), loss_grad.contiguous()
-    in_place = overwrites and logits.stride(1) == 1 and logits.is_contiguous()
-    grad = logits if in_place else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    grad = (
+        logits
+        if overwrites and logits.is_contiguous()
+        else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    )
     if logits.stride(1) != 1:
         kernels.cross_entropy_gradient_of_columns(
             *(logits.data_ptr(), targets.data_ptr(), log_sum.data_ptr(), loss_grad.data_ptr(), grad.data_ptr()),
