@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 import ray
-from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
 from ray.exceptions import RpcError
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
+from ray.experimental.internal_kv import GcsClient, _internal_kv_del, _internal_kv_put
 
 from coserve.errors import ClusterError
 from coserve.version import VERSION
