@@ -247,23 +247,25 @@ class PlanBuilder:
     def _age(self, jobs: Sequence[JobView], least_share: float) -> None:
         """The smallest piece of the job that has waited longest, if that is long enough."""
         oldest = max(jobs, key=_waited_s, default=None)
-        if oldest is None or not oldest.waited_s or self._has(oldest.id):
+        if oldest is None or not oldest.waited_s or self.has(oldest.id):
             return
-        rows = min(oldest.num_rows_left, LEAST_WINDOW_ROWS)
-        if oldest.phase == "update":
-            seconds = self._latency.update_s(oldest)
-        elif oldest.phase == "backward":
-            seconds = self._latency.tasklet_s(oldest, rows)
-        elif oldest.phase == "loss":
-            seconds = self._latency.loss_s(rows)
-        elif self._load.rows + rows <= self._max_rows:
-            seconds = self._latency.with_window(self._load, oldest)(rows) - self._time.forward_s
-        else:
-            return
-        if seconds * len(jobs) <= least_share * oldest.waited_s:
+        if self.least_s(oldest) * len(jobs) <= least_share * oldest.waited_s:
             self._least(oldest)
 
-    def _has(self, job: str) -> bool:
+    def least_s(self, job: JobView) -> float:
+        """What the smallest piece of a job would add to the step; no end of seconds where that has no room for it."""
+        rows = min(job.num_rows_left, LEAST_WINDOW_ROWS)
+        if job.phase == "update":
+            return self._latency.update_s(job)
+        if job.phase == "backward":
+            return self._latency.tasklet_s(job, rows)
+        if job.phase == "loss":
+            return self._latency.loss_s(rows)
+        if self._load.rows + rows > self._max_rows:
+            return inf
+        return self._latency.with_window(self._load, job)(rows) - self._time.forward_s
+
+    def has(self, job: str) -> bool:
         """Whether a job has a piece in the plan."""
         pieces = [piece.job for piece in self._losses] + [part.job for part in self._tasklets] + self._updates
         return job in pieces or any(rows.item == job and rows.kind == "window" for rows in self._rows)

@@ -255,6 +255,17 @@ def test_harli_gives_decoding_the_units_that_just_keep_the_slo():
     assert not divided("harli", 60, tpot_s=0.03).moved_jobs, "where none keeps it, everything is the requests'"
 
 
+def test_harli_trains_beside_decode_steps_that_are_over_before_a_jobs_smallest_piece():
+    profile = roofline_profile(_backbone(), replace(DEVICE, flops_per_s=2e11, num_units=2))
+    made = []
+    for waited_s in (0.05, 1.0):
+        job = JobView("j", "forward", 1024, 1024, 24, 128.0, profile.job, waited_s=waited_s)
+        request = RequestView("r", 1, 300, 5, 0.0, 1.0, 1.9, 5.0, 0.3)
+        seen = View(now_s=2.0, requests=(request,), jobs=(job,), tpot_s=0.3, num_units=2)
+        made.append(make_policy("harli").plan(seen, LatencyModel(profile)))
+    assert not made[0].moved_jobs and made[1].moved_jobs == ("j",) and made[1].predicted_s <= 0.3
+
+
 def test_harlis_predictor_errs_by_five_per_cent_at_most():
     """Its own figure (section 8.4), at batches and contexts between those that it was fitted to."""
     latency, errors = LatencyModel(_profile(10)), []

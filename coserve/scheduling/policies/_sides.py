@@ -25,25 +25,25 @@ def tune_beside(
     *,
     unit_s: float = inf,
     until_s: float = inf,
-    least_share: float = 0.0,
 ) -> Plan:
     """The plan with a job's work beside the forward pass, for as long as that lasts on its part of the device.
+
+    A job whose smallest piece is worth more has it as soon as it has waited for as long as that takes there.
 
     Args:
         build: with the rows of requests, of which there are some.
         unit_s: what a tasklet may take on its part of the device.
-        until_s: when a pass with a window in it, or an optimizer step, must have ended.
-        least_share: of the time, what the job gets in any case (`PlanBuilder.tune`).
+        until_s: when a pass with a window in it, an optimizer step, or what runs beside the pass must have ended.
     """
     forward_speed, backward_speed = latency.sharing.speeds(
         partition, forward_rows=build.num_rows, tasklet_rows=max(1, job.num_rows_left)
     )
     whole_s = build.seconds
-    lasts_s = whole_s / forward_speed
-    worth_s = backward_speed * lasts_s
-    if job.phase in ("forward", "update"):
-        worth_s = min(worth_s, until_s - whole_s)
-    add_units(build, job, latency, worth_s, unit_s=unit_s * backward_speed, least_share=least_share)
+    worth_s = backward_speed * whole_s / forward_speed
+    most_s = until_s - whole_s if job.phase in ("forward", "update") else backward_speed * until_s
+    add_units(build, job, latency, min(worth_s, most_s), unit_s=unit_s * backward_speed)
+    if not build.has(job.id) and build.least_s(job) <= min(backward_speed * job.waited_s, most_s):
+        build.take(job, 0)
     return divided(build.build(memory), partition, forward_speed, backward_speed)
 
 
@@ -60,12 +60,10 @@ def divided(plan: Plan, partition: Partition, forward_speed: float, backward_spe
     )
 
 
-def add_units(
-    build: PlanBuilder, job: JobView, latency: LatencyModel, seconds: float, *, unit_s: float, least_share: float = 0.0
-) -> None:
+def add_units(build: PlanBuilder, job: JobView, latency: LatencyModel, seconds: float, *, unit_s: float) -> None:
     """As much of a job as fits into seconds of the whole device, in tasklets of at most unit_s if rows can be few."""
     if job.phase != "backward" or unit_s == inf:
-        build.tune([job], build.seconds + seconds, least_share=least_share)
+        build.tune([job], build.seconds + seconds)
         return
     rows = job.num_rows
     while rows > LEAST_WINDOW_ROWS and latency.tasklet_s(job, rows) > unit_s:

@@ -2,7 +2,8 @@
 
 Before every decode step, and so after every arrival, the partition is chosen anew: the one whose predicted decode
 latency comes nearest to the tightest TPOT SLO without passing it. Where none keeps it, or a job has nothing ready, the
-whole device is the requests'. Jobs run in units of about 10 ms, of one layer each, so that they give way soon.
+whole device is the requests'. Jobs run in units of about 10 ms, of one layer each, so that they give way soon. Where
+a decode step is over before a job's smallest piece would be, the job has that once its part of the device was worth it.
 
 The predictor has two stages. Equation 2 says what decoding takes on some units alone, with coefficients for each number
 of units, from three representative batches; equation 3 by what factor a job beside it stretches that.

@@ -31,11 +31,10 @@ class SpatialSharing(Policy):
         if not build.num_rows:  # who arrives finds a share of the device at once, or nearly so
             build.tune([job], slo_s(view, memory))
             return build.build(memory)
-        others = 1 - self.inference_share
         if view.num_units > 1 and latency.sharing.partitions:
             partition = min(latency.sharing.partitions, key=self._distance)
-            return tune_beside(build, memory, job, latency, partition, least_share=others)
-        build.tune([job], build.seconds / self.inference_share, least_share=others)
+            return tune_beside(build, memory, job, latency, partition)
+        build.tune([job], build.seconds / self.inference_share, least_share=1 - self.inference_share)
         return build.build(memory)
 
     def _distance(self, partition: Partition) -> float:
