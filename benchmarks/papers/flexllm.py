@@ -45,13 +45,13 @@ class Model:
     tuning: dict[int, tuple[float, float]]
     evictions: tuple[float, ...] = (0.0,) * 5
 
-    def setting(self, num_pages: int | None = None) -> Setting:
+    def setting(self, num_pages: int | None = None, sequence: int = 8192) -> Setting:
         return Setting(
             model=self.name,
             hardware=A100.joined(self.num_devices) if self.num_devices > 1 else A100,
             slo=Slo(ttft_s=5.0, tpot_s=self.tpot_s),
             lora=_LORA,
-            sequence=8192,
+            sequence=sequence,
             num_pages=num_pages,
         )
 
@@ -280,24 +280,29 @@ def _claims_12(rows: list[Row]) -> list[Claim]:
     return claims
 
 
-_NUM_PAGES = 13_000
+# Pages of 16 tokens, and tokens of the job's sequences: half of what the device has, and so few that the pages of the
+# requests at the highest rates are more than all of them.
+_SCARCE = ((13_000, 8192), (3_000, 1024), (2_000, 1024), (1_500, 1024))
 
 
-def _evictions(model: Model, num_pages: int | None, data: Data) -> list[Row]:
-    setting, rows = model.setting(num_pages), []
+def _evictions(model: Model, scarce: tuple[int, int] | None, data: Data) -> list[Row]:
+    setting, rows = model.setting(*(scarce or ())), []
+    policies = (*_CO_SERVING, "inference-only") if scarce else _CO_SERVING
     for rate, paper in zip((*_RATES, 28), (*model.evictions, None), strict=True):
-        for policy in _CO_SERVING:
+        for policy in policies:
             played = setting.run(policy, data.bursts(rate / _NUM_PIPELINES), data.seconds)
             rows.append(
                 {
                     "model": model.name,
-                    "pages": num_pages,
+                    "pages": scarce[0] if scarce else None,
                     "rate": rate,
                     "system": policy,
                     "attainment": round(setting.attainment(played), 4),
+                    "ttft_p99_ms": p99_ms(played, "ttft_s"),
+                    "tpot_p99_ms": p99_ms(played, "tpot_s"),
                     "tuning_tokens_per_s": round(_NUM_PIPELINES * played.tuning_tokens_per_s),
                     "evicted": round(played.num_evictions / max(1, len(played.outcomes)), 4),
-                    "paper_evicted": paper if num_pages is None else None,
+                    "paper_evicted": None if scarce else paper,
                     "packs_dropped": played.num_drops,
                 }
             )
@@ -306,7 +311,7 @@ def _evictions(model: Model, num_pages: int | None, data: Data) -> list[Row]:
 
 def _tasks_evictions(data: Data) -> list[Task]:
     tasks: list[Task] = [partial(_evictions, model, None, data) for model in _MODELS]
-    return [*tasks, partial(_evictions, _MODELS[0], _NUM_PAGES, data)]
+    return [*tasks, *(partial(_evictions, _MODELS[0], scarce, data) for scarce in _SCARCE)]
 
 
 def _claims_evictions(rows: list[Row]) -> list[Claim]:
