@@ -623,6 +623,21 @@ def test_a_lost_cause_that_has_waited_for_ten_of_its_slos_is_served_first():
         assert next(iter(rows_of(made, "prefill"))) == first
 
 
+def test_a_lost_cause_that_has_waited_for_very_long_gets_a_piece_beside_requests_that_just_hold_their_slos():
+    """Its smallest one where others can be in time, which the time is for."""
+    latency, lost, timely = make_latency(), prompt("lost", 5000, arrival_s=40.0), prompt("timely", 300, arrival_s=98.6)
+    beside = [decoding(f"d{i}", tpot_s=0.1, num_output=50, first_token_s=95.0, last_token_s=100.0) for i in range(8)]
+    alone = rows_of(plan("slack", view(lost, *beside, now_s=100.0), latency), "prefill")
+    assert alone["lost"] >= LEAST_PREFILL_ROWS - len(beside)
+    both = rows_of(plan("slack", view(lost, timely, *beside, now_s=100.0), latency), "prefill")
+    assert both["lost"] == alone["lost"] and both["timely"] >= LEAST_PREFILL_ROWS - len(beside)
+    second = structs.replace(lost, id="second")
+    assert list(rows_of(plan("slack", view(lost, second, timely, *beside, now_s=100.0), latency), "prefill")) == [
+        "lost",
+        "timely",
+    ]
+
+
 @pytest.mark.parametrize("tpot_s", [0.001, 0.02])
 def test_a_request_that_cannot_be_in_time_does_not_hold_up_jobs(tpot_s):
     """A decode step takes 0.09 s here."""

@@ -201,9 +201,7 @@ class Slack(Policy):
         prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
         due_s = {each.id: self.due_at_s(each) for each in prompts}
         most_share = max(MOST_SHARE, 1 - build.seconds / (self.max_gap_tpots * tpot_s))
-        share, ordered = 0.0, list[RequestView]()
-        if prompts:
-            share, ordered = self._share_of_prompts(prompts, due_s, build.seconds, most_share, view, latency)
+        share, piece, ordered = self._share_of_prompts(prompts, due_s, build.seconds, most_share, view, latency)
         deadlines = decode_deadlines(
             decoding,
             now_s=view.now_s,
@@ -220,15 +218,16 @@ class Slack(Policy):
         if not decoding:
             # A request that arrives now waits for this step to end.
             budget_s = inf if share > MOST_ARRIVAL_SHARE else self.arrival_wait_s(view, tpot_s)
-            all_in = build.prefill(ordered, budget_s, urgent=True)
+            all_in = build.prefill([*piece, *ordered], budget_s, urgent=True)
         else:
+            build.prefill(piece, 0.0, urgent=True)
             budget_s = deadlines.prompts_s - view.now_s
             if share > URGENT_SHARE:
                 # At the very pace nobody would catch up.
                 urgent_s = (deadlines.urgent_s - view.now_s) / (1 + latency.corrections.margin)
                 budget_s = max(budget_s, min(build.seconds / (1 - min(share, most_share)), urgent_s))
-            urgent = share > MOST_ARRIVAL_SHARE or _is_lost(ordered[0], view, latency)
-            all_in = build.prefill(ordered, budget_s, urgent=urgent)
+            urgent = share > MOST_ARRIVAL_SHARE or not share
+            all_in = build.prefill(ordered, budget_s, urgent=urgent) and not piece
         if all_in:
             # What is late already does not keep jobs from the step that ends it.
             first_s = min([each_s for each_s in due_s.values() if each_s > view.now_s], default=inf)
@@ -249,9 +248,9 @@ class Slack(Policy):
         most_share: float,
         view: View,
         latency: LatencyModel,
-    ) -> tuple[float, list[RequestView]]:
-        """The share of the time that prompts need to be in time, all that can be; and their order: those that have
-        waited for very long, the others by their deadlines (due_s), then lost causes as they came.
+    ) -> tuple[float, list[RequestView], list[RequestView]]:
+        """The share of the time that prompts need to be in time, all that can be; one that cannot, has waited for very
+        long, and gets a piece before them; and their order: by their deadlines (due_s), then lost causes as they came.
         """
         aged, timely, lost = (list[RequestView]() for _ in range(3))
         share = needed_s = 0.0
@@ -265,7 +264,7 @@ class Slack(Policy):
             if needed_s + alone_s <= most_share * left_s or not needed_s:
                 needed_s += alone_s
                 share = max(share, needed_s / left_s)
-        return share, [*aged, *timely, *lost]
+        return (share, aged[:1], [*timely, *lost]) if share else (share, [], [*aged, *lost])
 
     # -- jobs -------------------------------------------------------------------------
 
