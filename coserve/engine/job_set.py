@@ -182,8 +182,8 @@ class JobSet(Mapping[str, Job]):
         self._num_tokens_forgotten -= job.num_tokens_trained  # of one that is resumed: another engine's
         self._jobs[job.id] = job
         self._milestones.note_change(job)  # to what it resumes from
-        self._milestones.serve_again(job)
         self._counters.arrive(job.tenant)
+        self._milestones.serve_again(job)
         self.catch_up()
 
     def pause(self, job_id: str) -> None:

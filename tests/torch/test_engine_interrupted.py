@@ -213,6 +213,31 @@ def test_a_caller_may_be_interrupted_in_any_command(kind, after, undisturbed, tm
     assert sum(isinstance(command, kind) for command in done) >= 1
 
 
+def test_a_caller_may_be_interrupted_while_a_live_job_that_resumes_is_served_again(tmp_path):
+    live = replace(CONFIG, live=True)
+    first = make_engine()
+    job = first.submit_examples(examples_of(LENGTHS), live, adapter=LORA, name="live")
+    while first.jobs[job].num_steps_done < 2:
+        first.step()
+    resumed, written = make_engine(), str(first.checkpoint(job).write(tmp_path))
+    inner = watched(resumed).inner
+    execute, left = inner.execute, iter([True])
+
+    def call(command):
+        if isinstance(command, PublishVersion) and next(left, False):
+            raise KeyboardInterrupt
+        return execute(command)
+
+    inner.execute = call  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        resumed.submit_examples(examples_of(LENGTHS), live, adapter=LORA, name="live", job_id="x", checkpoint=written)
+    while not resumed.jobs["x"].is_terminal:
+        resumed.step()
+        resumed.check_integrity()
+    assert resumed.versions.labels() == ["live@4"]
+    assert_nothing_is_held(resumed)
+
+
 def test_an_error_where_a_step_should_begin_loses_no_command(monkeypatch):
     """The device had not even been told which requests there are."""
     engine = make_engine()
