@@ -1,5 +1,6 @@
 """Policies are found by file name, with settings of their own; virtual token counters keep tenants' shares fair."""
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -78,7 +79,8 @@ def test_the_documentation_lists_policies_and_settings_as_they_are():
     for name in policy_names():
         assert f"| `{name}` | {policy_class(name).summary} |" in text
         for one in policy_class(name).settings():
-            assert f"| `{one.name}` | {one.default:g} | {one.help} |" in text
+            shown = json.dumps(one.default) if isinstance(one.default, bool) else f"{one.default:g}"
+            assert f"| `{one.name}` | {shown} | {one.help} |" in text, "as it is to be given"
 
 
 # -- virtual token counters ---------------------------------------------------------------

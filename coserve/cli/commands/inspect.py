@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,8 +35,8 @@ def inspect(
     targets: Annotated[
         str | None,
         typer.Option(
-            help="Modules it sits at: names with commas between, all-linear, or a regular expression. [LoRA: "
-            "q_proj,v_proj]"
+            help="Modules it sits at: names with commas between, all-linear, or a regular expression. [as in a job; "
+            "LoRA: all-linear]"
         ),
     ] = None,
     dropout: Annotated[float | None, typer.Option(help="LoRA's dropout in training. [0]")] = None,
@@ -89,10 +88,6 @@ class _Report:
         return dict(vars(self))
 
 
-# As PEFT's examples have it; other methods begin as in a job.
-_LORA: Mapping[str, Any] = {"r": 16, "alpha": 32, "target_modules": ("q_proj", "v_proj")}
-
-
 def _targets(given: str | None) -> tuple[str, ...] | str | None:
     from coserve.adapters.targets import ALL_LINEAR
 
@@ -112,7 +107,7 @@ def _config(name: str, settings: dict[str, Any]) -> "AdapterConfig":
         known = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # they are dataclasses
         if unknown := [setting for setting in settings if setting not in known]:
             raise AdapterError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
-        return kind(**{**(_LORA if name == "lora" else kind.job_defaults), **settings})
+        return kind(**{**kind.job_defaults, **settings})
     except (ValueError, TypeError) as error:
         raise AdapterError(str(error)) from None
 
