@@ -7,7 +7,9 @@ a front where its files are. Ray Serve's interfaces are used as of the version t
 import asyncio
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -169,10 +171,15 @@ class FrontApplication:
 def connect(address: str) -> None:
     """Have this process ask the cluster. ClusterError if it cannot be reached."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    own = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(f"the Ray cluster at {address} cannot be used: {_first_line(error)}") from None
+    finally:
+        # Ray's own, which it sets here, prints where the process was, and ends it without anything of ours.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, own)
 
 
 def disconnect() -> None:

@@ -94,8 +94,9 @@ def command(stderr: Path, *arguments: str) -> Iterator[ForkedCommand]:
     try:
         yield up
     finally:
-        up.send_signal(signal.SIGINT)
+        up.send_signal(signal.SIGTERM)
         assert up.wait(120) == 0, stderr.read_text()
+        assert "SIGTERM received" not in stderr.read_text(), "as Ray's handler would print, and end it"
         up.stdout.close()
 
 
