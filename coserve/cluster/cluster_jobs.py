@@ -12,8 +12,11 @@ from coserve.cluster.tasks import task_of_job
 from coserve.engine.job import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
 from coserve.jobs.messages import JobStart
+from coserve.jobs.records import AdapterRef
 
 _WAIT_S = 0.1
+# Adapters of jobs that have succeeded, until the catalogue, which asks for them, has heard of that.
+_MOST_MADE = 100
 
 
 @dataclass(kw_only=True, eq=False)
@@ -40,6 +43,7 @@ class ClusterJobs:
         """place: places what waits; see `placed`. failed: told of a job that no node took in the end."""
         self._scheduler, self._place, self._failed = scheduler, place, failed
         self._jobs: dict[str, _Job] = {}
+        self._made: dict[str, AdapterRef] = {}  # by name, the oldest first
         self._starts: set[asyncio.Task[None]] = set()
 
     # -- questions ------------------------------------------------------------------
@@ -68,11 +72,16 @@ class ClusterJobs:
         jobs = [job for job in self._jobs.values() if job.start.name == adapter]
         return {job.node for job in jobs if job.is_sent and job.node is not None} if jobs else None
 
+    def made(self, adapter: str) -> AdapterRef | None:
+        """Where an adapter lies that a job has made, which has succeeded of late; None: there is none."""
+        return self._made.get(adapter)
+
     # -- what is asked of them ------------------------------------------------------------
 
     async def start(self, job: JobStart, *, excluded: frozenset[str] = frozenset()) -> None:
         """See `JobEngine`; one that must wait for a node has been taken, too. excluded: nodes where it cannot go."""
         started = self._jobs[job.id] = _Job(start=job, excluded=excluded)
+        self._made.pop(job.name, None)
         self._scheduler.submit(task_of_job(job, excluded=excluded))
         self._place()
         await self._start_when_placed(started)
@@ -143,6 +152,19 @@ class ClusterJobs:
         """A checkpoint of a job is on disk."""
         if (job := self._jobs.get(id)) is not None:
             job.checkpoint = directory
+
+    def ended(self, event: JobEvent) -> None:
+        """Its node has told its end, and its last checkpoint before."""
+        job = self._jobs.get(event.job)
+        if job is not None and job.checkpoint is not None and event.kind == "succeeded":
+            self.keep(AdapterRef(name=job.start.name, directory=job.checkpoint))
+        self.forget(event.job)
+
+    def keep(self, adapter: AdapterRef) -> None:
+        """A job has succeeded, which made this."""
+        self._made[adapter.name] = adapter
+        if len(self._made) > _MOST_MADE:
+            del self._made[next(iter(self._made))]
 
     def forget(self, id: str) -> None:
         """It is over; no error if it was not there."""
