@@ -118,19 +118,22 @@ class ClusterRequests:
                 self._submit(found, ready)
 
     def take(self, chunks: Iterable[Chunk]) -> bool:
-        """What a node's steps made of requests; whether one has its first token."""
-        has_begun = False
+        """What a node's steps made of requests; whether one waits there no more: it has its first token, or has ended
+        without one.
+        """
+        makes_room = False
         for chunk in chunks:
             if (found := self._requests.get(chunk.request)) is None:
                 continue
             if chunk.tokens and not found.num_tokens:
                 self._scheduler.begin(chunk.request, time.monotonic())
-                has_begun = True
+                makes_room = True
             found.num_tokens += len(chunk.tokens)
             found.num_open -= chunk.finish_reason is not None
             if not found.num_open:
                 self.drop(chunk.request)
-        return has_begun
+                makes_room |= not found.num_tokens
+        return makes_room
 
     def lost(self, id: str, node: ClusterNode, ready: Ready | None, *, is_closing: bool) -> None:
         """A request was lost with its node."""

@@ -287,8 +287,8 @@ class ClusterLink:
             report = replace(report, stats=self._totals.of(self._stats()))
         for listener in self._listeners:
             listener.engine_reported(report)
-        has_begun = self._requests.take(report.chunks)
-        if (has_begun or report.stats is not None) and self._scheduler.num_waiting:
+        makes_room = self._requests.take(report.chunks)
+        if (makes_room or report.stats is not None) and self._scheduler.num_waiting:
             self._place()
 
     def _of_jobs(self, report: StepReport, node: ClusterNode) -> StepReport:
