@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from coserve.cluster.nodes import ClusterNode
@@ -12,23 +12,32 @@ from coserve.cluster.tasks import task_of_job
 from coserve.engine.job import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
 from coserve.jobs.messages import JobStart
+from coserve.jobs.records import AdapterRef
 
-_WAIT_S = 0.1
+# Adapters of jobs that have succeeded, until the catalogue, which asks for them, has heard of that.
+_MOST_MADE = 100
 
 
 @dataclass(kw_only=True, eq=False)
 class _Job:
     """One that was started. excluded: nodes where it cannot go. node: None while it waits for one. is_sent: it knows.
-    rests: it is paused. checkpoint: the newest. turn: of those who change it.
+    is_late: `start` has returned before it had a node. rests: it is paused. checkpoint: the newest. turn: of those
+    who change it.
     """
 
     start: JobStart
     excluded: frozenset[str] = frozenset()
     node: ClusterNode | None = None
     is_sent: bool = False
+    is_late: bool = False
     rests: bool = False
     checkpoint: str | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def told(self) -> ClusterNode | None:
+        """The node that knows of it, if there is one: no other can be asked anything of it."""
+        return self.node if self.is_sent else None
 
 
 class ClusterJobs:
@@ -40,6 +49,7 @@ class ClusterJobs:
         """place: places what waits; see `placed`. failed: told of a job that no node took in the end."""
         self._scheduler, self._place, self._failed = scheduler, place, failed
         self._jobs: dict[str, _Job] = {}
+        self._made: dict[str, AdapterRef] = {}  # by name, the oldest first
         self._starts: set[asyncio.Task[None]] = set()
 
     # -- questions ------------------------------------------------------------------
@@ -66,66 +76,68 @@ class ClusterJobs:
     def makers(self, adapter: str) -> set[ClusterNode] | None:
         """Nodes that have been told to make an adapter, none while its job moves; None: no job makes it."""
         jobs = [job for job in self._jobs.values() if job.start.name == adapter]
-        return {job.node for job in jobs if job.is_sent and job.node is not None} if jobs else None
+        return {job.told for job in jobs if job.told is not None} if jobs else None
+
+    def made(self, adapter: str) -> AdapterRef | None:
+        """Where an adapter lies that a job has made, which has succeeded of late; None: there is none."""
+        return self._made.get(adapter)
 
     # -- what is asked of them ------------------------------------------------------------
 
     async def start(self, job: JobStart, *, excluded: frozenset[str] = frozenset()) -> None:
         """See `JobEngine`; one that must wait for a node has been taken, too. excluded: nodes where it cannot go."""
-        started = self._jobs[job.id] = _Job(start=job, excluded=excluded)
+        started = self._jobs[job.id] = _Job(start=job, excluded=excluded, rests=job.paused)
+        self._made.pop(job.name, None)
         self._scheduler.submit(task_of_job(job, excluded=excluded))
         self._place()
         await self._start_when_placed(started)
 
     async def pause(self, id: str) -> None:
         """See `JobEngine`."""
-        job = self._find(id)
-        async with job.turn:
-            if job.node is not None:
-                await job.node.link.pause_job(id)
+        async with self._turn(id) as job:
+            if job.told is not None:
+                await job.told.link.pause_job(id)
             else:
-                self._scheduler.withdraw(id)
+                self._take_back(job)
             job.rests = True
 
     async def resume(self, id: str) -> None:
         """See `JobEngine`."""
-        job = self._find(id)
-        async with job.turn:
+        async with self._turn(id) as job:
             rested, job.rests = job.rests, False
-            if job.node is not None:
-                await job.node.link.resume_job(id)
+            if job.told is not None:
+                await job.told.link.resume_job(id)
             elif rested:
-                self._scheduler.submit(task_of_job(job.start, excluded=job.excluded))
-                self._place()
+                job.start = replace(job.start, paused=False)
+                self._place_anew(job)
 
     async def cancel(self, id: str, *, keeps: bool = True) -> None:
         """See `JobEngine`. keeps: a checkpoint."""
-        job = self._find(id)
-        async with job.turn:
-            if job.node is not None:
-                await job.node.link.cancel_job(id, keeps=keeps)
+        async with self._turn(id) as job:
+            if job.told is not None:
+                await job.told.link.cancel_job(id, keeps=keeps)
             self.forget(id)
 
     async def move(self, id: str) -> None:
         """Have a job continue on another node than its own, which drains, from where it is after its optimizer step. No
         error if it is over by then, or its node has died: then it is started anew by those who are told so.
         """
-        job = self._jobs.get(id)
-        if job is None:
-            return
         with suppress(JobOverError, EngineGoneError):
-            async with job.turn:
-                await self._move(job, job.start.id)
+            async with self._turn(id) as job:
+                await self._move(job, id)
 
     async def _move(self, job: _Job, id: str) -> None:
-        old = job.node
+        old = job.told
         if old is None:
+            if job.node is not None:
+                self._place_anew(job)
             return
         await old.link.pause_job(id)  # its checkpoint has been told before this returns
         if job.checkpoint is None or self._jobs.get(id) is not job:
             return
-        job.node, job.is_sent, job.start = None, False, replace(job.start, checkpoint=job.checkpoint, paused=job.rests)
-        self._scheduler.finish(id)
+        job.start = replace(job.start, checkpoint=job.checkpoint, paused=job.rests)
+        self._take_back(job)
+        job.is_late = False
         with suppress(CoserveError):  # what it would say is of no interest any more
             await old.link.cancel_job(id)
         self._scheduler.submit(task_of_job(job.start))
@@ -136,19 +148,36 @@ class ClusterJobs:
 
     def placed(self, id: str, node: ClusterNode) -> None:
         """A job has a node."""
-        if (job := self._jobs.get(id)) is not None:
-            job.node = node
+        if (job := self._jobs.get(id)) is None:
+            return
+        job.node = node
+        if job.is_late:
+            start = asyncio.create_task(self._start_late(job, node))
+            self._starts.add(start)
+            start.add_done_callback(self._starts.discard)
 
     def checkpointed(self, id: str, directory: str) -> None:
         """A checkpoint of a job is on disk."""
         if (job := self._jobs.get(id)) is not None:
             job.checkpoint = directory
 
+    def ended(self, event: JobEvent) -> None:
+        """Its node has told its end, and its last checkpoint before."""
+        job = self._jobs.get(event.job)
+        if job is not None and job.checkpoint is not None and event.kind == "succeeded":
+            self.keep(AdapterRef(name=job.start.name, directory=job.checkpoint))
+        self.forget(event.job)
+
+    def keep(self, adapter: AdapterRef) -> None:
+        """A job has succeeded, which made this."""
+        self._made[adapter.name] = adapter
+        if len(self._made) > _MOST_MADE:
+            del self._made[next(iter(self._made))]
+
     def forget(self, id: str) -> None:
         """It is over; no error if it was not there."""
-        self._jobs.pop(id, None)
-        if not self._scheduler.withdraw(id):
-            self._scheduler.finish(id)
+        if (job := self._jobs.pop(id, None)) is not None:
+            self._take_back(job)
 
     def lose(self, node: ClusterNode) -> list[str]:
         """A node's engine has died; those that it had."""
@@ -162,13 +191,24 @@ class ClusterJobs:
         for start in self._starts:
             start.cancel()
 
+    def _take_back(self, job: _Job) -> None:
+        """It has no node any more, and waits for none."""
+        job.node, job.is_sent = None, False
+        if not self._scheduler.withdraw(job.start.id):
+            self._scheduler.finish(job.start.id)
+
+    def _place_anew(self, job: _Job) -> None:
+        """One that no node knows of."""
+        self._take_back(job)
+        self._scheduler.submit(task_of_job(job.start, excluded=job.excluded))
+        self._place()
+
     async def _start_when_placed(self, job: _Job) -> None:
-        if job.node is not None:
+        """Now, or as soon as it has a node (see `placed`)."""
+        if job.node is None:
+            job.is_late = True
+        else:
             await self._start_on(job, job.node)
-            return
-        start = asyncio.create_task(self._start_later(job))
-        self._starts.add(start)
-        start.add_done_callback(self._starts.discard)
 
     async def _start_on(self, job: _Job, node: ClusterNode) -> None:
         job.is_sent = True
@@ -180,22 +220,25 @@ class ClusterJobs:
             self.forget(job.start.id)
             raise
 
-    async def _start_later(self, job: _Job) -> None:
-        """When it has a node; what is wrong with it then is told as an event."""
+    async def _start_late(self, job: _Job, node: ClusterNode) -> None:
+        """What is wrong with it is told as an event."""
         id = job.start.id
-        while job.node is None:
-            if self._jobs.get(id) is not job:
-                return
-            await asyncio.sleep(_WAIT_S)
+        if self._jobs.get(id) is not job or job.is_sent or job.node is not node:
+            return  # it was changed in between
         try:
-            await self._start_on(job, job.node)
+            await self._start_on(job, node)
         except EngineGoneError:
             return
         except CoserveError as error:
             self._failed(JobEvent(job=id, kind="failed", step=0, now_s=time.monotonic(), message=str(error)))
 
-    def _find(self, id: str) -> _Job:
-        found = self._jobs.get(id)
-        if found is None:
-            raise JobOverError(f"no node has the job {id!r}: it is over, or was never started")
-        return found
+    @asynccontextmanager
+    async def _turn(self, id: str) -> AsyncIterator[_Job]:
+        """Of who changes a job. JobOverError if it is over by then."""
+        over = JobOverError(f"no node has the job {id!r}: it is over, or was never started")
+        if (job := self._jobs.get(id)) is None:
+            raise over
+        async with job.turn:
+            if self._jobs.get(id) is not job:
+                raise over
+            yield job

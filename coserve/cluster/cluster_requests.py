@@ -9,6 +9,8 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from coserve.cluster.cluster_jobs import ClusterJobs
 from coserve.cluster.nodes import ClusterNode, Nodes
 from coserve.cluster.prefixes import prefix_keys
@@ -64,8 +66,9 @@ class ClusterRequests:
     def open(self, stream: RequestStream, ready: Ready | None) -> None:
         """Have a stream's requests placed."""
         for request in stream.for_engine():
-            self._requests[request.id] = _Request(request=request, stream=stream, num_open=request.params.n)
-            self._submit(request, ready)
+            found = _Request(request=request, stream=stream, num_open=request.params.n)
+            self._requests[request.id] = found
+            self._submit(found, ready)
 
     def drop(self, id: str) -> None:
         """It is over, or not wanted any more."""
@@ -111,22 +114,26 @@ class ClusterRequests:
             makers = self._jobs.makers(found.request.adapter.name)
             if makers is None or self._others(makers) != excluded:
                 self._scheduler.withdraw(id)
-                self._submit(found.request, ready)
+                del self._following[id]
+                self._submit(found, ready)
 
     def take(self, chunks: Iterable[Chunk]) -> bool:
-        """What a node's steps made of requests; whether one has its first token."""
-        has_begun = False
+        """What a node's steps made of requests; whether one waits there no more: it has its first token, or has ended
+        without one.
+        """
+        makes_room = False
         for chunk in chunks:
             if (found := self._requests.get(chunk.request)) is None:
                 continue
             if chunk.tokens and not found.num_tokens:
                 self._scheduler.begin(chunk.request, time.monotonic())
-                has_begun = True
+                makes_room = True
             found.num_tokens += len(chunk.tokens)
             found.num_open -= chunk.finish_reason is not None
             if not found.num_open:
                 self.drop(chunk.request)
-        return has_begun
+                makes_room |= not found.num_tokens
+        return makes_room
 
     def lost(self, id: str, node: ClusterNode, ready: Ready | None, *, is_closing: bool) -> None:
         """A request was lost with its node."""
@@ -142,7 +149,7 @@ class ClusterRequests:
             reason = "the server is shutting down"
         else:
             found.node = None
-            self._submit(found.request, ready)
+            self._submit(found, ready)
             return
         self._fail(id, reason)
 
@@ -153,15 +160,19 @@ class ClusterRequests:
         self.drop(id)
         found.stream.fail(EngineGoneError(reason))
 
-    def _submit(self, request: AddRequest, ready: Ready | None) -> None:
+    def _submit(self, found: _Request, ready: Ready | None) -> None:
         """Have it placed."""
-        excluded, adapter = frozenset[str](), request.adapter
+        excluded, adapter = frozenset[str](), found.request.adapter
         if adapter is not None and adapter.directory is None:
-            makers = self._jobs.makers(adapter.name)
-            if makers is None:
-                self._fail(request.id, f"the job that makes {adapter.name} begins anew, or is over; ask again")
+            if (makers := self._jobs.makers(adapter.name)) is not None:
+                excluded = self._following[found.request.id] = self._others(makers)
+            elif (made := self._jobs.made(adapter.name)) is not None:
+                found.request = replace(found.request, adapter=made)
+            else:
+                reason = f"the job that makes {adapter.name} begins anew, or is over; ask again"
+                self._fail(found.request.id, reason)
                 return
-            excluded = self._following[request.id] = self._others(makers)
+        request = found.request
         prefix: tuple[bytes, ...] = ()
         if ready is not None and self._scheduler.placement.uses_prefixes:
             prefix = prefix_keys(request, ready.block_tokens)

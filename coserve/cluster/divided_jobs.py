@@ -352,6 +352,7 @@ class DividedJobs:
         if job.checkpoint is None:
             return
         adapter = AdapterRef(name=job.start.name, directory=job.checkpoint)
+        self._jobs.keep(adapter)
         for node in job.done:
             self._soon(_load(node, adapter))
 

@@ -275,20 +275,20 @@ class ClusterLink:
         for contributed in report.contributions:
             if self._jobs.is_on(contributed.job, node):
                 self._divided.contributed(contributed)
-        ended = [each.job for each in report.job_events if each.kind in _ENDS and self._jobs.is_on(each.job, node)]
+        ended = [each for each in report.job_events if each.kind in _ENDS and self._jobs.is_on(each.job, node)]
         report = self._of_jobs(report, node)
-        for job in ended:
-            self._jobs.forget(job)
+        for each in report.checkpoints:
+            self._jobs.checkpointed(each.job, each.directory)
+        for end in ended:
+            self._jobs.ended(end)
         if report.stats is not None:
             self._view(node)
             self._join()
             report = replace(report, stats=self._totals.of(self._stats()))
-        for each in report.checkpoints:
-            self._jobs.checkpointed(each.job, each.directory)
         for listener in self._listeners:
             listener.engine_reported(report)
-        has_begun = self._requests.take(report.chunks)
-        if (has_begun or report.stats is not None) and self._scheduler.num_waiting:
+        makes_room = self._requests.take(report.chunks)
+        if (makes_room or report.stats is not None) and self._scheduler.num_waiting:
             self._place()
 
     def _of_jobs(self, report: StepReport, node: ClusterNode) -> StepReport:

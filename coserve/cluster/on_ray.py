@@ -28,7 +28,7 @@ from coserve.cluster.messages import CommandBatch, NodeCalls, NodeReports, NodeS
 from coserve.cluster.node_actor import NodeActor
 from coserve.cluster.nodes import NODE, node_names
 from coserve.cluster.ray_machine import DEVICE, Served, tell_served
-from coserve.cluster.standby import StandbyFront, choose_front
+from coserve.cluster.standby import ANSWERS, StandbyFront, choose_front
 from coserve.errors import ClusterError, CoserveError, EngineGoneError
 from coserve.logs import configure_logs
 from coserve.server.config import ServerConfig
@@ -162,6 +162,8 @@ class FrontApplication:
         self._front.reload_keys()
 
     async def __del__(self) -> None:
+        if self._standby.stats[ANSWERS]:  # Ray Serve may be ended by its own commands, in a cluster that lives on
+            await asyncio.to_thread(_tell_nothing_served)
         await self._standby.stop()
 
 
@@ -254,7 +256,7 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
         serve.run(application(config, placement, resources, num_fronts), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         reason = front_error() or _first_line(error)
-        tell_served(None)
+        _tell_nothing_served()
         with suppress(Exception):
             serve.delete(APPLICATION)
         raise ClusterError(f"the front cannot start: {reason}") from None
@@ -304,13 +306,17 @@ def front_error() -> str | None:
 
 def undeploy() -> None:
     """End the front, and the nodes."""
-    with suppress(RayError):
-        tell_served(None)
+    _tell_nothing_served()
     with suppress(Exception):
         serve.shutdown()
     for actor in _actors():
         with suppress(RayError):
             ray.kill(actor)
+
+
+def _tell_nothing_served() -> None:
+    with suppress(RayError):  # Ray itself may be gone
+        tell_served(None)
 
 
 def status() -> dict[str, Any]:

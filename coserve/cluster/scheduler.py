@@ -29,6 +29,7 @@ class _Node:
     def __init__(self, report: NodeView) -> None:
         self.report = report
         self.tasks: dict[str, PlannedTask | None] = {}
+        self._unknown = set[str]()  # counted as waiting here, until they begin, or a report counts them
         self.last: PlannedTask | None = None
         self.lengths = Lengths()
         self._view: NodeView | None = None
@@ -43,6 +44,7 @@ class _Node:
 
     def use(self, report: NodeView) -> None:
         self.report, self._view = report, None
+        self._unknown.clear()
 
     def place(self, task: Task, path: PlannedTask | None) -> None:
         """Until the next report, as if the task had its pages already, its prefix and its adapter."""
@@ -54,6 +56,7 @@ class _Node:
         if task.prefix:
             self.report = replace(self.report, prefixes=report.prefixes.union(task.prefix))
         self.tasks[task.id] = path
+        self._unknown.add(task.id)
         self.last = path or self.last
         self.lengths = self.lengths.add(task.num_tokens)
         self._view = None
@@ -69,6 +72,7 @@ class _Node:
     def begin(self, task: str, now_s: float) -> None:
         """Until the next report, as if the node had told."""
         report, self._view = self.report, None
+        self._unknown.discard(task)
         self.report = replace(report, num_waiting=max(0, report.num_waiting - 1), num_running=report.num_running + 1)
         if (path := self.tasks.get(task)) is not None:
             self.calibrate(_ended_forward(path, now_s))
@@ -76,6 +80,9 @@ class _Node:
     def finish(self, task: str) -> None:
         self._view = None
         self.tasks.pop(task, None)
+        if task in self._unknown:
+            self._unknown.remove(task)
+            self.report = replace(self.report, num_waiting=self.report.num_waiting - 1)
 
 
 def _ended_forward(path: PlannedTask, now_s: float) -> PlannedTask:

@@ -118,6 +118,27 @@ def test_a_request_that_has_a_token_waits_no_more_and_took_as_long_as_it_did():
     assert node.last.forward_end_s == node.queue[0].forward_end_s == (0.5,)
 
 
+def test_a_task_that_ends_before_it_has_begun_waits_no_more():
+    cluster = ClusterScheduler(make_placement("round-robin"))
+
+    def num_waiting() -> int:
+        return cluster.view(0.0).nodes[0].num_waiting
+
+    cluster.report(make_node("n0"))
+    for name in ("ends", "begins", "reported"):
+        cluster.submit(make_task(name))
+    list(cluster.place(0.0))
+    assert num_waiting() == 3
+    cluster.finish("ends")
+    assert num_waiting() == 2
+    cluster.begin("begins", 0.0)
+    cluster.finish("begins")
+    assert num_waiting() == 1, "it is counted once"
+    cluster.report(make_node("n0", num_waiting=1))
+    cluster.finish("reported")
+    assert num_waiting() == 1, "the node knows best which of those that it has wait"
+
+
 def test_a_node_that_comes_back_has_its_place_again():
     cluster = scheduler("separate")
     cluster.remove("n0")

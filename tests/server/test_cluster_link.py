@@ -12,6 +12,7 @@ from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError, ClusterError, EngineGoneError, JobOverError
 from coserve.jobs.messages import Checkpointed
 from coserve.jobs.records import AdapterRef
+from coserve.tuning.shard import DataParallel
 from coserve.worker.protocol import (
     AddRequest,
     CancelJob,
@@ -290,6 +291,64 @@ def test_what_is_asked_of_a_live_job_that_is_lost_ends_with_an_error():
                     await read(stream)
             assert link.num_open == 0
             assert not nodes[1].of(AddRequest)
+
+    run(test)
+
+
+def say_succeeded(node: ScriptedNode, directory: str) -> None:
+    """Of the job "one": its last checkpoint, and its end."""
+    checkpoint = Checkpointed(job="one", step=9, directory=directory, listed=True)
+    end = JobEvent(job="one", kind="succeeded", step=9, now_s=0.0)
+    node.say(StepReport(checkpoints=[checkpoint], job_events=[end]))
+
+
+def test_who_asks_for_what_a_live_job_has_served_when_that_has_just_succeeded_gets_it_from_disk():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            heard = Heard(link)
+            await link.start_job(make_job("one"))
+
+            def before_reply(command: Any) -> None:
+                if isinstance(
+                    command, PauseJob
+                ):  # its node drains: what is asked of the job waits, and then it is over
+                    link.open([of_live_job("waits")])
+                    say_succeeded(nodes[0], "/step-9")
+
+            nodes[0].before_reply = before_reply
+            await link.drain("node-0")
+            await until(lambda: heard.events)
+            link.open([of_live_job("late")])
+            await until(lambda: len(nodes[1].of(AddRequest)) == 2)
+            found = {each.id: each.adapter for each in nodes[1].of(AddRequest)}
+            assert found == dict.fromkeys(("waits", "late"), AdapterRef(name="ft:one", directory="/step-9"))
+
+            await link.start_job(make_job("one"))  # the name is another's now
+            nodes[1].say(StepReport(job_events=[JobEvent(job="one", kind="failed", step=0, now_s=0.0)]))
+            await until(lambda: len(heard.events) == 2)
+            with pytest.raises(EngineGoneError, match="job that makes ft:one begins anew, or is over; ask again"):
+                await read(link.open([of_live_job("failed")]))
+
+    run(test)
+
+
+def test_what_a_divided_job_has_served_is_there_when_it_has_just_succeeded():
+    async def test() -> None:
+        nodes = ScriptedNode(), ScriptedNode()
+        async with cluster(*nodes) as link:
+            heard = Heard(link)
+            await link.start_job(make_job("one", data_parallel=DataParallel(num_nodes=2)))
+            await until(lambda: all(node.of(StartJob) for node in nodes))
+            shards = [node.of(StartJob)[0].job.id for node in nodes]
+            checkpoint = Checkpointed(job=shards[0], step=9, directory="/step-9", listed=True)
+            nodes[0].say(StepReport(checkpoints=[checkpoint]))
+            for node, shard in zip(nodes, shards, strict=True):
+                node.say(StepReport(job_events=[JobEvent(job=shard, kind="succeeded", step=9, now_s=0.0)]))
+            await until(lambda: heard.events)
+            link.open([of_live_job("late")])
+            (sent,) = await until(lambda: nodes[0].of(AddRequest) + nodes[1].of(AddRequest))
+            assert sent.adapter == AdapterRef(name="ft:one", directory="/step-9")
 
     run(test)
 

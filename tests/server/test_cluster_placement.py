@@ -141,3 +141,31 @@ def test_a_request_is_bound_when_a_node_is_about_to_need_one():
             await until(lambda: ids(node) == ["a", "b"])
 
     run(test)
+
+
+def test_a_request_that_ends_without_a_token_leaves_its_place_to_the_next_at_once():
+    async def test() -> None:
+        (node,) = nodes_of(1)
+        waiting = list[list[str]]()
+
+        class Listener:
+            def engine_ready(self, ready: Any) -> None: ...
+
+            def engine_gone(self) -> None: ...
+
+            def engine_reported(self, report: StepReport) -> None:
+                asyncio.get_running_loop().call_soon(lambda: waiting.append(link.waiting))
+
+        async with cluster(node, placement="slack-affinity") as link:
+            streams = [link.open([make_request(id)]) for id in ("busy", "a", "b")]
+            await until(lambda: ids(node) == ["busy"])
+            node.answer("busy", 7)
+            await until(lambda: ids(node) == ["busy", "a"])
+            assert link.waiting == ["b"]
+            link.listen(Listener())
+            node.answer("a", finish="stop")  # as an embedding does
+            await until(lambda: ids(node) == ["busy", "a", "b"])
+            assert waiting == [[]]
+            assert await read(streams[1]) == []
+
+    run(test)

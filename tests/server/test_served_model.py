@@ -1,0 +1,63 @@
+"""What a Ray cluster says that it serves is true when a front has ended, or could not begin; without a cluster."""
+
+import asyncio
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coserve.cluster.standby import ANSWERS
+from coserve.errors import ClusterError
+from coserve.server.config import ServerConfig
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+
+def test_a_front_that_cannot_start_says_why_though_ray_is_gone(monkeypatch: pytest.MonkeyPatch):
+    from ray.exceptions import RpcError
+
+    from coserve.cluster import on_ray
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("there is no memory left")
+
+    def gone(_: Any) -> None:
+        raise RpcError("failed to connect to all addresses")
+
+    monkeypatch.setattr(on_ray, "serve", SimpleNamespace(start=lambda **_: None, run=fail))
+    monkeypatch.setattr(on_ray, "application", lambda *_: None)
+    monkeypatch.setattr(on_ray, "tell_served", gone)
+    with pytest.raises(ClusterError, match="the front cannot start: there is no memory left"):
+        on_ray.deploy(ServerConfig(), "round-robin", resources={})
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_front_that_answers_takes_its_word_back_when_it_ends(monkeypatch: pytest.MonkeyPatch, answers: bool):
+    from coserve.cluster import on_ray
+
+    told = list[str | None]()
+
+    class Standby:
+        def __init__(self, front: Any) -> None:
+            self.front, self.stats = front, {ANSWERS: answers}
+
+        async def begin(self, *, others: bool) -> None: ...
+
+        async def stop(self) -> None: ...
+
+    monkeypatch.setattr(on_ray, "StandbyFront", Standby)
+    monkeypatch.setattr(on_ray, "Front", lambda *_: None)
+    monkeypatch.setattr(on_ray, "tell_served", lambda served: told.append(served and served.model))
+
+    async def test() -> None:
+        front: Any = SimpleNamespace()  # one that is not ended again when the test is over
+        await on_ray.FrontApplication.__init__(front, ServerConfig(model="tiny"), "round-robin", 2)
+        await on_ray.FrontApplication.__del__(front)
+
+    asyncio.run(test())
+    assert told == (["tiny", None] if answers else ["tiny"])
