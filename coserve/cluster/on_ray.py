@@ -180,7 +180,7 @@ def connect(address: str) -> None:
         raise ClusterError(f"the Ray cluster at {address} cannot be used: {_first_line(error)}") from None
     finally:
         # Ray's own, which it sets here, prints where the process was, and ends it without anything of ours.
-        if threading.current_thread() is threading.main_thread():
+        if own is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, own)
 
 

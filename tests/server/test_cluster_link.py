@@ -310,9 +310,8 @@ def test_who_asks_for_what_a_live_job_has_served_when_that_has_just_succeeded_ge
             await link.start_job(make_job("one"))
 
             def before_reply(command: Any) -> None:
-                if isinstance(
-                    command, PauseJob
-                ):  # its node drains: what is asked of the job waits, and then it is over
+                # Its node drains: what is asked of the job waits, and then it is over.
+                if isinstance(command, PauseJob):
                     link.open([of_live_job("waits")])
                     say_succeeded(nodes[0], "/step-9")
 

@@ -163,7 +163,7 @@ def test_a_request_that_ends_without_a_token_leaves_its_place_to_the_next_at_onc
             await until(lambda: ids(node) == ["busy", "a"])
             assert link.waiting == ["b"]
             link.listen(Listener())
-            node.answer("a", finish="stop")  # as an embedding does
+            node.answer("a", finish="stop")  # as with max_tokens of 0
             await until(lambda: ids(node) == ["busy", "a", "b"])
             assert waiting == [[]]
             assert await read(streams[1]) == []

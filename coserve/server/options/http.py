@@ -43,7 +43,7 @@ class HttpOptions(OptionGroup):
     max_body_bytes: int = option(
         8 * 10**6,
         "--max-body",
-        "Of a completion's request; others may have 1MB.",
+        "Of a request with a prompt; others may have 1MB.",
         parse=bytes_of,
         metavar="SIZE",
         shown="8MB",
