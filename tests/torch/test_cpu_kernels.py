@@ -75,7 +75,7 @@ for backend, num_threads in ((PLAIN, 1), (CPU, 4)):
 for one, other in zip(*results):
     assert (one - other).norm() < 1e-2 * other.norm()
 weight = torch.randn(96, 64).bfloat16()
-ours = TileProducts(KERNELS).skinny_gemm(q[:20, 0], weight)
+ours = TileProducts(KERNELS).product(q[:20, 0], weight)
 assert (ours.float() - q[:20, 0].float() @ weight.float().T).abs().max() < 0.2
 """
 
@@ -186,13 +186,44 @@ def test_products_of_few_rows(inner, outer, num_threads):
     for n in (1, 2, 15, 16, 17, 32, 33, 49, 64, 100):
         x = wide[:n, 8:]  # rows of a wider tensor
         exact = x.double() @ weight.double().T
-        whole = tiles.skinny_gemm(x, weight)
+        whole = tiles.product(x, weight)
         torch.testing.assert_close(whole, exact.bfloat16(), atol=1e-3, rtol=2**-7)
-        with_bias = tiles.skinny_gemm(x, weight, bias)
+        with_bias = tiles.product(x, weight, bias)
         torch.testing.assert_close(with_bias, (exact + bias.double()).bfloat16(), atol=1e-3, rtol=2**-7)
         # Without AMX the fewest rows have a kernel of their own, with another order of sums.
         least = 1 if KERNELS.has_amx or n <= 12 else 13
-        assert torch.equal(tiles.skinny_gemm(x[-least:], weight)[-1:], whole[-1:]), "whatever other rows are there"
+        assert torch.equal(tiles.product(x[-least:], weight)[-1:], whole[-1:]), "whatever other rows are there"
+
+
+@pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs AMX")
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(("inner", "outer"), [(32, 64), (1088, 96), (96, 1088), (544, 1536)])
+def test_products_of_many_rows(inner, outer, num_threads):
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    tiles, weight, bias = TileProducts(KERNELS), torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
+    x_of_all, grad_of_all = torch.randn(1030, inner + 8).bfloat16(), torch.randn(1030, outer + 8).bfloat16()
+    for n in (128, 200, 255, 513, 1030):
+        x, grad = x_of_all[:n, 8:], grad_of_all[:n, 8:]  # rows of wider tensors
+        exact = x.double() @ weight.double().T
+        whole = tiles.product(x, weight)
+        torch.testing.assert_close(whole, exact.bfloat16(), atol=1e-3, rtol=2**-7)
+        with_bias = tiles.product(x, weight, bias)
+        torch.testing.assert_close(with_bias, (exact + bias.double()).bfloat16(), atol=1e-3, rtol=2**-7)
+        assert torch.equal(tiles.product(x[-128:], weight)[-1:], whole[-1:]), "whatever other rows are there"
+
+        exact = grad.double() @ weight.double()
+        whole = tiles.input_gradient(grad, weight)
+        if outer < 2 * inner:
+            assert whole is None, "PyTorch's is the faster one"
+            continue
+        torch.testing.assert_close(whole, exact.bfloat16(), atol=1e-3, rtol=2**-7)
+        assert torch.equal(tiles.input_gradient(grad[-128:], weight)[-1:], whole[-1:]), "whatever other rows are there"
+        onto = torch.randn(n, inner + 8).bfloat16()
+        before = onto.clone()
+        assert tiles.input_gradient(grad, weight, onto[:, 8:]) is not None
+        torch.testing.assert_close(onto[:, 8:], (before[:, 8:].double() + exact).bfloat16(), atol=1e-3, rtol=2**-7)
+        assert torch.equal(onto[:, :8], before[:, :8])
 
 
 def vector_product(x, weight, bias, num_threads, *, name="vector_product"):
@@ -449,7 +480,7 @@ def test_products_that_the_kernels_by_tiles_are_not_for_go_the_other_way():
         for one, other in zip((total, back), expected, strict=True):
             torch.testing.assert_close(one.float(), other, **tolerance)
 
-    for n, inner, outer in ((4, 72, 96), (4, 96, 72), (300, 96, 96), (9, 16, 16), (9, 100, 16)):
+    for n, inner, outer in ((4, 72, 96), (4, 96, 72), (300, 72, 96), (9, 16, 16), (9, 100, 16)):
         check(*(torch.randn(shape).bfloat16() for shape in ((n, inner), (outer, inner), (n, outer))))
     check(torch.randn(4, 96).bfloat16(), torch.randn(96, 96).bfloat16().T, torch.randn(4, 96).bfloat16())
     check(torch.randn(4, 96), torch.randn(96, 96), torch.randn(4, 96))
@@ -458,9 +489,9 @@ def test_products_that_the_kernels_by_tiles_are_not_for_go_the_other_way():
     assert low_rank.to_low_rank(x, part[:, :96], transposed=True) is None
     assert not low_rank.add_from_low_rank(x, narrow, part[:, :96], transposed=False)
     weight = torch.randn(64, 96)
-    assert tiles.skinny_gemm(x, weight) is None, "another dtype"
-    assert tiles.skinny_gemm(x, weight[:, :64].bfloat16().contiguous()) is None, "another width"
-    assert tiles.skinny_gemm(x, weight.bfloat16(), torch.zeros(128).bfloat16()[::2]) is None
+    assert tiles.product(x, weight) is None, "another dtype"
+    assert tiles.product(x, weight[:, :64].bfloat16().contiguous()) is None, "another width"
+    assert tiles.product(x, weight.bfloat16(), torch.zeros(128).bfloat16()[::2]) is None
     total = torch.zeros(16, 96)
     assert not low_rank.add_low_rank_gradient(total, narrow, x[:3], transposed=False), "other rows"
     assert not low_rank.add_low_rank_gradient(total.T, narrow, x, transposed=True), "gaps"
@@ -654,7 +685,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 41 and all(found.values())
+    assert len(found) == 43 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert (
@@ -669,7 +700,7 @@ def test_the_header_states_the_arguments_of_every_kernel():
 def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_loaded(afresh, caplog):
     declared = compiled.signatures()
     amx = {"int8_product_by_tiles", "cross_entropy_of_columns", "cross_entropy_gradient_of_columns"}
-    amx |= {"cross_entropy_input_gradient_of_columns"}
+    amx |= {"cross_entropy_input_gradient_of_columns", "wide_product", "tile_input_gradient"}
     tiles = {"attention_forward", "attention_backward", "attend_in_pieces", "product"}
     tiles |= {"to_low_rank", "from_low_rank", "add_low_rank_gradient"}
     assert compiled.kernels_for("tiles") == tiles <= declared.keys()

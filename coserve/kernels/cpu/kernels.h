@@ -44,6 +44,12 @@ void drop_features(const void* x, i64 x_step, const i64* keys, i64 salt, double 
 void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer,
              i64 num_threads);
 
+// wide_tiles.cpp (AMX)
+void wide_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer,
+                  i64 num_threads);
+void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 x_grad_step,
+                         i64 is_added, i64 n, i64 inner, i64 outer, i64 num_threads);
+
 // int8_tiles.cpp (AMX)
 void int8_product_by_tiles(const bf16* x, i64 x_step, const int8_t* weight, const float* scales, const bf16* bias,
                            bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads);

@@ -1,5 +1,6 @@
-// y = x W^T of few rows in bfloat16 in tiles, with sums in float32 that are rounded once. PyTorch's product rearranges
-// the weight first; here it is the left factor as it lies, y^T = W x^T, so that the time is that of reading it once.
+// y = x W^T in bfloat16 in tiles, of few rows here, with sums in float32 that are rounded once. PyTorch's product
+// rearranges the weight first; here it is the left factor as it lies, y^T = W x^T, so that the time is that of reading
+// it once.
 
 #include "skinny.h"
 
@@ -11,18 +12,24 @@ namespace {
 const int STRIP = 32;
 // Up to how many rows a tile that is multiplied by vectors takes longer than the rows alone.
 const i64 FEWEST_ROWS = 12;
+// From how many rows on, and with how many threads at most, the kernel for many is the faster one.
+const i64 MANY_ROWS = 128, MOST_WIDE_THREADS = 4;
 
 thread_local Scratch shared_scratch, own_scratch;
 
 }  // namespace
 
 // y = x W^T + b: x [n, inner] with a step from row to row, weight [outer, inner], bias [outer] or null, y [n, outer].
-// inner and outer are multiples of 32. A row's sums are the same whatever other rows are there;
-// without AMX, among the fewest and among more.
+// inner and outer are multiples of 32. A row's sums are the same whatever other rows are there, among few and among
+// many; without AMX, among the fewest and among more.
 extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
                         i64 outer, i64 num_threads) {
 #ifdef HAS_PAIRS
     if (n <= FEWEST_ROWS) return pair_product(x, x_step, weight, bias, y, n, inner, outer, num_threads);
+#endif
+#ifdef HAS_AMX
+    if (n >= MANY_ROWS && num_threads <= MOST_WIDE_THREADS)
+        return wide_product(x, x_step, weight, bias, y, n, inner, outer, num_threads);
 #endif
     const Panel panel(shared_scratch, x, x_step, n, inner);
 #pragma omp parallel num_threads(num_threads)

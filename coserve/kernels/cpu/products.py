@@ -5,7 +5,9 @@ Which way is fastest depends on the processor, the dtype and the number of rows;
 - bfloat16 and few rows: kernels of our own read the weight once as it lies, in tiles with AMX and AMD's AVX-512
   (`tile_products.py`; with the latter the fewest rows, and weights of no whole tiles, by pairs: `pair_products.cpp`),
   and in float32 elsewhere (`vector_products.cpp`); PyTorch's take twice as long, and rearrange the weight first.
-- bfloat16 and many rows, on a CPU that multiplies it faster than float32 (AMX; AMD's AVX-512): PyTorch's.
+- bfloat16 and many rows, with AMX: tiles, too, that are fetched while others are multiplied (`wide_tiles.cpp`); but
+  PyTorch's input gradients of weights with fewer than twice as many outputs as inputs, and PyTorch's with many threads.
+- The same on another CPU that multiplies bfloat16 faster than float32 (AMD's AVX-512): PyTorch's.
 - The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it have half of that
   (Intel's without AMX): kernels of our own, which convert a strip of the weight at a time and multiply in float32
   (`vector_panels.h`); of tensors that lie otherwise the wide functions convert a tile at a time, for PyTorch's.
@@ -80,7 +82,7 @@ class CpuProducts:
             is_for_columns = x.shape[0] >= _MANY_LOSS_ROWS and weight.shape[0] >= _MANY_OUTPUTS and bias is None
             if self._may_lie_by_columns and is_for_columns:
                 return torch.mm(weight, x.T).T
-            if (y := self._tiles.skinny_gemm(x, weight, bias)) is not None:
+            if (y := self._tiles.product(x, weight, bias)) is not None:
                 return y
         if x.shape[0] <= self._most_few_rows and x.stride(1) == 1 and fit_vectors(weight, bias):
             return self._product_of_few_rows(x, weight, bias)
@@ -98,6 +100,8 @@ class CpuProducts:
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless bfloat16 is widened."""
+        if self._tiles is not None and (found := self._tiles.input_gradient(grad, weight, onto)) is not None:
+            return found
         if self._fit_pairs(grad, weight, onto):
             return self._pair_input_gradient(grad, weight, onto)
         if is_widened(grad) and grad.shape[0] and grad.stride(1) == 1 and fit_vectors(weight, None):

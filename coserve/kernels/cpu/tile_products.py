@@ -1,5 +1,5 @@
-"""Products of few rows with a large weight (skinny GEMM) in tiles, by kernels of our own (`products.cpp`,
-`int8_tiles.cpp`): bfloat16, with float32 sums that are rounded once.
+"""Products of rows with a large weight in tiles, by kernels of our own: of few rows (skinny GEMM: `products.cpp`,
+`int8_tiles.cpp`) and, with AMX, of many (`wide_tiles.cpp`). bfloat16, with float32 sums that are rounded once.
 
 Each function gives None when it is not for these tensors.
 """
@@ -9,8 +9,12 @@ from torch import Tensor
 
 from coserve.kernels.cpu.compiled import Library
 
-# Up to how many rows our product is the faster one; `benchmarks/products.py` measures it.
+# Up to how many rows our product is the faster one where it is not for many; `benchmarks/products.py` measures it.
 MOST_ROWS = 192
+# Up to how many threads the one for many rows was measured, as in `products.cpp`: each arranges rows for itself.
+_MOST_WIDE_THREADS = 4
+# From how many rows on input gradients are faster in tiles, and of how many times as many outputs as inputs.
+_FEWEST_GRADIENT_ROWS, _LEAST_OUTPUTS_OF_INPUTS = 128, 2
 
 
 class TileProducts:
@@ -19,10 +23,12 @@ class TileProducts:
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
 
-    def skinny_gemm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """x W^T + b: x [n, in] of at most 192 rows, weight [out, in] -> [n, out]; in and out are multiples of 32."""
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        """x W^T + b: x [n, in], weight [out, in] -> [n, out]; in and out are multiples of 32."""
         (n, inner), outer = x.shape, weight.shape[0]
-        if not _is_skinny(x, weight, bias) or not are_bfloat16(weight):
+        if not self._fit(x, weight, bias) or not are_bfloat16(weight):
+            return None
+        if n > MOST_ROWS and not self._has_wide_products:
             return None
         y = torch.empty(n, outer, dtype=x.dtype)
         self._kernels.product(
@@ -31,10 +37,30 @@ class TileProducts:
         )
         return y
 
+    def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor | None:
+        """dy W of many rows and outputs, by AMX; added to `onto`, rounded once. in and out are multiples of 32."""
+        (n, outer), inner = grad.shape, weight.shape[1]
+        if n < _FEWEST_GRADIENT_ROWS or outer < _LEAST_OUTPUTS_OF_INPUTS * inner or not self._has_wide_products:
+            return None
+        if weight.shape[0] != outer or not are_bfloat16(grad, weight) or not fit_weight(weight, None):
+            return None
+        if onto is not None and (onto.shape != (n, inner) or not are_bfloat16(onto)):
+            return None
+        x_grad = torch.empty(n, inner, dtype=grad.dtype) if onto is None else onto
+        self._kernels.tile_input_gradient(
+            *(grad.data_ptr(), grad.stride(0), weight.data_ptr(), x_grad.data_ptr(), x_grad.stride(0)),
+            *(onto is not None, n, inner, outer, torch.get_num_threads()),
+        )
+        return x_grad
+
+    @property
+    def _has_wide_products(self) -> bool:
+        return self._kernels.has_amx and torch.get_num_threads() <= _MOST_WIDE_THREADS
+
     def int8_skinny_gemm(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """(x W^T) s + b by AMX: the same with int8 values [out, in], in a multiple of 64, and float32 scales [out]."""
         (n, inner), outer = x.shape, values.shape[0]
-        if not self._kernels.has_amx or not _is_skinny(x, values, bias) or not scales.is_contiguous():
+        if not self._kernels.has_amx or n > MOST_ROWS or not self._fit(x, values, bias) or not scales.is_contiguous():
             return None
         y = torch.empty(n, outer, dtype=x.dtype)
         self._kernels.int8_product_by_tiles(
@@ -43,11 +69,10 @@ class TileProducts:
         )
         return y
 
-
-def _is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are few rows, and a weight [out, in] and a bias of a shape that is cut into whole tiles."""
-    n, inner = x.shape
-    return 0 < n <= MOST_ROWS and weight.shape[1] == inner and fit_weight(weight, bias) and are_bfloat16(x)
+    def _fit(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether these are rows, a weight [out, in] and a bias of a shape that is cut into whole tiles."""
+        n, inner = x.shape
+        return n > 0 and weight.shape[1] == inner and fit_weight(weight, bias) and are_bfloat16(x)
 
 
 def fit_weight(weight: Tensor, bias: Tensor | None) -> bool:

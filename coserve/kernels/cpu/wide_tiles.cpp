@@ -1,0 +1,307 @@
+// Products of many rows in bfloat16 with AMX, with sums in float32 that are rounded once: y = x W^T and dx = dy W. The
+// weight is read as it lies, and what is multiplied next is fetched from memory while tiles are multiplied.
+
+#include "skinny.h"
+
+#ifdef HAS_AMX
+
+namespace {
+
+// Rows and columns of the sums that stay in tile registers.
+const int BLOCK = 32;
+// Elements of a block's sums.
+const int SUMS = BLOCK * BLOCK;
+// Most of the inner dimension for which rows of x are arranged at once, and whose sums are then put aside; and of it,
+// what of both factors stays in the inner cache.
+const i64 DEEP = 1024, INNER = 512;
+// Most rows of x that a thread has arranged: they stay in the outer cache.
+const i64 MOST_ROWS = 512;
+// From how many rows for each thread on threads have rows of their own, not rows of the weight.
+const i64 ROWS_OF_A_THREAD = 256;
+// Of the weight in dx = dy W: how many of its rows and of its blocks of columns become pairs at once.
+const i64 PAIRED = 1024, COLUMNS = 8;
+// From how many bytes on a result is not kept in the caches: it would be gone before it is read.
+const i64 STREAMED_BYTES = 2 << 20;
+
+thread_local Scratch scratch;
+
+// The part of so many that a thread, or a turn, has: [start, end).
+struct Part {
+    i64 start, end;
+    Part(i64 count, i64 which, i64 parts) : start(count * which / parts), end(count * (which + 1) / parts) {}
+    i64 size() const { return end - start; }
+};
+
+// c = a b, or c += a b, blocks of 32 x 32: a [32, inner] with a step from row to row, b [inner / 2, 32, 2], c without
+// gaps. Of four rows from `ahead` on, as many elements as of a row of a are fetched meanwhile into the outer cache.
+template <bool ADD>
+void multiply_and_fetch(i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, const bf16* ahead,
+                        i64 ahead_step) {
+    const i64 row = BLOCK * sizeof(float);
+    float* lower = c + SUMS / 2;
+    if (ADD) {
+        _tile_loadd(0, c, row);
+        _tile_loadd(1, c + 16, row);
+        _tile_loadd(2, lower, row);
+        _tile_loadd(3, lower + 16, row);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (i64 k = 0; k < inner; k += DEPTH, a += DEPTH, b += DEPTH * BLOCK, ahead += DEPTH) {
+        _tile_loadd(4, a, a_step * 2);
+        _tile_loadd(6, b, 128);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + 32, 128);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + ahead_step), _MM_HINT_T1);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, a + 16 * a_step, a_step * 2);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + 2 * ahead_step), _MM_HINT_T1);
+        _tile_dpbf16ps(2, 5, 6);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + 3 * ahead_step), _MM_HINT_T1);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, row);
+    _tile_stored(1, c + 16, row);
+    _tile_stored(2, lower, row);
+    _tile_stored(3, lower + 16, row);
+}
+
+inline void run(bool adds, i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, const bf16* ahead,
+                i64 ahead_step) {
+    settle();
+    adds ? multiply_and_fetch<true>(inner, a, a_step, b, c, ahead, ahead_step)
+         : multiply_and_fetch<false>(inner, a, a_step, b, c, ahead, ahead_step);
+    settle();
+}
+
+// The first of the four rows of the next block that are fetched in one of so many turns.
+inline i64 fetched(i64 turn, i64 turns) { return std::min<i64>(BLOCK - 4, BLOCK * turn / turns); }
+
+// A line of a result.
+class Lines {
+  public:
+    Lines(bf16* first, i64 step, i64 num_bytes)
+        : streams_(num_bytes >= STREAMED_BYTES && !((reinterpret_cast<uintptr_t>(first) | step * 2) & 63)) {}
+    void put(bf16* y, __m512i line) const {
+        if (streams_)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(y), line);
+        else
+            _mm512_storeu_si512(y, line);
+    }
+
+  private:
+    bool streams_;
+};
+
+// Rows of x as columns of right factors: [blocks, depth / 2, 32, 2], zeros after the last.
+void arrange(const bf16* x, i64 step, i64 rows, i64 depth, bf16* out) {
+    for (i64 row = 0; row < round_up(rows, BLOCK); row += 16) {
+        bf16* block = out + row / BLOCK * BLOCK * depth + row % BLOCK * 2;
+        for (i64 k = 0; k < depth; k += DEPTH) {
+            __m512i pairs[16];
+            for (int i = 0; i < 16; i++)
+                pairs[i] = row + i < rows ? _mm512_loadu_si512(x + (row + i) * step + k) : _mm512_setzero_si512();
+            transpose(pairs);
+            for (int i = 0; i < 16; i++) _mm512_storeu_si512(block + (k / 2 + i) * 2 * BLOCK, pairs[i]);
+        }
+    }
+}
+
+// Sums of a block, 32 outputs x 32 rows -> rounded, with the bias (or null), as a line of each of up to 32 rows of y.
+void round_block(const float* sums, const bf16* bias, i64 rows, const Lines& lines, bf16* y, i64 y_step) {
+    for (i64 row = 0; row < rows; row += 16) {
+        __m512i pairs[16];
+        for (int i = 0; i < 16; i++) {
+            __m512 two[2];
+            for (int e = 0; e < 2; e++) {
+                two[e] = _mm512_loadu_ps(sums + (2 * i + e) * BLOCK + row);
+                if (bias) two[e] = _mm512_add_ps(two[e], _mm512_set1_ps(widen(bias[2 * i + e])));
+            }
+            pairs[i] = interleaved((__m512i)_mm512_cvtne2ps_pbh(two[1], two[0]));
+        }
+        transpose(pairs);
+        for (int i = 0; i < std::min<i64>(16, rows - row); i++) lines.put(y + (row + i) * y_step, pairs[i]);
+    }
+}
+
+// y = x W^T + b for some rows of x and strips of 32 rows of the weight. The weight is the left factor.
+struct Product {
+    const bf16* x;
+    i64 x_step;
+    const bf16 *weight, *bias;
+    bf16* y;
+    i64 inner, outer;
+    Lines lines;
+
+    void run_for(i64 first, i64 rows, Part strips) const {
+        const i64 blocks = (rows + BLOCK - 1) / BLOCK, turns = (inner + DEEP - 1) / DEEP;
+        // Sums of all strips, if they are put aside; else of this one and of the one before, which is written
+        // meanwhile.
+        const i64 kept = turns > 1 ? strips.size() : 2;
+        float* sums = reinterpret_cast<float*>(
+            scratch.take(blocks * (kept * SUMS * sizeof(float) + BLOCK * DEEP * sizeof(bf16))));
+        bf16* arranged = reinterpret_cast<bf16*>(sums + kept * blocks * SUMS);
+        auto write = [&](i64 strip, i64 block) {
+            const i64 row = block * BLOCK, column = strip * BLOCK;
+            round_block(sums + ((strip - strips.start) % kept * blocks + block) * SUMS, bias ? bias + column : nullptr,
+                        std::min<i64>(BLOCK, rows - row), lines, y + (first + row) * outer + column, outer);
+        };
+        for (i64 turn = 0; turn < turns; turn++) {
+            const Part deep(inner / DEPTH, turn, turns);
+            const i64 start = deep.start * DEPTH, depth = deep.size() * DEPTH, parts = (depth + INNER - 1) / INNER;
+            const bool is_last = turn == turns - 1;
+            arrange(x + first * x_step + start, x_step, rows, depth, arranged);
+            for (i64 strip = strips.start; strip < strips.end; strip++) {
+                const bf16* left = weight + strip * BLOCK * inner + start;
+                const bf16* next = strip + 1 < strips.end ? left + BLOCK * inner
+                                   : is_last              ? left
+                                                          : weight + strips.start * BLOCK * inner + start + depth;
+                float* own = sums + (strip - strips.start) % kept * blocks * SUMS;
+                for (i64 part = 0; part < parts; part++) {
+                    const Part within(depth / DEPTH, part, parts);
+                    const i64 k = within.start * DEPTH;
+                    for (i64 block = 0; block < blocks; block++) {
+                        run(turn || part, within.size() * DEPTH, left + k, inner,
+                            arranged + (block * depth + k) * BLOCK, own + block * SUMS,
+                            next + fetched(block, blocks) * inner + k, inner);
+                        if (turns > 1 && is_last && part == parts - 1) write(strip, block);
+                        if (turns == 1 && !part && strip > strips.start) write(strip - 1, block);
+                    }
+                }
+            }
+        }
+        for (i64 block = 0; turns == 1 && strips.size() && block < blocks; block++) write(strips.end - 1, block);
+    }
+};
+
+// Rows of the weight [depth, 32 * blocks] with a step -> right factors [blocks, depth / 2, 32, 2], of which these rows
+// are the inner dimension.
+void pair(const bf16* weight, i64 step, i64 depth, i64 blocks, bf16* out) {
+    for (i64 row = 0; row < depth; row += 2, weight += 2 * step)
+        for (i64 column = 0; column < blocks * BLOCK; column += 16) {
+            const __m256i one = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight + column));
+            const __m256i other = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight + step + column));
+            const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(one), other, 1);
+            bf16* place = out + column / BLOCK * BLOCK * depth + row * BLOCK + column % BLOCK * 2;
+            _mm512_storeu_si512(place, interleaved(both));
+        }
+}
+
+// dx = dy W, or dx += dy W, for some blocks of 32 columns of the weight. dy is the left factor as it lies.
+struct InputGradient {
+    const bf16* grad;
+    i64 grad_step;
+    const bf16* weight;
+    bf16* x_grad;
+    i64 x_grad_step;
+    bool is_added;
+    i64 n, inner, outer;
+    Lines lines;
+
+    void run_for(Part columns) const {
+        const i64 blocks = (n + BLOCK - 1) / BLOCK, turns = (outer + PAIRED - 1) / PAIRED, width = columns.size();
+        const i64 depth_most = (outer / DEPTH + turns - 1) / turns * DEPTH;
+        float* sums = reinterpret_cast<float*>(
+            scratch.take(blocks * width * SUMS * sizeof(float) + (width + 1) * BLOCK * depth_most * sizeof(bf16)));
+        bf16* right = reinterpret_cast<bf16*>(sums + blocks * width * SUMS);
+        bf16* last_rows = right + width * BLOCK * depth_most;
+        for (i64 turn = 0; turn < turns; turn++) {
+            const Part deep(outer / DEPTH, turn, turns);
+            const i64 start = deep.start * DEPTH, depth = deep.size() * DEPTH;
+            pair(weight + start * inner + columns.start * BLOCK, inner, depth, width, right);
+            for (i64 block = 0; block < blocks; block++) {
+                const i64 rows = std::min<i64>(BLOCK, n - block * BLOCK);
+                const bf16* left = grad + block * BLOCK * grad_step + start;
+                const bf16* next = block + 1 < blocks ? left + BLOCK * grad_step : grad + start + depth;
+                i64 left_step = grad_step;
+                if (rows < BLOCK) {
+                    std::memset(last_rows, 0, BLOCK * depth * sizeof(bf16));
+                    for (i64 i = 0; i < rows; i++)
+                        std::memcpy(last_rows + i * depth, left + i * grad_step, depth * sizeof(bf16));
+                    left = last_rows, left_step = depth;
+                }
+                for (i64 column = 0; column < width; column++) {
+                    float* own = sums + (block * width + column) * SUMS;
+                    run(turn, depth, left, left_step, right + column * BLOCK * depth, own,
+                        next + fetched(column, width) * grad_step, grad_step);
+                    if (turn == turns - 1) write(own, block * BLOCK, rows, (columns.start + column) * BLOCK);
+                }
+            }
+        }
+    }
+
+    void write(const float* sums, i64 first, i64 rows, i64 column) const {
+        for (i64 i = 0; i < rows; i++, sums += BLOCK) {
+            bf16* line = x_grad + (first + i) * x_grad_step + column;
+            __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + 16);
+            if (is_added) low = _mm512_add_ps(low, load(line)), high = _mm512_add_ps(high, load(line + 16));
+            lines.put(line, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+    }
+};
+
+}  // namespace
+
+// y = x W^T + b: x [n, inner] with a step from row to row, weight [outer, inner], bias [outer] or null, y [n, outer].
+// inner and outer are multiples of 32. A row's sums are the same whatever other rows are there.
+extern "C" void wide_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
+                             i64 outer, i64 num_threads) {
+    const Product product{x, x_step, weight, bias, y, inner, outer, Lines(y, outer, n * outer * 2)};
+    const bool by_rows = n >= num_threads * ROWS_OF_A_THREAD;
+    const i64 blocks = (n + BLOCK - 1) / BLOCK, strips = outer / BLOCK;
+#pragma omp parallel num_threads(num_threads)
+    {
+        const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const Part all = by_rows ? Part(blocks, thread, threads) : Part(blocks, 0, 1);
+        const Part own = by_rows ? Part(strips, 0, 1) : Part(strips, thread, threads);
+        const i64 groups = (all.size() * BLOCK + MOST_ROWS - 1) / MOST_ROWS;
+        Tiles registers;
+        for (i64 group = 0; group < groups; group++) {
+            const Part part(all.size(), group, groups);
+            const i64 first = (all.start + part.start) * BLOCK, end = std::min(n, (all.start + part.end) * BLOCK);
+            product.run_for(first, end - first, own);
+        }
+        _mm_sfence();
+    }
+}
+
+// dx = dy W: grad [n, outer] and x_grad [n, inner] with steps from row to row, weight [outer, inner]; added to what
+// x_grad has, if is_added. inner and outer are multiples of 32. A row's sums are the same whatever other rows are
+// there.
+extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 x_grad_step,
+                                    i64 is_added, i64 n, i64 inner, i64 outer, i64 num_threads) {
+    const Lines lines(x_grad, x_grad_step, n * inner * 2);
+#pragma omp parallel num_threads(num_threads)
+    {
+        const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const Part all(inner / BLOCK, thread, threads);
+        const i64 groups = (all.size() + COLUMNS - 1) / COLUMNS, halves = (n + MOST_ROWS - 1) / MOST_ROWS;
+        Tiles registers;
+        for (i64 half = 0; half < halves; half++) {
+            const Part rows((n + BLOCK - 1) / BLOCK, half, halves);
+            const i64 first = rows.start * BLOCK, end = std::min(n, rows.end * BLOCK);
+            const InputGradient gradient{grad + first * grad_step,
+                                         grad_step,
+                                         weight,
+                                         x_grad + first * x_grad_step,
+                                         x_grad_step,
+                                         is_added != 0,
+                                         end - first,
+                                         inner,
+                                         outer,
+                                         lines};
+            for (i64 group = 0; group < groups; group++) {
+                Part part(all.size(), group, groups);
+                part.start += all.start, part.end += all.start;
+                gradient.run_for(part);
+            }
+        }
+        _mm_sfence();
+    }
+}
+
+#endif
