@@ -197,7 +197,7 @@ def test_products_of_few_rows(inner, outer, num_threads):
 
 @pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs AMX")
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize(("inner", "outer"), [(32, 64), (1088, 96), (96, 1088), (544, 1536)])
+@pytest.mark.parametrize(("inner", "outer"), [(32, 64), (1088, 96), (96, 1088), (544, 1536), (2080, 1120)])
 def test_products_of_many_rows(inner, outer, num_threads):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)

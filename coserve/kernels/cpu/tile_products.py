@@ -13,8 +13,9 @@ from coserve.kernels.cpu.compiled import Library
 MOST_ROWS = 192
 # Up to how many threads the one for many rows was measured, as in `products.cpp`: each arranges rows for itself.
 _MOST_WIDE_THREADS = 4
-# From how many rows on input gradients are faster in tiles, and of how many times as many outputs as inputs.
-_FEWEST_GRADIENT_ROWS, _LEAST_OUTPUTS_OF_INPUTS = 128, 2
+# From how many rows on input gradients are faster in tiles, of how many times as many outputs as inputs, and up to how
+# many inputs: with more the gradients of outputs are read again and again.
+_FEWEST_GRADIENT_ROWS, _LEAST_OUTPUTS_OF_INPUTS, _MOST_GRADIENT_INPUTS = 128, 2, 1024
 
 
 class TileProducts:
@@ -40,7 +41,9 @@ class TileProducts:
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor | None:
         """dy W of many rows and outputs, by AMX; added to `onto`, rounded once. in and out are multiples of 32."""
         (n, outer), inner = grad.shape, weight.shape[1]
-        if n < _FEWEST_GRADIENT_ROWS or outer < _LEAST_OUTPUTS_OF_INPUTS * inner or not self._has_wide_products:
+        if outer < _LEAST_OUTPUTS_OF_INPUTS * inner or inner > _MOST_GRADIENT_INPUTS:
+            return None
+        if n < _FEWEST_GRADIENT_ROWS or not self._has_wide_products:
             return None
         if weight.shape[0] != outer or not are_bfloat16(grad, weight) or not fit_weight(weight, None):
             return None

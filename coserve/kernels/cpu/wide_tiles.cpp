@@ -14,8 +14,8 @@ const int SUMS = BLOCK * BLOCK;
 // Most of the inner dimension for which rows of x are arranged at once, and whose sums are then put aside; and of it,
 // what of both factors stays in the inner cache.
 const i64 DEEP = 1024, INNER = 512;
-// Most rows of x that a thread has arranged: they stay in the outer cache.
-const i64 MOST_ROWS = 512;
+// Most rows of x that a thread has arranged, and most blocks of sums that are put aside: they stay in the outer cache.
+const i64 MOST_ROWS = 512, MOST_BLOCKS = 256;
 // From how many rows for each thread on threads have rows of their own, not rows of the weight.
 const i64 ROWS_OF_A_THREAD = 256;
 // Of the weight in dx = dy W: how many of its rows and of its blocks of columns become pairs at once.
@@ -30,6 +30,11 @@ struct Part {
     i64 start, end;
     Part(i64 count, i64 which, i64 parts) : start(count * which / parts), end(count * (which + 1) / parts) {}
     i64 size() const { return end - start; }
+    Part from(i64 first) const {
+        Part part = *this;
+        part.start += first, part.end += first;
+        return part;
+    }
 };
 
 // c = a b, or c += a b, blocks of 32 x 32: a [32, inner] with a step from row to row, b [inner / 2, 32, 2], c without
@@ -139,6 +144,12 @@ struct Product {
 
     void run_for(i64 first, i64 rows, Part strips) const {
         const i64 blocks = (rows + BLOCK - 1) / BLOCK, turns = (inner + DEEP - 1) / DEEP;
+        const i64 groups = turns > 1 ? (strips.size() * blocks + MOST_BLOCKS - 1) / MOST_BLOCKS : 1;
+        for (i64 group = 0; group < groups; group++)
+            run_for(first, rows, blocks, turns, Part(strips.size(), group, groups).from(strips.start));
+    }
+
+    void run_for(i64 first, i64 rows, i64 blocks, i64 turns, Part strips) const {
         // Sums of all strips, if they are put aside; else of this one and of the one before, which is written
         // meanwhile.
         const i64 kept = turns > 1 ? strips.size() : 2;
@@ -294,11 +305,8 @@ extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16*
                                          inner,
                                          outer,
                                          lines};
-            for (i64 group = 0; group < groups; group++) {
-                Part part(all.size(), group, groups);
-                part.start += all.start, part.end += all.start;
-                gradient.run_for(part);
-            }
+            for (i64 group = 0; group < groups; group++)
+                gradient.run_for(Part(all.size(), group, groups).from(all.start));
         }
         _mm_sfence();
     }
