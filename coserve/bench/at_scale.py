@@ -10,14 +10,13 @@ same requests and jobs.
 
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from math import isfinite
-from multiprocessing import get_context
 from statistics import mean
 from typing import Any, NamedTuple
 
 from coserve.bench.places import ModelledPlace
+from coserve.bench.worker_processes import worker_processes
 from coserve.cluster.placement import make_placement
 from coserve.cluster.profiler import node_profile, node_profile_path, with_stored_limits
 from coserve.cluster.simulation.engine import EngineNode
@@ -98,7 +97,7 @@ def run(
     watch(f"{config.num_cells} cells of {config.cell_nodes} nodes, {config.seconds / 3600:g} h")
     cells: list[_Cell] = []
     given = (kind, list(trace), list(jobs), config)
-    with ProcessPoolExecutor(config.workers, get_context("spawn"), initializer=_begin, initargs=given) as pool:
+    with worker_processes(config.workers, _begin, given) as pool:
         for cell in pool.map(_run_cell, range(config.num_cells)):
             cells.append(cell)
             if len(cells) % 25 == 0:

@@ -8,10 +8,9 @@ Separate processes on the same machine get the same trace at the same rates.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import product
-from multiprocessing import get_context
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from coserve.bench.cells import (
     rounded,
 )
 from coserve.bench.places import ModelledPlace, TorchPlace
+from coserve.bench.worker_processes import worker_processes
 from coserve.models.backbone import Backbone
 from coserve.scheduling.policies import DEFAULT_POLICY, policy_class
 from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, Slo
@@ -204,7 +204,7 @@ def _cells_apart(
     """`Bench.cells` in as many processes: on a modelled device no cell knows of another."""
     wanted = list(product(rates, config.policies))
     found: dict[tuple[str, str], Future[Cell]] = {}
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    with worker_processes(workers) as pool:
         for load, policy in wanted:
             if policy == JOBS_ALONE and load != wanted[0][0]:
                 found[load, policy] = found[wanted[0][0], policy]

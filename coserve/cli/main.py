@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -55,6 +56,9 @@ commands.add_to(app)
 def main() -> None:
     """Entry point of the console script: every mistake is one line on stderr and a status that is not 0."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # By default SIGTERM would leave over the servers that a benchmark or a chat has started.
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         status = app(prog_name="coserve", standalone_mode=False)
     except CoserveError as error:

@@ -1,10 +1,12 @@
 """`coserve bench serve` against real servers, and without the other one."""
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from served import tokenizer
+from served import is_alive, model_directory, tokenizer
 
 from coserve.bench import serve
 from coserve.bench.model_directory import write_model
@@ -59,3 +61,43 @@ def test_a_dummy_model_is_written_so_that_each_token_is_seen(tmp_path):
     write_model(f"dummy:{config}", tmp_path / "model", dtype="float32")
     assert load_backbone(str(tmp_path / "model"), dtype="float32").architecture.vocab_size == 50
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([3, 49]) == "w3 w49"
+
+
+def descendants(pid):
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [each for child in children for each in descendants(child)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("serve", "--dtype", "float32", "--runs", "100"), "turn 0 of 100"),
+        (
+            ("compare", "--device", "modelled", "--hardware", "a100", "--workers", "2", "--trace", "trace.csv"),
+            "requests/s",
+        ),
+    ],
+)
+def test_nothing_that_it_started_is_left_over_when_it_is_ended(options, line, tmp_path):
+    model = str(model_directory()) if options[0] == "serve" else "dummy:llama-3.1-8b"
+    arrivals = [f"2024-01-01 00:{second // 60:02}:{second % 60:02}.0,300,300" for second in range(3000)]
+    (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *arrivals]))
+    process = subprocess.Popen(
+        (sys.executable, "-m", "coserve", "bench", *options, "--model", model),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stderr is not None
+    assert any(line in said for said in process.stderr)
+    started = descendants(process.pid)
+    assert len(started) >= 2, "a server and its engine; two workers"
+    process.terminate()
+    process.communicate(timeout=120)
+    assert process.returncode == 128 + 15
+    until_s = time.monotonic() + 60
+    while any(map(is_alive, started)) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert not any(map(is_alive, started))

@@ -1,0 +1,24 @@
+"""Processes that work for a benchmark, and end with it."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
+from typing import Any
+
+
+@contextmanager
+def worker_processes(
+    number: int, initializer: Callable[..., object] | None = None, arguments: tuple[Any, ...] = ()
+) -> Iterator[ProcessPoolExecutor]:
+    """A pool of new processes. What interrupts the benchmark ends them: a pool alone would first do all that was asked
+    of it.
+    """
+    with ProcessPoolExecutor(number, get_context("spawn"), initializer=initializer, initargs=arguments) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()
+            raise
