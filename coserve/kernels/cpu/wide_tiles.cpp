@@ -25,7 +25,7 @@ const i64 STREAMED_BYTES = 2 << 20;
 
 thread_local Scratch scratch;
 
-// The part of so many that a thread, or a turn, has: [start, end).
+// The part that a thread or a turn has of a number of things: [start, end).
 struct Part {
     i64 start, end;
     Part(i64 count, i64 which, i64 parts) : start(count * which / parts), end(count * (which + 1) / parts) {}
@@ -83,7 +83,7 @@ inline void run(bool adds, i64 inner, const bf16* a, i64 a_step, const bf16* b, 
     settle();
 }
 
-// The first of the four rows of the next block that are fetched in one of so many turns.
+// The first of the four rows of the next block that are fetched in a turn.
 inline i64 fetched(i64 turn, i64 turns) { return std::min<i64>(BLOCK - 4, BLOCK * turn / turns); }
 
 // A line of a result.
