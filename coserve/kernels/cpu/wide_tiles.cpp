@@ -215,11 +215,11 @@ struct InputGradient {
 
     void run_for(Part columns) const {
         const i64 blocks = (n + BLOCK - 1) / BLOCK, turns = (outer + PAIRED - 1) / PAIRED, width = columns.size();
-        const i64 depth_most = (outer / DEPTH + turns - 1) / turns * DEPTH;
+        const i64 most_depth = (outer / DEPTH + turns - 1) / turns * DEPTH;
         float* sums = reinterpret_cast<float*>(
-            scratch.take(blocks * width * SUMS * sizeof(float) + (width + 1) * BLOCK * depth_most * sizeof(bf16)));
+            scratch.take(blocks * width * SUMS * sizeof(float) + (width + 1) * BLOCK * most_depth * sizeof(bf16)));
         bf16* right = reinterpret_cast<bf16*>(sums + blocks * width * SUMS);
-        bf16* last_rows = right + width * BLOCK * depth_most;
+        bf16* last_rows = right + width * BLOCK * most_depth;
         for (i64 turn = 0; turn < turns; turn++) {
             const Part deep(outer / DEPTH, turn, turns);
             const i64 start = deep.start * DEPTH, depth = deep.size() * DEPTH;
@@ -290,10 +290,10 @@ extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16*
     {
         const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
         const Part all(inner / BLOCK, thread, threads);
-        const i64 groups = (all.size() + COLUMNS - 1) / COLUMNS, halves = (n + MOST_ROWS - 1) / MOST_ROWS;
+        const i64 groups = (all.size() + COLUMNS - 1) / COLUMNS, chunks = (n + MOST_ROWS - 1) / MOST_ROWS;
         Tiles registers;
-        for (i64 half = 0; half < halves; half++) {
-            const Part rows((n + BLOCK - 1) / BLOCK, half, halves);
+        for (i64 chunk = 0; chunk < chunks; chunk++) {
+            const Part rows((n + BLOCK - 1) / BLOCK, chunk, chunks);
             const i64 first = rows.start * BLOCK, end = std::min(n, rows.end * BLOCK);
             const InputGradient gradient{grad + first * grad_step,
                                          grad_step,
