@@ -15,8 +15,8 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.methods.lora import LoraConfig
-from coserve.devices.beside import num_units_of
 from coserve.devices.counting import job_counts, model_counts
+from coserve.devices.dividing import sides_of
 from coserve.devices.measuring import Stopwatch, rising
 from coserve.devices.profiling_sides import measure_sharing
 from coserve.devices.sampling import SamplingRow, sample
@@ -123,10 +123,14 @@ class _Measurement:
 
     def _sharing(self) -> Sharing | None:
         """Of a device that can be divided."""
-        num_units = num_units_of(self.backbone)
-        if num_units == 1:
+        if (sides := sides_of(self.backbone)) is None:
             return None
-        return measure_sharing(num_units, lambda rows: self._spans(1, rows=rows), self._ready_pass)
+        try:
+            return measure_sharing(
+                sides, self.backbone.device, lambda rows: self._spans(1, rows=rows), self._ready_pass
+            )
+        finally:
+            sides.close()
 
     def _round(self) -> Profile:
         counts = job_counts(self.adapter, self.programs)

@@ -1,7 +1,7 @@
-"""How fast the sides of a divided CPU are, measured at the start in a second or two.
+"""How fast the sides of a divided device are, measured at the start in a second or two.
 
-In the two stages of `coserve.scheduling.sharing`: each side alone on some threads beside the same on all threads, in
-turns, so that whatever else the machine does meets both; then both sides at once.
+In the two stages of `coserve.scheduling.sharing`: each side alone on some units beside the same on all units, in turns,
+so that whatever else the machine does meets both; then both sides at once.
 """
 
 import time
@@ -11,102 +11,143 @@ from threading import Event
 
 import torch
 
-from coserve.devices.beside import Beside
-from coserve.scheduling.sharing import Share, Sharing
+from coserve.devices.sides import Sides
+from coserve.scheduling.plan import Partition
+from coserve.scheduling.sharing import Share, Sharing, Side
 from coserve.tuning.training_pass import TrainingPass
 
-_ROWS, _TASKLET_ROWS, _RIDING_ROWS = (1, 32), 128, 4
-# Numbers of threads whose speeds are measured, as shares of all.
+_ROWS, _RIDING_ROWS = (1, 32), 4
+# Numbers of units whose speeds are measured, as shares of all.
 _SHARES = (0.25, 0.5, 0.75)
 _RUNS, _LEAST_TASKLETS = 3, 8
+# A CPU's tasklets have some rows and are timed one by one; a GPU is given those of a whole pass, of more rows, before
+# anything is waited for, after some passes in which they are captured.
+_TASKLET_ROWS, _GPU_TASKLET_ROWS = 128, 512
+_GPU_WARM_UPS = 3
+# Forward passes beside tasklets that are timed as one, so that a GPU does not wait for the host between them.
+_GPU_FORWARDS = 4
 
 Forward = Callable[[int], Callable[[], None]]
 
 
-def measure_sharing(num_threads: int, forward: Forward, ready_pass: Callable[[int], TrainingPass]) -> Sharing:
-    """Measure; at least two threads.
+def measure_sharing(
+    sides: Sides, device: torch.device, forward: Forward, ready_pass: Callable[[int], TrainingPass]
+) -> Sharing:
+    """Measure; at least two units.
 
     Args:
         forward: a forward pass of as many rows of a request, to be run any number of times.
         ready_pass: a pass of as many rows that is to go backward.
     """
-    shares = []
-    for threads in sorted({max(1, int(share * num_threads)) for share in _SHARES}):
-        backward = _tasklets_speed(num_threads, threads, ready_pass)
-        alone = tuple([_forward_speed(num_threads, threads, forward(rows)) for rows in _ROWS])
-        shares.append(Share(units=threads, rows=_ROWS, forward=alone, backward=(backward,) * len(_ROWS)))
-    half = max(1, num_threads // 2)
-    forward_longer, backward_longer = _beside_alone(num_threads, half, forward(_RIDING_ROWS), ready_pass)
-    return Sharing(
-        num_units=num_threads,
-        shares=tuple(shares),
-        forward_interference=max(0.0, forward_longer - 1) * num_threads / (num_threads - half),
-        backward_interference=max(0.0, backward_longer - 1) * num_threads / half,
-    )
+    return _Measurement(sides, device, forward, ready_pass).sharing()
 
 
-def _forward_speed(num_threads: int, threads: int, run: Callable[[], None]) -> float:
-    """On some threads, as a share of that on all."""
-    found: dict[int, list[float]] = {num_threads: [], threads: []}
-    for _ in range(_RUNS + 1):
-        for number, seconds in found.items():
-            seconds.append(_with_threads(number, run))
-    return min(1.0, median(found[num_threads][1:]) / median(found[threads][1:]))
+class _Measurement:
+    """See `measure_sharing`."""
 
+    def __init__(
+        self, sides: Sides, device: torch.device, forward: Forward, ready_pass: Callable[[int], TrainingPass]
+    ) -> None:
+        self._sides, self._device, self._forward, self._ready_pass = sides, device, forward, ready_pass
+        self._num_units, self._is_gpu = sides.num_units, device.type == "cuda"
+        self._rows = _GPU_TASKLET_ROWS if self._is_gpu else _TASKLET_ROWS
+        self._num_warm_ups = _GPU_WARM_UPS if self._is_gpu else 0
+        self._num_pieces = self._num_warm_ups + (_RUNS if self._is_gpu else _LEAST_TASKLETS)
 
-def _tasklets_speed(num_threads: int, threads: int, ready_pass: Callable[[int], TrainingPass]) -> float:
-    """The same of tasklets, of which each pass has one for every block."""
-    found: dict[int, list[float]] = {num_threads: [], threads: []}
-    while len(found[threads]) < _LEAST_TASKLETS:
-        for piece in _tasklets(ready_pass(_TASKLET_ROWS)):
-            number = num_threads if len(found[num_threads]) <= len(found[threads]) else threads
-            found[number].append(_with_threads(number, piece))
-    return min(1.0, median(found[num_threads]) / median(found[threads]))
+    def sharing(self) -> Sharing:
+        num_units, shares = self._num_units, []
+        for units in sorted({max(1, int(share * num_units)) for share in _SHARES}):
+            backward = self._tasklets_speed(units)
+            alone = tuple([self._forward_speed(units, self._forward(rows)) for rows in _ROWS])
+            shares.append(Share(units=units, rows=_ROWS, forward=alone, backward=(backward,) * len(_ROWS)))
+        half = max(1, num_units // 2)
+        forward_longer, backward_longer = self._beside_alone(half, self._forward(_RIDING_ROWS))
+        return Sharing(
+            num_units=num_units,
+            shares=tuple(shares),
+            forward_interference=max(0.0, forward_longer - 1) * num_units / (num_units - half),
+            backward_interference=max(0.0, backward_longer - 1) * num_units / half,
+        )
 
+    def _forward_speed(self, units: int, run: Callable[[], None]) -> float:
+        """On some units, as a share of that on all."""
+        found: dict[int, list[float]] = {self._num_units: [], units: []}
+        for _ in range(_RUNS + 1 + self._num_warm_ups):
+            for number, seconds in found.items():
+                seconds.append(self._alone_s("forward", number, run))
+        return min(1.0, median(found[self._num_units][1:]) / median(found[units][1 + self._num_warm_ups :]))
 
-def _beside_alone(
-    num_threads: int, half: int, run: Callable[[], None], ready_pass: Callable[[int], TrainingPass]
-) -> tuple[float, float]:
-    """How many times as long a forward pass, and tasklets, take on their threads beside the other as alone there."""
-    rest = num_threads - half
-    alone_s = [_with_threads(half, run) for _ in range(_RUNS)]
-    tasklet_alone_s = [_with_threads(rest, piece) for piece in _tasklets(ready_pass(_TASKLET_ROWS))]
-    forward_s: list[float] = []
-    tasklet_s: list[float] = []
-    training, over, beside = ready_pass(_TASKLET_ROWS), Event(), Beside()
+    def _tasklets_speed(self, units: int) -> float:
+        """The same of tasklets, of which each pass has one for every block."""
+        found: dict[int, list[float]] = {self._num_units: [], units: []}
+        while len(found[units]) < self._num_pieces:
+            for piece in self._pieces(self._ready_pass(self._rows)):
+                number = self._num_units if len(found[self._num_units]) <= len(found[units]) else units
+                found[number].append(self._alone_s("backward", number, piece))
+        whole_s, part_s = (median(found[number][self._num_warm_ups :]) for number in (self._num_units, units))
+        return min(1.0, whole_s / part_s)
 
-    def work(has_ended: Callable[[], bool]) -> None:
-        try:
-            tasklet_s.extend(_timed(piece) for piece in _tasklets(training))
-        finally:
-            over.set()
+    def _beside_alone(self, half: int, run: Callable[[], None]) -> tuple[float, float]:
+        """How many times as long a forward pass, and tasklets, take on their units beside the other as alone there."""
+        rest, over, run = self._num_units - half, Event(), self._several(run)
+        number = self._num_warm_ups + _RUNS if self._is_gpu else 1
+        alone_s = [self._alone_s("forward", half, run) for _ in range(self._num_warm_ups + _RUNS)]
+        tasklet_alone_s = [
+            self._alone_s("backward", rest, piece)
+            for _ in range(number)
+            for piece in self._pieces(self._ready_pass(self._rows))
+        ]
+        forward_s: list[float] = []
+        tasklet_s: list[float] = []
+        passes = [self._ready_pass(self._rows) for _ in range(number)]
 
-    try:
-        with beside.running(work, threads=rest, own_threads=half):
+        def work(has_ended: Callable[[], bool]) -> None:
+            try:
+                tasklet_s.extend(self._timed(piece) for training in passes for piece in self._pieces(training))
+            finally:
+                over.set()
+
+        with self._sides.running(work, Partition(half, rest)):
             while not forward_s or not over.is_set():
-                forward_s.append(_timed(run))
-    finally:
-        beside.close()
-    return median(forward_s) / median(alone_s), median(tasklet_s) / median(tasklet_alone_s)
+                forward_s.append(self._timed(run))
+        skipped = self._num_warm_ups
+        return (
+            median(forward_s[min(skipped, len(forward_s) - 1) :]) / median(alone_s[skipped:]),
+            median(tasklet_s[skipped:]) / median(tasklet_alone_s[skipped:]),
+        )
 
+    def _several(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What is timed as one where the device would wait for the host otherwise."""
 
-def _tasklets(training: TrainingPass) -> Iterator[Callable[[], None]]:
-    """One after the other, each to be run before the next."""
-    while not training.done:
-        yield lambda: training.run_tasklet(_TASKLET_ROWS)
+        def run_all() -> None:
+            for _ in range(_GPU_FORWARDS if self._is_gpu else 1):
+                run()
 
+        return run_all
 
-def _with_threads(threads: int, run: Callable[[], None]) -> float:
-    """Seconds of a run on some threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return _timed(run)
-    finally:
-        torch.set_num_threads(before)
+    def _pieces(self, training: TrainingPass) -> Iterator[Callable[[], None]]:
+        """What is timed of a pass, one after the other, each to be run before the next."""
+        while not training.done:
+            yield lambda: self._run_pieces(training)
 
+    def _run_pieces(self, training: TrainingPass) -> None:
+        training.run_tasklet(self._rows)
+        while self._is_gpu and not training.done:
+            training.run_tasklet(self._rows)
 
-def _timed(run: Callable[[], None]) -> float:
-    start_s = time.perf_counter()
-    run()
-    return time.perf_counter() - start_s
+    def _alone_s(self, side: Side, units: int, run: Callable[[], None]) -> float:
+        """Seconds of a run on some units of a side."""
+        with self._sides.alone(side, units):
+            return self._timed(run)
+
+    def _timed(self, run: Callable[[], None]) -> float:
+        self._wait()
+        start_s = time.perf_counter()
+        run()
+        self._wait()
+        return time.perf_counter() - start_s
+
+    def _wait(self) -> None:
+        """For what the calling thread has given the device."""
+        if self._is_gpu:
+            torch.cuda.current_stream(self._device).synchronize()

@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -23,6 +24,12 @@ class StepTimer(ABC):
         """Seconds of each section."""
 
     @abstractmethod
+    def lap(self) -> Callable[[], float]:
+        """Seconds from the step's start until the device is done with what the calling thread has given it; to be asked
+        when it is.
+        """
+
+    @abstractmethod
     def elapsed_s(self) -> float:
         """Seconds since the step's start, as far as the device has come with what it was given; it may lag by
         some pieces.
@@ -40,6 +47,10 @@ class HostTimer(StepTimer):
 
     def sections_s(self) -> list[float]:
         return [end - start for start, end in pairwise(self._marks)]
+
+    def lap(self) -> Callable[[], float]:
+        seconds = self.elapsed_s()
+        return lambda: seconds
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._marks[0]
@@ -59,6 +70,10 @@ class CudaTimer(StepTimer):
     def sections_s(self) -> list[float]:
         self._marks[-1].synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in pairwise(self._marks)]
+
+    def lap(self) -> Callable[[], float]:
+        start, end = self._marks[0], self._event(timed=True)
+        return lambda: start.elapsed_time(end) / 1e3
 
     def elapsed_s(self) -> float:
         self._pieces.append(self._event(timed=False))

@@ -2,8 +2,8 @@
 
 A step is launched section by section and waited for once: everything that it computes for the engine (tokens,
 log-probabilities, loss sums, gradient norms) is read together at its end, and sections are timed by the device's own
-events. A CPU can be divided (`Partition`): its units are PyTorch's threads. A GPU cannot, nor can a CPU where results
-must be the same bit for bit, since sums depend on the number of threads: these say that they have one unit.
+events. It can be divided (`Partition`, `coserve.devices.sides`), but not where results must be the same bit for bit:
+there it says that it has one unit.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from coserve.adapters.full_model import serve_full_model
 from coserve.adapters.peft_directory import load_adapter, read_config, save_adapter
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.base import Clock
-from coserve.devices.beside import Beside, num_units_of
 from coserve.devices.clock import WallClock
 from coserve.devices.counting import device_info
+from coserve.devices.dividing import sides_of
 from coserve.devices.job_messages import (
     BeginPack,
     CloseTrainer,
@@ -65,6 +65,7 @@ from coserve.models.backbone import Backbone
 from coserve.models.files import some_of
 from coserve.scheduling.plan import Partition
 from coserve.scheduling.profile import Profile
+from coserve.scheduling.sharing import SharingModel
 
 
 class TorchDevice:
@@ -83,7 +84,7 @@ class TorchDevice:
         """Take the memory of the page pool, and of pages on the host; DeviceMemoryError. profile_path: the file that
         the profile comes from.
         """
-        self.backbone = backbone
+        self.backbone, self._sides = backbone, sides_of(backbone)
         self.clock: Clock = WallClock()
         self.info = device_info(
             backbone,
@@ -92,14 +93,13 @@ class TorchDevice:
             threads=torch.get_num_threads(),
             profile=profile,
             profile_path=profile_path,
-            num_units=num_units_of(backbone),
+            num_units=1 if self._sides is None else self._sides.num_units,
             num_host_pages=num_host_pages,
         )
-        self._beside = Beside()
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
             self._host = HostPages(self._pages, num_slots=num_host_pages)
-            self._pages.capture()
+            self._capture(profile)
         self._page_files = PageFiles(self._pages)
         self._others = OtherModels(backbone, self._pages)
         self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype)
@@ -141,6 +141,14 @@ class TorchDevice:
             CombineContributions: self._combine_contributions,
         }
 
+    def _capture(self, profile: Profile) -> None:
+        """What a backend captures before the first step, on all units and where the forward pass may be alone."""
+        self._pages.capture()
+        if self._sides is not None and self.backbone.backend.captures:
+            for partition in SharingModel(profile.sharing).partitions:
+                with self._sides.alone("forward", partition.forward_units):
+                    self._pages.capture()
+
     def execute(self, command: Command) -> Reply:
         with memory_errors():
             return self._handlers[type(command)](command)
@@ -157,7 +165,7 @@ class TorchDevice:
             self.backbone,
             self._requests,
             self._trainers,
-            self._beside,
+            self._sides,
             self._host,
             self._others,
             batch,
@@ -178,7 +186,8 @@ class TorchDevice:
 
     def close(self) -> None:
         """Its memory goes with the object."""
-        self._beside.close()
+        if self._sides is not None:
+            self._sides.close()
         self._others.close()
         self._requests.grammars.close()
 

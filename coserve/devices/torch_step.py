@@ -7,10 +7,10 @@ from math import inf, isfinite
 
 import torch
 
-from coserve.devices.beside import Beside
 from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
 from coserve.devices.readout import Pending, Readout
+from coserve.devices.sides import Sides
 from coserve.devices.step_messages import LossRows, PackSums, StepBatch, StepFailure, StepResult, Tasklets
 from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.devices.timing import StepTimer, step_timer
@@ -36,7 +36,7 @@ class TorchStep:
         backbone: Backbone,
         requests: TorchRequests,
         trainers: dict[str, TorchTrainer],
-        beside: Beside,
+        sides: Sides | None,
         host: HostPages,
         others: OtherModels,
         batch: StepBatch,
@@ -45,7 +45,7 @@ class TorchStep:
     ) -> None:
         """copy_s: of copies since the last step."""
         self._backbone, self._requests, self._trainers, self._batch = backbone, requests, trainers, batch
-        self._beside, self._host, self._others, self._copy_s = beside, host, others, copy_s
+        self._sides, self._host, self._others, self._copy_s = sides, host, others, copy_s
         self._weights_before = others.waited_s, others.num_bytes_copied
         self._rows = [rows for rows in batch.requests if rows.tokens]
         self._spans: list[Span] = []
@@ -58,7 +58,7 @@ class TorchStep:
         self._num_beside: dict[str, int] = {}
         self._num_declined = 0
         self._broken: dict[str, str] = {}
-        self._forward_s = self._beside_s = 0.0  # of the sides of a divided device
+        self._forward_s = self._beside_s = _no_time  # of the sides of a divided device
         self._norms: dict[str, Pending] = {}
         self._updating: str | None = None
         self._served: RequestsResult | None = None
@@ -89,7 +89,7 @@ class TorchStep:
     def _success(self) -> StepResult:
         prepare_s, loss_s, backward_s, update_s, wait_s, forward_s = self._timer.sections_s()
         if self._batch.partition is not None:  # the first section was both sides
-            prepare_s, forward_s = 0.0, self._forward_s
+            prepare_s, forward_s = 0.0, self._forward_s()
         return StepResult(
             step=self._batch.step,
             tokens=self._served.tokens() if self._served else {},
@@ -105,7 +105,7 @@ class TorchStep:
             loss_s=loss_s,
             backward_s=backward_s,
             update_s=update_s,
-            beside_s=self._beside_s,
+            beside_s=self._beside_s(),
             copy_s=self._copy_s + wait_s if self._copy_s else 0.0,
             broken=self._broken,
             num_declined=self._num_declined,
@@ -142,17 +142,18 @@ class TorchStep:
         return partial(self._divided, partition), _nothing, rest, self._updates, _nothing, _nothing
 
     def _divided(self, partition: Partition) -> None:
-        """The forward pass here, losses and tasklets in another thread, each on its part of the CPU; and what was under
-        way there when the forward pass ended, on all of it. The first tasklet runs in any case.
+        """The forward pass here, losses and tasklets in another thread, each on its units; and what was under way there
+        when the forward pass ended, on all of them. The first tasklet runs in any case.
         """
-        threads, own_threads = partition.backward_units, partition.forward_units
-        with self._beside.running(self._work_beside, threads=threads, own_threads=own_threads):
+        assert self._sides is not None, "it cannot be divided"
+        with self._sides.running(self._work_beside, partition):
+            self._host.wait()
             self._prepare()
             self._forward()
-            self._forward_s = self._timer.elapsed_s()
+            self._forward_s = self._timer.lap()
         if self._turn:
             self._run_turn()
-            self._beside_s = self._timer.elapsed_s()
+            self._beside_s = self._timer.lap()
         elif not any(self._num_tasklets.values()) and self._begin_turn():
             self._run_turn()
 
@@ -162,7 +163,7 @@ class TorchStep:
         under_way = {piece.job for piece in self._turn}
         found = {job: number + (job in under_way) for job, number in self._num_tasklets.items()}
         self._num_beside = {job: number for job, number in found.items() if number}
-        self._beside_s = self._timer.elapsed_s()
+        self._beside_s = self._timer.lap()
 
     def _prepare(self) -> None:
         self._spans = self._requests.spans(self._rows)
@@ -218,10 +219,13 @@ class TorchStep:
         self._turn, self._tasklet = [], None
 
     def _has_time(self) -> bool:
-        """Whether another tasklet may begin; the step's first always may."""
-        limit_s = self._batch.backward_limit_s
-        is_first = not any(self._num_tasklets.values())
-        return limit_s is None or is_first or self._timer.elapsed_s() < limit_s
+        """Whether another tasklet may begin; the step's first always may. Beside a forward pass the host is asked for
+        the time in any case: it must not run far ahead of the device.
+        """
+        limit_s, partition = self._batch.backward_limit_s, self._batch.partition
+        if (limit_s is None and partition is None) or not any(self._num_tasklets.values()):
+            return True
+        return self._timer.elapsed_s() < (inf if limit_s is None else limit_s)
 
     def _updates(self) -> None:
         for update in self._batch.updates:
@@ -284,6 +288,10 @@ class TorchStep:
     def _read_norms(self) -> dict[str, float | None]:
         norms = {job: norm.floats()[0] for job, norm in self._norms.items()}
         return {job: norm if isfinite(norm) else None for job, norm in norms.items()}
+
+
+def _no_time() -> float:
+    return 0.0
 
 
 def _nothing() -> None:

@@ -174,8 +174,11 @@ class CapturedWindows:
         for part in self._adapter.backbone.architecture.kv_layers:
             if (room := self._room(programs[part], size, pack.saved[part])) is None:
                 return None
-            run = partial(self._forward, room, part, programs[part])
-            blocks.append((part, room, self._call(("forward", part, id(programs[part]), size), run)))
+            call = self._call(
+                ("forward", part, id(programs[part]), size),
+                partial(partial, self._forward, room, part, programs[part]),
+            )
+            blocks.append((part, room, call))
         if any(call is None for _, _, call in blocks):
             return None
         n, first, x = window.num_rows, window.first_row, embed()
@@ -211,7 +214,7 @@ class CapturedWindows:
         if (room := self._room(given.program, size, saved)) is None:
             return False
         key = ("backward", given.part, id(given.program), size)
-        call = self._call(key, partial(self._backward, room, given))
+        call = self._call(key, lambda: partial(self._backward, room, self._in_room(room, given)))
         if call is None:
             return False
         attention, n, m = given.attention, window.num_rows, window.pack_rows
@@ -240,35 +243,37 @@ class CapturedWindows:
         given.finish(room.gradient[:n] if "x" in given.program.asked else None)
         return True
 
-    def _backward(self, room: _Room, given: BackwardWindow) -> None:
-        """Of a block, on what is in the room; the gradient of its input comes where that of its output was."""
-        sums, backbone = room.sums(given.accumulators), self._adapter.backbone
-        if sums:
-            torch._foreach_zero_(list(sums.values()))
-        own = {}
-        if DROPOUT_ROW_IDS in given.program.graph.spec:
-            part = backbone.architecture.parts.index(given.part)
-            own[DROPOUT_ROW_IDS] = dropout_ids_of_part(room.dropout_row_ids, part)
-        found = reversed_window(
-            backbone,
-            replace(
-                given,
-                tokens=room.tokens,
-                positions=room.positions,
-                saved={**room.saved, **own},
-                accumulators=sums,
-                gradient=room.gradient,
-                attention=AttentionRows(
-                    rows=slice(0, room.size.rows),
-                    batch=room.attention,
-                    keys=room.keys,
-                    values=room.values,
-                    key_grads=room.key_grads,
-                    value_grads=room.value_grads,
-                    place=room.place,
-                ),
+    def _in_room(self, room: _Room, given: BackwardWindow) -> BackwardWindow:
+        """A block's window as it lies in a room, with nothing of the pack."""
+        return replace(
+            given,
+            tokens=room.tokens,
+            positions=room.positions,
+            saved=room.saved,
+            accumulators=room.sums(given.accumulators),
+            gradient=room.gradient,
+            attention=AttentionRows(
+                rows=slice(0, room.size.rows),
+                batch=room.attention,
+                keys=room.keys,
+                values=room.values,
+                key_grads=room.key_grads,
+                value_grads=room.value_grads,
+                place=room.place,
             ),
+            finish=_take_nothing,
         )
+
+    def _backward(self, room: _Room, window: BackwardWindow) -> None:
+        """Of a block, on what is in the room; the gradient of its input comes where that of its output was."""
+        backbone = self._adapter.backbone
+        if window.accumulators:
+            torch._foreach_zero_(list(window.accumulators.values()))
+        if DROPOUT_ROW_IDS in window.program.graph.spec:
+            part = backbone.architecture.parts.index(window.part)
+            ids = dropout_ids_of_part(room.dropout_row_ids, part)
+            window = replace(window, saved={**window.saved, DROPOUT_ROW_IDS: ids})
+        found = reversed_window(backbone, window)
         if found is not None:
             room.gradient.copy_(found)
 
@@ -300,14 +305,20 @@ class CapturedWindows:
             self._calls = {key: call for key, call in self._calls.items() if key[3] != size}
             self._num_asked = {key: number for key, number in self._num_asked.items() if key[3] != size}
 
-    def _call(self, key: _Key, run: Callable[[], None]) -> Callable[[], None] | None:
-        """The call of a block; None before it has been asked for often enough, and where it cannot be captured."""
+    def _call(self, key: _Key, made: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:
+        """The call of a block; None before it has been asked for often enough, and where it cannot be captured. made:
+        gives what is captured, which a call keeps.
+        """
         if key not in self._calls:
             self._num_asked[key] = self._num_asked.get(key, 0) + 1
             if self._num_asked[key] < _CAPTURED_AT:
                 return None
-            self._calls[key] = self._adapter.backbone.backend.capture(run)
+            self._calls[key] = self._adapter.backbone.backend.capture(made())
         return self._calls[key]
+
+
+def _take_nothing(gradient: Tensor | None) -> None:
+    """What comes out of a room's window stays there."""
 
 
 class _RoomRows(Span, BatchRows):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -18,47 +19,111 @@ _WAITING = frozenset(
 
 
 class Capturing:
-    """Graphs of a device, whose passing tensors share one room: they run one after another, on one stream."""
+    """Graphs of a device. What a graph launches runs on the multiprocessors of the stream that it was captured for, so
+    a call has one for each stream in which it is made.
+
+    Passing tensors of one stream's graphs share one room: they run one after another.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = None
-        self._pool: Any = None
+        self._rooms: dict[int, tuple[Any, Any]] = {}  # by streams: that of the captures, and where tensors lie
+        self._capturing = Lock()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
         """See `Backend.capture`: None, too, where there is no memory for it. Where kernels are interpreted, the call
         runs it again.
         """
         try:
-            return self._captured(run)
+            with _NoWaiting():  # type: ignore[no-untyped-call]
+                self._run_once(run)
         except torch.OutOfMemoryError:
-            _log.warning("launched kernel by kernel: no memory is left to capture it")
-            torch.cuda.empty_cache()
+            _say_that_memory_is_missing()
+            return None
         except (UntraceableError, RuntimeError) as error:
-            _log.info("launched kernel by kernel: %s", error or "an operator cannot be captured")
+            _say_why(error)
+            return None
+        if self._device.type != "cuda":
+            return run
+        call = _Call(self, run)
+        return call if call.capture() else None
+
+    def stream(self) -> int:
+        """The one that calls are made in, by its handle; 0: the device's own."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def graph(self, run: Callable[[], None]) -> Callable[[], None] | None:
+        """Capture what has run once, for the stream that calls are made in; None where that cannot be, or there is no
+        memory for it.
+        """
+        with self._capturing:  # the sides of a step run in threads of their own
+            try:
+                return self._captured(run)
+            except torch.OutOfMemoryError:
+                _say_that_memory_is_missing()
+            except (UntraceableError, RuntimeError) as error:
+                _say_why(error)
         return None
 
-    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _run_once(self, run: Callable[[], None]) -> None:
+        """Compile kernels, and make what is made once; in the stream of the captures."""
         if self._device.type != "cuda":
-            with _NoWaiting():  # type: ignore[no-untyped-call]
-                run()
-            return run
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
-        before = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(before)
-        # Compiles kernels, and makes what is made once.
-        with torch.cuda.stream(self._stream), _NoWaiting():  # type: ignore[no-untyped-call]
             run()
-        before.wait_stream(self._stream)
+            return
+        before, (stream, _) = torch.cuda.current_stream(self._device), self._room()
+        stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            run()
+        before.wait_stream(stream)
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        before, (stream, pool) = torch.cuda.current_stream(self._device), self._room()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 run()
         finally:  # a capture that fails does not restore the stream
             torch.cuda.set_stream(before)
         return graph.replay
+
+    def _room(self) -> tuple[Any, Any]:
+        """The device's own stream cannot be captured; any other is, itself."""
+        if (handle := self.stream()) not in self._rooms:
+            current = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.Stream(self._device) if handle == 0 else current  # type: ignore[no-untyped-call]
+            self._rooms[handle] = stream, torch.cuda.graph_pool_handle()
+        return self._rooms[handle]
+
+
+class _Call:
+    """What was launched, and its graphs by streams; None: it is launched kernel by kernel there."""
+
+    def __init__(self, capturing: Capturing, run: Callable[[], None]) -> None:
+        self._capturing, self._run = capturing, run
+        self._graphs: dict[int, Callable[[], None] | None] = {}
+
+    def capture(self) -> bool:
+        """For the stream that calls are made in; whether there is a graph."""
+        stream = self._capturing.stream()
+        self._graphs[stream] = self._capturing.graph(self._run)
+        return self._graphs[stream] is not None
+
+    def __call__(self) -> None:
+        stream = self._capturing.stream()
+        if stream in self._graphs:
+            (self._graphs[stream] or self._run)()
+        else:  # this time it runs as what the capture needs to have run before
+            self._run()
+            self.capture()
+
+
+def _say_that_memory_is_missing() -> None:
+    _log.warning("launched kernel by kernel: no memory is left to capture it")
+    torch.cuda.empty_cache()
+
+
+def _say_why(error: Exception) -> None:
+    _log.info("launched kernel by kernel: %s", error or "an operator cannot be captured")
 
 
 class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,0 +1,19 @@
+"""Which devices can be divided, and into what."""
+
+import torch
+
+from coserve.devices.multiprocessors import stream_sides
+from coserve.devices.sides import Sides
+from coserve.devices.threads import ThreadSides
+from coserve.models.backbone import Backbone
+
+
+def sides_of(backbone: Backbone) -> Sides | None:
+    """Those of a model's device in this process; None where steps cannot be divided: on one unit, or where results must
+    be the same bit for bit, since sums depend on the units.
+    """
+    if backbone.block_rows is not None:
+        return None
+    if backbone.device.type == "cuda":
+        return stream_sides(backbone.device)
+    return ThreadSides() if backbone.device.type == "cpu" and torch.get_num_threads() > 1 else None
