@@ -1,10 +1,11 @@
 """Sums of gradients, of many parameters at once."""
 
 from collections.abc import Mapping
-from math import prod
 
 import torch
 from torch import Tensor
+
+from coserve.memory.activations import part_of
 
 _ALIGNMENT_BYTES = 64
 
@@ -22,6 +23,5 @@ def zeros_like_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         size += -(-tensor.numel() // unit) * unit
     whole = torch.zeros(size, dtype=first.dtype, device=first.device)
     return {
-        name: whole[start : start + prod(tensor.shape)].view(tensor.shape)
-        for (name, tensor), start in zip(tensors.items(), starts, strict=True)
+        name: part_of(whole, tensor.shape, start) for (name, tensor), start in zip(tensors.items(), starts, strict=True)
     }

@@ -83,13 +83,11 @@ class TrainingPass:
         self._bypasses = None if bare else adapter.bypasses(training=training)
         self.is_bare, self.scores = bare, scores
         self.captured, self._window_rows = captured, dict[tuple[int, int], WindowRows]()
-        self._dropout_row_ids = dropout_row_ids(dropout_seed, torch.arange(first_row, first_row + pack.num_rows)).to(
-            backbone.device
-        )
-        self._tokens, self._positions, self._targets = (
-            on_device(tensor, backbone.device) for tensor in (pack.tokens, pack.positions, pack.targets)
-        )
-        self._trained = on_device((pack.targets != UNTRAINED).nonzero()[:, 0], backbone.device)
+        ids = dropout_row_ids(dropout_seed, torch.arange(first_row, first_row + pack.num_rows))
+        trained = (pack.targets != UNTRAINED).nonzero()[:, 0]
+        rows = torch.stack((pack.tokens, pack.positions, pack.targets, ids))
+        self._tokens, self._positions, self._targets, self._dropout_row_ids = on_device(rows, backbone.device).unbind()
+        self._trained = on_device(trained, backbone.device)
         self._attention_batches: dict[tuple[int, int], AttentionBatch] = {}
         self._states = PackStates(backbone.device)
         self._tasklet: Tasklet | None = None
