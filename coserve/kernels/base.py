@@ -16,6 +16,7 @@ from torch import Tensor
 from coserve.kernels.attention import AttentionBatch, AttentionRoom, AttentionSpec, Segment
 from coserve.kernels.gated_delta import GatedDeltaGradients, GatedDeltaRows, GatedDeltaSpec, GatedDeltaWeights
 from coserve.kernels.low_rank import AdapterBatch, AdapterRows
+from coserve.kernels.row_copies import RowCopies
 from coserve.kernels.trace import Trace, TracedCalls
 
 
@@ -100,6 +101,13 @@ class Backend(ABC):
     def attention_room(self, *, num_rows: int, num_keys: int, num_segments: int) -> AttentionRoom | None:
         """For calls that are captured: room for batches of as many rows and segments at most, in stores of as many
         keys; None where this backend captures nothing.
+        """
+        return None
+
+    def row_copies(self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int) -> RowCopies | None:
+        """For calls that are captured: copies of up to as many rows between these tensors and others. in_place: whether
+        rows stand for the others' rows of the same number; otherwise the first row stands for the first that is copied.
+        None where this backend captures nothing.
         """
         return None
 

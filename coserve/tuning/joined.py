@@ -10,12 +10,13 @@ from torch import Tensor
 from coserve.adapters.base import Adapter
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.tuning.captured import CapturedWindows, WindowRows
+from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.tasklet import BackwardWindow, Tasklet
+from coserve.tuning.window_rooms import WindowRows
 
 
 class JoiningPass(Protocol):
@@ -55,8 +56,8 @@ def joined_tasklet(pieces: Sequence[tuple[JoiningPass, int]]) -> Tasklet:
     first, windows = pieces[0][0], [training.next_backward_window(max_rows) for training, max_rows in pieces]
     at_once = None
     if len(windows) == 1 and (captured := first.captured) is not None:
-        start, _ = first.cursor.next_backward(pieces[0][1])
-        at_once = partial(captured.backward, first.window_rows(start, start + windows[0].num_rows), windows[0])
+        rows = first.window_rows(*first.cursor.next_backward(pieces[0][1]))
+        at_once = partial(captured.backward, rows, windows[0], first.kept)
     tasklet = Tasklet(first.backbone, windows, at_once=at_once)
     for training, _ in pieces:
         training.begin(tasklet)

@@ -1,8 +1,11 @@
 """The tensors of a pack on its way: what each part saves for the backward pass, and what goes from part to part."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
 import torch
 from torch import Tensor
 
+from coserve.kernels.transfer import on_device
 from coserve.memory.activations import ActivationMemory, Shapes
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
@@ -21,6 +24,7 @@ class PassMemory:
         self._memory, self._programs = memory, programs
         self.saved: dict[Part, dict[str, Tensor]] = {}
         self._workspace: dict[str, Tensor] = {}
+        self._addresses: tuple[Tensor, dict[Part, slice]] | None = None
         try:
             self._workspace = memory.take(workspace_shapes(programs, backbone, num_rows))
             for part in backbone.architecture.parts[:-1]:
@@ -44,9 +48,37 @@ class PassMemory:
         """Bytes of the saved tensors that are held now."""
         return sum(tensor.nbytes for tensors in self.saved.values() for tensor in tensors.values())
 
-    def saved_rows(self, part: Part, rows: slice) -> dict[str, Tensor]:
-        """Some rows of what is saved of a part."""
-        return {name: tensor[rows] for name, tensor in self.saved[part].items() if name != STATES}
+    def saved_rows(
+        self, part: Part, rows: slice, constants: Mapping[str, Callable[[], Tensor]] | None = None
+    ) -> Mapping[str, Tensor]:
+        """Some rows of what is saved of a part. constants: of them, beside that."""
+        saved = {name: tensor for name, tensor in self.saved[part].items() if name != STATES}
+        return RowsOf(saved, rows, constants or {})
+
+    def addressed(self, part: Part) -> Sequence[str]:
+        """What is saved of a block, in the order of `addresses`: keys and values last."""
+        kv_tensors = self._programs.program[part].graph.kv_tensors
+        return [*(name for name in self.saved[part] if name not in kv_tensors), *kv_tensors]
+
+    @property
+    def addresses(self) -> tuple[Tensor, Mapping[Part, slice]]:
+        """Where first rows lie, for copies by calls that were captured (`RowCopies`): int64, on the device; and which
+        of them are each block's: the rows between parts, what is saved as `addressed`, the accumulators of dK and dV.
+        """
+        if self._addresses is None:
+            numbers: list[int] = []
+            places = {}
+            around = [tensor.data_ptr() for tensor in self._workspace.values()]
+            for part in self._programs.program:
+                if part not in self.saved or not self._programs.program[part].graph.kv_tensors:
+                    continue
+                tensors = [self.saved[part][name] for name in self.addressed(part)]
+                assert all(tensor.is_contiguous() for tensor in tensors), "rows follow each other in memory"
+                start = len(numbers)
+                numbers += [around[0], *(tensor.data_ptr() for tensor in tensors), *around[1:]]
+                places[part] = slice(start, len(numbers))
+            self._addresses = on_device(numbers, self.rows.device, torch.int64), places
+        return self._addresses
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the pack in a block, as stores of one page."""
@@ -73,13 +105,33 @@ class PassMemory:
         """Give all of it back."""
         for tensors in (*self.saved.values(), self._workspace):
             self._memory.give_back(tensors)
-        self.saved, self._workspace = {}, {}
+        self.saved, self._workspace, self._addresses = {}, {}, None
 
     def move(self, memory: ActivationMemory) -> None:
         """See `TrainingPass.move`."""
         for tensors in (self._workspace, *self.saved.values()):
             tensors.update(memory.take({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}))
-        self._memory = memory
+        self._memory, self._addresses = memory, None
+
+
+class RowsOf(Mapping[str, Tensor]):
+    """Some rows of tensors, cut out when they are asked for; and constants, made then."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], rows: slice, constants: Mapping[str, Callable[[], Tensor]]
+    ) -> None:
+        self._tensors, self._rows, self._constants = tensors, rows, constants
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors.get(name)
+        return self._constants[name]() if tensor is None else tensor[self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._tensors
+        yield from self._constants
+
+    def __len__(self) -> int:
+        return len(self._tensors) + len(self._constants)
 
 
 def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num_rows: int) -> Shapes:

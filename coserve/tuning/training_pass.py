@@ -9,7 +9,7 @@ within a tasklet between any two instructions; what it has summed up is its own 
 dropped at any time without a trace.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from coserve.memory.activations import ActivationMemory, DeviceMemory
 from coserve.models.base import Part
 from coserve.models.batch import BatchRows, Keep, Span, forward, forward_part
 from coserve.models.traced import InWindow, KeptTensors
-from coserve.tuning.captured import DROPOUT_ROW_IDS, CapturedWindows, WindowRows
+from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.joined import joined_tasklet, run_losses
 from coserve.tuning.loss_sums import LossSums
@@ -37,6 +37,7 @@ from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.scores import PackScores
 from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.tasklet import BackwardWindow, Tasklet
+from coserve.tuning.window_rooms import DROPOUT_ROW_IDS, WindowRows
 
 
 class TrainingPass:
@@ -156,7 +157,7 @@ class TrainingPass:
 
     def loss_constants(self, rows: Tensor) -> dict[str, Tensor]:
         """What the loss reads of these rows beside what the blocks made of them."""
-        return {"targets": self._targets[rows], **self._constants("head", rows)}
+        return {"targets": self._targets[rows], **_made(self._constants("head", rows))}
 
     def finish_loss(self, rows: Tensor, losses: Tensor, correct: Tensor, gradient: Tensor) -> None:
         """Take the rows' losses, whether their likeliest token is the target, and the gradients of the losses."""
@@ -208,7 +209,7 @@ class TrainingPass:
             program=self.programs.program[part],
             tokens=self._tokens[rows],
             positions=self._positions[rows],
-            saved={**self.kept.saved_rows(part, rows), **self._constants(part, rows)},
+            saved=self.kept.saved_rows(part, rows, self._constants(part, rows)),
             parameters=self.adapter.tensors(part),
             accumulators=self.accumulators(part),
             gradient=self.kept.rows[rows],
@@ -261,16 +262,13 @@ class TrainingPass:
         if self.done:
             self.release()
 
-    def _constants(self, part: Part, rows: slice | Tensor) -> dict[str, Tensor]:
-        """What only training rows have: the keys of their dropout masks in a part, if it drops anything."""
+    def _constants(self, part: Part, rows: slice | Tensor) -> dict[str, Callable[[], Tensor]]:
+        """What makes what only training rows have: the keys of their dropout masks in a part, if it drops anything."""
         program = self.programs.loss if part == "head" else self.programs.program[part]
         if DROPOUT_ROW_IDS not in program.graph.spec:
             return {}
-        return {
-            DROPOUT_ROW_IDS: dropout_ids_of_part(
-                self._dropout_row_ids[rows], self.backbone.architecture.parts.index(part)
-            )
-        }
+        number = self.backbone.architecture.parts.index(part)
+        return {DROPOUT_ROW_IDS: lambda: dropout_ids_of_part(self._dropout_row_ids[rows], number)}
 
     def accumulators(self, part: Part) -> dict[str, Tensor]:
         """The sums of gradients of a part's parameters, by their names there."""
@@ -337,6 +335,10 @@ class TrainingPass:
         )
 
 
+def _made(constants: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
+    return {name: make() for name, make in constants.items()}
+
+
 class _Window(Span, BatchRows):
     """A forward window: saves its program's set, and attends within the pack's sequences."""
 
@@ -368,7 +370,7 @@ class _Window(Span, BatchRows):
         return self._pass._run_captured(self, self._rows.start, self._rows.stop)
 
     def constants(self, part: Part) -> Mapping[str, Tensor]:
-        return self._pass._constants(part, self._rows)
+        return _made(self._pass._constants(part, self._rows))
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._pass.kept.stores(layer)

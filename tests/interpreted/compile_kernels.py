@@ -96,6 +96,13 @@ def compile_rows(compile_one: Compiler, rows: str) -> None:
     compile_one(row_kernels.store_rows, {**all_rows("x", "store"), **places}, {"BLOCK": 1024})
 
 
+def compile_copies(compile_one: Compiler) -> None:
+    tables = dict.fromkeys(("own", "others", "rows"), NUMBERS)
+    for loads, in_place, word_bytes in ((False, False, 8), (True, True, 4), (False, True, 2), (True, False, 1)):
+        constants = {"LOADS": loads, "IN_PLACE": in_place, "WORD_BYTES": word_bytes, "BLOCK": 2048}
+        compile_one(row_kernels.copy_rows, tables, constants)
+
+
 def compile_adapters(compile_one: Compiler, rows: str, *, exact: bool) -> None:
     for rank in (16, 128):
         constants = {"NUMBERS": 9, "ROWS": 16, "RANK": rank, "SPLITS": 2, "BLOCK": 128, "EXACT": exact}
@@ -111,6 +118,7 @@ def main() -> None:
         compile_attention(compile_one, rows, exact=exact)
         compile_rows(compile_one, rows)
         compile_adapters(compile_one, rows, exact=exact)
+    compile_copies(compile_one)
     print(compile_one.number)
 
 

@@ -12,7 +12,7 @@ from coserve.adapters.methods.full import FullConfig
 from coserve.kernels.triton import TritonBackend
 from coserve.memory.paged_kv import PagedKv
 from coserve.models import forward, load_backbone
-from coserve.tuning import TrainingPass, captured, make_pack, run_alone, training_programs
+from coserve.tuning import TrainingPass, captured, make_pack, run_alone, training_programs, window_rooms
 from coserve.tuning.captured import CapturedWindows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,9 +74,9 @@ def test_steps_that_were_captured_at_the_start_change_nothing():
 def _small_rooms(monkeypatch):
     """An interpreter takes its time for tiles of nothing."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(captured, "_ROWS", (16, 32))
-        monkeypatch.setattr(captured, "_KEYS", (32,))
-        monkeypatch.setattr(captured, "_SEGMENTS", 4)
+        monkeypatch.setattr(window_rooms, "_ROWS", (16, 32))
+        monkeypatch.setattr(window_rooms, "_KEYS", (32,))
+        monkeypatch.setattr(window_rooms, "_SEGMENTS", 4)
 
 
 def gradients(adapter, programs, lengths, *, rows, calls=None):
@@ -163,7 +163,7 @@ def test_without_memory_for_it_windows_run_as_always(monkeypatch):
         asked.append(1)
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(captured, "_Room", room)
+    monkeypatch.setattr(captured, "WindowRoom", room)
     for _ in range(3):
         found, _ = gradients(adapter, programs, (9,), rows=12, calls=calls)
         assert worst_error(found, expected) < 1e-5

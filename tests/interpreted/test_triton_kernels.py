@@ -93,6 +93,29 @@ def test_other_dtypes_go_the_plain_way():
     assert torch.equal(TRITON.rms_norm(x, weight, 1e-6), PLAIN.rms_norm(x, weight, 1e-6))
 
 
+@pytest.mark.parametrize("widths", [(24, 8, 1000), (6, 4), (2, 6), (3, 5, 8)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_are_copied_to_addresses_and_back(widths, in_place):
+    """Of several tensors at once, of rows of as many bytes, which make words of 8, 2, 2 and 1 of them."""
+    own = [torch.randint(0, 100, (12 if in_place else 6, width), dtype=torch.uint8).to(DEVICE) for width in widths]
+    others = [torch.randint(100, 200, (12, width), dtype=torch.uint8).to(DEVICE) for width in widths]
+    places = torch.tensor([other.data_ptr() for other in others], device=DEVICE)
+    copies = TRITON.row_copies(own, in_place=in_place, most_rows=6)
+    for first, n in ((3, 6), (0, 1), (5, 0), (11, 1)):
+        rows, expected = torch.tensor([first, n], device=DEVICE), [other.clone() for other in others]
+        part = slice(first, first + n)
+        for mine, theirs in zip(own, expected, strict=True):
+            theirs[part] = mine[part] if in_place else mine[:n]
+        copies.store(places, rows)
+        assert all(torch.equal(*pair) for pair in zip(others, expected, strict=True))
+        for other in others:
+            other.add_(1)
+        for mine, theirs in zip(expected := [mine.clone() for mine in own], others, strict=True):
+            mine[part if in_place else slice(0, n)] = theirs[part]
+        copies.load(places, rows)
+        assert all(torch.equal(*pair) for pair in zip(own, expected, strict=True))
+
+
 # -- attention ----------------------------------------------------------------------
 
 SPECS: dict[str, dict[str, Any]] = {

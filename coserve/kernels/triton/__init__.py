@@ -16,6 +16,7 @@ from coserve.kernels.attention import AttentionBatch, AttentionRoom, AttentionSp
 from coserve.kernels.base import Backend, SiluMulGradients
 from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.plain import PlainBackend
+from coserve.kernels.row_copies import RowCopies
 from coserve.kernels.trace import Trace, TracedCalls, UntraceableError
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ class TritonBackend(PlainBackend):
 
     def attention_room(self, *, num_rows: int, num_keys: int, num_segments: int) -> AttentionRoom | None:
         return self._attention.TritonAttentionRoom(num_rows, num_keys, num_segments, self.device)
+
+    def row_copies(self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int) -> RowCopies | None:
+        return self._rows.AddressedCopies(tensors, in_place=in_place, most_rows=most_rows)
 
     def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
         if self._rows.fit(x, *outputs) and self._adapters.fit(batch, x.dtype):

@@ -123,3 +123,38 @@ def store_rows(x, store, pages, offsets, x_step, page_step, token_step, width, B
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         place = page * page_step + tl.load(offsets + row) * token_step
         tl.store(store + place + i, tl.load(x + row * x_step + i, mask=i < width, other=0.0), mask=i < width)
+
+
+@triton.jit
+def copy_rows(
+    own, others, rows, LOADS: tl.constexpr, IN_PLACE: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Rows of several tensors into others that lie at addresses, or from there (LOADS), word by word.
+
+    own: of each tensor its address, and words of a row. Its first row stands for the others' first (IN_PLACE), or for
+    the first that is copied. others: addresses of first rows. rows: the first that is copied, and how many. Grid
+    (tensors, blocks of words).
+    """
+    tensor = tl.program_id(0)
+    width = tl.load(own + tensor * 2 + 1)
+    start = tl.load(rows) * width
+    num_words = tl.load(rows + 1) * width
+    first = tl.program_id(1).to(tl.int64) * BLOCK
+    if first < num_words:
+        if WORD_BYTES == 8:
+            kind = tl.int64
+        elif WORD_BYTES == 4:
+            kind = tl.int32
+        elif WORD_BYTES == 2:
+            kind = tl.int16
+        else:
+            kind = tl.int8
+        i = first + tl.arange(0, BLOCK)
+        mine = tl.load(own + tensor * 2).to(tl.pointer_type(kind)) + i
+        if IN_PLACE:
+            mine += start
+        theirs = tl.load(others + tensor).to(tl.pointer_type(kind)) + start + i
+        if LOADS:
+            tl.store(mine, tl.load(theirs, mask=i < num_words), mask=i < num_words)
+        else:
+            tl.store(theirs, tl.load(mine, mask=i < num_words), mask=i < num_words)

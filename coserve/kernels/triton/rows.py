@@ -1,14 +1,18 @@
 """Launches of `row_kernels`."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
 
 from coserve.kernels.base import SiluMulGradients
+from coserve.kernels.row_copies import RowCopies
+from coserve.kernels.transfer import on_device
 from coserve.kernels.triton import row_kernels as kernels
 
-# Elements of a row that a program takes.
-_BLOCK = 1024
+# Elements of a row that a program takes, and words of copies.
+_BLOCK, _COPIED_WORDS = 1024, 2048
 
 
 def fit(*tensors: Tensor) -> bool:
@@ -90,6 +94,30 @@ def store_rows(x: Tensor, store: Tensor, pages: Tensor, offsets: Tensor) -> None
     kernels.store_rows[n, triton.cdiv(width, _BLOCK)](
         x, store, pages, offsets, x.stride(0), store.stride(0), store.stride(1), width, BLOCK=_BLOCK
     )
+
+
+class AddressedCopies(RowCopies):
+    """See `RowCopies`. Words of copies are as large as the rows of all tensors are made of."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int) -> None:
+        widths = [tensor[:1].nbytes for tensor in tensors]
+        self._word_bytes = next(size for size in (8, 4, 2, 1) if not any(width % size for width in widths))
+        numbers = [
+            (tensor.data_ptr(), width // self._word_bytes) for tensor, width in zip(tensors, widths, strict=True)
+        ]
+        self._in_place, self._own = in_place, on_device(numbers, tensors[0].device, torch.int64)
+        most_words = most_rows * max(widths) // self._word_bytes
+        self._grid = len(tensors), triton.cdiv(most_words, _COPIED_WORDS)
+
+    def store(self, others: Tensor, rows: Tensor) -> None:
+        self._copy(others, rows, loads=False)
+
+    def load(self, others: Tensor, rows: Tensor) -> None:
+        self._copy(others, rows, loads=True)
+
+    def _copy(self, others: Tensor, rows: Tensor, *, loads: bool) -> None:
+        sizes = {"WORD_BYTES": self._word_bytes, "BLOCK": _COPIED_WORDS}
+        kernels.copy_rows[self._grid](self._own, others, rows, LOADS=loads, IN_PLACE=self._in_place, **sizes)
 
 
 def _like(x: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""A window's forward pass through all blocks, on rooms: what one captured call does (`coserve.tuning.captured`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.graph.program import Program
+from coserve.kernels.row_copies import RowCopies
+from coserve.models.backbone import Backbone
+from coserve.models.base import Part
+from coserve.models.batch import forward_part
+from coserve.models.bypasses import Bypasses
+from coserve.tuning.pass_memory import PassMemory
+from coserve.tuning.window_rooms import Copied, RoomRows, WindowRoom
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Copies:
+    """Of a room: what blocks keep of rows; their keys and values, and those of earlier rows."""
+
+    kept: RowCopies
+    key_values: RowCopies
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Block:
+    """others: where the pack keeps what is the block's, among the addresses of all."""
+
+    part: Part
+    room: WindowRoom
+    rows: RoomRows
+    others: slice
+
+
+class CapturedForward:
+    """The blocks one after the other: a block has the keys and values of the pack's earlier rows from the pack, and
+    gives it what it keeps.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        bypasses: Bypasses,
+        programs: Mapping[Part, Program],
+        rooms: Mapping[Part, WindowRoom],
+        pack: PassMemory,
+    ) -> None:
+        """rooms: of each block; those of one program share one. pack: any."""
+        addresses, places = pack.addresses
+        self._backbone, self._blocks = backbone, list[_Block]()
+        self._copies: dict[WindowRoom, _Copies] = {}
+        for part, room in rooms.items():
+            number = backbone.architecture.parts.index(part)
+            rows = RoomRows(room, programs[part], bypasses, number)
+            self._blocks.append(_Block(part=part, room=room, rows=rows, others=places[part]))
+            if room not in self._copies:
+                names, stores = pack.addressed(part)[:-2], [room.keys[0], room.values[0]]
+                self._copies[room] = _Copies(
+                    kept=room.copies([room.saved[name] for name in names]),
+                    key_values=room.copies(stores, in_place=True),
+                )
+        self._others = torch.empty_like(addresses)
+
+    def enter(self, x: Tensor, pack: PassMemory) -> None:
+        """Rows [n, hidden_size] after the embedding, of the window that has entered the rooms, and its pack."""
+        first = self._blocks[0].room
+        first.x[: len(x)] = x
+        first.x[len(x) :] = 0
+        self._others.copy_(pack.addresses[0])
+
+    def leave(self, num_rows: int) -> Tensor:
+        """What the last block gave."""
+        return self._blocks[-1].room.x[:num_rows].clone()
+
+    def run(self) -> None:
+        before = self._blocks[0].room
+        for block in self._blocks:
+            room, others, copies = block.room, self._others[block.others], self._copies[block.room]
+            if room is not before:
+                room.x.copy_(before.x)
+            copies.key_values.load(others[_KEY_VALUES], room.copied[Copied.EARLIER])
+            room.x.copy_(forward_part(self._backbone, [block.rows], block.part, room.x))
+            copies.kept.store(others[_KEPT], room.copied[Copied.OWN])
+            copies.key_values.store(others[_KEY_VALUES], room.copied[Copied.OWN])
+            before = room
+
+
+# Of the addresses of a block (`PassMemory.addresses`).
+_KEPT, _KEY_VALUES = slice(1, -4), slice(-4, -2)
