@@ -90,7 +90,7 @@ class _Measurement:
     def _beside_alone(self, half: int, run: Callable[[], None]) -> tuple[float, float]:
         """How many times as long a forward pass, and tasklets, take on their units beside the other as alone there."""
         rest, over, run = self._num_units - half, Event(), self._several(run)
-        number = self._num_warm_ups + _RUNS if self._is_gpu else 1
+        number = 2 * _RUNS if self._is_gpu else 1
         alone_s = [self._alone_s("forward", half, run) for _ in range(self._num_warm_ups + _RUNS)]
         tasklet_alone_s = [
             self._alone_s("backward", rest, piece)
@@ -110,11 +110,8 @@ class _Measurement:
         with self._sides.running(work, Partition(half, rest)):
             while not forward_s or not over.is_set():
                 forward_s.append(self._timed(run))
-        skipped = self._num_warm_ups
-        return (
-            median(forward_s[min(skipped, len(forward_s) - 1) :]) / median(alone_s[skipped:]),
-            median(tasklet_s[skipped:]) / median(tasklet_alone_s[skipped:]),
-        )
+        alone_s, tasklet_alone_s = alone_s[self._num_warm_ups :], tasklet_alone_s[self._num_warm_ups :]
+        return median(forward_s) / median(alone_s), median(tasklet_s) / median(tasklet_alone_s)
 
     def _several(self, run: Callable[[], None]) -> Callable[[], None]:
         """What is timed as one where the device would wait for the host otherwise."""
