@@ -40,9 +40,10 @@ class TritonBackend(PlainBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        from coserve.kernels.triton import adapters, attention, flash, rows  # these need Triton
+        from coserve.kernels.triton import adapters, attention, attention_tables, flash, rows  # these need Triton
 
         self._adapters, self._attention, self._flash, self._rows = adapters, attention, flash, rows
+        self._tables = attention_tables
         self._capturing: Capturing | None = None
         self.captured_rows = DECODE_ROWS
 
@@ -59,7 +60,7 @@ class TritonBackend(PlainBackend):
         return self._capturing.capture(run)
 
     def attention_room(self, *, num_rows: int, num_keys: int, num_segments: int) -> AttentionRoom | None:
-        return self._attention.TritonAttentionRoom(num_rows, num_keys, num_segments, self.device)
+        return self._tables.TritonAttentionRoom(num_rows, num_keys, num_segments, self.device)
 
     def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
         if self._rows.fit(x, *outputs) and self._adapters.fit(batch, x.dtype):
@@ -70,19 +71,19 @@ class TritonBackend(PlainBackend):
             super().add_adapters(x, outputs, first_place, batch)
 
     def prepare_attention(self, segments: Sequence[Segment], *, block_tokens: int) -> AttentionBatch:
-        return self._attention.TritonAttentionBatch(segments, block_tokens, self.device)
+        return self._tables.TritonAttentionBatch(segments, block_tokens, self.device)
 
     def attention(
         self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         fits = self._attention.fit(q, keys, values)
-        if isinstance(batch, self._attention.StaticSingleRows | self._attention.TritonAttentionRoom) and not fits:
+        if isinstance(batch, self._tables.StaticSingleRows | self._tables.TritonAttentionRoom) and not fits:
             raise UntraceableError
-        if isinstance(batch, self._attention.StaticSingleRows):
+        if isinstance(batch, self._tables.StaticSingleRows):
             return self._attention.forward_single(q, keys, values, batch.rows, spec)
-        if isinstance(batch, self._attention.TritonAttentionRoom):
+        if isinstance(batch, self._tables.TritonAttentionRoom):
             return self._attention.forward(q, keys, values, batch, spec)
-        assert isinstance(batch, self._attention.TritonAttentionBatch)
+        assert isinstance(batch, self._tables.TritonAttentionBatch)
         if (segments := self._flash.segments_for(q, keys, batch, spec)) is not None:
             return self._flash.forward(q, keys, values, segments, spec)
         if not fits:
@@ -107,11 +108,11 @@ class TritonBackend(PlainBackend):
         sums = {"key_grads": key_grads, "value_grads": value_grads}
         fits = all(self._attention.fit(rows, keys, values) for rows in (q, grad, out))
         fits &= keys.stride() == key_grads.stride()
-        if isinstance(batch, self._attention.TritonAttentionRoom):
+        if isinstance(batch, self._tables.TritonAttentionRoom):
             if not fits:
                 raise UntraceableError
             return self._attention.backward(grad, q, keys, values, out, lse, batch, spec, **sums)
-        assert isinstance(batch, self._attention.TritonAttentionBatch)
+        assert isinstance(batch, self._tables.TritonAttentionBatch)
         if (segments := self._flash.segments_for(q, keys, batch, spec)) is not None:
             return self._flash.backward(grad, q, keys, values, out, lse, segments, spec, **sums)
         if not fits or not batch.keys_are_apart:

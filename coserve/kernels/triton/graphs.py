@@ -32,7 +32,7 @@ from coserve.kernels.triton.adapters import (
     room_for_rank,
     table_of,
 )
-from coserve.kernels.triton.attention import SEGMENT_NUMBERS, SingleRows, StaticSingleRows, TritonAttentionBatch
+from coserve.kernels.triton.attention_tables import SEGMENT_NUMBERS, SingleRows, StaticSingleRows, TritonAttentionBatch
 
 if TYPE_CHECKING:
     from coserve.kernels.triton import TritonBackend
