@@ -77,11 +77,11 @@ class TritonBackend(PlainBackend):
         self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         fits = self._attention.fit(q, keys, values)
-        if isinstance(batch, self._tables.StaticSingleRows | self._tables.TritonAttentionRoom) and not fits:
+        if not isinstance(batch, self._tables.TritonAttentionBatch) and not fits:
             raise UntraceableError
         if isinstance(batch, self._tables.StaticSingleRows):
             return self._attention.forward_single(q, keys, values, batch.rows, spec)
-        if isinstance(batch, self._tables.TritonAttentionRoom):
+        if isinstance(batch, self._tables.TritonAttentionRoom | self._tables.StaticSegments):
             return self._attention.forward(q, keys, values, batch, spec)
         assert isinstance(batch, self._tables.TritonAttentionBatch)
         if (segments := self._flash.segments_for(q, keys, batch, spec)) is not None:

@@ -9,23 +9,26 @@ from torch import Tensor
 
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.triton import attention_kernels as kernels
-from coserve.kernels.triton.attention_tables import SingleRows, TritonAttentionBatch, TritonAttentionRoom
+from coserve.kernels.triton.attention_tables import (
+    SingleRows,
+    StaticSegments,
+    TritonAttentionBatch,
+    TritonAttentionRoom,
+)
 from coserve.kernels.triton.products import is_exact
 
 # The fewest queries of a tile, which matrix units take.
 _LEAST_QUERIES = 16
 # Of a head: a wider one would not fit.
 _MOST_WIDTH = 256
-
-
 # What has segments and tiles.
-Tiled = TritonAttentionBatch | TritonAttentionRoom
+Tiled = TritonAttentionBatch | TritonAttentionRoom | StaticSegments
 
 
 def forward(q: Tensor, keys: Tensor, values: Tensor, batch: Tiled, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """See `Backend.attention`."""
     found, given, kind = _results(q, batch), _Given(q, keys, spec), "rows"
-    if isinstance(batch, TritonAttentionBatch) and (single := batch.single) is not None:
+    if (single := batch.single) is not None:
         _attend_single(q, keys, values, single, given, *found)
         kind = "several"
     tiles = batch.tiles(kind, given.block_m // given.groups)
@@ -54,7 +57,7 @@ def forward_single(
 
 
 def _results(q: Tensor, batch: Tiled | None = None) -> tuple[Tensor, Tensor]:
-    """Room for rows like q's, and for a float32 number of each head."""
+    """Room for rows like q's, and for a float32 number of each head; zeros where rows of no segment are read, too."""
     make = torch.zeros if isinstance(batch, TritonAttentionRoom) else torch.empty
     out = make(q.shape, dtype=q.dtype, device=q.device)
     return out, make(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -64,8 +67,8 @@ def _attend_single(
     q: Tensor, keys: Tensor, values: Tensor, rows: SingleRows, given: "_Given", out: Tensor, lse: Tensor
 ) -> None:
     """Segments of one row, into their rows of out [n, Hq, D] and lse [n, Hq]."""
-    (n, num_heads, width), num_segments = q.shape, rows.segments.shape[0]
-    sums = torch.empty(n, num_heads, rows.splits, 2 + width, dtype=torch.float32, device=q.device)
+    (_, num_heads, width), num_segments = q.shape, rows.segments.shape[0]
+    sums = torch.empty(num_segments, num_heads, rows.splits, 2 + width, dtype=torch.float32, device=q.device)
     kernels.attend[num_segments, given.num_key_heads, rows.splits](
         *(q, keys, values, out, lse, sums, rows.segments, rows.segments, rows.pages, *given.tables),
         *(q.stride(0), keys.stride(0), keys.stride(1), *given.numbers),

@@ -44,14 +44,29 @@ class Cumulative:
 
 
 class StaticSingleRows(AttentionBatch):
-    """Stands for the segments of any step, of one row each: `rows` has theirs when it is read."""
+    """Stands for the segments of one row of any step: `rows` has theirs when it is read."""
 
-    def __init__(self, rows: SingleRows, num_rows: int) -> None:
-        self.rows, self._num_rows = rows, num_rows
+    def __init__(self, num_rows: int, pages: Tensor, splits: int) -> None:
+        """pages: room for those of a step."""
+        segments = torch.zeros(num_rows, SEGMENT_NUMBERS, dtype=torch.int64, device=pages.device)
+        self.rows = SingleRows(segments=segments, pages=pages, splits=splits)
+        self._num_filled = 0
 
     @property
     def num_rows(self) -> int:
-        return self._num_rows
+        return self.rows.segments.shape[0]
+
+    def fill(self, batch: AttentionBatch) -> None:
+        """With the segments of one row of a batch, and the pages of all."""
+        assert isinstance(batch, TritonAttentionBatch)
+        segments, single = self.rows.segments, batch.single
+        n = 0 if single is None else single.segments.shape[0]
+        if single is not None:
+            segments[:n].copy_(single.segments)
+        self.rows.pages[: batch.pages.shape[0]].copy_(batch.pages)
+        if n < self._num_filled:
+            segments[n : self._num_filled].zero_()
+        self._num_filled = n
 
 
 class TritonAttentionBatch(AttentionBatch):
@@ -65,6 +80,10 @@ class TritonAttentionBatch(AttentionBatch):
     @property
     def num_rows(self) -> int:
         return self._num_rows
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments)
 
     @property
     def is_single(self) -> bool:
@@ -150,8 +169,10 @@ class TritonAttentionBatch(AttentionBatch):
         return both[:size].view(-1, SEGMENT_NUMBERS), both[start:]
 
 
-class TritonAttentionRoom(AttentionRoom):
-    """See `AttentionRoom`. Tiles that a batch has no use for are those of a last segment without rows."""
+class _TiledRoom(AttentionBatch):
+    """Room for the segments of one batch after another, and their tiles. Those that a batch has no use for are tiles of
+    a last segment without rows.
+    """
 
     def __init__(self, num_rows: int, num_keys: int, num_segments: int, device: torch.device) -> None:
         self._num_rows, self._num_keys, self._num_segments = num_rows, num_keys, num_segments
@@ -163,12 +184,8 @@ class TritonAttentionRoom(AttentionRoom):
     def num_rows(self) -> int:
         return self._num_rows
 
-    @property
-    def pages(self) -> Tensor:
-        """Not read: stores have one page."""
-        return self.segments
-
     def fill(self, batch: AttentionBatch) -> None:
+        """With the segments of a batch."""
         assert isinstance(batch, TritonAttentionBatch)
         if batch is self._batch:
             return
@@ -179,7 +196,7 @@ class TritonAttentionRoom(AttentionRoom):
             self._fill_tiles(kind, size)
 
     def tiles(self, kind: str, size: int) -> Tensor:
-        """As those of a batch, of "rows" or "keys"."""
+        """As those of a batch."""
         if (kind, size) not in self._tiles:
             most = (self._num_keys if kind == "keys" else self._num_rows) // size + self._num_segments
             self._tiles[kind, size] = torch.zeros(most, 2, dtype=torch.int64, device=self.segments.device)
@@ -193,3 +210,37 @@ class TritonAttentionRoom(AttentionRoom):
             num_own = own.shape[0]
             tiles[:num_own].copy_(own)
         tiles[num_own:].fill_(self._num_segments)
+
+
+class TritonAttentionRoom(_TiledRoom, AttentionRoom):
+    """See `AttentionRoom`."""
+
+    single: SingleRows | None = None  # all rows are in tiles
+
+    @property
+    def pages(self) -> Tensor:
+        """Not read: stores have one page."""
+        return self.segments
+
+
+class StaticSegments(_TiledRoom):
+    """Stands for the segments of any step, of one row or of several: `single` and the tiles of "several" have theirs
+    when they are read. Results of rows that belong to no segment are undefined.
+    """
+
+    def __init__(self, num_rows: int, num_segments: int, pages: Tensor, splits: int) -> None:
+        """pages, splits: see `StaticSingleRows`."""
+        super().__init__(num_rows, 0, num_segments, pages.device)
+        self._alone = StaticSingleRows(num_segments, pages, splits)
+
+    @property
+    def single(self) -> SingleRows:
+        return self._alone.rows
+
+    @property
+    def pages(self) -> Tensor:
+        return self._alone.rows.pages
+
+    def fill(self, batch: AttentionBatch) -> None:
+        super().fill(batch)
+        self._alone.fill(batch)
