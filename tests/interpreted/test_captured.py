@@ -124,6 +124,37 @@ def test_steps_that_were_captured_at_the_start_change_nothing():
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("_small_graphs")
+def test_steps_with_prompts_of_too_many_rows_run_as_always(captured_sizes):
+    """And such steps with a job's rows among them."""
+    found = []
+    for kernels in ("triton", "plain"):
+        adapter = make_adapter(load(wide_directory("llama"), kernels), seed=1)
+        training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((6,))), first_row=0)
+        with torch.inference_mode():
+            steps = Steps(adapter.backbone)
+            rows = [steps.step(counts={1: 10, 4: 8}).clone(), steps.step(which=[0, 2, 3], counts={0: 2}).clone()]
+            pages = steps.pages.rows([(steps.table(1), steps.lengths[1], [3, 4])])
+            rows.append(forward(adapter.backbone, [pages, training.next_window(6)]).clone())
+        found.append(torch.cat(rows))
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+    assert [size.rows for size in captured_sizes] == [8], "the second step's"
+
+
+@pytest.mark.usefixtures("_small_graphs")
+def test_a_graph_leaves_what_it_was_not_given():
+    """Capturing another size between steps writes to no page of theirs."""
+    backbone = load(wide_directory("llama"), "triton")
+    with torch.inference_mode():
+        steps = Steps(backbone)
+        steps.step(counts={0: 4})
+        before = steps.pages.pages.clone()
+        steps.step(which=[2, 3], counts={2: 2})
+    places = {steps.table(index)[number // 4] for index, number in ((2, 8), (2, 9), (3, 13))}
+    others = [page for page in range(before.shape[2]) if page not in places]
+    assert torch.equal(steps.pages.pages[:, :, others].nan_to_num(7), before[:, :, others].nan_to_num(7))
+
+
 @pytest.fixture
 def _small_rooms(monkeypatch):
     """An interpreter takes its time for tiles of nothing."""
