@@ -1,4 +1,4 @@
-"""The backend of GPUs: kernels in Triton, and CUDA graphs for steps in which requests decode (`graphs.py`).
+"""The backend of GPUs: kernels in Triton, and CUDA graphs for steps of requests (`graphs.py`).
 
 Triton comes with PyTorch's builds for GPUs. Where the environment has TRITON_INTERPRET=1 its kernels run on a CPU,
 slowly: so they are tested without a GPU.

@@ -40,8 +40,9 @@ from coserve.kernels.triton.attention_tables import StaticSegments, StaticSingle
 if TYPE_CHECKING:
     from coserve.kernels.triton import TritonBackend
 
-# Rows of steps with pieces of prompts, and segments of these steps: with more, captured when they come, it would be
-# rarer that there is a graph. Up to 64 rows a GPU takes as long as for one, to read the weights.
+# Rows of steps with pieces of prompts, and their segments. Few, since each size is captured when it first comes, which
+# takes longer than the step; what a size has too much of costs little: some ten rows take a GPU as long as one, and
+# programs without rows end at once.
 _PROMPT_ROWS = (32, 64, 128, 192, 256, 384, 512)
 _SEGMENTS = (16, 64, 256, 1024)
 # Programs for each row that is alone and key head: few rows leave a GPU empty, many would make programs without keys.
