@@ -1,6 +1,6 @@
 """Steps of a model whose blocks may run as one call, for tests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -36,7 +36,7 @@ def backbone_of(name: str, dtype: str, weights: str, head_dim: int = 16) -> Back
 
 
 class Steps:
-    """Sequences in pages, and steps in which each of them decodes."""
+    """Sequences in pages, and steps in which each of them decodes, or has a piece of its prompt."""
 
     def __init__(self, backbone: Backbone, lengths: Sequence[int] = (5, 1, 7, 12, 3)) -> None:
         self.pages = PagedKv(backbone, num_pages=10 * len(lengths), block_tokens=BLOCK)
@@ -51,16 +51,21 @@ class Steps:
         return [10 * index + page for page in (3, 0, 7, 1, 9, 2)]
 
     def step(
-        self, bypasses: Sequence[Bypasses | None] | None = None, which: Sequence[int] | None = None
+        self,
+        bypasses: Sequence[Bypasses | None] | None = None,
+        which: Sequence[int] | None = None,
+        counts: Mapping[int, int] | None = None,
     ) -> torch.Tensor:
-        """The next row of each, or of some."""
+        """The next row of each, or of some; of those of `counts` as many, as a piece of a prompt."""
         which = range(len(self.lengths)) if which is None else which
         spans = []
         for index in which:
-            own = None if bypasses is None else bypasses[index]
-            rows = [(self.table(index), self.lengths[index], [(7 * self.lengths[index] + index) % 90])]
-            spans.append(self.pages.rows(rows, own))
-            self.lengths[index] += 1
+            own, start, number = None if bypasses is None else bypasses[index], self.lengths[index], 1
+            if counts is not None:
+                number = counts.get(index, 1)
+            tokens = [(7 * position + index) % 90 for position in range(start, start + number)]
+            spans.append(self.pages.rows([(self.table(index), start, tokens)], own))
+            self.lengths[index] += number
         return forward(self.pages.backbone, spans)
 
     @property

@@ -161,6 +161,10 @@ class _WatchedCalls(TracedCalls):
         return self._inner.most_prompt_pairs
 
     @property
+    def rows_apart(self) -> bool:
+        return self._inner.rows_apart
+
+    @property
     def kept(self) -> Mapping[Hashable, int]:
         return self._inner.kept
 

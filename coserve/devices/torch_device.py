@@ -143,7 +143,7 @@ class TorchDevice:
 
     def _capture(self, profile: Profile) -> None:
         """What a backend captures before the first step, on all units and where the forward pass may be alone."""
-        self._pages.capture()
+        self._pages.capture(with_prompts=True)
         if self._sides is not None and self.backbone.backend.captures:
             for partition in SharingModel(profile.sharing).partitions:
                 with self._sides.alone("forward", partition.forward_units):

@@ -61,10 +61,11 @@ class Backend(ABC):
 
     # Of those that are available on a device, the one of the highest priority is chosen.
     priority: ClassVar[int] = 0
-    # Whether calls can be captured (`capture`); and numbers of requests for which steps in which all decode are
-    # captured when a device starts, so that none waits for that later.
+    # Whether calls can be captured (`capture`); and numbers of requests for which steps in which all decode, and rows
+    # for which steps with pieces of prompts, are captured when a device starts, so that none waits for that later.
     captures: ClassVar[bool] = False
     captured_rows: Sequence[int] = ()
+    captured_prompts: Sequence[int] = ()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

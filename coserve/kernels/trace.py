@@ -23,6 +23,8 @@ BackendT = TypeVar("BackendT", covariant=True)
 # Up to how many pairs of a row and a key of prompts rows attend one by one in a step that is one call: with more, tiles
 # of attention save more than Python takes.
 MOST_PROMPT_PAIRS = 8192
+# More than a step can have.
+ANY_PROMPT_PAIRS = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,8 +65,9 @@ class TracedStep:
     """What changes from step to step.
 
     inputs: rows by name, [n, width]. attention: of the rows of requests, which come first, each the last of its
-    sequence; pieces: those of them that belong together. pages, offsets: where in the stores of keys and values each of
-    them has its own, int64. adapters: of all rows, or None. windows: the rows after those of requests, in order.
+    sequence, unless calls take a prompt's rows together (`TracedCalls.rows_apart`); pieces: those of them that belong
+    together. pages, offsets: where in the stores of keys and values each of them has its own, int64. adapters: of all
+    rows, or None. windows: the rows after those of requests, in order.
     """
 
     inputs: Mapping[str, Tensor]
@@ -82,12 +85,17 @@ class TracedCalls(ABC):
     @property
     @abstractmethod
     def most_rows(self) -> int:
-        """For how many rows of a step they are, at most."""
+        """For how many rows of a step they are, at most; there may be kinds of steps for which it is less."""
 
     @property
     @abstractmethod
     def most_prompt_pairs(self) -> int:
         """For how many pairs of a row and a key of prompts in a step they are, at most."""
+
+    @property
+    @abstractmethod
+    def rows_apart(self) -> bool:
+        """Whether they take each row of a prompt as a segment of its own."""
 
     @property
     @abstractmethod

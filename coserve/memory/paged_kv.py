@@ -73,13 +73,18 @@ class PagedKv:
         return _PagedRows(self, sequences, bypasses)
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Run steps in which requests decode, where the backend captures those. Page 0 is written to."""
+    def capture(self, *, with_prompts: bool = False) -> None:
+        """Run steps in which requests decode, and those with pieces of prompts, where the backend captures them. Page 0
+        is written to.
+        """
         backbone = self.backbone
         if self.num_state_pages or backbone.block_rows is not None:
             return
         for number in backbone.backend.captured_rows:
             forward(backbone, [self.rows([([0], 0, [0])] * number)])
+        for number in backbone.backend.captured_prompts if with_prompts else ():
+            if number < backbone.architecture.max_positions:
+                forward(backbone, [self.rows([([0] * (1 + number // self.block_tokens), 0, [0] * number)])])
 
     def move(self, pages: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages to others, none of which is among them; some at a time, as they pass through spare memory."""

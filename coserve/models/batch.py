@@ -230,8 +230,8 @@ class _Batch:
             return None
         inputs = {name: rows for name, rows in self._constants.items() if rows.dtype == backbone.dtype} | {"x": x}
 
-        def attention() -> AttentionBatch:
-            if requests.segments is None:
+        def attention(rows_apart: bool) -> AttentionBatch:
+            if requests.segments is None or not rows_apart:
                 return first.attention
             return backbone.backend.prepare_attention(requests.segments(), block_tokens=first.own.block_tokens)
 

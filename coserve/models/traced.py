@@ -49,7 +49,7 @@ class PageStores:
 class InPages:
     """Rows' places in the stores of keys and values of every block: which page, and which entry of it, int64 [n].
 
-    pieces: rows that belong together; segments: then makes one for each row.
+    pieces: rows that belong together; segments: then makes one for each row (`TracedCalls.rows_apart`).
     """
 
     stores: PageStores
@@ -134,14 +134,15 @@ def run_at_once(
     backbone: Backbone,
     inputs: Mapping[str, Tensor],
     requests: InPages,
-    attention: Callable[[], AttentionBatch],
+    attention: Callable[[bool], AttentionBatch],
     windows: Sequence[InWindow],
     adapters: RowAdapters,
 ) -> Tensor | None:
     """All blocks as one call; None where they must run one by one.
 
     inputs: "x", rows after the embedding, and the model's constants in the compute dtype. requests: the first of these
-    rows; attention: makes theirs. windows: all others, in their order. adapters: of all rows.
+    rows; attention: makes theirs, told whether each row of a prompt is a segment of its own. windows: all others, in
+    their order. adapters: of all rows.
     """
     if adapters.have_requests_apart or not all(window.may_run_at_once for window in windows):
         return None
@@ -169,7 +170,7 @@ def run_at_once(
         row = rows.stop
     step = TracedStep(
         inputs=inputs,
-        attention=attention(),
+        attention=attention(calls.rows_apart),
         pieces=requests.pieces,
         pages=requests.pages,
         offsets=requests.offsets,

@@ -54,6 +54,60 @@ def test_decode_steps(name):
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
+# Of each step, rows of some sequences; of those that are not named, one.
+PROMPTS: list[dict[int, int]] = [{1: 6, 4: 2}, {0: 5}, {}, {1: 2}, {2: 3, 3: 4, 4: 5}, {1: 4}]
+
+
+@pytest.fixture
+def _small_graphs(monkeypatch):
+    """For steps with prompts."""
+    from coserve.kernels.triton import graphs  # needs Triton
+
+    monkeypatch.setattr(graphs, "PROMPT_ROWS", (8, 16))
+    monkeypatch.setattr(graphs, "_SEGMENTS", (2, 4, 16))
+
+
+@pytest.fixture
+def captured_sizes(monkeypatch):
+    """Of the graphs that are captured."""
+    from coserve.kernels.triton import graphs
+
+    sizes, capture = [], graphs.GraphCalls._captured
+
+    def note(self, step, size):
+        sizes.append(size)
+        return capture(self, step, size)
+
+    monkeypatch.setattr(graphs.GraphCalls, "_captured", note)
+    return sizes
+
+
+def run_prompts(name, kernels):
+    """Steps of growing and of fewer rows, with prompts and without, in turn."""
+    backbone = load(wide_directory(name), kernels)
+    targets = (["q_proj", "v_proj"], "all-linear")
+    bypasses = [
+        make_adapter(backbone, seed=seed, r=rank, target_modules=target).bypasses()
+        for seed, rank, target in zip((1, 2), (4, 20), targets, strict=True)
+    ]
+    one, other = bypasses
+    companies = (None, None, None, [one, other, None, other, one], [other, one, one, other, None], [other] * 5)
+    with torch.inference_mode():
+        steps = Steps(backbone)
+        rows = [steps.step(own, counts=counts).clone() for counts, own in zip(PROMPTS, companies, strict=True)]
+        rows += [steps.step(which=[2, 0], counts={0: 3}).clone(), steps.step(which=[2, 1]).clone()]
+    return torch.cat(rows)
+
+
+@pytest.mark.usefixtures("_small_graphs")
+@pytest.mark.parametrize("name", ["llama", "llama-biases-tied", "qwen2-sliding"])
+def test_steps_with_pieces_of_prompts(name, captured_sizes):
+    found, expected = (run_prompts(name, kernels) for kernels in ("triton", "plain"))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    of_prompts = {(size.rows, size.segments, size.rank) for size in captured_sizes if size.segments}
+    assert of_prompts == {(16, 16, 0), (8, 2, 0), (8, 8, 32), (16, 16, 32)}, "5 steps, one without adapters twice"
+
+
 def test_steps_that_were_captured_at_the_start_change_nothing():
     found = []
     for kernels in ("triton", "plain"):
@@ -68,6 +122,37 @@ def test_steps_that_were_captured_at_the_start_change_nothing():
             steps = [forward(backbone, [pages.rows([([0, 1], 5 + i, [9]), ([2], 1 + i, [3])])]).clone() for i in (0, 1)]
         found.append(torch.cat(steps))
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_small_graphs")
+def test_steps_with_prompts_of_too_many_rows_run_as_always(captured_sizes):
+    """And such steps with a job's rows among them."""
+    found = []
+    for kernels in ("triton", "plain"):
+        adapter = make_adapter(load(wide_directory("llama"), kernels), seed=1)
+        training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((6,))), first_row=0)
+        with torch.inference_mode():
+            steps = Steps(adapter.backbone)
+            rows = [steps.step(counts={1: 10, 4: 8}).clone(), steps.step(which=[0, 2, 3], counts={0: 2}).clone()]
+            pages = steps.pages.rows([(steps.table(1), steps.lengths[1], [3, 4])])
+            rows.append(forward(adapter.backbone, [pages, training.next_window(6)]).clone())
+        found.append(torch.cat(rows))
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+    assert [size.rows for size in captured_sizes] == [8], "the second step's"
+
+
+@pytest.mark.usefixtures("_small_graphs")
+def test_a_graph_leaves_what_it_was_not_given():
+    """Capturing another size between steps writes to no page of theirs."""
+    backbone = load(wide_directory("llama"), "triton")
+    with torch.inference_mode():
+        steps = Steps(backbone)
+        steps.step(counts={0: 4})
+        before = steps.pages.pages.clone()
+        steps.step(which=[2, 3], counts={2: 2})
+    places = {steps.table(index)[number // 4] for index, number in ((2, 8), (2, 9), (3, 13))}
+    others = [page for page in range(before.shape[2]) if page not in places]
+    assert torch.equal(steps.pages.pages[:, :, others].nan_to_num(7), before[:, :, others].nan_to_num(7))
 
 
 @pytest.fixture

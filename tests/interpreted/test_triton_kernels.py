@@ -231,6 +231,28 @@ def test_rooms_of_windows_hold_one_batch_after_another():
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_rooms_of_requests_hold_one_step_after_another(name):
+    """Rows that decode and pieces of prompts, more and fewer of both, in pages."""
+    from coserve.kernels.triton.attention_tables import StaticSegments  # needs Triton
+
+    torch.manual_seed(0)
+    room = StaticSegments(40, 5, torch.zeros(64, dtype=torch.int64, device=DEVICE), splits=4)
+    q, k, v = draw(40, 6, 16), draw(50, 4, 32), draw(50, 4, 32)
+    spec = spec_of(name, DEVICE)
+    for lengths in ([(1, 70), (33, 40), (1, 9)], [(2, 2)], [(1, 5), (1, 80), (1, 3), (20, 60), (2, 31)], [(12, 50)]):
+        numbers = iter(torch.randperm(50).tolist())
+        segments = [
+            Segment(num_rows=rows, num_keys=keys, pages=tuple(next(numbers) for _ in range(-(-keys // 4))))
+            for rows, keys in lengths
+        ]
+        batch, n = TRITON.prepare_attention(segments, block_tokens=4), sum(rows for rows, _ in lengths)
+        room.fill(batch)
+        found, expected = TRITON.attention(q, k, v, room, spec), TRITON.attention(q[:n], k, v, batch, spec)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one[:n], other, atol=1e-5, rtol=1e-5)
+
+
 # -- adapters -----------------------------------------------------------------------
 
 

@@ -12,15 +12,20 @@ from coserve.kernels.attention import Segment
 from coserve.kernels.cpu.attention import CpuAttentionBatch, has_room_for_tiles
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.stand_ins import ALIGNMENT, MemorySlot
-from coserve.kernels.trace import MOST_PROMPT_PAIRS, TracedCalls, TracedPiece, TracedStep, TracedWindow
+from coserve.kernels.trace import (
+    ANY_PROMPT_PAIRS,
+    MOST_PROMPT_PAIRS,
+    TracedCalls,
+    TracedPiece,
+    TracedStep,
+    TracedWindow,
+)
 
 # Numbers of a window (see `windows.cpp`).
 _WINDOW_NUMBERS = 6
 # From how many rows of a prompt on arranging its keys in tiles pays; as in `windows.cpp`. On an AMD EPYC, one thread
 # and layer, microseconds one by one and in tiles: 8 rows of 1,100 keys 577 and 747, 13 of 700 603 and 477.
 _MIN_ROWS_BY_TILES = 10
-# More pairs than a step can have.
-_NO_MOST = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +70,11 @@ class CpuCalls(TracedCalls):
 
     @property
     def most_prompt_pairs(self) -> int:
-        return _NO_MOST if self._written.has_attention_tiles else MOST_PROMPT_PAIRS
+        return ANY_PROMPT_PAIRS if self._written.has_attention_tiles else MOST_PROMPT_PAIRS
+
+    @property
+    def rows_apart(self) -> bool:
+        return True
 
     def fit(self, step: TracedStep) -> bool:
         written = self._written

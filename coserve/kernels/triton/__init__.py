@@ -1,4 +1,4 @@
-"""The backend of GPUs: kernels in Triton, and CUDA graphs for steps in which requests decode (`graphs.py`).
+"""The backend of GPUs: kernels in Triton, and CUDA graphs for steps of requests (`graphs.py`).
 
 Triton comes with PyTorch's builds for GPUs. Where the environment has TRITON_INTERPRET=1 its kernels run on a CPU,
 slowly: so they are tested without a GPU.
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # Rows that graphs of decode steps are captured for: steps of fewer are filled up to the next. Beyond the last, a step
 # takes long enough on the GPU for its launches to be made meanwhile.
 DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+# Rows of steps with pieces of prompts. Few, since each is captured at the start or when it first comes; what a size has
+# too much of costs little: some ten rows take a GPU as long as one, and programs without rows end at once.
+PROMPT_ROWS = (32, 64, 128, 192, 256, 384, 512)
 
 
 class TritonBackend(PlainBackend):
@@ -41,11 +44,12 @@ class TritonBackend(PlainBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        from coserve.kernels.triton import adapters, attention, flash, rows  # these need Triton
+        from coserve.kernels.triton import adapters, attention, attention_tables, flash, rows  # these need Triton
 
         self._adapters, self._attention, self._flash, self._rows = adapters, attention, flash, rows
+        self._tables = attention_tables
         self._capturing: Capturing | None = None
-        self.captured_rows = DECODE_ROWS
+        self.captured_rows, self.captured_prompts = DECODE_ROWS, PROMPT_ROWS
 
     def trace(self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> TracedCalls | None:
         from coserve.kernels.triton.graphs import GraphCalls
@@ -60,7 +64,7 @@ class TritonBackend(PlainBackend):
         return self._capturing.capture(run)
 
     def attention_room(self, *, num_rows: int, num_keys: int, num_segments: int) -> AttentionRoom | None:
-        return self._attention.TritonAttentionRoom(num_rows, num_keys, num_segments, self.device)
+        return self._tables.TritonAttentionRoom(num_rows, num_keys, num_segments, self.device)
 
     def row_copies(self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int) -> RowCopies | None:
         return self._rows.AddressedCopies(tensors, in_place=in_place, most_rows=most_rows)
@@ -74,19 +78,19 @@ class TritonBackend(PlainBackend):
             super().add_adapters(x, outputs, first_place, batch)
 
     def prepare_attention(self, segments: Sequence[Segment], *, block_tokens: int) -> AttentionBatch:
-        return self._attention.TritonAttentionBatch(segments, block_tokens, self.device)
+        return self._tables.TritonAttentionBatch(segments, block_tokens, self.device)
 
     def attention(
         self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         fits = self._attention.fit(q, keys, values)
-        if isinstance(batch, self._attention.StaticSingleRows | self._attention.TritonAttentionRoom) and not fits:
+        if not isinstance(batch, self._tables.TritonAttentionBatch) and not fits:
             raise UntraceableError
-        if isinstance(batch, self._attention.StaticSingleRows):
+        if isinstance(batch, self._tables.StaticSingleRows):
             return self._attention.forward_single(q, keys, values, batch.rows, spec)
-        if isinstance(batch, self._attention.TritonAttentionRoom):
+        if isinstance(batch, self._tables.TritonAttentionRoom | self._tables.StaticSegments):
             return self._attention.forward(q, keys, values, batch, spec)
-        assert isinstance(batch, self._attention.TritonAttentionBatch)
+        assert isinstance(batch, self._tables.TritonAttentionBatch)
         if (segments := self._flash.segments_for(q, keys, batch, spec)) is not None:
             return self._flash.forward(q, keys, values, segments, spec)
         if not fits:
@@ -111,11 +115,11 @@ class TritonBackend(PlainBackend):
         sums = {"key_grads": key_grads, "value_grads": value_grads}
         fits = all(self._attention.fit(rows, keys, values) for rows in (q, grad, out))
         fits &= keys.stride() == key_grads.stride()
-        if isinstance(batch, self._attention.TritonAttentionRoom):
+        if isinstance(batch, self._tables.TritonAttentionRoom):
             if not fits:
                 raise UntraceableError
             return self._attention.backward(grad, q, keys, values, out, lse, batch, spec, **sums)
-        assert isinstance(batch, self._attention.TritonAttentionBatch)
+        assert isinstance(batch, self._tables.TritonAttentionBatch)
         if (segments := self._flash.segments_for(q, keys, batch, spec)) is not None:
             return self._flash.backward(grad, q, keys, values, out, lse, segments, spec, **sums)
         if not fits or not batch.keys_are_apart:

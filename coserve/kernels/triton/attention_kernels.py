@@ -58,8 +58,9 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, key heads, SPLITS). With SPLITS above 1, `sums` gets of each row, head and split the largest score,
-    the sum of exponentials, and what they weigh the values to: float32 [rows, NUM_HEADS, SPLITS, 2 + WIDTH].
+    """Grid (tiles, key heads, SPLITS). With SPLITS above 1, which is for segments of one row, `sums` gets of each
+    segment, head and split the largest score, the sum of exponentials, and what they weigh the values to: float32
+    [segments, NUM_HEADS, SPLITS, 2 + WIDTH].
     """
     ROWS: tl.constexpr = BLOCK_M // GROUPS
     tile, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -126,7 +127,7 @@ def attend(
         )
         tl.store(lse + place, largest + tl.log(norm), mask=is_row)
     else:
-        at_sum = sums + (place * SPLITS + split) * (2 + WIDTH)
+        at_sum = sums + ((segment * NUM_HEADS + head) * SPLITS + split) * (2 + WIDTH)
         tl.store(at_sum, largest, mask=is_row)
         tl.store(at_sum + 1, total, mask=is_row)
         tl.store(at_sum[:, None] + 2 + d[None, :], weighed, mask=is_row[:, None] & is_feature[None, :])
@@ -139,12 +140,12 @@ def merge_splits(
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """What `attend` left in `sums`, added up: grid (segments of one row, heads)."""
-    segment, head = tl.program_id(0), tl.program_id(1)
+    segment, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH_BLOCK)
-    at = segments + SEGMENT * segment.to(tl.int64)
+    at = segments + SEGMENT * segment
     if tl.load(at + 1) > 0:
         place = tl.load(at) * NUM_HEADS + head
-        at_sum = sums + (place * SPLITS + s) * (2 + WIDTH)
+        at_sum = sums + ((segment * NUM_HEADS + head) * SPLITS + s) * (2 + WIDTH)
         largest, totals = tl.load(at_sum), tl.load(at_sum + 1)
         weighed = tl.load(at_sum[:, None] + 2 + d[None, :], mask=(d < WIDTH)[None, :], other=0.0)
         most = tl.max(largest, 0)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionSpec
-from coserve.kernels.triton.attention import Cumulative, TritonAttentionBatch
+from coserve.kernels.triton.attention_tables import Cumulative, TritonAttentionBatch
 
 _WIDTH_UNIT, _MOST_WIDTH = 8, 256
 # The first compute capability that it is for.

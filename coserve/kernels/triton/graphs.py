@@ -1,10 +1,12 @@
-"""Blocks as one call on a GPU: a CUDA graph for each of some numbers of rows, for steps in which every request decodes.
+"""Blocks as one call on a GPU: a CUDA graph for each of some numbers of rows, for steps of requests: in which each
+decodes, or some have pieces of prompts.
 
 There the host takes several times as long to launch kernels as the GPU to run them; replaying a graph is one launch. A
-graph reads its rows and tables where it was captured with them (`_Room`): those of a step are copied there first. A
-step of fewer rows than its graph fills it up with rows that belong to no segment, no page and no adapter.
+graph reads rows and tables where it was captured with them (`_Rows`, `_Room`): those of a step are copied there first.
+A step of fewer rows than its graph fills it up with rows that belong to no segment, no page and no adapter.
 
-Which layers, adapters' places and ranks there are is fixed in a graph; which adapters and sequences is not.
+Which layers, adapters' places and ranks there are is fixed in a graph, and up to how many segments; which adapters and
+sequences, and how many rows each has, is not.
 """
 
 import time
@@ -19,12 +21,13 @@ from torch import Tensor
 from coserve.kernels.attention import AttentionBatch
 from coserve.kernels.base import Backend
 from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch, LowRankAdapter
-from coserve.kernels.trace import Trace, TracedCalls, TracedStep, UntraceableError
+from coserve.kernels.trace import ANY_PROMPT_PAIRS, Trace, TracedCalls, TracedStep, UntraceableError
 from coserve.kernels.transfer import on_device
-from coserve.kernels.triton import DECODE_ROWS
+from coserve.kernels.triton import DECODE_ROWS, PROMPT_ROWS
 from coserve.kernels.triton import rows as row_launches
 from coserve.kernels.triton.adapters import (
     BLOCK_NUMBERS,
+    BLOCK_ROWS,
     MOST_RANK,
     RowTables,
     StaticAdapters,
@@ -32,31 +35,40 @@ from coserve.kernels.triton.adapters import (
     room_for_rank,
     table_of,
 )
-from coserve.kernels.triton.attention import SEGMENT_NUMBERS, SingleRows, StaticSingleRows, TritonAttentionBatch
+from coserve.kernels.triton.attention_tables import StaticSegments, StaticSingleRows, TritonAttentionBatch
 
 if TYPE_CHECKING:
     from coserve.kernels.triton import TritonBackend
 
-# Programs for each row and key head: few rows leave a GPU empty, many would make programs without keys.
-_SPLITS = ((4, 16), (16, 8), (64, 4), (256, 2))
+# Segments of steps with pieces of prompts.
+_SEGMENTS = (16, 64, 256, 1024)
+# Programs for each row that is alone and key head: few rows leave a GPU empty, many would make programs without keys.
+_SPLITS = ((4, 16), (16, 8), (64, 4), (1024, 2))
 # Room for pages of all sequences of a step, to begin with.
 _NUM_PAGES = 1 << 14
 
 
-class _Room:
-    """Where a graph reads what changes from step to step. size: rows."""
+@dataclass(frozen=True, kw_only=True)
+class _Size:
+    """Of what is captured: most rows; segments of several rows or one, at most, 0 where every request decodes; room for
+    the rank of adapters, 0 without.
+    """
 
-    def __init__(
-        self, size: int, widths: Mapping[str, int], dtype: torch.dtype, adapters: "_AdapterRoom | None", pages: Tensor
-    ) -> None:
-        device = pages.device
-        self.size, self.adapters, self.page_table = size, adapters, pages
+    rows: int
+    segments: int
+    rank: int
+
+
+class _Rows:
+    """Where all graphs read a step's rows and where they go, and leave those that come out. Rows that a step does not
+    have go to page -1.
+    """
+
+    def __init__(self, size: int, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._size = size
         self.inputs = {name: torch.zeros(size, width, dtype=dtype, device=device) for name, width in widths.items()}
-        self.segments = torch.zeros(size, SEGMENT_NUMBERS, dtype=torch.int64, device=device)
         self.pages = torch.full((size,), -1, dtype=torch.int64, device=device)
         self.offsets = torch.zeros(size, dtype=torch.int64, device=device)
-        splits = next(splits for most, splits in _SPLITS if size <= most)
-        self.attention = StaticSingleRows(SingleRows(segments=self.segments, pages=pages, splits=splits), size)
         self._num_filled = 0
         self._output: Tensor | None = None
 
@@ -69,36 +81,61 @@ class _Room:
     def take(self, output: Tensor) -> None:
         """The output's rows come here."""
         if self._output is None:
-            self._output = torch.empty_like(output)
-        self._output.copy_(output)
+            self._output = output.new_empty(self._size, output.shape[1])
+        self._output[: output.shape[0]].copy_(output)
 
     def fill(self, step: TracedStep) -> None:
         """With a step's."""
-        n, attention = step.pages.shape[0], step.attention
-        assert isinstance(attention, TritonAttentionBatch)
+        n = step.pages.shape[0]
         for name, rows in self.inputs.items():
             rows[:n].copy_(step.inputs[name])
-        self.segments[:n].copy_(attention.segments)
-        self.page_table[: attention.pages.shape[0]].copy_(attention.pages)
         self.pages[:n].copy_(step.pages)
         self.offsets[:n].copy_(step.offsets)
+        self._leave(n)
+
+    def clear(self) -> None:
+        """So that nothing is written to pages."""
+        self._leave(0)
+
+    def _leave(self, n: int) -> None:
         if n < self._num_filled:
-            self.segments[n : self._num_filled].zero_()
             self.pages[n : self._num_filled].fill_(-1)
         self._num_filled = n
+
+
+class _Room:
+    """Where a graph reads what changes from step to step: the first of the rows, and tables of its own."""
+
+    def __init__(self, size: _Size, rows: _Rows, pages: Tensor, adapters: "_AdapterRoom | None") -> None:
+        """pages: room for those of all sequences."""
+        splits = next(splits for most, splits in _SPLITS if (size.segments or size.rows) <= most)
+        self.size, self.rows, self.adapters = size, rows, adapters
+        self.attention: StaticSingleRows | StaticSegments = (
+            StaticSegments(size.rows, size.segments, pages, splits)
+            if size.segments
+            else StaticSingleRows(size.rows, pages, splits)
+        )
+
+    def fill(self, step: TracedStep) -> None:
+        """With a step's."""
+        self.rows.fill(step)
+        self.attention.fill(step.attention)
         if self.adapters is not None:
             assert step.adapters is not None
             self.adapters.fill(step.adapters)
 
 
 class _AdapterRoom:
-    """The same of a step's adapters, of one row each at most."""
+    """The same of a step's adapters."""
 
-    def __init__(self, size: int, num_places: int, rank: int, mask: int, device: torch.device) -> None:
+    def __init__(self, size: _Size, num_places: int, mask: int, device: torch.device) -> None:
+        # Each adapter has a segment at least, and a block that is not full at most.
+        most_adapters = size.segments or size.rows
+        num_blocks = min(size.rows, size.rows // BLOCK_ROWS + most_adapters)
         self.tables = RowTables(
-            blocks=torch.full((size, BLOCK_NUMBERS), -1, dtype=torch.int64, device=device),
-            table=torch.zeros(size, num_places, PLACE_NUMBERS, dtype=torch.int64, device=device),
-            rank=rank,
+            blocks=torch.full((num_blocks, BLOCK_NUMBERS), -1, dtype=torch.int64, device=device),
+            table=torch.zeros(most_adapters, num_places, PLACE_NUMBERS, dtype=torch.int64, device=device),
+            rank=size.rank,
         )
         self.batch = StaticAdapters(self.tables, mask)
         self._num_filled = 0
@@ -136,7 +173,7 @@ class _RoomTrace(Trace[Backend]):
         return self._room.adapters.batch
 
     def input(self, name: str, width: int) -> Tensor:
-        return self._room.inputs[name]
+        return self._room.rows.inputs[name][: self._room.size.rows]
 
     def keep(self, name: Hashable, rows: Tensor) -> None:
         pass  # no windows run here
@@ -144,7 +181,8 @@ class _RoomTrace(Trace[Backend]):
     def store(self, name: Hashable, rows: Tensor, store: Tensor) -> None:
         if rows.dtype != store.dtype or not row_launches.fit(rows):
             raise UntraceableError
-        row_launches.store_rows(rows, store, self._room.pages, self._room.offsets)
+        n, places = self._room.size.rows, self._room.rows
+        row_launches.store_rows(rows, store, places.pages[:n], places.offsets[:n])
 
 
 class GraphCalls(TracedCalls):
@@ -153,25 +191,29 @@ class GraphCalls(TracedCalls):
     def __init__(self, backend: "TritonBackend", dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> None:
         self._backend, self._dtype, self._run = backend, dtype, run
         self._page_table = torch.empty(_NUM_PAGES, dtype=torch.int64, device=backend.device)
-        self._graphs: dict[tuple[int, int], _Graph | None] = {}  # None: of what cannot be captured
+        self._rows: _Rows | None = None
+        self._graphs: dict[_Size, _Graph | None] = {}  # None: of what cannot be captured
 
     @property
     def most_rows(self) -> int:
-        return DECODE_ROWS[-1]
+        """Of steps with pieces of prompts; of those in which every request decodes, `DECODE_ROWS` at most."""
+        return max(PROMPT_ROWS[-1], DECODE_ROWS[-1])
 
     @property
     def most_prompt_pairs(self) -> int:
-        return 0
+        return ANY_PROMPT_PAIRS
+
+    @property
+    def rows_apart(self) -> bool:
+        return False
 
     @property
     def kept(self) -> Mapping[Hashable, int]:
         return {}
 
     def fit(self, step: TracedStep) -> bool:
-        attention, adapters = step.attention, step.adapters
-        if step.windows or step.pieces:
-            return False
-        if not isinstance(attention, TritonAttentionBatch) or not attention.is_single:
+        adapters = step.adapters
+        if step.windows or not isinstance(step.attention, TritonAttentionBatch) or _size(step) is None:
             return False
         if any(rows.dtype != self._dtype for rows in step.inputs.values()):
             return False
@@ -186,7 +228,7 @@ class GraphCalls(TracedCalls):
             assert graph is not None, "asked for what does not fit"
             graph.room.fill(step)
             graph.replay()
-            return graph.room.output[: step.pages.shape[0]]
+            return graph.room.rows.output[: step.pages.shape[0]]
 
     def run_timed(self, step: TracedStep) -> tuple[Tensor, Mapping[str, float]]:
         """As one, since a graph does not say what its kernels take."""
@@ -206,27 +248,42 @@ class GraphCalls(TracedCalls):
         if (num_pages := step.attention.pages.shape[0]) > self._page_table.shape[0]:
             self._graphs.clear()
             self._page_table = self._page_table.new_empty(2 * num_pages)
-        n, adapters = step.pages.shape[0], step.adapters
-        size = next(size for size in DECODE_ROWS if n <= size)
-        rank = 0 if adapters is None else room_for_rank(adapters)
-        if (size, rank) not in self._graphs:
+        size = _size(step)
+        assert size is not None, "asked for what does not fit"
+        if size not in self._graphs:
             try:
-                self._graphs[size, rank] = self._captured(step, size, rank)
+                self._graphs[size] = self._captured(step, size)
             except torch.OutOfMemoryError:  # of the room
-                self._graphs[size, rank] = None
-        return self._graphs[size, rank]
+                self._graphs[size] = None
+        return self._graphs[size]
 
-    def _captured(self, step: TracedStep, size: int, rank: int) -> "_Graph | None":
-        """For steps like this one, of up to `size` rows, with adapters of up to this rank."""
-        own = None
+    def _captured(self, step: TracedStep, size: _Size) -> "_Graph | None":
+        """For steps like this one, of up to this size."""
+        adapters = None
         if step.adapters is not None:
             num_places = len(step.adapters.adapters[0].places)
-            own = _AdapterRoom(size, num_places, rank, step.adapters.mask, self._backend.device)
-        widths = {name: rows.shape[1] for name, rows in step.inputs.items()}
-        room = _Room(size, widths, self._dtype, own, self._page_table)
+            adapters = _AdapterRoom(size, num_places, step.adapters.mask, self._backend.device)
+        if (rows := self._rows) is None:
+            widths = {name: rows.shape[1] for name, rows in step.inputs.items()}
+            rows = self._rows = _Rows(self.most_rows, widths, self._dtype, self._backend.device)
+        rows.clear()  # it runs before it is captured
+        room = _Room(size, rows, self._page_table, adapters)
         trace = _RoomTrace(self._backend, room)
-        replay = self._backend.capture(lambda: room.take(self._run(trace)))
+        replay = self._backend.capture(lambda: rows.take(self._run(trace)))
         return None if replay is None else _Graph(room, replay)
+
+
+def _size(step: TracedStep) -> _Size | None:
+    """Of the graph for a step; None where there is none for as many rows."""
+    n, attention = step.pages.shape[0], step.attention
+    assert isinstance(attention, TritonAttentionBatch)
+    rows = next((most for most in (DECODE_ROWS if attention.is_single else PROMPT_ROWS) if n <= most), None)
+    if rows is None:
+        return None
+    segments = 0
+    if not attention.is_single:
+        segments = min(rows, next(most for most in _SEGMENTS if attention.num_segments <= most))
+    return _Size(rows=rows, segments=segments, rank=0 if step.adapters is None else room_for_rank(step.adapters))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,246 @@
+"""Whom the rows of a batch attend to, as tables on the device: made once for all layers of a step."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import AttentionBatch, AttentionRoom, Segment
+from coserve.kernels.plain.attention import PlainAttentionBatch
+from coserve.kernels.transfer import on_device
+
+# Numbers of a segment (see `attention_kernels`).
+SEGMENT_NUMBERS = 5
+# Programs among which the keys of a row that is alone are divided, where nothing else says how many.
+SPLITS = 8
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SingleRows:
+    """Segments of one row each. segments: int64 [n, 5], of which those without rows do nothing; pages: int64, those of
+    all segments end to end; splits: programs for each row and key head.
+    """
+
+    segments: Tensor
+    pages: Tensor
+    splits: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cumulative:
+    """How many rows and keys there are up to each segment, int32 [segments + 1], the most of a segment, and which of a
+    store's keys are theirs.
+    """
+
+    rows: Tensor
+    keys: Tensor
+    most_rows: int
+    most_keys: int
+    of_store: slice
+
+
+class StaticSingleRows(AttentionBatch):
+    """Stands for the segments of one row of any step: `rows` has theirs when it is read."""
+
+    def __init__(self, num_rows: int, pages: Tensor, splits: int) -> None:
+        """pages: room for those of a step."""
+        segments = torch.zeros(num_rows, SEGMENT_NUMBERS, dtype=torch.int64, device=pages.device)
+        self.rows = SingleRows(segments=segments, pages=pages, splits=splits)
+        self._num_filled = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.segments.shape[0]
+
+    def fill(self, batch: AttentionBatch) -> None:
+        """With the segments of one row of a batch, and the pages of all."""
+        assert isinstance(batch, TritonAttentionBatch)
+        segments, single = self.rows.segments, batch.single
+        n = 0 if single is None else single.segments.shape[0]
+        if single is not None:
+            segments[:n].copy_(single.segments)
+        self.rows.pages[: batch.pages.shape[0]].copy_(batch.pages)
+        if n < self._num_filled:
+            segments[n : self._num_filled].zero_()
+        self._num_filled = n
+
+
+class TritonAttentionBatch(AttentionBatch):
+    """Segments of one row (decoding), and those of several."""
+
+    def __init__(self, segments: Sequence[Segment], block_tokens: int, device: torch.device) -> None:
+        self._segments, self._block_tokens, self._device = segments, block_tokens, device
+        self._num_rows = sum([segment.num_rows for segment in segments])
+        self._tiles: dict[tuple[str, int], Tensor] = {}
+
+    @property
+    def num_rows(self) -> int:
+        return self._num_rows
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether each segment has one row."""
+        return len(self._segments) == self._num_rows
+
+    @cached_property
+    def plain(self) -> PlainAttentionBatch:
+        """For what the kernels are not for."""
+        return PlainAttentionBatch(self._segments, self._block_tokens, self._device)
+
+    @property
+    def segments(self) -> Tensor:
+        """All of them, int64 [segments, 5]."""
+        return self._tables[0]
+
+    @property
+    def pages(self) -> Tensor:
+        """Of all segments, end to end."""
+        return self._tables[1]
+
+    @cached_property
+    def single(self) -> SingleRows | None:
+        """Segments of one row."""
+        own = [index for index, segment in enumerate(self._segments) if segment.num_rows == 1]
+        if not own:
+            return None
+        rows = self.segments if self.is_single else self.segments[on_device(own, self._device)]
+        return SingleRows(segments=rows, pages=self.pages, splits=SPLITS)
+
+    def tiles(self, kind: str, size: int) -> Tensor:
+        """Tiles of this many rows or keys, int64 [tiles, 2]: of "rows", of the rows of segments that have "several", or
+        of "keys".
+        """
+        if (kind, size) not in self._tiles:
+            numbers = array("q")
+            for index, segment in enumerate(self._segments):
+                number = segment.num_keys if kind == "keys" else segment.num_rows
+                if kind != "several" or number > 1:
+                    for first in range(0, number, size):
+                        numbers.extend((index, first))
+            table = torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+            self._tiles[kind, size] = on_device(table, self._device).view(-1, 2)
+        return self._tiles[kind, size]
+
+    @cached_property
+    def cumulative(self) -> "Cumulative | None":
+        """Segments as PyTorch's FlashAttention takes them; None where their keys do not stand one after another."""
+        rows, keys, first = array("i", [0]), array("i", [0]), self._segments[0].first_key
+        for segment in self._segments:
+            if segment.first_key != first + keys[-1]:
+                return None
+            rows.append(rows[-1] + segment.num_rows)
+            keys.append(keys[-1] + segment.num_keys)
+        ends = on_device(torch.frombuffer(rows + keys, dtype=torch.int32), self._device)
+        return Cumulative(
+            rows=ends[: len(rows)],
+            keys=ends[len(rows) :],
+            most_rows=max(segment.num_rows for segment in self._segments),
+            most_keys=max(segment.num_keys for segment in self._segments),
+            of_store=slice(first, first + keys[-1]),
+        )
+
+    @cached_property
+    def keys_are_apart(self) -> bool:
+        """Whether no key of a store of one page is in two segments, so that sums of gradients have one owner each."""
+        spans = sorted((each.first_key, each.first_key + each.num_keys) for each in self._segments)
+        return all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """Segments and pages, which go to the device as one."""
+        numbers, pages, row = array("q"), array("q"), 0
+        for segment in self._segments:
+            numbers.extend((row, segment.num_rows, segment.num_keys, segment.first_key, len(pages)))
+            pages.extend(segment.pages)
+            row += segment.num_rows
+        size = len(numbers)
+        if size % 2:  # kernels are compiled apart for addresses that are no multiples of 16
+            numbers.append(0)
+        start = len(numbers)
+        both = on_device(torch.frombuffer(numbers + pages, dtype=torch.int64), self._device)
+        return both[:size].view(-1, SEGMENT_NUMBERS), both[start:]
+
+
+class _TiledRoom(AttentionBatch):
+    """Room for the segments of one batch after another, and their tiles. Those that a batch has no use for are tiles of
+    a last segment without rows.
+    """
+
+    def __init__(self, num_rows: int, num_keys: int, num_segments: int, device: torch.device) -> None:
+        self._num_rows, self._num_keys, self._num_segments = num_rows, num_keys, num_segments
+        self.segments = torch.zeros(num_segments + 1, SEGMENT_NUMBERS, dtype=torch.int64, device=device)
+        self._tiles: dict[tuple[str, int], Tensor] = {}
+        self._batch: TritonAttentionBatch | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self._num_rows
+
+    def fill(self, batch: AttentionBatch) -> None:
+        """With the segments of a batch."""
+        assert isinstance(batch, TritonAttentionBatch)
+        if batch is self._batch:
+            return
+        assert batch.num_rows <= self._num_rows and batch.segments.shape[0] <= self._num_segments
+        self._batch = batch
+        self.segments[: batch.segments.shape[0]].copy_(batch.segments)
+        for kind, size in self._tiles:
+            self._fill_tiles(kind, size)
+
+    def tiles(self, kind: str, size: int) -> Tensor:
+        """As those of a batch."""
+        if (kind, size) not in self._tiles:
+            most = (self._num_keys if kind == "keys" else self._num_rows) // size + self._num_segments
+            self._tiles[kind, size] = torch.zeros(most, 2, dtype=torch.int64, device=self.segments.device)
+            self._fill_tiles(kind, size)
+        return self._tiles[kind, size]
+
+    def _fill_tiles(self, kind: str, size: int) -> None:
+        tiles, num_own = self._tiles[kind, size], 0
+        if self._batch is not None:
+            own = self._batch.tiles(kind, size)
+            num_own = own.shape[0]
+            tiles[:num_own].copy_(own)
+        tiles[num_own:].fill_(self._num_segments)
+
+
+class TritonAttentionRoom(_TiledRoom, AttentionRoom):
+    """See `AttentionRoom`."""
+
+    single: SingleRows | None = None  # all rows are in tiles
+
+    @property
+    def pages(self) -> Tensor:
+        """Not read: stores have one page."""
+        return self.segments
+
+
+class StaticSegments(_TiledRoom):
+    """Stands for the segments of any step, of one row or of several: `single` and the tiles of "several" have theirs
+    when they are read. Results of rows that belong to no segment are undefined.
+    """
+
+    def __init__(self, num_rows: int, num_segments: int, pages: Tensor, splits: int) -> None:
+        """pages, splits: see `StaticSingleRows`."""
+        super().__init__(num_rows, 0, num_segments, pages.device)
+        self._alone = StaticSingleRows(num_segments, pages, splits)
+
+    @property
+    def single(self) -> SingleRows:
+        return self._alone.rows
+
+    @property
+    def pages(self) -> Tensor:
+        return self._alone.rows.pages
+
+    def fill(self, batch: AttentionBatch) -> None:
+        super().fill(batch)
+        self._alone.fill(batch)
