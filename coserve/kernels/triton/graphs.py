@@ -277,11 +277,12 @@ def _size(step: TracedStep) -> _Size | None:
     """Of the graph for a step; None where there is none for as many rows."""
     n, attention = step.pages.shape[0], step.attention
     assert isinstance(attention, TritonAttentionBatch)
-    rows = next((most for most in (DECODE_ROWS if attention.is_single else PROMPT_ROWS) if n <= most), None)
+    only_decodes = attention.is_single and n <= DECODE_ROWS[-1]  # more have room among prompts
+    rows = next((most for most in (DECODE_ROWS if only_decodes else PROMPT_ROWS) if n <= most), None)
     if rows is None:
         return None
     segments = 0
-    if not attention.is_single:
+    if not only_decodes:
         segments = min(rows, next(most for most in _SEGMENTS if attention.num_segments <= most))
     return _Size(rows=rows, segments=segments, rank=0 if step.adapters is None else room_for_rank(step.adapters))
 
