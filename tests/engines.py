@@ -28,6 +28,7 @@ from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.profile import Profile
+from coserve.scheduling.step_overhead import StepOverhead
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.examples import Example
@@ -44,12 +45,17 @@ class _NoCorrections(Corrections):
         pass
 
 
+class _NoOverhead(StepOverhead):
+    def observe(self, *args: Any, **named: Any) -> None:
+        pass
+
+
 class FixedLatency(LatencyModel):
     """Believes its profile, whatever this machine's steps take."""
 
     def __init__(self, profile: Profile) -> None:
         super().__init__(profile)
-        self.corrections = _NoCorrections()
+        self.corrections, self.overhead = _NoCorrections(), _NoOverhead()
 
 
 class TickingClock:

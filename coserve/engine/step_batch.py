@@ -161,6 +161,7 @@ def observe(
         corrections.observe(section, num_rows, False, predicted_s=after_s, measured_s=seconds)
     for number in {size_class(number): number for number in parameters}.values():
         corrections.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
+    latency.overhead.observe(step_s - result.seconds, begins=bool(plan.begin))
     # No plan counts copies, and waiting for them: they teach nothing about what it does count.
     waited_s = result.copy_s + result.weights_wait_s
     latency.observe_step(predicted_s=plan.seconds_with(plan.backward_s * run), measured_s=step_s - waited_s)

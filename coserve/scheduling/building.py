@@ -37,9 +37,10 @@ GOOD_ROWS = 256
 class PlanBuilder:
     """A plan that grows, and what it will take so far."""
 
-    def __init__(self, view: View, latency: LatencyModel) -> None:
+    def __init__(self, view: View, latency: LatencyModel, *, begins: bool = False) -> None:
+        """begins: whether packs begin with the step."""
         self._latency, self._max_rows = latency, view.max_rows
-        self._time = StepTime()
+        self._time = StepTime(overhead_s=latency.overhead.seconds(begins=begins))
         self._load = ForwardLoad()
         self._rows: list[PlannedRows] = []
         self._losses: list[PlannedLoss] = []
@@ -72,6 +73,8 @@ class PlanBuilder:
         """The plan; memory: the pages that change hands before it."""
         if not (self._losses or self._tasklets):  # nothing fitted
             self._time.divide(None)
+        if memory and memory.begin:
+            self._time.overhead_s = self._latency.overhead.seconds(begins=True)
         time = self._time
         return Plan(
             preempt=tuple(memory.preempt) if memory else (),
@@ -91,6 +94,7 @@ class PlanBuilder:
             loss_s=time.loss_s,
             backward_s=time.backward_s,
             update_s=time.update_s,
+            overhead_s=time.overhead_s,
             forward_correction=self._latency.forward_correction(self._load),
             forward_speed=time.forward_speed,
             backward_speed=time.backward_speed,

@@ -18,6 +18,7 @@ from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.plan import JobView, RequestView
 from coserve.scheduling.profile import Profile, seconds_at
 from coserve.scheduling.sharing import SharingModel
+from coserve.scheduling.step_overhead import StepOverhead
 
 # Answers that follow from the profile alone, and are kept.
 _MOST_REMEMBERED = 256
@@ -98,6 +99,7 @@ class LatencyModel:
     """Seconds of what a plan holds. Arithmetic alone: no clock, no I/O.
 
     corrections: what they have turned out to be wrong by. sharing: what they become where the device is divided.
+    overhead: what steps take beside all that.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -105,7 +107,7 @@ class LatencyModel:
         self._forward, self._head = profile.forward.table(), profile.head.table()
         self._sample, self._score, self._mask = (each.table() for each in (profile.sample, profile.score, profile.mask))
         self._loss, self._backward = profile.loss.table(), profile.backward.table()
-        self.corrections = Corrections()
+        self.corrections, self.overhead = Corrections(), StepOverhead()
         # For one job, what rows weigh beside the reference job's: (window rows, tasklets).
         self._weights: dict[JobCounts, tuple[float, float, float]] = {}
         self._remembered: dict[Hashable, tuple[int, ...]] = {}

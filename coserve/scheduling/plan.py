@@ -192,9 +192,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     this order, or with a partition losses and tasklets beside the forward pass. The tokens of requests come out at the
     end of the step, where their deadlines are compared with it.
 
-    backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no limit). The
-    predictions are in seconds of the whole device; prefill_s, batch_s, window_s: what
-    prompts, batch work and windows add to forward_s. forward_correction: forward_s over what the profile alone says.
+    backward_limit_s: seconds after the device begins at which no further tasklet begins (None: no limit). The
+    predictions are in seconds of the whole device; prefill_s, batch_s, window_s: what prompts, batch work and windows
+    add to forward_s; overhead_s: beside all sections. forward_correction: forward_s over what the profile alone says.
     forward_speed, backward_speed: of these speeds, what the forward pass and losses and tasklets beside it reach on
     their units; predicted_s counts with them. decode_share: of a TPOT, what a step that only decodes takes, in the mean
     over the requests that do.
@@ -217,6 +217,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     loss_s: float = 0.0
     backward_s: float = 0.0
     update_s: float = 0.0
+    overhead_s: float = 0.0
     forward_correction: float = 1.0
     forward_speed: float = 1.0
     backward_speed: float = 0.0
@@ -232,7 +233,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """
         forward_s = self.forward_s / self.forward_speed
         left_s = max(0.0, self.loss_s + backward_s - self.backward_speed * forward_s)
-        return forward_s + left_s + self.update_s
+        return self.overhead_s + forward_s + left_s + self.update_s
 
     @property
     def moved_jobs(self) -> tuple[str, ...]:

@@ -12,9 +12,10 @@ class StepTime:
 
     `forward_s` includes `prefill_s`, `batch_s` and `window_s`: what prompts, batch work and windows of jobs added.
     `until_s`: what jobs were given, from the step's start. `partition`: if backward work runs beside the forward pass,
-    with the speeds of both sides, as shares of the whole device's.
+    with the speeds of both sides, as shares of the whole device's. `overhead_s`: beside all sections.
     """
 
+    overhead_s: float = 0.0
     forward_s: float = 0.0
     prefill_s: float = 0.0
     batch_s: float = 0.0
@@ -31,13 +32,13 @@ class StepTime:
     @property
     def whole_s(self) -> float:
         """All of it, one section after the other on the whole device."""
-        return self.forward_s + self.loss_s + self.backward_s + self.update_s
+        return self.overhead_s + self.forward_s + self.loss_s + self.backward_s + self.update_s
 
     @property
     def step_s(self) -> float:
         """All of it, as the step is to run."""
         left_s = self.loss_s + self.backward_s - self._beside_s
-        return self._side_s + self.update_s + (left_s if left_s > 0 else 0.0)
+        return self.overhead_s + self._side_s + self.update_s + (left_s if left_s > 0 else 0.0)
 
     def divide(self, partition: Partition | None, forward_speed: float = 1.0, backward_speed: float = 0.0) -> None:
         """Have backward work run beside the forward pass; None: one after the other."""
@@ -45,13 +46,14 @@ class StepTime:
 
     def left_s(self, until_s: float) -> float:
         """Seconds of the whole device that further tasklets may take."""
-        return until_s - self._side_s - self.loss_s - self.update_s - self.backward_s + self._beside_s
+        done_s = self._side_s + self.loss_s + self.update_s + self.backward_s - self._beside_s
+        return until_s - self.overhead_s - done_s
 
     def backward_limit_s(self) -> float | None:
-        """When the last tasklet must have begun, so that all else is done in time; None: at any time."""
+        """When the last tasklet must have begun after the device does, so that all else is in time; None: at any time."""
         if self.until_s == inf:
             return None
-        until_s, longest_s = self.until_s - self.update_s, self.longest_tasklet_s
+        until_s, longest_s = self.until_s - self.overhead_s - self.update_s, self.longest_tasklet_s
         if self.partition is None:
             return max(0.0, until_s - self.forward_s - longest_s)
         # What it has not done when the forward pass ends, it does on the whole device.

@@ -105,6 +105,7 @@ class ModelledDevice:
         self._trainers: dict[str, ModelledTrainer] = {}
         self._timer = StepTimer(self._latency, self._trainers, self._request_view, noise=noise, seed=seed)
         self._copy_s = 0.0  # of copies that no step has waited for yet
+        self._overhead_s = 0.0  # of the step under way
         self._result: StepResult | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             OpenRequest: self._open_request,
@@ -143,13 +144,15 @@ class ModelledDevice:
         self._result = None
         for command in batch.commands:
             self.execute(command)
+        begins = any(isinstance(command, BeginPack) for command in batch.commands)
+        self._overhead_s = self._latency.overhead.seconds(begins=begins)
         failure, self.fail_next = self.fail_next, None
         self._result = self._run(batch) if failure is None else _failed(batch, failure)
 
     def collect(self) -> StepResult:
         result, self._result = self._result, None
         assert result is not None, "no step was submitted"
-        self.clock.advance(result.seconds)
+        self.clock.advance(result.seconds + self._overhead_s)
         return result
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ class Slack(Policy):
         if tunes:
             memory.begin_packs(view.jobs, lambda job: PACK_STRETCH * latency.pack_s(job))
             memory.take_turns(self.turns(view))
-        build = PlanBuilder(view, latency)
+        build = PlanBuilder(view, latency, begins=bool(memory.begin))
         tpot_s = tightest_tpot_s(view, memory.requests)
         deadlines, all_in = self._serve(build, memory.requests, view, latency, tpot_s)
         until_s, most_s = 0.0, inf

@@ -1,0 +1,27 @@
+"""What steps take beside their sections: the host's part, before a device begins and after it is done."""
+
+# Weight of the newest step, and how far the first counts.
+_WEIGHT, _FIRST_WEIGHT = 0.1, 0.5
+# By how much a step may take more than believed, as a factor and in seconds: one that was held up must not count far.
+_MOST_WRONG, _MOST_MORE_S = 2.0, 1e-4
+# Of a first step.
+_MOST_FIRST_S = 5e-3
+
+
+class StepOverhead:
+    """In seconds: of steps in which packs begin, and of others. No clock, no I/O."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[bool, float] = {}
+
+    def seconds(self, *, begins: bool) -> float:
+        """begins: whether packs begin with the step. The other steps' until one was seen."""
+        return self._seconds.get(begins, self._seconds.get(False, 0.0))
+
+    def observe(self, seconds: float, *, begins: bool) -> None:
+        """A step took this."""
+        believed, seconds = self.seconds(begins=begins), max(0.0, seconds)
+        is_first = begins not in self._seconds
+        most_s = _MOST_FIRST_S if is_first else _MOST_WRONG * believed + _MOST_MORE_S
+        weight = _FIRST_WEIGHT if is_first else _WEIGHT
+        self._seconds[begins] = believed + weight * (min(seconds, most_s) - believed)
