@@ -16,9 +16,11 @@ _WARM, _WARM_UP_S = 0.1, 4.0
 class Stopwatch:
     """Measures by a clock. Each verb runs a piece some times."""
 
-    def __init__(self, time_s: Callable[[], float]) -> None:
-        """time_s: the clock, once the device is done with what it was given."""
-        self._time_s = time_s
+    def __init__(self, time_s: Callable[[], float], *, num_uncounted: int = 1) -> None:
+        """time_s: the clock, once the device is done with what it was given. num_uncounted: first runs of a piece that
+        are not counted: where calls are captured, the second is the one in which they are.
+        """
+        self._time_s, self._num_uncounted = time_s, num_uncounted
 
     def once_s(self, run: Callable[[], object]) -> float:
         """Seconds of one run."""
@@ -37,15 +39,16 @@ class Stopwatch:
             last_s = seconds
 
     def fastest_s(self, run: Callable[[], object]) -> float:
-        """Seconds of one run, after one that is not counted."""
-        self.once_s(run)
+        """Seconds of one run, after those that are not counted."""
         return self.stable_s(lambda: self.once_s(run))
 
     def stable_s(self, measure: Callable[[], float]) -> float:
-        """The mean of the two fastest of some measurements, as soon as they agree.
+        """The mean of the two fastest of some measurements, as soon as they agree; the first are not counted.
 
         Each may take longer than what it measures: the time for all of them counts.
         """
+        for _ in range(self._num_uncounted):
+            measure()
         start_s = self._time_s()
         found: list[float] = []
         while len(found) < _MOST_RUNS:

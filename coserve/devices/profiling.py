@@ -88,7 +88,7 @@ class _Measurement:
         self.backbone = backbone
         self._progress, self._num_done = progress, 0
         self._least_s: dict[Hashable, float] = {}  # of each measurement, over all rounds
-        self._watch = Stopwatch(time_s or self._time_s)
+        self._watch = Stopwatch(time_s or self._time_s, num_uncounted=2 if backbone.backend.captures else 1)
         architecture = backbone.architecture
         # Models of few positions are measured as far as they go.
         self.most_rows = min(max(_FORWARD_ROWS), architecture.max_positions - 1)
@@ -307,7 +307,6 @@ class _Measurement:
             seconds = self._watch.once_s(lambda: _run_all(training, rows))
             return seconds / len(self.programs.parts)
 
-        measure()
         return self._least(("tasklet", rows), self._watch.stable_s(measure))
 
     def _hidden(self, rows: int) -> Tensor:

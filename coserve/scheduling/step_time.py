@@ -50,7 +50,7 @@ class StepTime:
         return until_s - self.overhead_s - done_s
 
     def backward_limit_s(self) -> float | None:
-        """When the last tasklet must have begun after the device does, so that all else is in time; None: at any time."""
+        """Until when the last tasklet must begin, from when the device does; None: at any time."""
         if self.until_s == inf:
             return None
         until_s, longest_s = self.until_s - self.overhead_s - self.update_s, self.longest_tasklet_s
