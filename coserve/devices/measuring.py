@@ -20,7 +20,7 @@ class Stopwatch:
         """time_s: the clock, once the device is done with what it was given. num_uncounted: first runs of a piece that
         are not counted: where calls are captured, the second is the one in which they are.
         """
-        self._time_s, self._num_uncounted = time_s, num_uncounted
+        self._time_s, self.num_uncounted = time_s, num_uncounted
 
     def once_s(self, run: Callable[[], object]) -> float:
         """Seconds of one run."""
@@ -40,15 +40,15 @@ class Stopwatch:
 
     def fastest_s(self, run: Callable[[], object]) -> float:
         """Seconds of one run, after those that are not counted."""
+        for _ in range(self.num_uncounted):
+            self.once_s(run)
         return self.stable_s(lambda: self.once_s(run))
 
     def stable_s(self, measure: Callable[[], float]) -> float:
-        """The mean of the two fastest of some measurements, as soon as they agree; the first are not counted.
+        """The mean of the two fastest of some measurements, as soon as they agree.
 
         Each may take longer than what it measures: the time for all of them counts.
         """
-        for _ in range(self._num_uncounted):
-            measure()
         start_s = self._time_s()
         found: list[float] = []
         while len(found) < _MOST_RUNS:

@@ -307,6 +307,8 @@ class _Measurement:
             seconds = self._watch.once_s(lambda: _run_all(training, rows))
             return seconds / len(self.programs.parts)
 
+        for _ in range(self._watch.num_uncounted):
+            measure()
         return self._least(("tasklet", rows), self._watch.stable_s(measure))
 
     def _hidden(self, rows: int) -> Tensor:
