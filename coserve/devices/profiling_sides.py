@@ -67,6 +67,9 @@ class _Measurement:
             shares=tuple(shares),
             forward_interference=max(0.0, forward_longer - 1) * num_units / (num_units - half),
             backward_interference=max(0.0, backward_longer - 1) * num_units / half,
+            # Calls are captured anew for each part: on an H200 jobs lost a tenth by that, and few steps gained
+            # (benchmarks/gpu.md).
+            pays=not self._is_gpu,
         )
 
     def _forward_speed(self, units: int, run: Callable[[], None]) -> float:

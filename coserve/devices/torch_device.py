@@ -142,9 +142,9 @@ class TorchDevice:
         }
 
     def _capture(self, profile: Profile) -> None:
-        """What a backend captures before the first step, on all units and where the forward pass may be alone."""
+        """What a backend captures before the first step; also for a forward pass on some units, where that pays."""
         self._pages.capture(with_prompts=True)
-        if self._sides is not None and self.backbone.backend.captures:
+        if self._sides is not None and profile.sharing is not None and profile.sharing.pays:
             for partition in SharingModel(profile.sharing).partitions:
                 with self._sides.alone("forward", partition.forward_units):
                     self._pages.capture()

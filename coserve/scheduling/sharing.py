@@ -39,13 +39,15 @@ class Sharing:
     """What was measured of a divided device.
 
     shares: of numbers of units below num_units. forward_interference, backward_interference: by which share of its time
-    a side takes longer if the whole device worked for the other side beside it.
+    a side takes longer if the whole device worked for the other side beside it. pays: whether more gets done so, where
+    the speeds say it; otherwise it is divided only by policies that do so for other reasons.
     """
 
     num_units: int
     shares: tuple[Share, ...]
     forward_interference: float = 0.0
     backward_interference: float = 0.0
+    pays: bool = True
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Sharing":
@@ -100,7 +102,7 @@ class SharingModel:
         self, *, forward_rows: int, tasklet_rows: int, most_stretch: float = inf, margin: float = 0.0
     ) -> tuple[Partition, float, float] | None:
         """The partition that gets most of tasklets done by any moment after the forward pass, with its speeds; None if
-        none gets more done than one side after the other.
+        none gets more done than one side after the other, or it does not pay.
 
         A forward pass of a second takes 1 / f on its side. Meanwhile tasklets lose (1 - t) / f to those on the whole
         device, f and t being the speeds of the sides; one after the other they would lose that second.
@@ -110,7 +112,7 @@ class SharingModel:
             margin: by which share steps take longer than predicted, at most: more than that must be gained.
         """
         found, least = None, 1 / (1 + margin)
-        for partition in self.partitions:
+        for partition in self.partitions if self._sharing is not None and self._sharing.pays else ():
             speeds = self.speeds(partition, forward_rows=forward_rows, tasklet_rows=tasklet_rows)
             lost_s = (1 - speeds[1]) / speeds[0]
             if lost_s < least and speeds[0] * most_stretch >= 1:

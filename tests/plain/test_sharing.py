@@ -23,7 +23,7 @@ HALVES = Partition(1, 1)
 ROWS = {"forward_rows": 4, "tasklet_rows": 256}
 
 
-def two_cores(forward: float = 0.6, backward: float = 0.56, **interference: float) -> Sharing:
+def two_cores(forward: float = 0.6, backward: float = 0.56, **interference: Any) -> Sharing:
     share = Share(units=1, rows=(1, 512), forward=(forward, 0.5), backward=(backward, backward))
     return Sharing(num_units=2, shares=(share,), **interference)
 
@@ -48,6 +48,8 @@ def test_dividing_pays_where_both_speeds_make_more_than_one_device():
     # At 0.6 and 0.56, 0.44 / 0.6 = 0.73 of the forward pass is lost: 1.36 times that would be all of it.
     assert SharingModel(two_cores()).best(**ROWS, margin=0.36) is not None
     assert SharingModel(two_cores()).best(**ROWS, margin=0.37) is None, "steps that err by more than the gain"
+    other = SharingModel(replace(two_cores(), pays=False))
+    assert other.best(**ROWS) is None and other.partitions == (HALVES,), "it can be divided all the same"
     assert SharingModel(two_cores(forward_interference=0.5, backward_interference=0.4)).best(**ROWS) is None
 
 
