@@ -38,7 +38,7 @@ $(TRITON): | setup
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.9.0
 
 test-triton: setup $(TRITON)  ## The kernels of GPUs, interpreted on the CPU, and compiled for GPUs that need not be there
-	TRITON_INTERPRET=1 COSERVE_KERNELS=triton PYTHONPATH=$(TRITON) $(PYTEST) tests/interpreted tests/torch/test_kernels.py
+	TRITON_INTERPRET=1 COSERVE_KERNELS=triton PYTHONPATH=$(TRITON) $(PYTEST) --dist worksteal tests/interpreted tests/torch/test_kernels.py
 
 test-long: setup  ## What starts server after server, or trains for long
 	$(PYTEST) -m long

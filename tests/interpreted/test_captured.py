@@ -100,7 +100,7 @@ def run_prompts(name, kernels):
 
 
 @pytest.mark.usefixtures("_small_graphs")
-@pytest.mark.parametrize("name", ["llama-biases-tied", "qwen2-sliding"])
+@pytest.mark.parametrize("name", ["qwen2-sliding", *(["llama-biases-tied"] if DEVICE.type == "cuda" else [])])
 def test_steps_with_pieces_of_prompts(name, captured_sizes):
     found, expected = (run_prompts(name, kernels) for kernels in ("triton", "plain"))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
