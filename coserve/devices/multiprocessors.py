@@ -70,9 +70,11 @@ class StreamSides:
         whole = torch.cuda.current_stream(self._device)
         stream = whole if units == self.num_units else self._streams.of(side, units)
         stream.wait_stream(whole)
-        with torch.cuda.stream(stream):
-            yield
-        whole.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            whole.wait_stream(stream)
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -65,7 +65,6 @@ from coserve.models.backbone import Backbone
 from coserve.models.files import some_of
 from coserve.scheduling.plan import Partition
 from coserve.scheduling.profile import Profile
-from coserve.scheduling.sharing import SharingModel
 
 
 class TorchDevice:
@@ -99,7 +98,7 @@ class TorchDevice:
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
             self._host = HostPages(self._pages, num_slots=num_host_pages)
-            self._capture(profile)
+            self._pages.capture()
         self._page_files = PageFiles(self._pages)
         self._others = OtherModels(backbone, self._pages)
         self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype)
@@ -140,14 +139,6 @@ class TorchDevice:
             ReadContributions: self._read_contributions,
             CombineContributions: self._combine_contributions,
         }
-
-    def _capture(self, profile: Profile) -> None:
-        """What a backend captures before the first step; also for a forward pass on some units, where that pays."""
-        self._pages.capture(with_prompts=True)
-        if self._sides is not None and profile.sharing is not None and profile.sharing.pays:
-            for partition in SharingModel(profile.sharing).partitions:
-                with self._sides.alone("forward", partition.forward_units):
-                    self._pages.capture()
 
     def execute(self, command: Command) -> Reply:
         with memory_errors():

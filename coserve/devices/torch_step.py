@@ -58,7 +58,7 @@ class TorchStep:
         self._num_beside: dict[str, int] = {}
         self._num_declined = 0
         self._broken: dict[str, str] = {}
-        self._forward_s = self._beside_s = _no_time  # of the sides of a divided device
+        self._waited_s = self._forward_s = self._beside_s = _no_time  # of the sides of a divided device
         self._norms: dict[str, Pending] = {}
         self._updating: str | None = None
         self._served: RequestsResult | None = None
@@ -89,7 +89,8 @@ class TorchStep:
     def _success(self) -> StepResult:
         prepare_s, loss_s, backward_s, update_s, wait_s, forward_s = self._timer.sections_s()
         if self._batch.partition is not None:  # the first section was both sides
-            prepare_s, forward_s = 0.0, self._forward_s()
+            prepare_s, wait_s = 0.0, self._waited_s()
+            forward_s = self._forward_s() - wait_s
         return StepResult(
             step=self._batch.step,
             tokens=self._served.tokens() if self._served else {},
@@ -148,6 +149,7 @@ class TorchStep:
         assert self._sides is not None, "it cannot be divided"
         with self._sides.running(self._work_beside, partition):
             self._host.wait()
+            self._waited_s = self._timer.lap()
             self._prepare()
             self._forward()
             self._forward_s = self._timer.lap()

@@ -73,7 +73,7 @@ class PagedKv:
         return _PagedRows(self, sequences, bypasses)
 
     @torch.inference_mode()
-    def capture(self, *, with_prompts: bool = False) -> None:
+    def capture(self) -> None:
         """Run steps in which requests decode, and those with pieces of prompts, where the backend captures them. Page 0
         is written to.
         """
@@ -82,7 +82,7 @@ class PagedKv:
             return
         for number in backbone.backend.captured_rows:
             forward(backbone, [self.rows([([0], 0, [0])] * number)])
-        for number in backbone.backend.captured_prompts if with_prompts else ():
+        for number in backbone.backend.captured_prompts:
             if number < backbone.architecture.max_positions:
                 forward(backbone, [self.rows([([0] * (1 + number // self.block_tokens), 0, [0] * number)])])
 

@@ -37,10 +37,11 @@ GOOD_ROWS = 256
 class PlanBuilder:
     """A plan that grows, and what it will take so far."""
 
-    def __init__(self, view: View, latency: LatencyModel, *, begins: bool = False) -> None:
-        """begins: whether packs begin with the step."""
-        self._latency, self._max_rows = latency, view.max_rows
-        self._time = StepTime(overhead_s=latency.overhead.seconds(begins=begins))
+    def __init__(self, view: View, latency: LatencyModel, memory: MemoryPlan | None = None) -> None:
+        """memory: the pages that change hands before the step; packs may begin in it until the plan is built."""
+        self._latency, self._max_rows, self._memory = latency, view.max_rows, memory
+        self._begins = False
+        self._time = StepTime(overhead_s=latency.overhead.seconds(begins=False))
         self._load = ForwardLoad()
         self._rows: list[PlannedRows] = []
         self._losses: list[PlannedLoss] = []
@@ -52,11 +53,18 @@ class PlanBuilder:
     @property
     def seconds(self) -> float:
         """What the plan takes, one piece after the other on the whole device."""
+        self._count_overhead()
         return self._time.whole_s
+
+    @property
+    def forward_s(self) -> float:
+        """What its forward pass takes on the whole device."""
+        return self._time.forward_s
 
     @property
     def step_s(self) -> float:
         """What it takes as it is to run, divided or not."""
+        self._count_overhead()
         return self._time.step_s
 
     @property
@@ -69,13 +77,12 @@ class PlanBuilder:
         """Of its forward pass."""
         return self._load.rows
 
-    def build(self, memory: MemoryPlan | None = None) -> Plan:
-        """The plan; memory: the pages that change hands before it."""
+    def build(self) -> Plan:
+        """The plan."""
         if not (self._losses or self._tasklets):  # nothing fitted
             self._time.divide(None)
-        if memory and memory.begin:
-            self._time.overhead_s = self._latency.overhead.seconds(begins=True)
-        time = self._time
+        self._count_overhead()
+        time, memory = self._time, self._memory
         return Plan(
             preempt=tuple(memory.preempt) if memory else (),
             drop=tuple(memory.drop) if memory else (),
@@ -101,6 +108,12 @@ class PlanBuilder:
             decode_share=self._decode_share,
         )
 
+    def _count_overhead(self) -> None:
+        """Packs may have begun since it was counted."""
+        if self._memory is not None and self._memory.begin and not self._begins:
+            self._begins = True
+            self._time.overhead_s = self._latency.overhead.seconds(begins=True)
+
     def decode(self, requests: Sequence[RequestView]) -> None:
         """One row for each of them; if that is too many, for those that wait longest."""
         if not requests:
@@ -111,13 +124,16 @@ class PlanBuilder:
         self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
         self._time.forward_s = self._latency.forward_s(self._load)
         paces = sum([1 / request.tpot_s for request in requests])
-        self._decode_share = self._time.forward_s * paces / len(requests)
+        self._decode_share = (self._time.overhead_s + self._time.forward_s) * paces / len(requests)
 
     def prefill(self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
 
-        urgent: the first one gets its smallest piece in any case.
+        budget_s: from the step's start to the end of the forward pass. urgent: the first one gets its smallest piece in
+        any case.
         """
+        self._count_overhead()
+        budget_s -= self._time.overhead_s
         for index, request in enumerate(requests):
             longest = min(request.num_rows, self._max_rows - self._load.rows)
             must = urgent and index == 0
@@ -143,13 +159,15 @@ class PlanBuilder:
 
         must: the smallest piece in any case.
         """
+        self._count_overhead()
         before_s, prefill_s = self._time.forward_s, self._time.prefill_s
         decoding = sorted([each for each in requests if each.num_rows == 1], key=lambda each: each.last_token_s)
         most = min(len(decoding), self._max_rows - self._load.rows)
         if most > 0:
             seconds = self._latency.with_decodes(self._load, decoding)
-            fits = seconds(1) <= until_s
-            taken = decoding[: largest_that_fits(1, most, seconds, until_s)] if fits or must else []
+            left_s = until_s - self._time.overhead_s
+            fits = seconds(1) <= left_s
+            taken = decoding[: largest_that_fits(1, most, seconds, left_s)] if fits or must else []
             self._load.add_decodes(taken)
             self._rows += [PlannedRows(each.id, "decode", each.num_past, 1) for each in taken]
             self._time.forward_s = self._latency.forward_s(self._load)
@@ -168,11 +186,12 @@ class PlanBuilder:
         """
         if not self._rows or not jobs or jobs[0].phase != "backward":
             return
+        self._count_overhead()
         job, forward_s = jobs[0], self._time.forward_s
         found = self._latency.sharing.best(
             forward_rows=self._load.rows,
             tasklet_rows=job.num_rows_left,
-            most_stretch=until_s / forward_s if forward_s else inf,
+            most_stretch=(until_s - self._time.overhead_s) / forward_s if forward_s else inf,
             margin=SURE_MARGINS * self._latency.corrections.margin,
         )
         if found is None:
@@ -198,6 +217,7 @@ class PlanBuilder:
             least_share: of the time, what jobs get in any case: one that has waited long enough for its smallest piece
                 to be no more gets it.
         """
+        self._count_overhead()
         self._time.until_s = until_s
         joins = any(job.phase in ("loss", "backward") for job in jobs)
         tasks = hybrid_tasks(jobs, self._latency, max_rows=self._max_rows) if joins else {}

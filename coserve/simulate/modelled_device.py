@@ -145,8 +145,8 @@ class ModelledDevice:
         for command in batch.commands:
             self.execute(command)
         begins = any(isinstance(command, BeginPack) for command in batch.commands)
-        self._overhead_s = self._latency.overhead.seconds(begins=begins)
         failure, self.fail_next = self.fail_next, None
+        self._overhead_s = self._latency.overhead.seconds(begins=begins) if failure is None else 0.0
         self._result = self._run(batch) if failure is None else _failed(batch, failure)
 
     def collect(self) -> StepResult:

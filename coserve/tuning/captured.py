@@ -171,7 +171,11 @@ class CapturedWindows:
             self._num_asked[key] = self._num_asked.get(key, 0) + 1
             if self._num_asked[key] < _CAPTURED_AT:
                 return None
-            what = make()
+            try:
+                what = make()
+            except torch.OutOfMemoryError:  # of its tables and sums
+                self._calls[key] = None
+                return None
             run = self._adapter.backbone.backend.capture(what.run)
             self._calls[key] = None if run is None else _Call(what, run)
         return self._calls[key]

@@ -65,20 +65,23 @@ class PassMemory:
         """Where first rows lie, for copies by calls that were captured (`RowCopies`): int64, on the device; and which
         of them are each block's: the rows between parts, what is saved as `addressed`, the accumulators of dK and dV.
         """
-        if self._addresses is None:
-            numbers: list[int] = []
-            places = {}
-            around = [tensor.data_ptr() for tensor in self._workspace.values()]
-            for part in self._programs.program:
-                if part not in self.saved or not self._programs.program[part].graph.kv_tensors:
-                    continue
-                tensors = [self.saved[part][name] for name in self.addressed(part)]
-                assert all(tensor.is_contiguous() for tensor in tensors), "rows follow each other in memory"
-                start = len(numbers)
-                numbers += [around[0], *(tensor.data_ptr() for tensor in tensors), *around[1:]]
-                places[part] = slice(start, len(numbers))
-            self._addresses = on_device(numbers, self.rows.device, torch.int64), places
+        assert self._addresses is not None, "they have not been asked for"
         return self._addresses
+
+    def find_addresses(self) -> None:
+        """For `addresses`, now: both sides of a divided step read them, so they must not be one side's."""
+        numbers: list[int] = []
+        places = {}
+        around = [tensor.data_ptr() for tensor in self._workspace.values()]
+        for part in self._programs.program:
+            if part not in self.saved or not self._programs.program[part].graph.kv_tensors:
+                continue
+            tensors = [self.saved[part][name] for name in self.addressed(part)]
+            assert all(tensor.is_contiguous() for tensor in tensors), "rows follow each other in memory"
+            start = len(numbers)
+            numbers += [around[0], *(tensor.data_ptr() for tensor in tensors), *around[1:]]
+            places[part] = slice(start, len(numbers))
+        self._addresses = on_device(numbers, self.rows.device, torch.int64), places
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the pack in a block, as stores of one page."""
@@ -111,7 +114,10 @@ class PassMemory:
         """See `TrainingPass.move`."""
         for tensors in (self._workspace, *self.saved.values()):
             tensors.update(memory.take({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}))
-        self._memory, self._addresses = memory, None
+        self._memory = memory
+        if self._addresses is not None:
+            self._addresses = None
+            self.find_addresses()
 
 
 class RowsOf(Mapping[str, Tensor]):

@@ -94,6 +94,8 @@ class TrainingPass:
         self._tasklet: Tasklet | None = None
         self._released = False
         self.kept = PassMemory(memory or DeviceMemory(backbone.device), programs, backbone, pack.num_rows)
+        if captured is not None:
+            self.kept.find_addresses()
         self._in_windows = KeptTensors(self.kept.saved, self._bypasses)
 
     # -- forward ----------------------------------------------------------------

@@ -37,6 +37,7 @@ from coserve.scheduling.pieces import (
 from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
 from coserve.scheduling.policies.slack import MOST_SHARE, Slack, tightest_tpot_s, wait_share
 from coserve.scheduling.profile import Curve, OneCall, Profile
+from coserve.scheduling.step_overhead import StepOverhead
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 from coserve.tuning import training_programs
@@ -70,10 +71,15 @@ def _latency(hardware: Hardware) -> LatencyModel:
     return LatencyModel(make_profile(hardware))
 
 
-def make_latency(hardware: Hardware = CPU, *, margin: float = 0.1) -> LatencyModel:
-    """One that has learned nothing yet."""
+def make_latency(
+    hardware: Hardware = CPU, *, margin: float = 0.1, overhead_s: float = 0.0, begin_s: float = 0.0
+) -> LatencyModel:
+    """One that has learned nothing yet but what steps take beside their sections, and with packs that begin."""
     latency = copy.copy(_latency(hardware))  # its tables take a while
-    latency.corrections = Corrections(margin=margin)
+    latency.corrections, latency.overhead = Corrections(margin=margin), StepOverhead()
+    for _ in range(200):
+        latency.overhead.observe(overhead_s, begins=False)
+        latency.overhead.observe(begin_s or overhead_s, begins=True)
     return latency
 
 
@@ -291,6 +297,39 @@ def test_the_reserve_is_saved_up_over_the_first_tokens():
 
 
 # -- slack: budgets -------------------------------------------------------------------
+
+
+# Others run prompts whole, have no SLO, or leave requests that decode a share of the step, whatever that takes.
+@pytest.mark.parametrize("policy", ["chunked-training", "harli", "spatial-sharing", "temporal-sharing", "token-fusion"])
+@pytest.mark.parametrize("overhead_s", [0.02, 0.05])
+def test_what_steps_take_beside_their_sections_is_taken_off_their_time(policy, overhead_s):
+    """A prompt that fills the SLO, where policies cut them: with the overhead the step takes no longer than without."""
+    seen = view(decoding(), prompt(rows=2000))
+    without, found = (plan(policy, seen, make_latency(overhead_s=seconds)) for seconds in (0.0, overhead_s))
+    assert found.overhead_s == pytest.approx(overhead_s, rel=1e-3)
+    assert rows_of(found, "prefill")["p"] < rows_of(without, "prefill")["p"]
+    assert found.predicted_s <= without.predicted_s + EPSILON
+
+
+@pytest.mark.parametrize("overhead_s", [0.0, 0.05])
+def test_batch_work_has_the_time_that_the_overhead_leaves(overhead_s):
+    batch = structs.replace(prompt("b", rows=5000), tpot_s=1000.0, ttft_s=1000.0, batch_due_s=1000.0)
+    seen = structs.replace(view(decoding(first_token_s=9.0, last_token_s=10.0)), batch=(batch,))
+    without, found = (plan("slack", seen, make_latency(overhead_s=seconds)) for seconds in (0.0, overhead_s))
+    assert rows_of(without, "prefill")["b"] >= rows_of(found, "prefill")["b"] >= 16
+    assert found.predicted_s <= without.predicted_s + 1e-3
+
+
+@pytest.mark.parametrize("policy", ["slack", "token-fusion", "spatial-sharing", "tuning-only"])
+def test_where_a_pack_begins_jobs_have_less_time(policy):
+    waiting = structs.replace(job("j", "forward"), phase="pack")
+    seen = structs.replace(view(decoding(), waiting), num_free_pages=10_000, num_pages=10_000)
+    without, found = (plan(policy, seen, make_latency(overhead_s=0.001, begin_s=begin_s)) for begin_s in (0.001, 0.05))
+    assert found.begin == ("j",) and found.overhead_s == pytest.approx(0.05, rel=1e-2)
+    if policy != "tuning-only":  # jobs alone have no SLO
+        rows, fewer = (rows_of(made, "window")["j"] for made in (without, found))
+        assert fewer < rows or policy == "spatial-sharing"  # a share of what requests take
+        assert found.predicted_s <= without.predicted_s + (0.05 if policy == "spatial-sharing" else 0.002)
 
 
 @settings(deadline=None, max_examples=300)

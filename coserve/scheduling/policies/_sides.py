@@ -12,13 +12,11 @@ from msgspec import structs
 
 from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.plan import JobView, Partition, Plan
 
 
 def tune_beside(
     build: PlanBuilder,
-    memory: MemoryPlan,
     job: JobView,
     latency: LatencyModel,
     partition: Partition,
@@ -38,13 +36,12 @@ def tune_beside(
     forward_speed, backward_speed = latency.sharing.speeds(
         partition, forward_rows=build.num_rows, tasklet_rows=max(1, job.num_rows_left)
     )
-    whole_s = build.seconds
-    worth_s = backward_speed * whole_s / forward_speed
-    most_s = until_s - whole_s if job.phase in ("forward", "update") else backward_speed * until_s
+    worth_s = backward_speed * build.forward_s / forward_speed
+    most_s = until_s - build.seconds if job.phase in ("forward", "update") else backward_speed * until_s
     add_units(build, job, latency, min(worth_s, most_s), unit_s=unit_s * backward_speed)
     if not build.has(job.id) and build.least_s(job) <= min(backward_speed * job.waited_s, most_s):
         build.take(job, 0)
-    return divided(build.build(memory), partition, forward_speed, backward_speed)
+    return divided(build.build(), partition, forward_speed, backward_speed)
 
 
 def divided(plan: Plan, partition: Partition, forward_speed: float, backward_speed: float) -> Plan:

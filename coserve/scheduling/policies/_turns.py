@@ -26,7 +26,7 @@ def serving_step(view: View, latency: LatencyModel) -> tuple[MemoryPlan, PlanBui
     memory = MemoryPlan(view)
     memory.grow()
     memory.admit_waiting()
-    build = PlanBuilder(view, latency)
+    build = PlanBuilder(view, latency, memory)
     build.decode([request for request in memory.requests if request.num_rows == 1])
     build.prefill([request for request in memory.requests if request.num_rows > 1], slo_s(view, memory))
     return memory, build
@@ -69,16 +69,17 @@ def alternate(view: View, latency: LatencyModel, *, serves: bool) -> Plan:
 
 
 def _serve(view: View, latency: LatencyModel) -> Plan:
-    memory, build = serving_step(view, latency)
-    return build.build(memory)
+    _, build = serving_step(view, latency)
+    return build.build()
 
 
 def _tune(view: View, latency: LatencyModel) -> Plan:
     """The next step of the iteration under way, or the first of the next one."""
-    memory, build = MemoryPlan(view), PlanBuilder(view, latency)
+    memory = MemoryPlan(view)
+    build = PlanBuilder(view, latency, memory)
     if (job := next_job(view, memory, requests_first=False)) is not None:
         build.take(job, job.num_rows, job.num_parts_left)
-    return build.build(memory)
+    return build.build()
 
 
 def _not_begun(job: JobView) -> bool:

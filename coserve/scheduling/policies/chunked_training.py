@@ -27,4 +27,4 @@ class ChunkedTraining(Policy):
         memory, build = serving_step(view, latency)
         if (job := next_job(view, memory)) is not None:
             build.take(job, self.chunk_tokens if memory.requests else job.num_rows, job.counts.num_parts)
-        return build.build(memory)
+        return build.build()

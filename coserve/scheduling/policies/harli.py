@@ -117,18 +117,18 @@ class Harli(Policy):
         memory, build = serving_step(view, latency)
         job = next_job(view, memory)
         if job is None or any(request.num_rows > 1 for request in memory.requests):
-            return build.build(memory)
+            return build.build()
         until_s, unit_s = slo_s(view, memory), self.unit_ms / 1000
         if build.num_rows and view.num_units > 1 and latency.profile.sharing is not None:
             partition = self.partition(memory.requests, until_s, latency)
             if partition is None:
-                return build.build(memory)
-            return tune_beside(build, memory, job, latency, partition, unit_s=unit_s, until_s=until_s)
+                return build.build()
+            return tune_beside(build, job, latency, partition, unit_s=unit_s, until_s=until_s)
         if build.seconds < until_s:
             add_units(build, job, latency, until_s - build.seconds, unit_s=unit_s)
         if build.runs_nothing:  # an idle device makes the smallest step
             build.take(job, 0)
-        return build.build(memory)
+        return build.build()
 
     def partition(self, requests: Sequence[RequestView], slo_s: float, latency: LatencyModel) -> Partition | None:
         """The one with which decoding comes nearest to the SLO without passing it; None if it passes it with all."""

@@ -129,15 +129,15 @@ class Llmstation(Policy):
         job = next_job(view, memory, requests_first=not defers)
         if defers and job is None:
             memory.admit_waiting()
-        build = PlanBuilder(view, latency)
+        build = PlanBuilder(view, latency, memory)
         prompts = [request for request in memory.requests if request.num_rows > 1]
         if sum([prompt.num_rows for prompt in prompts]) > self.short_prompt:
             build.prefill(prompts, inf)
-            return build.build(memory)
+            return build.build()
         build.decode([request for request in memory.requests if request.num_rows == 1])
         build.prefill(prompts, inf)
         if job is None:
-            return build.build(memory)
+            return build.build()
         step = _Step(
             build=build,
             requests=memory.requests,
@@ -150,7 +150,7 @@ class Llmstation(Policy):
         sides = step.add_tuning()
         if build.runs_nothing:  # an idle device makes the smallest step
             build.take(job, 0)
-        return divided(build.build(memory), *sides) if sides else build.build(memory)
+        return divided(build.build(), *sides) if sides else build.build()
 
     def defers(self, view: View) -> bool:
         """Whether those that wait are to wait for others."""

@@ -127,7 +127,7 @@ class Slack(Policy):
         if tunes:
             memory.begin_packs(view.jobs, lambda job: PACK_STRETCH * latency.pack_s(job))
             memory.take_turns(self.turns(view))
-        build = PlanBuilder(view, latency, begins=bool(memory.begin))
+        build = PlanBuilder(view, latency, memory)
         tpot_s = tightest_tpot_s(view, memory.requests)
         deadlines, all_in = self._serve(build, memory.requests, view, latency, tpot_s)
         until_s, most_s = 0.0, inf
@@ -148,7 +148,7 @@ class Slack(Policy):
             if self.divides and view.num_units > 1:
                 build.divide(jobs, until_s)
             build.tune(jobs, until_s, max_defer_s=max_defer_s, least_share=least_share)
-        return build.build(memory)
+        return build.build()
 
     def _batch_share(self, view: View, *, tunes: bool) -> float:
         """Of what requests leave, what batch work may have."""

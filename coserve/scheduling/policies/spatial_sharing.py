@@ -27,15 +27,16 @@ class SpatialSharing(Policy):
         memory, build = serving_step(view, latency)
         job = next_job(view, memory)
         if job is None:
-            return build.build(memory)
+            return build.build()
         if not build.num_rows:  # who arrives finds a share of the device at once, or nearly so
             build.tune([job], slo_s(view, memory))
-            return build.build(memory)
+            return build.build()
         if view.num_units > 1 and latency.sharing.partitions:
             partition = min(latency.sharing.partitions, key=self._distance)
-            return tune_beside(build, memory, job, latency, partition)
-        build.tune([job], build.seconds / self.inference_share, least_share=1 - self.inference_share)
-        return build.build(memory)
+            return tune_beside(build, job, latency, partition)
+        until_s = build.seconds + (1 / self.inference_share - 1) * build.forward_s
+        build.tune([job], until_s, least_share=1 - self.inference_share)
+        return build.build()
 
     def _distance(self, partition: Partition) -> float:
         """From the share that requests are to have."""

@@ -23,4 +23,4 @@ class TokenFusion(Policy):
         memory, build = serving_step(view, latency)
         memory.begin_packs()
         build.tune(memory.jobs, slo_s(view, memory))
-        return build.build(memory)
+        return build.build()

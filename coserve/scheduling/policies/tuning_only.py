@@ -20,6 +20,6 @@ class TuningOnly(Policy):
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         memory = MemoryPlan(view)
         memory.begin_packs(requests_first=False)
-        build = PlanBuilder(view, latency)
+        build = PlanBuilder(view, latency, memory)
         build.tune(memory.jobs, inf)
-        return build.build(memory)
+        return build.build()
