@@ -1,9 +1,11 @@
 """The `coserve` command. Errors come out as one line; logging is configured here, and by `coserve up`."""
 
+import asyncio
 import logging
 import os
 import signal
 import sys
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -25,6 +27,8 @@ app = typer.Typer(
 )
 
 
+# The status of what SIGTERM has ended.
+_ENDED = 128 + signal.SIGTERM
 # The server's own words are about HTTP.
 _KEY_HINT = " Here: --api-key KEY, or COSERVE_API_KEY."
 
@@ -56,9 +60,21 @@ commands.add_to(app)
 def main() -> None:
     """Entry point of the console script: every mistake is one line on stderr and a status that is not 0."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # By default SIGTERM would leave over the servers that a benchmark or a chat has started.
+    was_ended = False
+
+    def end(number: int, _: FrameType | None) -> None:
+        """By default SIGTERM would leave over the servers that a benchmark or a chat has started."""
+        nonlocal was_ended
+        was_ended = True
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            sys.exit(_ENDED)
+        # SystemExit in the middle of one task can leave others waiting for good; SIGINT has them cancelled.
+        signal.raise_signal(signal.SIGINT)
+
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, end)
     try:
         status = app(prog_name="coserve", standalone_mode=False)
     except CoserveError as error:
@@ -69,7 +85,7 @@ def main() -> None:
         command = error.ctx.command_path if error.ctx else "coserve"
         _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help", error.exit_code)
     except typer.Abort:
-        _fail("interrupted", 130)
+        _fail("interrupted", _ENDED if was_ended else 130)
     else:
         raise SystemExit(status if isinstance(status, int) else 0)
 
