@@ -87,6 +87,8 @@ def main() -> None:
     except typer.Abort:
         _fail("interrupted", _ENDED if was_ended else 130)
     else:
+        if was_ended:  # which comes out as interrupted
+            raise SystemExit(_ENDED)
         raise SystemExit(status if isinstance(status, int) else 0)
 
 
