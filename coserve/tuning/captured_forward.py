@@ -15,6 +15,9 @@ from coserve.models.bypasses import Bypasses
 from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.window_rooms import Copied, RoomRows, WindowRoom
 
+# Of the addresses of a block (`PassMemory.addresses`).
+_KEPT, _KEY_VALUES = slice(1, -4), slice(-4, -2)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Copies:
@@ -85,7 +88,3 @@ class CapturedForward:
             copies.kept.store(others[_KEPT], room.copied[Copied.OWN])
             copies.key_values.store(others[_KEY_VALUES], room.copied[Copied.OWN])
             before = room
-
-
-# Of the addresses of a block (`PassMemory.addresses`).
-_KEPT, _KEY_VALUES = slice(1, -4), slice(-4, -2)

@@ -99,7 +99,7 @@ class WindowRoom:
     """
 
     def __init__(
-        self, backbone: Backbone, size: "RoomSize", shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+        self, backbone: Backbone, size: RoomSize, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> None:
         """shapes: of what is saved of a row."""
         device, widths = backbone.device, backbone.architecture.kv_widths

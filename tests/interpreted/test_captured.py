@@ -109,6 +109,19 @@ def test_steps_with_pieces_of_prompts(name, captured_sizes):
 
 
 @pytest.mark.usefixtures("_small_graphs")
+def test_more_requests_than_graphs_of_decode_steps_have_room_for(captured_sizes, monkeypatch):
+    from coserve.kernels.triton import graphs
+
+    monkeypatch.setattr(graphs, "DECODE_ROWS", (1, 2))
+    with torch.inference_mode():
+        found, expected = (
+            Steps(load(wide_directory("llama"), kernels)).step().clone() for kernels in ("triton", "plain")
+        )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert [(size.rows, size.segments) for size in captured_sizes] == [(8, 8)]
+
+
+@pytest.mark.usefixtures("_small_graphs")
 def test_steps_that_were_captured_at_the_start_change_nothing():
     found = []
     for kernels in ("triton", "plain"):

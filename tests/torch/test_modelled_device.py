@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from devices import Driver
+from msgspec import structs
 from support import make_backbone
 
 from coserve.adapters import LoraConfig
@@ -196,3 +197,24 @@ def test_tasklets_take_as_long_in_one_step_as_in_several():
 
     assert seconds(256, 2, 1, 3) == pytest.approx(seconds(256, 6))
     assert seconds(512, 6) > seconds(256, 6), "each row sees more keys"
+
+
+def test_a_step_takes_what_was_learned_beside_its_sections_and_a_failed_one_nothing():
+    backbone = make_backbone("llama")
+    latency = LatencyModel(roofline_profile(backbone, CPU))
+    for _ in range(100):
+        latency.overhead.observe(0.5, begins=False)
+    devices = [
+        ModelledDevice(backbone, latency.profile, num_pages=4000, block_tokens=4, latency=known)
+        for known in (None, latency)
+    ]
+    took_s = []
+    for device in devices:
+        driver = Driver(device)
+        driver.open("r", SamplingParams(max_tokens=1))
+        rows = RequestRows("r", 0, tuple(range(9)), driver.pages_for(9), samples=True)
+        device.fail_next = StepFailure(message="full")
+        assert driver.try_step(requests=[rows]).failure is not None and device.clock.now() == 0
+        driver.step(requests=[structs.replace(rows, new_pages=())])
+        took_s.append(device.clock.now())
+    assert took_s[1] - took_s[0] == pytest.approx(latency.overhead.seconds(begins=False)) and took_s[0] > 0

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from coserve.kernels.triton.capturing import Capturing
 
 
-# Rows that graphs of decode steps are captured for: steps of fewer are filled up to the next. Beyond the last, a step
-# takes long enough on the GPU for its launches to be made meanwhile.
+# Rows that graphs of decode steps are captured for: steps of fewer are filled up to the next. More have room among
+# prompts; beyond that, a step takes long enough on the GPU for its launches to be made meanwhile.
 DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 # Rows of steps with pieces of prompts. Few, since each is captured at the start or when it first comes; what a size has
 # too much of costs little: some ten rows take a GPU as long as one, and programs without rows end at once.

@@ -196,7 +196,7 @@ class GraphCalls(TracedCalls):
 
     @property
     def most_rows(self) -> int:
-        """Of steps with pieces of prompts; of those in which every request decodes, `DECODE_ROWS` at most."""
+        """Of steps with pieces of prompts, or of requests that decode."""
         return max(PROMPT_ROWS[-1], DECODE_ROWS[-1])
 
     @property
