@@ -27,11 +27,12 @@ PARTS = ("products", "attention", "adapters", "head and loss", "sampling", "elem
 _PARTS_BY_NAME = {
     "low_rank": "adapters",
     "adapter": "adapters",
-    "dropout": "adapters",
+    "drop": "adapters",
     "attention": "attention",
     "attend": "attention",
     "cross_entropy": "head and loss",
     "argmax": "sampling",
+    "draw": "sampling",
     "norm": "elementwise",
     "silu": "elementwise",
     "rope": "elementwise",

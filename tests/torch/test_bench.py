@@ -101,6 +101,8 @@ def test_every_method_of_a_backend_has_its_part():
     assert set(parts.values()) == set(PARTS) - {"Python", "waiting"}
     assert parts["product"] == parts["int8_input_gradient"] == "products"
     assert parts["add_adapters"] == parts["low_rank_product"] == parts["low_rank_input_gradient"] == "adapters"
+    assert parts["dropped"] == "adapters", "of a LoRA with dropout"
+    assert parts["draw"] == parts["argmax"] == "sampling"
     assert parts["rms_norm_weight_gradient"] == parts["silu_mul_gradients"] == "elementwise"
 
 
