@@ -1,4 +1,4 @@
-"""How fast requests decode: against reading the weights and the cache once, and against transformers."""
+"""How fast requests decode: against reading the weights and the cache once, and against transformers and OpenVINO."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -8,6 +8,7 @@ import torch
 
 from coserve.bench.baselines import decode_step_s, transformers_model
 from coserve.bench.machine import now_s, read_bytes_per_s, weight_bytes
+from coserve.bench.openvino import OpenVino
 from coserve.devices.counting import model_counts
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
@@ -21,8 +22,17 @@ MAX_TOKENS = _NUM_TOKENS + 4
 _BATCHES = (1, 4, 8)
 
 
-def run(backbone: Backbone, *, runs: int, context: int = 512, batches: Sequence[int] = _BATCHES) -> dict[str, Any]:
-    """Decode steps of the engine, and of transformers, in turns; medians over `runs` turns."""
+def run(
+    backbone: Backbone,
+    *,
+    runs: int,
+    context: int = 512,
+    batches: Sequence[int] = _BATCHES,
+    openvino: OpenVino | None = None,
+) -> dict[str, Any]:
+    """Decode steps of the engine, of transformers, and of OpenVINO if there is one, in turns; medians over `runs`
+    turns.
+    """
     page_bytes = kv_page_bytes(backbone, 16)
     pages = max(batches) * (-(-(context + 2 * _NUM_TOKENS) // 16) + 1)
     engine = Engine.from_backbone(backbone, EngineConfig(policy="inference-only", memory_bytes=2 * pages * page_bytes))
@@ -32,10 +42,13 @@ def run(backbone: Backbone, *, runs: int, context: int = 512, batches: Sequence[
     rows = []
     for batch in batches:
         ours, theirs, floors = [], [], []
+        openvino_s: list[float] = []
         for _ in range(runs):
             prompts = torch.randint(backbone.architecture.vocab_size, (batch, context), generator=generator)
             ours.append(engine_step_s(engine, prompts.tolist()))
             theirs.append(decode_step_s(model, prompts.to(backbone.device), num_tokens=_NUM_TOKENS))
+            if openvino is not None:
+                openvino_s.append(openvino.step_s(prompts.tolist(), num_tokens=_NUM_TOKENS))
             num_bytes = weight_bytes(backbone) + batch * (context + _NUM_TOKENS // 2) * per_key
             floors.append(num_bytes / read_bytes_per_s(backbone.device))
         rows.append(
@@ -45,9 +58,10 @@ def run(backbone: Backbone, *, runs: int, context: int = 512, batches: Sequence[
                 "step_ms": 1e3 * median(ours),
                 "floor_ms": 1e3 * median(floors),
                 "transformers_ms": 1e3 * median(theirs),
+                **({"openvino_ms": 1e3 * median(openvino_s)} if openvino_s else {}),
             }
         )
-    return {"rows": rows}
+    return {"rows": rows} if openvino is None else {"openvino_version": openvino.version, "rows": rows}
 
 
 def engine_step_s(

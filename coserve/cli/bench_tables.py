@@ -6,16 +6,17 @@ from rich.table import Table
 
 
 def decode(table: Table, result: dict[str, Any]) -> None:
-    """Each batch beside reading once and transformers."""
-    for name in ("batch", "context", "step ms", "read-once ms", "step / read-once", "transformers ms", "speed-up"):
+    """Each batch beside reading once, transformers, and OpenVINO if it ran."""
+    others = [name for name in ("transformers", "OpenVINO") if f"{name.lower()}_ms" in result["rows"][0]]
+    columns = ["batch", "context", "step ms", "read-once ms", "step / read-once"]
+    for name in columns + [column for other in others for column in (f"{other} ms", "speed-up")]:
         table.add_column(name, justify="right")
     for row in result["rows"]:
-        step, floor, other = row["step_ms"], row["floor_ms"], row["transformers_ms"]
-        table.add_row(
-            str(row["batch"]),
-            str(row["context"]),
-            *(f"{step:.1f}", f"{floor:.1f}", f"{step / floor:.2f}", f"{other:.1f}", f"{other / step:.2f} ×"),
-        )
+        step, floor = row["step_ms"], row["floor_ms"]
+        cells = [str(row["batch"]), str(row["context"]), f"{step:.1f}", f"{floor:.1f}", f"{step / floor:.2f}"]
+        for other_ms in [row[f"{name.lower()}_ms"] for name in others]:
+            cells += [f"{other_ms:.1f}", f"{other_ms / step:.2f} ×"]
+        table.add_row(*cells)
 
 
 def train(table: Table, result: dict[str, Any]) -> None:

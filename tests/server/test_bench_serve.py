@@ -6,10 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from served import is_alive, model_directory, tokenizer
 
 from coserve.bench import serve
 from coserve.bench.model_directory import write_model
+from coserve.bench.openvino import openvino_model
 from coserve.bench.vllm import vllm_server
 from coserve.errors import CoserveError
 
@@ -44,6 +46,14 @@ def test_an_environment_without_vllm_is_named(tmp_path):
     with (
         pytest.raises(CoserveError, match=r"has no vLLM that starts: .*No module named 'vllm'"),
         vllm_server(python, tmp_path, dtype="float32", log=tmp_path / "log", cores=(0,)),
+    ):
+        raise AssertionError("it does not start")
+
+
+def test_an_environment_without_openvino_is_named(tmp_path):
+    with (
+        pytest.raises(CoserveError, match=r"OpenVINO did not answer: .*No module named 'optimum"),
+        openvino_model(Path(sys.executable), str(tmp_path), dtype=torch.bfloat16),
     ):
         raise AssertionError("it does not start")
 

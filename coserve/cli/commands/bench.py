@@ -44,13 +44,29 @@ def decode(
     weights: Weights = "dense",
     place: Place = "auto",
     runs: Runs = 5,
+    openvino: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PYTHON", help="Of an environment with openvino and optimum-intel, whose model takes turns (CPU)."
+        ),
+    ] = None,
 ) -> None:
     """A decode step of 1, 4 and 8 requests at context 512: against reading the weights and the cache once at this
-    machine's bandwidth, and against transformers' generate.
+    machine's bandwidth, against transformers' generate, and against OpenVINO's model alone, without choosing tokens.
     """
     from coserve.bench import decode as experiment
+    from coserve.bench.openvino import openvino_model
 
-    _measure("decode", model, dtype, weights, place, runs, lambda backbone: experiment.run(backbone, runs=runs))
+    if openvino is not None and place not in ("auto", "cpu"):
+        raise typer.BadParameter("OpenVINO runs beside a CPU alone: leave out --device", param_hint="--openvino")
+
+    def run(backbone: "Backbone") -> dict[str, Any]:
+        if openvino is None:
+            return experiment.run(backbone, runs=runs)
+        with openvino_model(openvino, model, dtype=backbone.dtype) as other:
+            return experiment.run(backbone, runs=runs, openvino=other)
+
+    _measure("decode", model, dtype, weights, place if openvino is None else "cpu", runs, run)
 
 
 @app.command()
