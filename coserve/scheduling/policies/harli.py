@@ -6,7 +6,9 @@ whole device is the requests'. Jobs run in units of about 10 ms, of one layer ea
 a decode step is over before a job's smallest piece would be, the job has that once its part of the device was worth it.
 
 The predictor has two stages. Equation 2 says what decoding takes on some units alone, with coefficients for each number
-of units, from three representative batches; equation 3 by what factor a job beside it stretches that.
+of units, from three representative batches; equation 3 by what factor a job beside it stretches that. Small batches
+take as long as one another (section 5.1: up to four, by padding); up to how many requests that is so, each number of
+units says for itself, since a CPU's tiles have sixteen rows and other CPUs have none.
 
 HARLI decodes on instances that have no prefill (section 8.1): here a step with prompts is the requests' alone. `_sides`
 says how windows run. A device that cannot be divided runs units after the requests' rows, until the SLO.
@@ -14,6 +16,7 @@ says how windows run. A device that cannot be divided runs units after the reque
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from statistics import mean
 from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,19 +29,24 @@ from coserve.scheduling.policies.base import Policy, setting
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.sharing import Share, between
 
-# Batches and numbers of tokens in the cache at which decode steps are fitted.
-BATCHES, CONTEXTS = (4, 16, 64), (256, 1024)
+# The largest batch and the numbers of tokens in the cache at which decode steps are fitted.
+MOST_BATCH, CONTEXTS = 64, (256, 1024)
+# Sizes up to which batches may take as long as one request, and by which share longer they may take for that.
+_PADDED, _AS_LONG = (2, 4, 8, 16), 0.05
 
 
 class Solo(NamedTuple):
-    """Equation 2, for some units: seconds to decode alone are bs b0 + c0 + bs k0 seqlen."""
+    """Equation 2, for some units: seconds to decode alone are bs b0 + c0 + bs k0 seqlen. padded: smaller batches take
+    as long as one of this many requests, but for their keys.
+    """
 
     b0: float
     c0: float
     k0: float
+    padded: int
 
     def seconds(self, batch: int, context: float) -> float:
-        return batch * self.b0 + self.c0 + batch * self.k0 * context
+        return max(batch, self.padded) * self.b0 + self.c0 + batch * self.k0 * context
 
 
 class Predictor(NamedTuple):
@@ -84,24 +92,27 @@ def _fitted(profile: Profile) -> Predictor:
 
 def _solo(latency: LatencyModel, share: Share) -> Solo:
     """Seconds are a line in the batch for each context, whose slope is a line in the context."""
-    slopes, starts = [], []
-    for context in CONTEXTS:
-        seconds = [
-            latency.decode_s(num_requests=batch, context=context) / between(share.rows, share.forward, batch)
-            for batch in BATCHES
-        ]
-        slope, start = _line(BATCHES, seconds)
-        slopes.append(slope)
-        starts.append(start)
-    k0, b0 = _line(CONTEXTS, slopes)
-    return Solo(b0, mean(starts), k0)
+
+    def seconds(batch: int, context: int) -> float:
+        return latency.decode_s(num_requests=batch, context=context) / between(share.rows, share.forward, batch)
+
+    as_long = (1 + _AS_LONG) * seconds(1, 0)
+    padded = max([1, *[batch for batch in _PADDED if seconds(batch, 0) <= as_long]])
+    batches = (padded, round((padded * MOST_BATCH) ** 0.5), MOST_BATCH)
+    lines = [_line(batches, [seconds(batch, context) for batch in batches]) for context in CONTEXTS]
+    (near, near_start), (far, far_start) = lines
+    k0 = (far - near) / (CONTEXTS[1] - CONTEXTS[0])
+    return Solo(near - k0 * CONTEXTS[0], (near_start + far_start) / 2, k0, padded)
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Slope, and value at 0, of the line nearest to some points (least squares)."""
-    mean_x, mean_y = mean(xs), mean(ys)
-    slope = sum([(x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)])
-    slope /= sum([(x - mean_x) ** 2 for x in xs])
+    """Slope, and value at 0, of the line nearest to some points above 0, by shares of these (weighted least squares):
+    a decode step's error counts by its length.
+    """
+    weights = [1 / y**2 for y in ys]
+    mean_x, mean_y = (sum(map(mul, weights, each)) / sum(weights) for each in (xs, ys))
+    slope = sum([weight * (x - mean_x) * (y - mean_y) for weight, x, y in zip(weights, xs, ys, strict=True)])
+    slope /= sum([weight * (x - mean_x) ** 2 for weight, x in zip(weights, xs, strict=True)])
     return slope, mean_y - slope * mean_x
 
 
