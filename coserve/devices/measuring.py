@@ -22,6 +22,10 @@ class Stopwatch:
         """
         self._time_s, self.num_uncounted = time_s, num_uncounted
 
+    def now_s(self) -> float:
+        """What the clock shows."""
+        return self._time_s()
+
     def once_s(self, run: Callable[[], object]) -> float:
         """Seconds of one run."""
         start_s = self._time_s()

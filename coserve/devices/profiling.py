@@ -6,9 +6,10 @@ tasklets and the optimizer step of a reference adapter (LoRA of rank 16 at every
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from coserve.scheduling.profile import Curve, OneCall, Profile
 from coserve.scheduling.sharing import Sharing
 from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.config import OptimizerConfig
+from coserve.tuning.joined import joined_tasklet
 from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.pack import make_pack
@@ -38,14 +40,13 @@ from coserve.tuning.programs import TrainingPrograms, training_programs
 from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.training_pass import TrainingPass
 
-if TYPE_CHECKING:
-    pass
-
 _log = logging.getLogger(__name__)
 
 # Kernels compute rows in tiles, so that the first row of one more takes as long as all of it.
 _FORWARD_ROWS = (1, 4, 8, 16, 17, 32, 33, 48, 49, 64, 65, 128, 256, 512)
 _BACKWARD_ROWS = (32, 128, 512)
+# Of each of the packs of joined tasklets; how often these are timed, unless it takes as long as this.
+_JOINED_ROWS, _JOINED_TURNS, _JOINED_MOST_S = 64, 4, 4.0
 _HEAD_ROWS = (1, 4, 16, 64)
 _LOSS_ROWS = (8, 32, 128, 512)
 _SCORE_ROWS = (1, 16, 128)
@@ -116,6 +117,7 @@ class _Measurement:
         return replace(
             profile,
             mask=mask,
+            joining=self._joining(profile),
             sharing=self._sharing(),
             s_per_copied_byte=self._copied_byte(),
             saved_bytes_per_token=self.programs.kept_bytes_per_token(self.backbone.dtype),
@@ -304,12 +306,34 @@ class _Measurement:
 
         def measure() -> float:
             training = self._ready_pass(rows)
-            seconds = self._watch.once_s(lambda: _run_all(training, rows))
+            seconds = self._watch.once_s(lambda: _run_joined([training], rows))
             return seconds / len(self.programs.parts)
 
         for _ in range(self._watch.num_uncounted):
             measure()
         return self._least(("tasklet", rows), self._watch.stable_s(measure))
+
+    def _joining(self, profile: Profile) -> float:
+        """What joined tasklets of as many rows as the curve has take, as a multiple of one pack's: in turns, the
+        fastest of each, so that what else the machine does meets both.
+        """
+        rows = profile.backward.rows[-1]
+        num_packs = max(2, rows // _JOINED_ROWS)
+        least_s = {1: inf, num_packs: inf}
+        start_s = self._watch.now_s()
+        for turn in range(self._watch.num_uncounted + _JOINED_TURNS):
+            for number in least_s:
+                passes = [self._ready_pass(rows // number) for _ in range(number)]
+                seconds = self._watch.once_s(partial(_run_joined, passes, rows // number))
+                if turn >= self._watch.num_uncounted:
+                    least_s[number] = min(least_s[number], seconds)
+            if min(least_s.values()) < inf and self._watch.now_s() - start_s > _JOINED_MOST_S:
+                break
+        single_s, joined_s = (
+            seconds - len(self.programs.parts) * rows * rows / number / 2 * profile.backward_s_per_pair
+            for number, seconds in least_s.items()
+        )
+        return max(1.0, joined_s / single_s) if single_s > 0 else 1.0
 
     def _hidden(self, rows: int) -> Tensor:
         architecture = self.backbone.architecture
@@ -367,6 +391,7 @@ class _Measurement:
         return self._fastest_s("copy", run) / (2 * num_pages * self.pages.page_bytes)
 
 
-def _run_all(training: TrainingPass, rows: int) -> None:
-    while not training.done:
-        training.next_tasklet(rows).run()
+def _run_joined(passes: Sequence[TrainingPass], rows: int) -> None:
+    """All tasklets of passes that are at the same part, of as many rows each, together."""
+    while not passes[0].done:
+        joined_tasklet([(each, rows) for each in passes]).run()

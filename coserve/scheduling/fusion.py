@@ -3,9 +3,12 @@ curves.
 
 Packs in memory are partitioned into hybrid tasks. Jobs of one hybrid task are multiplexed in space: the next tasklets
 of all that are at the same part of the model are one batch. Hybrid tasks are multiplexed in time: one after the other.
-A hybrid task costs what a tasklet of all its rows is measured to take, and needs room for copies of these rows; the
-partition that takes the least time is found by dynamic programming over jobs sorted by their rows. Sequences are joined
-as they are, so nothing is padded (section 3.5 aligns what we lay end to end).
+A hybrid task costs what a tasklet of all its rows is measured to take, times what joining packs is measured to add
+(`Profile.joining`: rows that are copied side by side, adapters' own products, and a launch for each kernel where single
+packs have captured calls). That is measured of jobs of one structure; others' adapters cost as much here. It needs room
+for copies of these rows, which stands for the memory of section 3.3 (equation 5): packs that are in memory have theirs.
+The partition that takes the least time is found by dynamic programming over jobs sorted by their rows. Sequences are
+joined as they are, so nothing is padded (section 3.5 aligns what we lay end to end).
 
 Pure arithmetic, asked for by every plan: jobs join and leave between any two steps. While packs have the same rows, the
 latency model remembers what came of it.
@@ -19,9 +22,6 @@ from typing import NamedTuple
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView, PlannedTasklets
 
-# What a tasklet of several packs takes, as a multiple of one of a single pack of as many rows: rows are copied side by
-# side, and adapters run one after the other.
-JOINING = 1.1
 # The smallest backward window of a job, unless it is all that is left.
 LEAST_ROWS = 16
 
@@ -63,7 +63,7 @@ def _cuts(shapes: Sequence[tuple[int, float]], latency: LatencyModel, max_rows: 
             if num_rows > max_rows and not is_one:
                 break
             seconds = latency.batch_s(num_rows, weighed[last] - weighed[first])
-            total_s = best[first][0] + (seconds if is_one else JOINING * seconds)
+            total_s = best[first][0] + (seconds if is_one else latency.profile.joining * seconds)
             if total_s <= found[0]:
                 found = (total_s, first)
         best.append(found)

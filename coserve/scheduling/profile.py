@@ -85,7 +85,8 @@ class Profile:
     window's row of the reference job costs more than a request's (its bypasses, and saving). s_per_parameter, update_s:
     an optimizer step, by what it moves and at least. sharing: of a device that can be divided. s_per_copied_byte: of a
     page that goes to the host, or comes back; None: not known. saved_bytes_per_token: that a pack of the reference job
-    keeps for its backward pass; 0: not known.
+    keeps for its backward pass; 0: not known. joining: what a tasklet of several packs takes, as a multiple of one of a
+    single pack of as many rows.
     """
 
     model: ModelCounts
@@ -110,6 +111,7 @@ class Profile:
     saved_bytes_per_token: int = 0
     s_per_window_bypass: float = 0.0
     one_call: OneCall = OneCall()
+    joining: float = 1.1
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -8,7 +8,7 @@ import pytest
 
 from coserve.scheduling import JobView, LatencyModel, Plan, PlannedTasklets, View, make_policy
 from coserve.scheduling.counts import JobCounts, ModelCounts
-from coserve.scheduling.fusion import JOINING, hybrid_tasks, joined_tasklets
+from coserve.scheduling.fusion import hybrid_tasks, joined_tasklets
 from coserve.scheduling.profile import Curve, Profile
 
 COUNTS = JobCounts(
@@ -82,7 +82,7 @@ def test_no_other_partition_of_the_sorted_jobs_takes_less_time(seed):
         num_rows = sum(each.num_rows for each in group)
         if len(group) > 1 and num_rows > max_rows:
             return float("inf")
-        return model.batch_s(num_rows, num_rows) * (JOINING if len(group) > 1 else 1.0)
+        return model.batch_s(num_rows, num_rows) * (model.profile.joining if len(group) > 1 else 1.0)
 
     best = min(
         sum(seconds(ordered[a:b]) for a, b in pairwise((0, *cuts, 6)))
