@@ -7,7 +7,9 @@ from typing import Any
 
 from coserve.cluster.link import ClusterLink
 from coserve.cluster.messages import CommandBatch, EngineLost, NodeReports, NodeStatus
+from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.placement import make_placement
+from coserve.cluster.shared_paths import SharedPaths
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
@@ -82,8 +84,11 @@ def make_step(end_s: float, step_s: float) -> StepRecord:
 class ScriptedNode:
     """Implements `NodeCalls`. It answers calls at once, and requests when the test says so."""
 
-    def __init__(self, ready: Ready = READY, version: str = VERSION, error: str | None = None) -> None:
-        self.ready, self.version, self.error = ready, version, error
+    def __init__(
+        self, ready: Ready = READY, version: str = VERSION, error: str | None = None, settings: str = ""
+    ) -> None:
+        self.ready, self.version, self.error, self.settings = ready, version, error, settings
+        self.unseen: str | None = None
         self.is_alive = True
         self.session: str | None = None
         self.commands: list[Any] = []
@@ -99,7 +104,13 @@ class ScriptedNode:
     async def describe(self) -> NodeStatus:
         self._check()
         state = "ready" if self.error is None else "failed"
-        return NodeStatus(version=self.version, host="here", pid=1, state=state, error=self.error)
+        return NodeStatus(
+            version=self.version, host="here", pid=1, state=state, settings=self.settings, error=self.error
+        )
+
+    async def look_at(self, shared: SharedPaths) -> str | None:
+        self._check()
+        return self.unseen
 
     async def attach(self, session: str) -> None:
         self._check()
@@ -174,14 +185,16 @@ async def until(question: Callable[[], Any]) -> Any:
 
 
 @asynccontextmanager
-async def cluster(*nodes: ScriptedNode, placement: str = "round-robin", ready: int | None = None) -> Any:
+async def cluster(
+    *nodes: ScriptedNode, placement: str = "round-robin", ready: int | None = None, checks: NodeChecks | None = None
+) -> Any:
     """A link to them. ready: how many of them are waited for (default: all)."""
     found = {f"node-{number}": node for number, node in enumerate(nodes)}
 
     async def find() -> dict[str, ScriptedNode]:
         return found
 
-    link = ClusterLink(find, make_placement(placement))
+    link = ClusterLink(find, make_placement(placement), checks=checks)
     running = asyncio.create_task(link.run())
     try:
         await until(lambda: num_ready(link) == (len(nodes) if ready is None else ready))

@@ -233,11 +233,13 @@ def _summary(cells: Sequence[_Cell], config: ScaleConfig) -> dict[str, Any]:
 
 def _kind(place: ModelledPlace) -> _Kind:
     profile, backbone = place.profile, place.backbone
-    path = node_profile_path(place.name, backbone.name, str(backbone.dtype).removeprefix("torch."))
+    page_bytes = kv_page_bytes(backbone, _BLOCK_TOKENS)
+    dtype = str(backbone.dtype).removeprefix("torch.")
+    path = node_profile_path(place.name, backbone.name, dtype, page_bytes * place.num_pages)
     made = node_profile(
         profile,
         block_tokens=_BLOCK_TOKENS,
-        page_bytes=kv_page_bytes(backbone, _BLOCK_TOKENS),
+        page_bytes=page_bytes,
         num_pages=place.num_pages,
         training_yields=True,
     )

@@ -50,7 +50,7 @@ class NodeConnection:
 
     async def run(self) -> None:
         """Keep a session until `close`."""
-        was_told = False
+        was_told, wait_s = False, _RETRY_S
         while not self._closing:
             try:
                 await self._live()
@@ -58,11 +58,14 @@ class NodeConnection:
                 reason = str(error) or f"it has not answered for {_LIMIT_S:g} s"
                 if not was_told and not self._closing:
                     _log.warning("the node %s is lost: %s", self._name, reason)
-                was_told = True
+                was_told, wait_s = True, _RETRY_S
+            except Exception:
+                _log.exception("what the node %s said could not be taken in; it is lost", self._name)
+                wait_s = min(2 * wait_s, _LIMIT_S)
             else:
                 was_told = False
             if not self._closing:
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(wait_s)
 
     def close(self) -> None:
         """No other session when this one ends."""

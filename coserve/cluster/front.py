@@ -15,13 +15,17 @@ from msgspec.structs import replace
 
 from coserve.cluster.link import ClusterLink
 from coserve.cluster.messages import NodeSettings
+from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.nodes import FindNodes
 from coserve.cluster.placement import make_placement
 from coserve.cluster.routes import router
+from coserve.cluster.shared_paths import sampled_digest
 from coserve.errors import CoserveError
 from coserve.home import private_files
 from coserve.jobs.remote_files import files_url, shared_files
 from coserve.jobs.shared_files import SharedFiles
+from coserve.models.source import model_files
+from coserve.server.adapters import adapters_from_directories
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
@@ -43,11 +47,21 @@ class Front:
     """One server of a cluster; belongs to one event loop."""
 
     def __init__(
-        self, config: ServerConfig, find_nodes: FindNodes, placement: str, settings: Mapping[str, Any] | None = None
+        self,
+        config: ServerConfig,
+        find_nodes: FindNodes,
+        placement: str,
+        settings: Mapping[str, Any] | None = None,
+        checks: NodeChecks | None = None,
     ) -> None:
-        """placement, settings: see `make_placement`, with its ValueError."""
+        """placement, settings: see `make_placement`, with its ValueError. checks: of nodes (default: that they have the
+        settings of `node_settings`; those that have others are not used).
+        """
         self.config = config
-        self.link = ClusterLink(find_nodes, make_placement(placement, settings), config.directory, _shared(config))
+        self._checks = checks or NodeChecks(node_settings(config))
+        self.link = ClusterLink(
+            find_nodes, make_placement(placement, settings), config.directory, _shared(config), self._checks
+        )
         self._open = ExitStack()
         self._running: asyncio.Task[None] | None = None
         self._context: ServerContext | None = None
@@ -76,6 +90,7 @@ class Front:
             await self._lock(wait_s)
             context.keys.reload()  # it may have stood by for a long time
             await start_jobs(context)
+            await asyncio.to_thread(self._checks.begin, lambda: adapters_from_directories(context.catalogues))
         except BaseException:
             await self._close()
             raise
@@ -100,6 +115,7 @@ class Front:
 
     async def _close(self) -> None:
         """What was opened; the home last."""
+        self._checks.end()
         if (context := self._context) is not None:
             self._context = None
             await close_context(context)
@@ -124,9 +140,15 @@ def _shared(config: ServerConfig) -> SharedFiles:
 
 
 def node_settings(config: ServerConfig) -> NodeSettings:
-    """What every node of a server is to be."""
+    """What every node of a server is to be. Blocks."""
     engine = replace(engine_settings(config), files_cache_bytes=_CACHE_BYTES)
-    return NodeSettings(engine=engine, timeout_s=config.engine_timeout_s, home=str(config.directory))
+    try:
+        digest = sampled_digest(files) if (files := model_files(config.model)) else ""
+    except OSError:  # it may be elsewhere on nodes
+        digest = ""
+    return NodeSettings(
+        engine=engine, timeout_s=config.engine_timeout_s, home=str(config.directory), model_files=digest
+    )
 
 
 def check_config(config: ServerConfig) -> None:

@@ -18,7 +18,9 @@ from msgspec.structs import replace
 from coserve.cluster.cluster_jobs import ClusterJobs
 from coserve.cluster.cluster_requests import ClusterRequests
 from coserve.cluster.divided_jobs import DividedJobs
+from coserve.cluster.loaded_adapters import LoadedOnNodes
 from coserve.cluster.newcomers import Newcomers
+from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.nodes import ClusterNode, FindNodes, Nodes
 from coserve.cluster.placement import Placement
 from coserve.cluster.profiler import profile_of
@@ -27,7 +29,7 @@ from coserve.cluster.shard_reports import Told
 from coserve.cluster.tracker import NodeTracker, Totals, how_unlike, joined_ready
 from coserve.cluster.view import ClusterView
 from coserve.engine.job import JobEvent
-from coserve.errors import AdapterError, ClusterError, EngineGoneError
+from coserve.errors import ClusterError, EngineGoneError
 from coserve.jobs.messages import JobStart
 from coserve.jobs.records import AdapterRef
 from coserve.jobs.shared_files import SharedFiles
@@ -49,15 +51,24 @@ class ClusterLink:
     """Belongs to one event loop. Implements `coserve.worker.access.EngineAccess`."""
 
     def __init__(
-        self, find_nodes: FindNodes, placement: Placement, home: Path | None = None, shared: SharedFiles | None = None
+        self,
+        find_nodes: FindNodes,
+        placement: Placement,
+        home: Path | None = None,
+        shared: SharedFiles | None = None,
+        checks: NodeChecks | None = None,
     ) -> None:
-        """home: where κ and T_max of kinds of nodes are kept; None: nowhere. shared: see `DividedJobs`."""
-        self._home = home
+        """home: where κ and T_max of kinds of nodes are kept; None: nowhere. shared: see `DividedJobs`. checks: of
+        nodes, before they are used (default: that all are alike).
+        """
+        self._home, self._checks = home, checks or NodeChecks()
         self._scheduler = ClusterScheduler(placement)
-        self._nodes = Nodes(find_nodes, self)
+        self._nodes = Nodes(find_nodes, self, self._checks)
         self._jobs = ClusterJobs(self._scheduler, self._place, self._tell_job)
         self._divided = DividedJobs(self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs, shared)
-        self._newcomers = Newcomers(self._divided.changed_by)
+        self._adapters = LoadedOnNodes(self._nodes.used, self._checks.most_adapters)
+        self._newcomers = Newcomers(self._divided.changed_by, self._adapters, self._checks)
+        self._unlike: dict[ClusterNode, Ready] = {}  # engines that differ from those that are used
         self._listeners: list[EngineListener] = []
         self._requests = ClusterRequests(self._scheduler, self._jobs, self._nodes)
         self._totals = Totals()
@@ -115,28 +126,13 @@ class ClusterLink:
 
     def describe(self) -> list[dict[str, Any]]:
         """Every node, what it does, and for how many requests and jobs."""
-        found = []
-        for node in self._nodes.all():
-            status, stats = node.status, None if node.tracker is None else node.tracker.stats
-            found.append(
-                {
-                    "name": node.name,
-                    "state": "draining" if node.is_draining else "ready" if node.tracker is not None else "not ready",
-                    "problem": node.problem,
-                    "refused": node.problem if node.is_refused else None,
-                    "host": None if status is None else status.host,
-                    "pid": None if status is None else status.pid,
-                    "device": None if status is None else status.device,
-                    "restarts": None if status is None else status.num_restarts,
-                    "requests": self._requests.num_on(node),
-                    "jobs": [self._divided.job_of(id) for id in self._jobs.on(node)],
-                    "steps": None if stats is None else stats.num_steps,
-                    "pages": None if stats is None else stats.num_pages,
-                    "free_pages": None if stats is None else stats.num_pages_free,
-                    "slack": None if stats is None else stats.slack,
-                }
+        return [
+            node.describe(
+                num_requests=self._requests.num_on(node),
+                jobs=[self._divided.job_of(id) for id in self._jobs.on(node)],
             )
-        return found
+            for node in self._nodes.all()
+        ]
 
     async def drain(self, name: str) -> None:
         """A node is to leave: it gets nothing more, its jobs continue on others, and its requests come to their ends.
@@ -200,12 +196,24 @@ class ClusterLink:
 
     def node_ready(self, node: ClusterNode, ready: Ready) -> None:
         """A node's engine takes commands."""
-        if self._ready is not None and (problem := how_unlike(ready, self._ready)) is not None:
-            self._nodes.refuse(node, problem)
-            return
-        self._newcomers.admit(node, lambda: self._use(node, ready))
+        self._unlike.pop(node, None)
+        if not self._refuses(node, ready):
+            self._newcomers.admit(node, lambda: self._use(node, ready))
+
+    def _refuses(self, node: ClusterNode, ready: Ready) -> bool:
+        """Because of what its engine is. One that the others are not like is looked at again when those are gone."""
+        if (wrong := self._checks.wrong_engine(ready)) is not None:
+            self._nodes.refuse(node, wrong)
+        elif (unlike := how_unlike(ready, self._readies())) is not None:
+            self._unlike[node] = ready
+            self._nodes.refuse(node, unlike)
+        else:
+            return False
+        return True
 
     def _use(self, node: ClusterNode, ready: Ready) -> None:
+        if self._refuses(node, ready):  # another one was sooner
+            return
         node.problem, node.is_refused = None, False
         node.tracker = NodeTracker(node.name, ready, profile_of(ready, self._home))
         self._nodes.ask(node)  # its process may be another one
@@ -221,6 +229,7 @@ class ClusterLink:
         """A node's engine has died, or the node."""
         lost, node.lost = node.lost, []
         self._newcomers.gone(node)
+        self._unlike.pop(node, None)
         if node.tracker is None:
             return
         node.tracker = None
@@ -235,6 +244,9 @@ class ClusterLink:
         for id in lost:
             self._requests.lost(id, node, self._ready, is_closing=self._closing)
         self._place()
+        for other, ready in list(self._unlike.items()):
+            if other in self._nodes.all() and not self._closing:
+                self.node_ready(other, ready)
 
     def _lose_jobs(self, jobs: frozenset[str], at_death: tuple[str, ...] | None = ()) -> None:
         """No node has these any more: they are started again. at_death: see `EngineAccess.jobs_at_death`."""
@@ -246,8 +258,11 @@ class ClusterLink:
                 listener.engine_ready(self._ready)
 
     def _join(self) -> None:
-        readies = [node.link.ready for node in self._nodes.used() if node.link.ready is not None]
+        readies = self._readies()
         self._ready = joined_ready(readies) if readies else None
+
+    def _readies(self) -> list[Ready]:
+        return [node.link.ready for node in self._nodes.used() if node.link.ready is not None]
 
     def _stats(self) -> dict[str, Any]:
         return {
@@ -347,30 +362,12 @@ class ClusterLink:
     async def load_adapter(self, adapter: AdapterRef) -> None:
         """On every node, or, if one cannot read it, on none: AdapterError names that."""
         self.require_ready()
-        nodes = self._nodes.used()
-        outcomes = await asyncio.gather(*(each.link.load_adapter(adapter) for each in nodes), return_exceptions=True)
-        failed = [(node, error) for node, error in zip(nodes, outcomes, strict=True) if error is not None]
-        wrong = [(node, error) for node, error in failed if not isinstance(error, EngineGoneError)]
-        if wrong:
-            await self.unload_adapter(adapter.name)
-            node, error = wrong[0]
-            if isinstance(error, AdapterError) and len(wrong) < len(nodes):
-                raise AdapterError(f"{error} (on the node {node.name}: every node must be able to read it)") from error
-            raise error
-        if len(failed) == len(nodes):
-            raise failed[0][1]
+        await self._adapters.load(adapter)
 
     async def unload_adapter(self, name: str) -> None:
         """On every node."""
         self.require_ready()
-        nodes = self._nodes.used()
-        for node in nodes:
-            if node.tracker is not None:
-                node.tracker.adapters.discard(name)
-        outcomes = await asyncio.gather(*(each.link.unload_adapter(name) for each in nodes), return_exceptions=True)
-        for error in outcomes:
-            if error is not None and not isinstance(error, EngineGoneError):  # one that is gone does not have it
-                raise error
+        await self._adapters.unload(name)
 
     # -- jobs (see `JobEngine`) -------------------------------------------------------
 

@@ -3,19 +3,32 @@
 Clocks of machines differ: both sides say what their own shows when they send, and translate.
 """
 
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgspec
 
+from coserve.cluster.shared_paths import SharedPaths
 from coserve.worker.protocol import EngineSettings, Report
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node is to be. timeout_s: see `Supervisor`. home: the front's, if files come by a URL."""
+    """What a node is to be. timeout_s: see `Supervisor`. home: the front's. model_files: a digest of the model as the
+    front sees it; "": it is no directory there.
+    """
 
     engine: EngineSettings
     timeout_s: float
     home: str = ""
+    model_files: str = ""
+
+
+def settings_digest(settings: NodeSettings) -> str:
+    """The same where they are given, and where they have arrived."""
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    # What was given as a whole number arrives as what it is declared to be.
+    arrived = decode(encode(settings), type=NodeSettings)
+    return blake2b(encode(arrived), digest_size=16).hexdigest()
 
 
 class EngineLost(msgspec.Struct, tag=True, frozen=True):
@@ -49,13 +62,14 @@ class NodeReports(msgspec.Struct, frozen=True, kw_only=True):
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A node, for people and for those who decide whether to use it. state: "starting", "ready", or "failed" with an
-    error, if its engine cannot start as it was asked.
+    error, if its engine cannot start as it was asked. settings: their digest.
     """
 
     version: str
     host: str
     pid: int
     state: str
+    settings: str = ""
     error: str | None = None
     device: str | None = None
     model: str | None = None
@@ -70,6 +84,10 @@ class NodeCalls(Protocol):
 
     async def describe(self) -> NodeStatus:
         """How it is, attached or not."""
+        ...
+
+    async def look_at(self, shared: SharedPaths) -> str | None:
+        """What it does not see there as the front does; None: it sees all."""
         ...
 
     async def attach(self, session: str) -> None:

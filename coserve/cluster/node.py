@@ -20,8 +20,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coserve.cluster.messages import CommandBatch, EngineLost, NodeReports, NodeSettings, NodeStatus
+from coserve.cluster.messages import (
+    CommandBatch,
+    EngineLost,
+    NodeReports,
+    NodeSettings,
+    NodeStatus,
+    settings_digest,
+)
 from coserve.cluster.node_paths import NodePaths
+from coserve.cluster.shared_paths import SharedPaths, unseen
 from coserve.errors import CoserveError, EngineGoneError, ModelError
 from coserve.home import home_directory, make_private, share_measurements
 from coserve.server.home_lock import lock_home
@@ -50,6 +58,7 @@ class Node:
         """launch: starts engines (default: by a process that has imported everything, so that one is there again soon
         when another has died; where there is no such, as a program).
         """
+        self._settings = settings_digest(settings)
         self._lock = ExitStack()
         home = self._lock.enter_context(_a_home())
         # By a URL, a node has in its own home what the front has in another; else both see the same disk.
@@ -130,12 +139,17 @@ class Node:
             host=socket.gethostname(),
             pid=os.getpid(),
             state="failed" if self._failure is not None else "starting" if ready is None else "ready",
+            settings=self._settings,
             error=self._failure,
             device=None if ready is None else ready.device,
             model=None if ready is None else ready.model,
             dtype=None if ready is None else ready.dtype,
             num_restarts=self._supervisor.num_restarts,
         )
+
+    async def look_at(self, shared: SharedPaths) -> str | None:
+        """See `NodeCalls`."""
+        return await asyncio.to_thread(unseen, shared)
 
     async def attach(self, session: str) -> None:
         """See `NodeCalls`."""

@@ -4,6 +4,7 @@ import msgspec
 
 from coserve.cluster.messages import CommandBatch, NodeReports, NodeSettings, NodeStatus
 from coserve.cluster.node import Node
+from coserve.cluster.shared_paths import SharedPaths
 
 
 class NodeActor:
@@ -14,6 +15,9 @@ class NodeActor:
 
     async def describe(self) -> NodeStatus:
         return await self._node.describe()
+
+    async def look_at(self, shared: SharedPaths) -> str | None:
+        return await self._node.look_at(shared)
 
     async def attach(self, session: str) -> None:
         await self._node.attach(session)

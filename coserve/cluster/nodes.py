@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from coserve.cluster.connection import NodeConnection
 from coserve.cluster.messages import NodeCalls, NodeStatus
+from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.tracker import NodeTracker
 from coserve.errors import CoserveError, EngineGoneError
 from coserve.version import VERSION
@@ -64,6 +65,26 @@ class ClusterNode:
     is_draining: bool = False
     lost: list[str] = field(default_factory=list)
 
+    def describe(self, *, num_requests: int, jobs: list[str]) -> dict[str, Any]:
+        """How it is, and what it does. jobs: by the names that clients know."""
+        status, stats = self.status, None if self.tracker is None else self.tracker.stats
+        return {
+            "name": self.name,
+            "state": "draining" if self.is_draining else "ready" if self.tracker is not None else "not ready",
+            "problem": self.problem,
+            "refused": self.problem if self.is_refused else None,
+            "host": None if status is None else status.host,
+            "pid": None if status is None else status.pid,
+            "device": None if status is None else status.device,
+            "restarts": None if status is None else status.num_restarts,
+            "requests": num_requests,
+            "jobs": jobs,
+            "steps": None if stats is None else stats.num_steps,
+            "pages": None if stats is None else stats.num_pages,
+            "free_pages": None if stats is None else stats.num_pages_free,
+            "slack": None if stats is None else stats.slack,
+        }
+
 
 class NodesOwner(Protocol):
     """Told how nodes are; must not block."""
@@ -81,8 +102,8 @@ class NodesOwner(Protocol):
 class Nodes:
     """Belongs to one event loop."""
 
-    def __init__(self, find_nodes: FindNodes, owner: NodesOwner) -> None:
-        self._find_nodes, self._owner = find_nodes, owner
+    def __init__(self, find_nodes: FindNodes, owner: NodesOwner, checks: NodeChecks) -> None:
+        self._find_nodes, self._owner, self._checks = find_nodes, owner, checks
         self._nodes: dict[str, ClusterNode] = {}
 
     def all(self) -> list[ClusterNode]:
@@ -154,11 +175,35 @@ class Nodes:
         node.status = status
         if status.version != VERSION:
             self.refuse(node, f"it runs coserve {status.version}, and this is {VERSION}: install the same everywhere")
+        elif self._checks.has_other_settings(status):
+            await self._renew(node)
         elif status.error is not None:
             self.refuse(node, status.error)
         elif node.running is None:
-            node.problem, node.is_refused = None, False
-            node.running = asyncio.create_task(node.link.run())
+            await self._attach(node)
+
+    async def _renew(self, node: ClusterNode) -> None:
+        """It was made by another front, for something else."""
+        try:
+            await self._checks.renew(node.name)
+        except (CoserveError, TimeoutError) as error:
+            self.refuse(node, str(error) or "it cannot be made anew")
+            return
+        _log.warning("the node %s had the settings of another front, and is made anew", node.name)
+        node.problem, node.is_refused = "it had the settings of another front, and is made anew", False
+
+    async def _attach(self, node: ClusterNode) -> None:
+        """If it sees what this front sees."""
+        try:
+            problem = await self._checks.unseen(node.calls, home_alone=True)
+        except (CoserveError, TimeoutError) as error:
+            node.problem, node.is_refused = str(error) or "it does not say what it sees of the front's files", False
+            return
+        if problem is not None:
+            self.refuse(node, problem)
+            return
+        node.problem, node.is_refused = None, False
+        node.running = asyncio.create_task(node.link.run())
 
     async def _leave(self, node: ClusterNode) -> None:
         node.connection.close()

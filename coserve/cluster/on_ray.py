@@ -1,7 +1,7 @@
-"""The one place that touches Ray, but for `ray_machine`: nodes are its actors, the front is Ray Serve's application.
+"""What touches Ray, beside `ray_machine` and `ray_nodes`: the front is Ray Serve's application, and commands ask it.
 
-Ray keeps both alive: it starts an actor again wherever there is a free device (`DEVICE`, a resource of Ray's own), and
-a front where its files are. Ray Serve's interfaces are used as of the version that pyproject.toml pins.
+Ray keeps all alive: it starts a node's actor again wherever there is a free device, and a front where its files are.
+Ray Serve's interfaces are used as of the version that pyproject.toml pins.
 """
 
 import asyncio
@@ -15,103 +15,28 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import ray
 from ray import serve
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
-from ray.util import list_named_actors
 
 from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
-from coserve.cluster.messages import CommandBatch, NodeCalls, NodeReports, NodeSettings, NodeStatus
-from coserve.cluster.node_actor import NodeActor
-from coserve.cluster.nodes import NODE, node_names
+from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.ray_machine import DEVICE, Served, tell_served
+from coserve.cluster.ray_nodes import NAMESPACE, RayNodes, ask_nodes, first_line, node_actors
 from coserve.cluster.standby import ANSWERS, StandbyFront, choose_front
-from coserve.errors import ClusterError, CoserveError, EngineGoneError
+from coserve.errors import ClusterError
 from coserve.logs import configure_logs
 from coserve.server.config import ServerConfig
 from coserve.server.home_lock import lock_home
 
 _log = logging.getLogger(__name__)
 
-NAMESPACE = "coserve"
 APPLICATION, FRONT = "coserve", "front"
-# How often Ray is asked for devices that have joined, and Ray Serve looks whether the front lives.
-_COUNT_S, _HEALTH_S = 2.0, 1.0
+# How often Ray Serve looks whether the front lives.
+_HEALTH_S = 1.0
 _START_S, _CALL_S = 300.0, 10.0
-
-
-class RayNode:
-    """An actor, as the front sees it. Implements `NodeCalls`."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    async def describe(self) -> NodeStatus:
-        found: NodeStatus = await self._ask("describe")
-        return found
-
-    async def attach(self, session: str) -> None:
-        await self._ask("attach", session)
-
-    async def send(self, session: str, batch: CommandBatch) -> None:
-        await self._ask("send", session, batch)
-
-    async def reports(self, session: str, after: int, wait_s: float) -> NodeReports:
-        found: NodeReports = await self._ask("reports", session, after, wait_s)
-        return found
-
-    async def detach(self, session: str) -> None:
-        await self._ask("detach", session)
-
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        try:
-            return await getattr(self.actor, method).remote(*arguments)
-        except CoserveError as error:  # the actor's own
-            raise EngineGoneError(_first_line(error)) from None
-        except ActorUnavailableError:
-            raise EngineGoneError("its actor is being started again, or waits for a free device") from None
-        except RayError as error:
-            raise EngineGoneError(_first_line(error)) from None
-
-
-class RayNodes:
-    """An actor for each device of the cluster, made as devices join. One whose machine is gone waits for another."""
-
-    def __init__(self, settings: NodeSettings, *, uses_gpu: bool) -> None:
-        """uses_gpu: each needs one of Ray's GPUs, if there are any."""
-        self._settings, self._uses_gpu = msgspec.msgpack.encode(settings), uses_gpu
-        self._found: dict[str, NodeCalls] = {}
-        self._counted_s = float("-inf")
-
-    async def find(self) -> dict[str, NodeCalls]:
-        """By name; a `FindNodes`. ClusterError if Ray does not tell."""
-        if time.monotonic() - self._counted_s > _COUNT_S:
-            self._counted_s = time.monotonic()
-            try:
-                await asyncio.to_thread(self._make_missing)
-            except RayError as error:
-                raise ClusterError(f"Ray does not say which devices there are: {_first_line(error)}") from None
-        return dict(self._found)
-
-    def _make_missing(self) -> None:
-        resources = ray.cluster_resources()
-        num_gpus = 1 if self._uses_gpu and resources.get("GPU") else 0
-        for name in node_names(_names(), int(resources.get(DEVICE, 0))):
-            if name not in self._found:
-                made = ray.remote(NodeActor).options(
-                    name=name,
-                    namespace=NAMESPACE,
-                    lifetime="detached",
-                    get_if_exists=True,
-                    max_restarts=-1,
-                    num_cpus=0,
-                    num_gpus=num_gpus,
-                    resources={DEVICE: 1},
-                )
-                self._found[name] = RayNode(made.remote(self._settings))
 
 
 class FrontRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
@@ -130,8 +55,10 @@ class FrontApplication:
 
     async def __init__(self, config: ServerConfig, placement: str, num_fronts: int) -> None:  # type: ignore[misc]  # Serve awaits it
         configure_logs(config.log_format, config.log_level)
-        nodes = RayNodes(node_settings(config), uses_gpu=config.device != "cpu")
-        self._standby = StandbyFront(Front(config, nodes.find, placement))
+        settings = await asyncio.to_thread(node_settings, config)
+        nodes = RayNodes(settings, uses_gpu=config.device != "cpu")
+        front = Front(config, nodes.find, placement, checks=NodeChecks(settings, nodes.renew))
+        self._standby = StandbyFront(front)
         self._front = self._standby.front
         await self._standby.begin(others=num_fronts > 1)
         await asyncio.to_thread(tell_served, Served(model=config.model))
@@ -177,7 +104,7 @@ def connect(address: str) -> None:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"the Ray cluster at {address} cannot be used: {_first_line(error)}") from None
+        raise ClusterError(f"the Ray cluster at {address} cannot be used: {first_line(error)}") from None
     finally:
         # Ray's own, which it sets here, prints where the process was, and ends it without anything of ours.
         if own is not None and threading.current_thread() is threading.main_thread():
@@ -193,7 +120,7 @@ def served_models() -> list[str]:
     """What the nodes of the cluster serve; empty if there is no front yet."""
     if APPLICATION not in _applications():
         return []
-    found = [each.model for each in _ask_nodes() if each.model is not None]
+    found = [each.model for each in ask_nodes() if each.model is not None]
     return found or [""]
 
 
@@ -201,32 +128,6 @@ def _applications() -> list[str]:
     with suppress(Exception):  # Ray Serve raises whatever it meets where it does not run
         return list(serve.status().applications)
     return []
-
-
-def _ask_nodes() -> list[NodeStatus]:
-    """What nodes that answer say of themselves."""
-    asked = [actor.describe.remote() for actor in _actors()]
-    answered, _ = ray.wait(asked, timeout=_CALL_S, num_returns=len(asked)) if asked else ([], [])
-    found: list[NodeStatus] = []
-    for each in answered:
-        with suppress(RayError):
-            found.append(ray.get(each))
-    return found
-
-
-def _actors() -> list[Any]:
-    found = []
-    for name in _names():
-        with suppress(ValueError):  # it has just ended
-            found.append(ray.get_actor(name, NAMESPACE))
-    return found
-
-
-def _names() -> list[str]:
-    """Of nodes' actors, those that wait for a device among them."""
-    actors = list_named_actors(all_namespaces=True)
-    names = [each["name"] for each in actors if each["namespace"] == NAMESPACE]
-    return sorted(name for name in names if name.startswith(NODE))
 
 
 def this_machine() -> dict[str, float]:
@@ -255,7 +156,7 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
     try:
         serve.run(application(config, placement, resources, num_fronts), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
-        reason = front_error() or _first_line(error)
+        reason = front_error() or first_line(error)
         _tell_nothing_served()
         with suppress(Exception):
             serve.delete(APPLICATION)
@@ -309,7 +210,7 @@ def undeploy() -> None:
     _tell_nothing_served()
     with suppress(Exception):
         serve.shutdown()
-    for actor in _actors():
+    for actor in node_actors():
         with suppress(RayError):
             ray.kill(actor)
 
@@ -327,7 +228,7 @@ def status() -> dict[str, Any]:
         handle = serve.get_app_handle(APPLICATION)
         found: dict[str, Any] = handle.describe.remote().result(timeout_s=_CALL_S)
     except (RayError, TimeoutError, RuntimeError) as error:
-        raise ClusterError(f"the front does not answer: {_first_line(error)}") from None
+        raise ClusterError(f"the front does not answer: {first_line(error)}") from None
     return found
 
 
@@ -336,7 +237,7 @@ def drain(name: str, limit_s: float) -> None:
     try:
         wrong = serve.get_app_handle(APPLICATION).drain.remote(name).result(timeout_s=limit_s)
     except (RayError, TimeoutError, RuntimeError) as error:
-        raise ClusterError(f"the node {name} has not drained: {_first_line(error)}") from None
+        raise ClusterError(f"the node {name} has not drained: {first_line(error)}") from None
     if wrong is not None:
         raise ClusterError(wrong)
 
@@ -346,7 +247,7 @@ def reload_keys() -> None:
     try:
         serve.get_app_handle(APPLICATION).reload_keys.remote().result(timeout_s=_CALL_S)
     except (RayError, TimeoutError, RuntimeError) as error:
-        raise ClusterError(f"the keys have not been read again: {_first_line(error)}") from None
+        raise ClusterError(f"the keys have not been read again: {first_line(error)}") from None
 
 
 def drain_here(limit_s: float) -> None:
@@ -373,8 +274,3 @@ def wait_for_nodes(is_ended: Callable[[], bool]) -> int | None:
             raise ClusterError("; ".join([f"{len(ready)} of {number} nodes are ready in {_START_S:g} s", *problems]))
         time.sleep(0.5)
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip() if lines else type(error).__name__

@@ -2,7 +2,7 @@
 
 An engine has its device's `Profile` already: seconds of the pieces of a step by their rows. Passes of whole sequences
 follow from these, and lines through them are what a placement can add up for every node and task. There is one file for
-each kind of device, model and dtype, with κ and T_max, which nodes of a kind share.
+each kind of device, model, dtype and size of the pool, with κ and T_max, which nodes of a kind share.
 
 LeMix finds κ and T_max by trying loads on a device. Here they follow from its profile. κ leaves the memory that a pack
 of a job keeps, so that training finds room beside requests. T_max is how long a full node takes at most, nineteen times
@@ -32,6 +32,7 @@ LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _PACK_ROWS, _PROMPT, _ANSWER = 1024, 512, 512
 # Bounds of κ and of T_max, whatever the profile says.
 _SHARES, _WAITS_S = (0.5, 0.95), (0.05, 60.0)
+_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("B", 1))
 # Requests that decode at once, and the context of each, of which decode steps are taken.
 _DECODES, _CONTEXT = (1, 33), 512
 
@@ -108,7 +109,8 @@ def profile_of(ready: Ready, home: Path | None = None) -> NodeProfile:
     )
     if home is None:
         return made
-    return with_stored_limits(node_profile_path(ready.hardware, ready.model, ready.dtype, home), made)
+    pool_bytes = ready.num_pages * ready.page_bytes
+    return with_stored_limits(node_profile_path(ready.hardware, ready.model, ready.dtype, pool_bytes, home), made)
 
 
 def fit_latency(lengths: Sequence[int], seconds: Sequence[float], *, num_stages: int = 1) -> Latency:
@@ -159,15 +161,22 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
 # -- on disk ----------------------------------------------------------------------------
 
 
-def node_profile_path(hardware: str, model: str, dtype: str, home: Path | None = None) -> Path:
-    """Where the profile of a kind of device lies, with a model."""
-    name = "-".join(part.replace("/", "_").replace(":", "_").replace(" ", "_") for part in (hardware, model, dtype))
+def node_profile_path(hardware: str, model: str, dtype: str, pool_bytes: int, home: Path | None = None) -> Path:
+    """Where the profile of a kind of device lies, with a model and a pool of about this size."""
+    parts = (hardware, model, dtype, _about(pool_bytes))
+    name = "-".join(part.replace("/", "_").replace(":", "_").replace(" ", "_") for part in parts)
     return (home or home_directory()) / "profiles" / f"node-{name}.json"
 
 
+def _about(num_bytes: int) -> str:
+    """To two digits: what is free of two devices of a kind is not the same to the byte."""
+    unit, unit_bytes = next(each for each in _UNITS if num_bytes >= each[1] or each[1] == 1)
+    return f"{float(f'{num_bytes / unit_bytes:.2g}'):g}{unit}"
+
+
 def with_stored_limits(path: Path, made: NodeProfile) -> NodeProfile:
-    """A profile with κ and T_max as they are kept for this kind of device; the first of a kind is kept itself. What
-    operators find out about their devices, they set in that file.
+    """A profile with κ and T_max as they are kept for this kind of device and pool; the first of a kind is kept itself.
+    What operators find out about their devices, they set in that file.
     """
     stored = read_node_profile(path)
     if stored is None:

@@ -1,6 +1,7 @@
 """What a front knows of its nodes: the view that placements see, and the sums that a server shows."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -113,9 +114,21 @@ def joined_ready(readies: list[Ready]) -> Ready:
     )
 
 
-def how_unlike(ready: Ready, joined: Ready) -> str | None:
-    """How an engine differs from the others in what answers depend on."""
-    for name in ("model", "dtype", "vocab_size", "block_tokens"):
-        if (its := getattr(ready, name)) != (ours := getattr(joined, name)):
-            return f"its {name} is {its}, and that of others {ours}: start it as those were"
+def how_unlike(ready: Ready, others: Iterable[Ready]) -> str | None:
+    """How an engine differs from others in what answers depend on."""
+    for other in others:
+        for name in ("model", "dtype", "vocab_size", "block_tokens"):
+            if (its := getattr(ready, name)) != (ours := getattr(other, name)):
+                return f"its {name} is {its}, and that of others {ours}: start it as those were"
+        if _kind_of_device(ready) == _kind_of_device(other) and _has_other_weights(ready, other):
+            return f"its model {ready.model} has other weights than that of others: have the same files on all machines"
     return None
+
+
+def _kind_of_device(ready: Ready) -> str:
+    """Weights that are quantised, or were, may be rounded in another way on another kind."""
+    return ready.device.partition(":")[0]
+
+
+def _has_other_weights(one: Ready, other: Ready) -> bool:
+    return "" not in (one.fingerprint, other.fingerprint) and one.fingerprint != other.fingerprint

@@ -63,6 +63,17 @@ def check_model(name: str) -> None:
         weight_files(directory)
 
 
+def model_files(name: str) -> list[Path]:
+    """The configuration and the weights of a model that is a directory here; of any other, and of one that cannot be
+    used, none.
+    """
+    try:
+        directory = None if name.startswith(_DUMMY) else _local_directory(name)
+        return [] if directory is None else [directory / "config.json", *weight_files(directory)]
+    except ModelError:
+        return []
+
+
 def _local_directory(name: str) -> Path | None:
     """None for what can only be the hub's name of a model."""
     directory = _TINY_DIRECTORY if name == TINY else Path(name)

@@ -71,6 +71,11 @@ class LoadedAdapters:
     def find(self, tenant: str, name: str) -> AdapterRecord | None:
         return self._known.get((tenant, name))
 
+    @property
+    def records(self) -> Sequence[AdapterRecord]:
+        """Of all tenants."""
+        return tuple(self._known.values())
+
     def knows(self, tenant: str, name: str) -> bool:
         """Whether it is on record, served or not."""
         return (tenant, name) in self._known or (tenant, name) in self._unusable
@@ -112,6 +117,11 @@ class GivenAdapters:
             directory = str(Path(path).resolve())
             self._known[name] = adapter_at(directory, tenant="", name=name, base=base)
 
+    @property
+    def records(self) -> Sequence[AdapterRecord]:
+        """Of all tenants."""
+        return tuple(self._known.values())
+
     def list(self, tenant: str) -> list[AdapterRecord]:
         return list(self._known.values())
 
@@ -131,6 +141,13 @@ def lies_in(path: Path, allowed: tuple[Path, ...]) -> bool:
     one cannot be followed.
     """
     return any(path.is_relative_to(directory.resolve()) for directory in allowed)
+
+
+def adapters_from_directories(catalogues: "list[AdapterCatalogue]") -> list[AdapterRecord]:
+    """Those that no job has made, of all tenants."""
+    return [
+        record for each in catalogues if isinstance(each, LoadedAdapters | GivenAdapters) for record in each.records
+    ]
 
 
 def find_adapter(catalogues: "list[AdapterCatalogue]", tenant: str, name: str) -> AdapterRecord | None:

@@ -307,6 +307,7 @@ def _ready(engine: Engine) -> Ready:
         num_state_pages=info.num_state_pages,
         hardware=device_name(torch.device(info.device), info.threads),
         profile=engine.latency.profile,
+        fingerprint=info.fingerprint,
     )
 
 

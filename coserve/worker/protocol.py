@@ -177,8 +177,8 @@ class StartProgress(msgspec.Struct, tag=True, frozen=True):
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The engine takes commands. threads: of the CPU. slo: of requests that bring none; it follows what steps take.
-    num_state_pages: see `DeviceInfo`. hardware: kind of device. profile: what it takes for the pieces of a step; None:
-    not known.
+    num_state_pages, fingerprint: see `DeviceInfo`. hardware: kind of device. profile: what it takes for the pieces of a
+    step; None: not known.
     """
 
     model: str
@@ -195,6 +195,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_state_pages: int = 0
     hardware: str = ""
     profile: Profile | None = None
+    fingerprint: str = ""
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):

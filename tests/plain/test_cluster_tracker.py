@@ -94,12 +94,32 @@ def test_requests_with_states_need_their_pages_too():
 
 
 def test_nodes_of_a_kind_have_the_limits_of_the_first(tmp_path: Path):
-    first = profile_of(replace(READY, page_bytes=16_000, num_pages=10_000), tmp_path)
-    second = profile_of(replace(READY, page_bytes=16_000, num_pages=100), tmp_path)
-    assert second.longest_wait_s == first.longest_wait_s
-    other = profile_of(replace(READY, page_bytes=16_000, num_pages=100, hardware="another"), tmp_path)
+    measured = replace(READY, page_bytes=16_000, num_pages=10_000)
+    first = profile_of(measured, tmp_path)
+    slow = dataclasses.replace(PROFILE, forward=Curve(rows=(1, 1001), seconds=(0.5, 0.6)))
+    second = profile_of(replace(measured, profile=slow, num_pages=10_020), tmp_path)
+    assert second.longest_wait_s == first.longest_wait_s, "as much memory is free there, but for a little"
+    other = profile_of(replace(measured, profile=slow, hardware="another"), tmp_path)
     assert other.longest_wait_s > first.longest_wait_s
     assert len(list((tmp_path / "profiles").iterdir())) == 2
+
+
+def test_limits_of_a_small_pool_are_not_those_of_a_large_one(tmp_path: Path):
+    keeping = dataclasses.replace(PROFILE, saved_bytes_per_token=32_000)
+    tried = replace(READY, page_bytes=16_000, profile=keeping, num_pages=1_000)  # a first run with --memory 16MB, say
+    large = replace(tried, num_pages=2_500_000)
+    assert profile_of(tried, tmp_path).memory_share == 0.5, "a pack needs more"
+    for _ in range(2):
+        found = profile_of(large, tmp_path)
+        assert (found.memory_share, found.longest_wait_s) == (
+            profile_of(large).memory_share,
+            profile_of(large).longest_wait_s,
+        )
+    assert found.memory_share == 0.95
+    (path,) = (each for each in (tmp_path / "profiles").iterdir() if each.stem.endswith("-40GB"))
+    write_node_profile(path, replace(found, memory_share=0.7))
+    assert profile_of(large, tmp_path).memory_share == 0.7, "as an operator has set it"
+    assert profile_of(tried, tmp_path).memory_share == 0.5
 
 
 def test_a_front_uses_the_nodes_that_there_are_whatever_their_numbers():

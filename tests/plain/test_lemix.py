@@ -405,7 +405,8 @@ def test_no_coefficient_is_below_zero():
 
 
 def test_profiles_are_kept_by_kind_of_device(tmp_path):
-    path = node_profile_path("RTX 6000 Ada", "org/model", "bfloat16", tmp_path)
+    path = node_profile_path("RTX 6000 Ada", "org/model", "bfloat16", 40_000_000_000, tmp_path)
+    assert path.name == "node-RTX_6000_Ada-org_model-bfloat16-40GB.json"
     assert read_node_profile(path) is None
     write_node_profile(path, PROFILE)
     assert read_node_profile(path) == PROFILE

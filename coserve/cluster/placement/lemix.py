@@ -19,6 +19,10 @@ Where this differs from the page:
 - Where no request waits but some came of late, one that comes now, as long as tasks here are in the mean, stands for
   the next (equation 4).
 - The page says nothing on nodes that have run nothing: their LC is that of a deviation as large as the length.
+- On real nodes, whose training gives way to requests, algorithm 1 plans requests alone. A job is planned as a single
+  optimizer step, however many it has, which begins at once, takes longer the less slack and the more jobs there are,
+  adds no idleness and delays no request. So its node is chosen by R and LC, and it waits by equation 4 only where
+  requests would miss their SLO without it, too.
 """
 
 from collections.abc import Sequence
