@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from coserve.cluster.connection import NodeConnection
 from coserve.cluster.messages import NodeCalls, NodeStatus
@@ -63,6 +63,27 @@ class ClusterNode:
     is_refused: bool = False
     is_draining: bool = False
     lost: list[str] = field(default_factory=list)
+
+    def describe(self, *, num_requests: int, jobs: list[str]) -> dict[str, Any]:
+        """How it is, and what it does. jobs: by the names that clients know."""
+        status, stats = self.status, None if self.tracker is None else self.tracker.stats
+        return {
+            "name": self.name,
+            "state": "draining" if self.is_draining else "ready" if self.tracker is not None else "not ready",
+            "problem": self.problem,
+            "refused": self.problem if self.is_refused else None,
+            "host": None if status is None else status.host,
+            "machine": None if status is None else status.machine,
+            "pid": None if status is None else status.pid,
+            "device": None if status is None else status.device,
+            "restarts": None if status is None else status.num_restarts,
+            "requests": num_requests,
+            "jobs": jobs,
+            "steps": None if stats is None else stats.num_steps,
+            "pages": None if stats is None else stats.num_pages,
+            "free_pages": None if stats is None else stats.num_pages_free,
+            "slack": None if stats is None else stats.slack,
+        }
 
 
 class NodesOwner(Protocol):
@@ -149,7 +170,8 @@ class Nodes:
         except (CoserveError, TimeoutError) as error:
             node.problem, node.is_refused = str(error) or "it does not answer", False
             return
-        if node.status is not None and node.status.pid != status.pid:
+        before = node.status
+        if before is not None and (before.machine, before.pid) != (status.machine, status.pid):
             node.is_draining = False  # it left, and has come back
         node.status = status
         if status.version != VERSION:

@@ -1,117 +1,47 @@
-"""The one place that touches Ray, but for `ray_machine`: nodes are its actors, the front is Ray Serve's application.
+"""The front is an application of Ray Serve's, and commands ask it. Ray is touched here, in `ray_machine`, `ray_nodes`
+and `node_actor` alone.
 
-Ray keeps both alive: it starts an actor again wherever there is a free device (`DEVICE`, a resource of Ray's own), and
-a front where its files are. Ray Serve's interfaces are used as of the version that pyproject.toml pins.
+Ray keeps all alive: it starts a node's actor again wherever there is a free device, and a front where its files are.
+Ray Serve's interfaces are used as of the version that pyproject.toml pins.
 """
 
 import asyncio
 import logging
 import os
 import signal
-import socket
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import ray
 from ray import serve
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
-from ray.util import list_named_actors
 
+from coserve.cluster import machines
 from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
-from coserve.cluster.messages import CommandBatch, NodeCalls, NodeReports, NodeSettings, NodeStatus
-from coserve.cluster.node_actor import NodeActor
-from coserve.cluster.nodes import NODE, node_names
 from coserve.cluster.ray_machine import DEVICE, Served, tell_served
+from coserve.cluster.ray_nodes import NAMESPACE, RayNodes, ask_nodes, first_line, node_actors
 from coserve.cluster.standby import ANSWERS, StandbyFront, choose_front
-from coserve.errors import ClusterError, CoserveError, EngineGoneError
+from coserve.errors import ClusterError, FrontSilentError
 from coserve.logs import configure_logs
 from coserve.server.config import ServerConfig
 from coserve.server.home_lock import lock_home
 
 _log = logging.getLogger(__name__)
 
-NAMESPACE = "coserve"
 APPLICATION, FRONT = "coserve", "front"
-# How often Ray is asked for devices that have joined, and Ray Serve looks whether the front lives.
-_COUNT_S, _HEALTH_S = 2.0, 1.0
-_START_S, _CALL_S = 300.0, 10.0
-
-
-class RayNode:
-    """An actor, as the front sees it. Implements `NodeCalls`."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    async def describe(self) -> NodeStatus:
-        found: NodeStatus = await self._ask("describe")
-        return found
-
-    async def attach(self, session: str) -> None:
-        await self._ask("attach", session)
-
-    async def send(self, session: str, batch: CommandBatch) -> None:
-        await self._ask("send", session, batch)
-
-    async def reports(self, session: str, after: int, wait_s: float) -> NodeReports:
-        found: NodeReports = await self._ask("reports", session, after, wait_s)
-        return found
-
-    async def detach(self, session: str) -> None:
-        await self._ask("detach", session)
-
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        try:
-            return await getattr(self.actor, method).remote(*arguments)
-        except CoserveError as error:  # the actor's own
-            raise EngineGoneError(_first_line(error)) from None
-        except ActorUnavailableError:
-            raise EngineGoneError("its actor is being started again, or waits for a free device") from None
-        except RayError as error:
-            raise EngineGoneError(_first_line(error)) from None
-
-
-class RayNodes:
-    """An actor for each device of the cluster, made as devices join. One whose machine is gone waits for another."""
-
-    def __init__(self, settings: NodeSettings, *, uses_gpu: bool) -> None:
-        """uses_gpu: each needs one of Ray's GPUs, if there are any."""
-        self._settings, self._uses_gpu = msgspec.msgpack.encode(settings), uses_gpu
-        self._found: dict[str, NodeCalls] = {}
-        self._counted_s = float("-inf")
-
-    async def find(self) -> dict[str, NodeCalls]:
-        """By name; a `FindNodes`. ClusterError if Ray does not tell."""
-        if time.monotonic() - self._counted_s > _COUNT_S:
-            self._counted_s = time.monotonic()
-            try:
-                await asyncio.to_thread(self._make_missing)
-            except RayError as error:
-                raise ClusterError(f"Ray does not say which devices there are: {_first_line(error)}") from None
-        return dict(self._found)
-
-    def _make_missing(self) -> None:
-        resources = ray.cluster_resources()
-        num_gpus = 1 if self._uses_gpu and resources.get("GPU") else 0
-        for name in node_names(_names(), int(resources.get(DEVICE, 0))):
-            if name not in self._found:
-                made = ray.remote(NodeActor).options(
-                    name=name,
-                    namespace=NAMESPACE,
-                    lifetime="detached",
-                    get_if_exists=True,
-                    max_restarts=-1,
-                    num_cpus=0,
-                    num_gpus=num_gpus,
-                    resources={DEVICE: 1},
-                )
-                self._found[name] = RayNode(made.remote(self._settings))
+# How often Ray Serve looks whether the front lives.
+_HEALTH_S = 1.0
+_CALL_S = 10.0
+# What a front's end takes after its requests: checkpoints, and what it still has to write.
+_STOP_S = 30.0
+# What Ray, Ray Serve and their connections raise when they do not answer.
+_SILENT = (RayError, RayServeException, TimeoutError, RuntimeError)
 
 
 class FrontRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
@@ -146,16 +76,22 @@ class FrontApplication:
         self._standby.check()
 
     async def describe(self) -> dict[str, Any]:
-        """For those who ask without HTTP."""
-        return {"pid": os.getpid(), "nodes": self._front.link.describe(), "waiting": self._front.link.waiting}
+        """For those who ask without HTTP. drain_s: how long requests are waited for at the end."""
+        link = self._front.link
+        drain_s = self._front.config.drain_s
+        return {"pid": os.getpid(), "nodes": link.describe(), "waiting": link.waiting, "drain_s": drain_s}
 
-    async def drain(self, name: str) -> str | None:
+    async def drain(self, names: Sequence[str]) -> str | None:
         """See `ClusterLink.drain`; what is wrong, if anything."""
         try:
-            await self._front.link.drain(name)
+            await self._front.link.drain(*names)
         except ClusterError as error:
             return str(error)
         return None
+
+    async def end(self, wait_s: float) -> None:
+        """See `StandbyFront.end`."""
+        await self._standby.end(wait_s)
 
     async def reload_keys(self) -> None:
         """See `Front.reload_keys`."""
@@ -177,7 +113,7 @@ def connect(address: str) -> None:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"the Ray cluster at {address} cannot be used: {_first_line(error)}") from None
+        raise ClusterError(f"the Ray cluster at {address} cannot be used: {first_line(error)}") from None
     finally:
         # Ray's own, which it sets here, prints where the process was, and ends it without anything of ours.
         if own is not None and threading.current_thread() is threading.main_thread():
@@ -190,48 +126,53 @@ def disconnect() -> None:
 
 
 def served_models() -> list[str]:
-    """What the nodes of the cluster serve; empty if there is no front yet."""
+    """What the nodes of the cluster serve; empty if it has no front. ClusterError if Ray does not tell."""
     if APPLICATION not in _applications():
         return []
-    found = [each.model for each in _ask_nodes() if each.model is not None]
+    found = [each.model for each in ask_nodes() if each.model is not None]
     return found or [""]
 
 
 def _applications() -> list[str]:
-    with suppress(Exception):  # Ray Serve raises whatever it meets where it does not run
+    """Ray Serve's; none where it does not run."""
+    try:
         return list(serve.status().applications)
-    return []
-
-
-def _ask_nodes() -> list[NodeStatus]:
-    """What nodes that answer say of themselves."""
-    asked = [actor.describe.remote() for actor in _actors()]
-    answered, _ = ray.wait(asked, timeout=_CALL_S, num_returns=len(asked)) if asked else ([], [])
-    found: list[NodeStatus] = []
-    for each in answered:
-        with suppress(RayError):
-            found.append(ray.get(each))
-    return found
-
-
-def _actors() -> list[Any]:
-    found = []
-    for name in _names():
-        with suppress(ValueError):  # it has just ended
-            found.append(ray.get_actor(name, NAMESPACE))
-    return found
-
-
-def _names() -> list[str]:
-    """Of nodes' actors, those that wait for a device among them."""
-    actors = list_named_actors(all_namespaces=True)
-    names = [each["name"] for each in actors if each["namespace"] == NAMESPACE]
-    return sorted(name for name in names if name.startswith(NODE))
+    except _SILENT as error:
+        raise FrontSilentError(f"Ray Serve does not say what it runs: {first_line(error)}") from None
 
 
 def this_machine() -> dict[str, float]:
     """Ray's resource that binds a front to this machine, where its home is."""
     return {f"node:{ray.util.get_node_ip_address()}": 0.001}
+
+
+def check_http(config: ServerConfig) -> None:
+    """ClusterError if Ray Serve runs already, for others, and listens otherwise than is asked here: it keeps to what it
+    began with, and only logs that; what is to be encrypted would not be.
+    """
+    try:
+        running = _get_global_client(raise_if_no_controller_running=False)
+    except _SILENT as error:
+        raise FrontSilentError(f"Ray Serve does not say where it listens: {first_line(error)}") from None
+    if running is None:
+        return
+    for name, value in _http_options(config).items():
+        if (now := getattr(running.http_config, name)) != value:
+            raise ClusterError(
+                f"Ray Serve runs in this cluster already, and its {name} is {now!r}, not {value!r}: ask for the same, "
+                "or end it first with serve shutdown"
+            )
+
+
+def _http_options(config: ServerConfig) -> dict[str, Any]:
+    return {
+        "host": config.host,
+        "port": config.port,
+        "keep_alive_timeout_s": int(config.timeout_keep_alive_s),
+        # One file may have both, which Serve does not know.
+        "ssl_certfile": config.ssl_certfile,
+        "ssl_keyfile": config.ssl_keyfile or config.ssl_certfile,
+    }
 
 
 def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float], num_fronts: int = 1) -> None:
@@ -241,21 +182,11 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
     if num_fronts > 1:  # those would wait for it without a word
         with lock_home(config.directory):
             pass
-    serve.start(
-        proxy_location="HeadOnly",
-        http_options={
-            "host": config.host,
-            "port": config.port,
-            "keep_alive_timeout_s": int(config.timeout_keep_alive_s),
-            # One file may have both, which Serve does not know.
-            "ssl_certfile": config.ssl_certfile,
-            "ssl_keyfile": config.ssl_keyfile or config.ssl_certfile,
-        },
-    )
+    serve.start(proxy_location="HeadOnly", http_options=_http_options(config))
     try:
         serve.run(application(config, placement, resources, num_fronts), name=APPLICATION, route_prefix="/")
-    except RuntimeError as error:
-        reason = front_error() or _first_line(error)
+    except _SILENT as error:
+        reason = front_error() or first_line(error)
         _tell_nothing_served()
         with suppress(Exception):
             serve.delete(APPLICATION)
@@ -274,7 +205,7 @@ def application(config: ServerConfig, placement: str, resources: dict[str, float
         request_router_config=RequestRouterConfig(
             request_router_class=FrontRouter, request_routing_stats_period_s=_HEALTH_S
         ),
-        graceful_shutdown_timeout_s=config.drain_s,
+        graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
         max_constructor_retry_count=2,
     )
     return front.bind(config, placement, num_fronts)
@@ -304,14 +235,40 @@ def front_error() -> str | None:
     return None
 
 
-def undeploy() -> None:
-    """End the front, and the nodes."""
+def undeploy(drain_s: float = 0.0) -> None:
+    """End the front, when its requests are over, or after this time, with checkpoints of its jobs; and the nodes. What
+    else runs in the cluster stays, and Ray Serve for it.
+    """
     _tell_nothing_served()
-    with suppress(Exception):
-        serve.shutdown()
-    for actor in _actors():
+    _end_fronts(drain_s)
+    with suppress(*_SILENT):
+        serve.delete(APPLICATION)
+    with suppress(ClusterError, *_SILENT):
+        if not _applications():
+            serve.shutdown()
+    for actor in node_actors():
         with suppress(RayError):
             ray.kill(actor)
+
+
+def _end_fronts(drain_s: float) -> None:
+    """Ray Serve itself tells a front of its end when all requests are over, or by killing it."""
+    try:
+        handle = serve.get_app_handle(APPLICATION)
+        handle.describe.remote().result(timeout_s=_CALL_S)  # it knows all fronts then
+    except _SILENT:
+        return  # there is none, or none that could do it
+    for wait_s in (drain_s, 0.0):
+        try:
+            ends = handle.broadcast("end", wait_s).results(timeout_s=wait_s + _STOP_S, return_exceptions=True)
+        except KeyboardInterrupt:  # the second: nobody waits for requests any more, but for checkpoints
+            continue
+        except _SILENT as error:
+            ends = [error]
+        for end in ends:
+            if isinstance(end, Exception):
+                _log.warning("a front has not ended in good order: %s", first_line(end))
+        return
 
 
 def _tell_nothing_served() -> None:
@@ -319,62 +276,71 @@ def _tell_nothing_served() -> None:
         tell_served(None)
 
 
+class _Front:
+    """The front that answers. Implements `FrontCalls`."""
+
+    def status(self) -> dict[str, Any]:
+        """See `FrontCalls`."""
+        if APPLICATION not in _applications():
+            raise ClusterError("the cluster has no front: start one with coserve cluster up")
+        found: dict[str, Any] = _ask_front("describe")
+        return found
+
+    def drain(self, names: Sequence[str], limit_s: float) -> None:
+        """See `FrontCalls`."""
+        if (wrong := _ask_front("drain", list(names), limit_s=limit_s)) is not None:
+            raise ClusterError(wrong)
+
+
+def _ask_front(method: str, *arguments: Any, limit_s: float = _CALL_S) -> Any:
+    try:
+        return getattr(serve.get_app_handle(APPLICATION), method).remote(*arguments).result(timeout_s=limit_s)
+    except TimeoutError:
+        raise FrontSilentError(f"the front does not answer within {limit_s:.3g} s") from None
+    except _SILENT as error:
+        raise FrontSilentError(f"the front does not answer: {first_line(error)}") from None
+
+
 def status() -> dict[str, Any]:
     """What the front says of its nodes. ClusterError if there is none that answers."""
-    if APPLICATION not in _applications():
-        raise ClusterError("the cluster has no front: start one with coserve cluster up")
-    try:
-        handle = serve.get_app_handle(APPLICATION)
-        found: dict[str, Any] = handle.describe.remote().result(timeout_s=_CALL_S)
-    except (RayError, TimeoutError, RuntimeError) as error:
-        raise ClusterError(f"the front does not answer: {_first_line(error)}") from None
-    return found
+    return _Front().status()
 
 
 def drain(name: str, limit_s: float) -> None:
     """Have a node get nothing more, and its jobs continue on others. ClusterError if that cannot be."""
     try:
-        wrong = serve.get_app_handle(APPLICATION).drain.remote(name).result(timeout_s=limit_s)
-    except (RayError, TimeoutError, RuntimeError) as error:
-        raise ClusterError(f"the node {name} has not drained: {_first_line(error)}") from None
-    if wrong is not None:
-        raise ClusterError(wrong)
+        _Front().drain([name], limit_s)
+    except FrontSilentError as error:
+        raise ClusterError(f"the node {name} has not drained: {error}") from None
+
+
+def drain_machines(machine: str | None, say: Callable[[str], None]) -> None:
+    """Have all nodes of a machine, by Ray's id, that is about to leave drain; None: of the machine of this process. See
+    `machines.drain_machines`.
+    """
+    machines.drain_machines(_Front(), _machines_here() if machine is None else [machine], say=say)
+
+
+def _machines_here() -> Collection[str]:
+    """Ray's ids; several machines of Ray's may be on one."""
+    here = ray.util.get_node_ip_address()
+    return [each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeManagerAddress"] == here]
+
+
+def wait_for_nodes(
+    is_ended: Callable[[], bool], machine: str | None = None, num_devices: int | None = None
+) -> int | None:
+    """See `machines.wait_for_nodes`. num_devices: of the machine (None: all of the cluster)."""
+
+    def number() -> int:
+        return int(ray.cluster_resources().get(DEVICE, 0)) if num_devices is None else num_devices
+
+    return machines.wait_for_nodes(_Front(), machine, number, is_ended)
 
 
 def reload_keys() -> None:
     """Have the front read its keys' file again. ClusterError if it does not answer."""
     try:
-        serve.get_app_handle(APPLICATION).reload_keys.remote().result(timeout_s=_CALL_S)
-    except (RayError, TimeoutError, RuntimeError) as error:
-        raise ClusterError(f"the keys have not been read again: {_first_line(error)}") from None
-
-
-def drain_here(limit_s: float) -> None:
-    """Likewise, all nodes of this machine, which is about to leave."""
-    for node in status()["nodes"]:
-        if node["host"] == socket.gethostname() and node["state"] == "ready":
-            drain(node["name"], limit_s)
-
-
-def wait_for_nodes(is_ended: Callable[[], bool]) -> int | None:
-    """Until every device is a node that is ready, or it is ended (None); how many they are. ClusterError says what is
-    wrong with one that will not be.
-    """
-    until_s = time.monotonic() + _START_S
-    while not is_ended():
-        number, nodes = int(ray.cluster_resources().get(DEVICE, 0)), status()["nodes"]
-        ready = [each for each in nodes if each["state"] == "ready"]
-        if len(ready) >= number:
-            return len(ready)
-        if wrong := [f"the node {each['name']} cannot be used: {each['refused']}" for each in nodes if each["refused"]]:
-            raise ClusterError(wrong[0])
-        if time.monotonic() > until_s:
-            problems = [f"{each['name']}: {each['problem']}" for each in nodes if each["problem"]]
-            raise ClusterError("; ".join([f"{len(ready)} of {number} nodes are ready in {_START_S:g} s", *problems]))
-        time.sleep(0.5)
-    return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip() if lines else type(error).__name__
+        _ask_front("reload_keys")
+    except FrontSilentError as error:
+        raise ClusterError(f"the keys have not been read again: {error}") from None
