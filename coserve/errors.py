@@ -21,6 +21,7 @@ CoserveError
 ├── DeviceGoneError     the device's process is not there any more
 ├── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
 ├── ClusterError        a cluster that cannot be reached, or used as it was asked
+│   └── FrontSilentError        no front answers now; another one may take over
 └── ServerError         a server that cannot be reached, or that answered with an error
 
 Every message is one line that says what is wrong and what would be right. Broken invariants inside coserve are plain
@@ -120,6 +121,10 @@ class EngineGoneError(CoserveError):
 
 class ClusterError(CoserveError):
     """A cluster that cannot be reached, started or used as it was asked."""
+
+
+class FrontSilentError(ClusterError):
+    """The cluster has a front that does not answer now: it starts, or another one takes over."""
 
 
 class ServerError(CoserveError):

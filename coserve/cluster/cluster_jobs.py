@@ -1,6 +1,7 @@
 """The jobs of a cluster: each on one node, or waiting for one."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -11,8 +12,10 @@ from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.tasks import task_of_job
 from coserve.engine.job import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
-from coserve.jobs.messages import JobStart
+from coserve.jobs.messages import Checkpointed, JobStart
 from coserve.jobs.records import AdapterRef
+
+_log = logging.getLogger(__name__)
 
 # Adapters of jobs that have succeeded, until the catalogue, which asks for them, has heard of that.
 _MOST_MADE = 100
@@ -21,8 +24,8 @@ _MOST_MADE = 100
 @dataclass(kw_only=True, eq=False)
 class _Job:
     """One that was started. excluded: nodes where it cannot go. node: None while it waits for one. is_sent: it knows.
-    is_late: `start` has returned before it had a node. rests: it is paused. checkpoint: the newest. turn: of those
-    who change it.
+    is_late: `start` has returned before it had a node. rests: it is paused. checkpoint: the newest, of checkpoint_step
+    steps (0 until one is told). step: the newest that was told. turn: of those who change it.
     """
 
     start: JobStart
@@ -32,6 +35,8 @@ class _Job:
     is_late: bool = False
     rests: bool = False
     checkpoint: str | None = None
+    checkpoint_step: int = 0
+    step: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -118,31 +123,55 @@ class ClusterJobs:
                 await job.told.link.cancel_job(id, keeps=keeps)
             self.forget(id)
 
-    async def move(self, id: str) -> None:
-        """Have a job continue on another node than its own, which drains, from where it is after its optimizer step. No
-        error if it is over by then, or its node has died: then it is started anew by those who are told so.
+    async def move(self, id: str) -> bool:
+        """Have a job continue on another node than its own, which drains, from where it is after its optimizer step.
+        True, too, if it is over by then, or its node has died: then it is started anew by those who are told so. False:
+        no node has it any more, and it is to be started anew, since its checkpoint could not be written, or it was
+        refused where it was to continue.
         """
-        with suppress(JobOverError, EngineGoneError):
+        try:
             async with self._turn(id) as job:
-                await self._move(job, id)
+                return await self._move(job, id)
+        except JobOverError:
+            return True
 
-    async def _move(self, job: _Job, id: str) -> None:
+    async def _move(self, job: _Job, id: str) -> bool:
         old = job.told
         if old is None:
             if job.node is not None:
                 self._place_anew(job)
-            return
-        await old.link.pause_job(id)  # its checkpoint has been told before this returns
-        if job.checkpoint is None or self._jobs.get(id) is not job:
-            return
-        job.start = replace(job.start, checkpoint=job.checkpoint, paused=job.rests)
+            return True
+        is_kept = True
+        try:
+            await old.link.pause_job(id)  # its checkpoint has been told before this returns
+        except (JobOverError, EngineGoneError):
+            return True
+        except CoserveError as error:
+            _log.error("job %s cannot be paused: %s", id, error)
+            is_kept = False
+        if self._jobs.get(id) is not job:
+            return True
+        # Steps that no checkpoint has are forgotten where all of it is known, before they are made again.
+        is_kept = is_kept and job.step <= job.checkpoint_step
         self._take_back(job)
         job.is_late = False
         with suppress(CoserveError):  # what it would say is of no interest any more
-            await old.link.cancel_job(id)
+            await old.link.cancel_job(id, keeps=False)
+        if not is_kept:
+            _log.error("job %s has no checkpoint of its last steps: it is started anew, from the one before", id)
+            self.forget(id)
+            return False
+        job.start = replace(job.start, checkpoint=job.checkpoint or job.start.checkpoint, paused=job.rests)
         self._scheduler.submit(task_of_job(job.start))
         self._place()
-        await self._start_when_placed(job)
+        try:
+            await self._start_when_placed(job)
+        except EngineGoneError:  # which is told with the node's end
+            return True
+        except CoserveError as error:
+            _log.error("job %s cannot continue on another node: %s", id, error)
+            return False
+        return True
 
     # -- what becomes of them -------------------------------------------------------------
 
@@ -156,10 +185,15 @@ class ClusterJobs:
             self._starts.add(start)
             start.add_done_callback(self._starts.discard)
 
-    def checkpointed(self, id: str, directory: str) -> None:
+    def stepped(self, event: JobEvent) -> None:
+        """Its node has told of a job how far it is."""
+        if (job := self._jobs.get(event.job)) is not None:
+            job.step = max(job.step, event.step)
+
+    def checkpointed(self, found: Checkpointed) -> None:
         """A checkpoint of a job is on disk."""
-        if (job := self._jobs.get(id)) is not None:
-            job.checkpoint = directory
+        if (job := self._jobs.get(found.job)) is not None:
+            job.checkpoint, job.checkpoint_step = found.directory, found.step
 
     def ended(self, event: JobEvent) -> None:
         """Its node has told its end, and its last checkpoint before."""

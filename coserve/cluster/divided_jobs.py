@@ -155,10 +155,10 @@ class DividedJobs:
         await asyncio.gather(*map(self._move, {self.job_of(id) for id in self._jobs.on(node)}))
 
     async def _move(self, id: str) -> None:
-        if (job := self._divided.get(id)) is None:
-            await self._jobs.move(id)
-        else:
+        if (job := self._divided.get(id)) is not None:
             await self._regroup(job)
+        elif not await self._jobs.move(id):
+            self._lost(frozenset({id}))
 
     def grow(self) -> None:
         """There is a node more: jobs that have fewer than they ask for begin again with it."""

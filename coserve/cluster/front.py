@@ -30,7 +30,7 @@ from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
 from coserve.server.home_lock import lock_home
-from coserve.server.job_service import start_jobs, stop_jobs
+from coserve.server.job_service import start_jobs, stop_batches, stop_jobs
 from coserve.server.serve import check_certificate, close_context, engine_settings, server_context
 
 _log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Front:
         )
         self._open = ExitStack()
         self._running: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._finish_s = 0.0
         self._context: ServerContext | None = None
 
     async def prepare(self) -> None:
@@ -104,8 +106,25 @@ class Front:
         if self._context is not None:
             self._context.keys.reload()
 
+    async def finish(self, wait_s: float) -> None:
+        """Take no new requests, and let those that are open come to their ends, within this time; by the last one that
+        was said.
+        """
+        clock = asyncio.get_running_loop().time
+        self._finish_s = clock() + wait_s
+        if self._context is not None:
+            await stop_batches(self._context)
+        self.link.close_to_requests()
+        while self.link.num_open and not self.link.is_silent and clock() < self._finish_s:
+            await asyncio.sleep(_POLL_S)
+
     async def stop(self) -> None:
-        """Let jobs have their checkpoints, and give the home back."""
+        """Let jobs have their checkpoints, and give the home back; once, however often it is asked for."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         await self.link.stop()
         if self._running is not None:
             await asyncio.gather(self._running, return_exceptions=True)

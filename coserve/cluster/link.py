@@ -134,19 +134,20 @@ class ClusterLink:
             for node in self._nodes.all()
         ]
 
-    async def drain(self, name: str) -> None:
-        """A node is to leave: it gets nothing more, its jobs continue on others, and its requests come to their ends.
-        Returns when the jobs have gone. ClusterError if there is no such node.
+    async def drain(self, *names: str) -> None:
+        """Nodes are to leave: they get nothing more, their jobs continue on others, and their requests come to their
+        ends. Returns when the jobs have gone. ClusterError if one is not there: then none drains.
         """
-        node = next((each for each in self._nodes.all() if each.name == name), None)
-        if node is None:
-            names = ", ".join(each.name for each in self._nodes.all())
-            raise ClusterError(f"there is no node {name!r}; there are {names or 'none'}")
-        if not node.is_draining:
-            node.is_draining = True
-            if node.tracker is not None:
-                self._view(node)
-        await self._divided.leave(node)
+        nodes = {each.name: each for each in self._nodes.all()}
+        if unknown := [name for name in names if name not in nodes]:
+            raise ClusterError(f"there is no node {unknown[0]!r}; there are {', '.join(nodes) or 'none'}")
+        leaving = [nodes[name] for name in names]
+        for node in leaving:  # all of them, before a job of one could move to the next
+            if not node.is_draining:
+                node.is_draining = True
+                if node.tracker is not None:
+                    self._view(node)
+        await asyncio.gather(*map(self._divided.leave, leaving))
 
     @property
     def waiting(self) -> list[str]:
@@ -292,8 +293,10 @@ class ClusterLink:
                 self._divided.contributed(contributed)
         ended = [each for each in report.job_events if each.kind in _ENDS and self._jobs.is_on(each.job, node)]
         report = self._of_jobs(report, node)
-        for each in report.checkpoints:
-            self._jobs.checkpointed(each.job, each.directory)
+        for step in report.job_events:
+            self._jobs.stepped(step)
+        for checkpoint in report.checkpoints:
+            self._jobs.checkpointed(checkpoint)
         for end in ended:
             self._jobs.ended(end)
         if report.stats is not None:

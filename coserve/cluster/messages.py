@@ -62,7 +62,8 @@ class NodeReports(msgspec.Struct, frozen=True, kw_only=True):
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A node, for people and for those who decide whether to use it. state: "starting", "ready", or "failed" with an
-    error, if its engine cannot start as it was asked. settings: their digest.
+    error, if its engine cannot start as it was asked. settings: their digest. machine: Ray's id of where it is; None:
+    it is not on Ray.
     """
 
     version: str
@@ -75,6 +76,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     dtype: str | None = None
     num_restarts: int = 0
+    machine: str | None = None
 
 
 class NodeCalls(Protocol):

@@ -1,6 +1,7 @@
 """What a node's actor runs. A module of its own: its process starts without Ray Serve, the server and torch."""
 
 import msgspec
+import ray
 
 from coserve.cluster.messages import CommandBatch, NodeReports, NodeSettings, NodeStatus
 from coserve.cluster.node import Node
@@ -12,9 +13,10 @@ class NodeActor:
 
     def __init__(self, settings: bytes) -> None:
         self._node = Node(msgspec.msgpack.decode(settings, type=NodeSettings))
+        self._machine: str = ray.get_runtime_context().get_node_id()
 
     async def describe(self) -> NodeStatus:
-        return await self._node.describe()
+        return msgspec.structs.replace(await self._node.describe(), machine=self._machine)
 
     async def look_at(self, shared: SharedPaths) -> str | None:
         return await self._node.look_at(shared)
@@ -30,6 +32,3 @@ class NodeActor:
 
     async def detach(self, session: str) -> None:
         await self._node.detach(session)
-
-    async def stop(self) -> None:
-        await self._node.stop()

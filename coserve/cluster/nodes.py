@@ -74,6 +74,7 @@ class ClusterNode:
             "problem": self.problem,
             "refused": self.problem if self.is_refused else None,
             "host": None if status is None else status.host,
+            "machine": None if status is None else status.machine,
             "pid": None if status is None else status.pid,
             "device": None if status is None else status.device,
             "restarts": None if status is None else status.num_restarts,
@@ -170,7 +171,8 @@ class Nodes:
         except (CoserveError, TimeoutError) as error:
             node.problem, node.is_refused = str(error) or "it does not answer", False
             return
-        if node.status is not None and node.status.pid != status.pid:
+        before = node.status
+        if before is not None and (before.machine, before.pid) != (status.machine, status.pid):
             node.is_draining = False  # it left, and has come back
         node.status = status
         if status.version != VERSION:

@@ -1,4 +1,5 @@
-"""What touches Ray, beside `ray_machine` and `ray_nodes`: the front is Ray Serve's application, and commands ask it.
+"""The front is an application of Ray Serve's, and commands ask it. Ray is touched here, in `ray_machine`, `ray_nodes`
+and `node_actor` alone.
 
 Ray keeps all alive: it starts a node's actor again wherever there is a free device, and a front where its files are.
 Ray Serve's interfaces are used as of the version that pyproject.toml pins.
@@ -8,10 +9,8 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,14 +18,17 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from coserve.cluster import machines
 from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
 from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.ray_machine import DEVICE, Served, tell_served
 from coserve.cluster.ray_nodes import NAMESPACE, RayNodes, ask_nodes, first_line, node_actors
 from coserve.cluster.standby import ANSWERS, StandbyFront, choose_front
-from coserve.errors import ClusterError
+from coserve.errors import ClusterError, FrontSilentError
 from coserve.logs import configure_logs
 from coserve.server.config import ServerConfig
 from coserve.server.home_lock import lock_home
@@ -36,7 +38,11 @@ _log = logging.getLogger(__name__)
 APPLICATION, FRONT = "coserve", "front"
 # How often Ray Serve looks whether the front lives.
 _HEALTH_S = 1.0
-_START_S, _CALL_S = 300.0, 10.0
+_CALL_S = 10.0
+# What a front's end takes after its requests: checkpoints, and what it still has to write.
+_STOP_S = 30.0
+# What Ray, Ray Serve and their connections raise when they do not answer.
+_SILENT = (RayError, RayServeException, TimeoutError, RuntimeError)
 
 
 class FrontRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
@@ -73,16 +79,22 @@ class FrontApplication:
         self._standby.check()
 
     async def describe(self) -> dict[str, Any]:
-        """For those who ask without HTTP."""
-        return {"pid": os.getpid(), "nodes": self._front.link.describe(), "waiting": self._front.link.waiting}
+        """For those who ask without HTTP. drain_s: how long requests are waited for at the end."""
+        link = self._front.link
+        drain_s = self._front.config.drain_s
+        return {"pid": os.getpid(), "nodes": link.describe(), "waiting": link.waiting, "drain_s": drain_s}
 
-    async def drain(self, name: str) -> str | None:
+    async def drain(self, names: Sequence[str]) -> str | None:
         """See `ClusterLink.drain`; what is wrong, if anything."""
         try:
-            await self._front.link.drain(name)
+            await self._front.link.drain(*names)
         except ClusterError as error:
             return str(error)
         return None
+
+    async def end(self, wait_s: float) -> None:
+        """See `StandbyFront.end`."""
+        await self._standby.end(wait_s)
 
     async def reload_keys(self) -> None:
         """See `Front.reload_keys`."""
@@ -117,7 +129,7 @@ def disconnect() -> None:
 
 
 def served_models() -> list[str]:
-    """What the nodes of the cluster serve; empty if there is no front yet."""
+    """What the nodes of the cluster serve; empty if it has no front. ClusterError if Ray does not tell."""
     if APPLICATION not in _applications():
         return []
     found = [each.model for each in ask_nodes() if each.model is not None]
@@ -125,14 +137,45 @@ def served_models() -> list[str]:
 
 
 def _applications() -> list[str]:
-    with suppress(Exception):  # Ray Serve raises whatever it meets where it does not run
+    """Ray Serve's; none where it does not run."""
+    try:
         return list(serve.status().applications)
-    return []
+    except _SILENT as error:
+        raise FrontSilentError(f"Ray Serve does not say what it runs: {first_line(error)}") from None
 
 
 def this_machine() -> dict[str, float]:
     """Ray's resource that binds a front to this machine, where its home is."""
     return {f"node:{ray.util.get_node_ip_address()}": 0.001}
+
+
+def check_http(config: ServerConfig) -> None:
+    """ClusterError if Ray Serve runs already, for others, and listens otherwise than is asked here: it keeps to what it
+    began with, and only logs that; what is to be encrypted would not be.
+    """
+    try:
+        running = _get_global_client(raise_if_no_controller_running=False)
+    except _SILENT as error:
+        raise FrontSilentError(f"Ray Serve does not say where it listens: {first_line(error)}") from None
+    if running is None:
+        return
+    for name, value in _http_options(config).items():
+        if (now := getattr(running.http_config, name)) != value:
+            raise ClusterError(
+                f"Ray Serve runs in this cluster already, and its {name} is {now!r}, not {value!r}: ask for the same, "
+                "or end it first with serve shutdown"
+            )
+
+
+def _http_options(config: ServerConfig) -> dict[str, Any]:
+    return {
+        "host": config.host,
+        "port": config.port,
+        "keep_alive_timeout_s": int(config.timeout_keep_alive_s),
+        # One file may have both, which Serve does not know.
+        "ssl_certfile": config.ssl_certfile,
+        "ssl_keyfile": config.ssl_keyfile or config.ssl_certfile,
+    }
 
 
 def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float], num_fronts: int = 1) -> None:
@@ -142,20 +185,10 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
     if num_fronts > 1:  # those would wait for it without a word
         with lock_home(config.directory):
             pass
-    serve.start(
-        proxy_location="HeadOnly",
-        http_options={
-            "host": config.host,
-            "port": config.port,
-            "keep_alive_timeout_s": int(config.timeout_keep_alive_s),
-            # One file may have both, which Serve does not know.
-            "ssl_certfile": config.ssl_certfile,
-            "ssl_keyfile": config.ssl_keyfile or config.ssl_certfile,
-        },
-    )
+    serve.start(proxy_location="HeadOnly", http_options=_http_options(config))
     try:
         serve.run(application(config, placement, resources, num_fronts), name=APPLICATION, route_prefix="/")
-    except RuntimeError as error:
+    except _SILENT as error:
         reason = front_error() or first_line(error)
         _tell_nothing_served()
         with suppress(Exception):
@@ -175,7 +208,7 @@ def application(config: ServerConfig, placement: str, resources: dict[str, float
         request_router_config=RequestRouterConfig(
             request_router_class=FrontRouter, request_routing_stats_period_s=_HEALTH_S
         ),
-        graceful_shutdown_timeout_s=config.drain_s,
+        graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
         max_constructor_retry_count=2,
     )
     return front.bind(config, placement, num_fronts)
@@ -205,14 +238,40 @@ def front_error() -> str | None:
     return None
 
 
-def undeploy() -> None:
-    """End the front, and the nodes."""
+def undeploy(drain_s: float = 0.0) -> None:
+    """End the front, when its requests are over, or after this time, with checkpoints of its jobs; and the nodes. What
+    else runs in the cluster stays, and Ray Serve for it.
+    """
     _tell_nothing_served()
-    with suppress(Exception):
-        serve.shutdown()
+    _end_fronts(drain_s)
+    with suppress(*_SILENT):
+        serve.delete(APPLICATION)
+    with suppress(ClusterError, *_SILENT):
+        if not _applications():
+            serve.shutdown()
     for actor in node_actors():
         with suppress(RayError):
             ray.kill(actor)
+
+
+def _end_fronts(drain_s: float) -> None:
+    """Ray Serve itself tells a front of its end when all requests are over, or by killing it."""
+    try:
+        handle = serve.get_app_handle(APPLICATION)
+        handle.describe.remote().result(timeout_s=_CALL_S)  # it knows all fronts then
+    except _SILENT:
+        return  # there is none, or none that could do it
+    for wait_s in (drain_s, 0.0):
+        try:
+            ends = handle.broadcast("end", wait_s).results(timeout_s=wait_s + _STOP_S, return_exceptions=True)
+        except KeyboardInterrupt:  # the second: nobody waits for requests any more, but for checkpoints
+            continue
+        except _SILENT as error:
+            ends = [error]
+        for end in ends:
+            if isinstance(end, Exception):
+                _log.warning("a front has not ended in good order: %s", first_line(end))
+        return
 
 
 def _tell_nothing_served() -> None:
@@ -220,57 +279,71 @@ def _tell_nothing_served() -> None:
         tell_served(None)
 
 
+class _Front:
+    """The front that answers. Implements `FrontCalls`."""
+
+    def status(self) -> dict[str, Any]:
+        """See `FrontCalls`."""
+        if APPLICATION not in _applications():
+            raise ClusterError("the cluster has no front: start one with coserve cluster up")
+        found: dict[str, Any] = _ask_front("describe")
+        return found
+
+    def drain(self, names: Sequence[str], limit_s: float) -> None:
+        """See `FrontCalls`."""
+        if (wrong := _ask_front("drain", list(names), limit_s=limit_s)) is not None:
+            raise ClusterError(wrong)
+
+
+def _ask_front(method: str, *arguments: Any, limit_s: float = _CALL_S) -> Any:
+    try:
+        return getattr(serve.get_app_handle(APPLICATION), method).remote(*arguments).result(timeout_s=limit_s)
+    except TimeoutError:
+        raise FrontSilentError(f"the front does not answer within {limit_s:.3g} s") from None
+    except _SILENT as error:
+        raise FrontSilentError(f"the front does not answer: {first_line(error)}") from None
+
+
 def status() -> dict[str, Any]:
     """What the front says of its nodes. ClusterError if there is none that answers."""
-    if APPLICATION not in _applications():
-        raise ClusterError("the cluster has no front: start one with coserve cluster up")
-    try:
-        handle = serve.get_app_handle(APPLICATION)
-        found: dict[str, Any] = handle.describe.remote().result(timeout_s=_CALL_S)
-    except (RayError, TimeoutError, RuntimeError) as error:
-        raise ClusterError(f"the front does not answer: {first_line(error)}") from None
-    return found
+    return _Front().status()
 
 
 def drain(name: str, limit_s: float) -> None:
     """Have a node get nothing more, and its jobs continue on others. ClusterError if that cannot be."""
     try:
-        wrong = serve.get_app_handle(APPLICATION).drain.remote(name).result(timeout_s=limit_s)
-    except (RayError, TimeoutError, RuntimeError) as error:
-        raise ClusterError(f"the node {name} has not drained: {first_line(error)}") from None
-    if wrong is not None:
-        raise ClusterError(wrong)
+        _Front().drain([name], limit_s)
+    except FrontSilentError as error:
+        raise ClusterError(f"the node {name} has not drained: {error}") from None
+
+
+def drain_machines(machine: str | None, say: Callable[[str], None]) -> None:
+    """Have all nodes of a machine, by Ray's id, that is about to leave drain; None: of the machine of this process. See
+    `machines.drain_machines`.
+    """
+    machines.drain_machines(_Front(), _machines_here() if machine is None else [machine], say=say)
+
+
+def _machines_here() -> Collection[str]:
+    """Ray's ids; several machines of Ray's may be on one."""
+    here = ray.util.get_node_ip_address()
+    return [each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeManagerAddress"] == here]
+
+
+def wait_for_nodes(
+    is_ended: Callable[[], bool], machine: str | None = None, num_devices: int | None = None
+) -> int | None:
+    """See `machines.wait_for_nodes`. num_devices: of the machine (None: all of the cluster)."""
+
+    def number() -> int:
+        return int(ray.cluster_resources().get(DEVICE, 0)) if num_devices is None else num_devices
+
+    return machines.wait_for_nodes(_Front(), machine, number, is_ended)
 
 
 def reload_keys() -> None:
     """Have the front read its keys' file again. ClusterError if it does not answer."""
     try:
-        serve.get_app_handle(APPLICATION).reload_keys.remote().result(timeout_s=_CALL_S)
-    except (RayError, TimeoutError, RuntimeError) as error:
-        raise ClusterError(f"the keys have not been read again: {first_line(error)}") from None
-
-
-def drain_here(limit_s: float) -> None:
-    """Likewise, all nodes of this machine, which is about to leave."""
-    for node in status()["nodes"]:
-        if node["host"] == socket.gethostname() and node["state"] == "ready":
-            drain(node["name"], limit_s)
-
-
-def wait_for_nodes(is_ended: Callable[[], bool]) -> int | None:
-    """Until every device is a node that is ready, or it is ended (None); how many they are. ClusterError says what is
-    wrong with one that will not be.
-    """
-    until_s = time.monotonic() + _START_S
-    while not is_ended():
-        number, nodes = int(ray.cluster_resources().get(DEVICE, 0)), status()["nodes"]
-        ready = [each for each in nodes if each["state"] == "ready"]
-        if len(ready) >= number:
-            return len(ready)
-        if wrong := [f"the node {each['name']} cannot be used: {each['refused']}" for each in nodes if each["refused"]]:
-            raise ClusterError(wrong[0])
-        if time.monotonic() > until_s:
-            problems = [f"{each['name']}: {each['problem']}" for each in nodes if each["problem"]]
-            raise ClusterError("; ".join([f"{len(ready)} of {number} nodes are ready in {_START_S:g} s", *problems]))
-        time.sleep(0.5)
-    return None
+        _ask_front("reload_keys")
+    except FrontSilentError as error:
+        raise ClusterError(f"the keys have not been read again: {error}") from None

@@ -1,16 +1,18 @@
 """A machine of Ray's, while a context lasts: the first of a new cluster, or one that joins."""
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import msgspec
 import ray
-from ray.exceptions import RpcError
+from ray.exceptions import RayError, RpcError
 from ray.experimental.internal_kv import GcsClient, _internal_kv_del, _internal_kv_put
 
 from coserve.errors import ClusterError
@@ -24,6 +26,10 @@ RAY_SETTINGS = {
     "RAY_worker_niceness": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "coserve.cluster.dead_fronts:http_middlewares",
 }
+# Nodes have drained when a machine leaves: Ray's own waiting would wait for what does not end.
+_OWN_SETTINGS = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+# Ray's label of the machine that a command has started, among those of the cluster.
+_LABEL = "coserve-machine"
 _CONNECT_S, _START_S = 3.0, 300.0
 # Where the front's words for machines that would join are, in what Ray keeps for a cluster as long as that lives.
 _KEY, _NAMESPACE = b"served", b"coserve"
@@ -56,37 +62,49 @@ def served_at(address: str) -> Served | None:
     return None if found is None else msgspec.json.decode(found, type=Served)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One of Ray's. address: of its cluster. id: Ray's; None: this machine is none."""
+
+    address: str
+    id: str | None
+
+
 @contextmanager
-def ray_machine(address: str | None, num_devices: int, *, host: str, port: int = DEFAULT_PORT) -> Iterator[str]:
-    """Have this machine be one of Ray's while the context lasts: the first of a new cluster, or one that joins. Returns
-    the cluster's address.
+def ray_machine(address: str | None, num_devices: int, *, host: str, port: int = DEFAULT_PORT) -> Iterator[Machine]:
+    """Have this machine be one of Ray's while the context lasts: the first of a new cluster, or one that joins. port:
+    of a new cluster.
 
     Raises:
-        ClusterError: there is no cluster at the address, or Ray cannot be started.
+        ClusterError: there is no cluster at the address, something else listens where a new one would, or Ray cannot be
+            started.
     """
     if address is not None:
         check_address(address)
         if not num_devices:
-            yield address
+            yield Machine(address=address, id=None)
             return
         command = ["--address", address]
     else:
         # Ray's machines find one another by an address that each can reach.
         own = "127.0.0.1" if host in ("127.0.0.1", "localhost", "::1") else ray.util.get_node_ip_address()
         address = f"{own}:{port}"
+        _check_free(address)
         command = ["--head", "--node-ip-address", own, "--port", str(port), "--include-dashboard=false"]
     resources = msgspec.json.encode({DEVICE: num_devices}).decode()
+    label = secrets.token_hex(8)
     program = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     process = subprocess.Popen(
-        [*program, *command, "--resources", resources],
-        env=RAY_SETTINGS | os.environ,
+        [*program, *command, "--resources", resources, "--labels", f"{_LABEL}={label}"],
+        env=_OWN_SETTINGS | RAY_SETTINGS | os.environ,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        process_group=0,  # a terminal's Ctrl-C would end Ray before anything could leave it
     )
     try:
-        _wait_for_ray(process, address)
-        yield address
+        yield Machine(address=address, id=_wait_for_ray(process, address, label))
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -94,16 +112,32 @@ def ray_machine(address: str | None, num_devices: int, *, host: str, port: int =
         process.kill()
 
 
-def _wait_for_ray(process: "subprocess.Popen[str]", address: str) -> None:
+def _check_free(address: str) -> None:
+    """ClusterError if something listens there."""
+    try:
+        check_address(address)
+    except ClusterError:
+        return
+    raise ClusterError(
+        f"something listens at {address} already: join that cluster with --address {address}, or start another with "
+        "--ray-port"
+    )
+
+
+def _wait_for_ray(process: "subprocess.Popen[str]", address: str, label: str) -> str:
+    """Until the cluster has the machine that this process makes; Ray's id of it."""
     until_s = time.monotonic() + _START_S
     while time.monotonic() < until_s:
         if process.poll() is not None:
             assert process.stderr is not None
             lines = [line for line in process.stderr.read().splitlines() if line.strip()]
             raise ClusterError(f"Ray cannot be started here: {lines[-1] if lines else 'see its log'}")
-        with suppress(ClusterError):
+        with suppress(ClusterError, RayError, RuntimeError):
             check_address(address)
-            return
+            for id, node in GcsClient(address=address).get_all_node_info(timeout=_CONNECT_S).items():
+                if node.labels.get(_LABEL) == label:
+                    found: str = id.hex()
+                    return found
         time.sleep(0.2)
     raise ClusterError(f"Ray has not started within {_START_S:g} s")
 

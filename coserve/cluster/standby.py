@@ -30,6 +30,7 @@ class StandbyFront:
         self.front = front
         self._app: ASGIApp | None = None
         self._taking_over: asyncio.Task[None] | None = None
+        self._is_ending = False
 
     @property
     def stats(self) -> dict[str, bool]:
@@ -54,19 +55,31 @@ class StandbyFront:
 
     def check(self) -> None:
         """CoserveError if it cannot answer, though it has the home."""
-        if self._taking_over is not None and self._taking_over.done():
+        if self._taking_over is not None and self._taking_over.done() and not self._is_ending:
             self._taking_over.result()
 
     async def stop(self) -> None:
         """See `Front.stop`."""
+        self._is_ending = True
         if self._taking_over is not None:
             self._taking_over.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await self._taking_over
         await self.front.stop()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def end(self, wait_s: float) -> None:
+        """Like `stop`, when open requests are over, or after this time; new ones are refused. To be asked of all fronts
+        at once, or another one takes over. Asked again, it is by the last time.
+        """
         if self._app is not None:
+            self._is_ending = True
+            await self.front.finish(wait_s)
+        await self.stop()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_ending and scope["type"] == "http":
+            await refuse("The server is shutting down: ask another, or later.", scope, receive, send)
+        elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await refuse("This front stands by for another: try again in a few seconds.", scope, receive, send)

@@ -117,8 +117,8 @@ class RayWorld:
 
     def kill_engine(self, number: int) -> None:
         """The process that holds the model; its actor has another one forked."""
-        (forks,) = _children(self._pid_of_node(number))
-        for each in _children(forks):
+        (forks,) = children(self._pid_of_node(number))
+        for each in children(forks):
             _kill(each)
 
     def kill_actor(self, number: int) -> None:
@@ -193,7 +193,8 @@ class RayWorld:
         return None
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
     return list(map(int, found.stdout.split()))
 

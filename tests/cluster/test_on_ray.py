@@ -52,11 +52,13 @@ def ask(world: RayWorld, prompt: str, num_tokens: int, model: str = "tiny") -> s
     return found.choices[0].text
 
 
-def train(world: RayWorld, number: int, num_steps: int, *, num_rows: int = 8, **extension: Any) -> str:
+def train(
+    world: RayWorld, number: int, num_steps: int, *, num_rows: int = 8, model: str = "tiny", **extension: Any
+) -> str:
     rows = [json.dumps({"prompt": f"{i} and {number} ", "completion": f"make {i + number}"}) for i in range(num_rows)]
     file = world.client.files.create(file=("train.jsonl", "\n".join(rows).encode()), purpose="fine-tune")
     job = world.client.fine_tuning.jobs.create(
-        model="tiny",
+        model=model,
         training_file=file.id,
         seed=number,
         hyperparameters={"n_epochs": num_steps * 4 // num_rows, "batch_size": 4},
@@ -187,9 +189,8 @@ def test_three_nodes_learn_one_job_and_serve_it(world: RayWorld, engine: Any, sy
     for prompt in PROMPTS[:2]:
         expected = alone(engine, prompt, 12, job.fine_tuned_model)
         assert {ask(world, prompt, 12, job.fine_tuned_model) for _ in range(3)} == {expected}
-    too_many = {"data_parallel": 4}
     with pytest.raises(openai.BadRequestError, match="this server has 3 nodes that are ready"):
-        train(world, 5, 60, **too_many)
+        train(world, 5, 60, data_parallel=4)
     with pytest.raises(openai.BadRequestError, match="all nodes serve: ask for all 3 that are ready"):
         train(world, 5, 60, data_parallel=2, adapter={"type": "full"}, live=True)
 
@@ -363,9 +364,9 @@ def has_made(world: RayWorld, job: str, step: int) -> bool:
     return False
 
 
-def whole_or_error(world: RayWorld, prompt: str, expected: str) -> str:
+def whole_or_error(world: RayWorld, prompt: str, expected: str, num_tokens: int = 48, model: str = "tiny") -> str:
     """How a request ends: whole, wrong, or an error, in its words."""
     try:
-        return "whole" if ask(world, prompt, 48) == expected else "wrong"
+        return "whole" if ask(world, prompt, num_tokens, model) == expected else "wrong"
     except openai.APIError as error:
         return f"{type(error).__name__}: {error}"[:160]

@@ -3,9 +3,11 @@ what ends the cluster's front, and its nodes.
 """
 
 import os
+import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -13,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.ray_world import RayWorld
-from cluster.test_on_ray import PROMPTS, alone, ask, finished, steps_of, train
+from cluster.ray_world import RayWorld, children
+from cluster.test_on_ray import PROMPTS, alone, ask, finished, has_made, steps_of, train, whole_or_error
 from forked import ForkedCommand
 
 pytestmark = [
@@ -79,6 +81,9 @@ def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path)
     with pytest.raises(ClusterError, match="--address must be HOST:PORT"):
         check_address("nowhere")
     assert set(world.on_ray.served_models()) == {"tiny"}
+    with pytest.raises(ClusterError, match=f"its port is {world.config.port}, not 1: ask for the same"):
+        world.on_ray.check_http(replace(world.config, port=1))
+    world.on_ray.check_http(world.config)
     # It takes the front's place, and leaves none.
     config = replace(world.config, home=str(tmp_path), database=f"sqlite:///{tmp_path}/nowhere/jobs.db")
     with pytest.raises(ClusterError, match=r"the front cannot start: the database .*/nowhere/jobs.db cannot be opened"):
@@ -100,26 +105,68 @@ def command(stderr: Path, *arguments: str) -> Iterator[ForkedCommand]:
         up.stdout.close()
 
 
+class Other:
+    """An application of Ray Serve's that is not coserve's."""
+
+    def __call__(self) -> str:
+        return "here"
+
+
+def assert_ctrl_c_is_not_rays(pid: int) -> None:
+    """A terminal's goes to the whole group of processes of a command: Ray would be gone before anything leaves it."""
+    ray = [each for each in children(pid) if b"ray.scripts" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    assert ray and os.getpgid(pid) not in {os.getpgid(each) for each in ray}
+
+
 def test_the_command_serves_by_its_name_what_full_fine_tuning_has_made(
     world: RayWorld, full_model: tuple[str, str], full_answers: dict[str, str], tmp_path: Path
 ):
-    """The last of all: it ends the nodes of the others. Another machine joins by the command, too."""
+    """The last of all: it ends the nodes of the others. Another machine joins by the command, too, before anything is
+    served, and leaves again.
+    """
+    from ray import serve
+
+    serve.run(
+        serve.deployment(Other).options(ray_actor_options={"num_cpus": 0}).bind(), name="other", route_prefix="/o"
+    )
     world.on_ray.undeploy()
-    name, config = full_model[0], world.config
-    where = {"address": world.cluster.address, "nodes": 0, "home": config.home, "port": config.port}
+    assert list(serve.status().applications) == ["other"], "it is not coserve's to end"
+    name, config, address = full_model[0], world.config, world.cluster.address
+    where = {"address": address, "nodes": 0, "home": config.home, "port": config.port, "drain": "2s"}
     tls = {"ssl-certfile": config.ssl_certfile, "ssl-keyfile": config.ssl_keyfile}
     tls["api-keys-file"] = config.api_keys_file
     options = where | tls | {"device": "cpu", "dtype": "float32", "memory": "16MB", "slo-ttft": "5s", "slo-tpot": "1s"}
     given = [f"--{option}={value}" for option, value in options.items()]
-    with command(tmp_path / "first", name, *given) as up:
-        assert "coserve serves " in up.stdout.readline()
-        assert up.stdout.readline() == "3 nodes are ready\n"
-        assert [each.id for each in world.client.models.list()] == [name]
-        assert_every_node_says(world, full_answers, name)
-        with command(tmp_path / "second", "--address", world.cluster.address) as other:
-            assert other.stdout.readline() == f"1 device joins {world.cluster.address}\n"
-            world.until(lambda: "node-3" in [each["name"] for each in world.status()["nodes"]])
+    with command(tmp_path / "second", "--address", address) as other:
+        assert other.stdout.readline().startswith(f"nothing is served at {address} yet")
+        with command(tmp_path / "first", name, *given) as up:
+            assert "coserve serves " in up.stdout.readline()
+            assert re.fullmatch(r"[34] nodes are ready\n", up.stdout.readline())
+            assert other.stdout.readline() == f"1 device joins {address}\n"
+            assert other.stdout.readline() == "4 nodes are ready\n"
+            assert_ctrl_c_is_not_rays(other.pid)
+            assert [each.id for each in world.client.models.list()] == [name]
+            with ThreadPoolExecutor(32) as threads:
+                asked = [threads.submit(ask, world, f"{n} {PROMPTS[n % 5]}", 200, name) for n in range(64)]
+                with suppress(AssertionError):  # it is the placement's to decide
+                    world.until(lambda: all(each["requests"] for each in world.status()["nodes"]), limit_s=10)
+                other.send_signal(signal.SIGTERM)
+                assert all(each.result() for each in asked), "each has come to its end"
+            assert other.wait(60) == 0
+            assert other.stdout.readline() == "this machine leaves: its jobs continue on others\n"
+            world.until(lambda: world.num_ready() == 3)
+            assert_every_node_says(world, full_answers, name)
+            job = train(world, 1, 10_000, num_rows=800, model=name, checkpoint_every_steps=9_999)
+            world.until(partial(has_made, world, job, 2))
+            with ThreadPoolExecutor(100) as threads:
+                for number in range(200):  # more than there is time for
+                    threads.submit(whole_or_error, world, f"{number} {PROMPTS[0]}", "", 400, name)
+                world.until(lambda: any(each["requests"] for each in world.status()["nodes"]))
+                up.send_signal(signal.SIGTERM)
+                assert up.wait(120) == 0
+            assert [*(config.directory / "jobs" / job / "checkpoints").glob("step-*")], "what it had learned is kept"
     from coserve.errors import ClusterError
 
     with pytest.raises(ClusterError, match="the cluster has no front"):
         world.status()
+    assert list(serve.status().applications) == ["other"]

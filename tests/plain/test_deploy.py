@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
+from coserve.cli.commands.cluster import app
 from coserve.server.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -105,15 +108,44 @@ def test_the_values_are_of_the_same_machines():
     )
 
 
+def environments() -> list[dict[str, str | None]]:
+    """Of every container, by either file; None: of a secret."""
+    service = read("rayservice.yaml")["spec"]["rayClusterConfig"]
+    groups = (service["headGroupSpec"], *service["workerGroupSpecs"])
+    lists = [container["env"] for group in groups for container in group["template"]["spec"]["containers"]]
+    lists.append(read("values.yaml")["common"]["containerEnv"])
+    return [{each["name"]: each.get("value") for each in one} for one in lists]
+
+
+def test_all_machines_have_the_same_environment():
+    first, *others = environments()
+    assert "COSERVE_DATABASE" in first
+    assert all(other == first for other in others)
+
+
+def test_workers_drain_before_they_end():
+    (group,) = read("rayservice.yaml")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    for worker in (container, read("values.yaml")["worker"]):
+        shell, flag, line = worker["lifecycle"]["preStop"]["exec"]["command"]
+        assert (shell, flag) == ("sh", "-c")
+        command = shlex.split(line.replace("$FQ_RAY_IP", "192.0.2.7"))
+        assert command[:3] == ["coserve", "cluster", "drain"]
+        drain = get_command(app).commands["drain"]  # type: ignore[attr-defined]  # it is a group of them
+        given = drain.make_context("drain", command[3:]).params
+        assert (given["here"], given["address"], given["node"]) == (True, "192.0.2.7:6379", None)
+    text = (ROOT / "coserve" / "cluster" / "machines.py").read_text()
+    move_s = float(re.search(r"^MOVE_S = ([\d.]+)$", text, re.MULTILINE)[1])
+    assert group["template"]["spec"]["terminationGracePeriodSeconds"] > move_s + ServerConfig().drain_s
+
+
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'")
 @pytest.mark.filterwarnings("ignore")
 def test_machines_have_the_settings_that_coserve_starts_them_with():
     from coserve.cluster.ray_machine import RAY_SETTINGS
 
-    service = read("rayservice.yaml")["spec"]["rayClusterConfig"]
-    for group in (service["headGroupSpec"], *service["workerGroupSpecs"]):
-        (container,) = group["template"]["spec"]["containers"]
-        assert {each["name"]: each.get("value") for each in container["env"]}.items() >= RAY_SETTINGS.items()
+    for environment in environments():
+        assert environment.items() >= RAY_SETTINGS.items()
     module, _, name = RAY_SETTINGS["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].partition(":")
     assert getattr(import_module(module), name)()
 

@@ -1,5 +1,6 @@
 """`coserve cluster`: mistakes are one line, and start nothing."""
 
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +18,25 @@ WITHOUT_RAY = (
 @pytest.mark.parametrize("command", ["up", "status"])
 def test_without_ray_it_says_how_to_get_it(tmp_path: Path, command: str):
     assert "pip install 'coserve[cluster]'" in failure(tmp_path, "cluster", command, before=WITHOUT_RAY)
+
+
+def test_a_cluster_that_is_there_has_its_port(tmp_path: Path):
+    said = failure(tmp_path, "cluster", "up", "--address", "127.0.0.1:1", "--ray-port", "7")
+    assert "--ray-port is for a cluster that is started here: leave it out, or --address" in said
+
+
+@pytest.mark.parametrize("arguments", [(), ("node-1", "--here")])
+def test_a_drain_is_of_one_node_or_of_all_here(tmp_path: Path, arguments: tuple[str, ...]):
+    assert "is for one NODE, or with --here for all nodes" in failure(tmp_path, "cluster", "drain", *arguments)
+
+
+@pytest.mark.cluster
+@needs_ray
+def test_a_second_cluster_does_not_take_another_program_for_its_own_ray(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = failure(tmp_path, "cluster", "up", "--device", "cpu", "--ray-port", address.rpartition(":")[2])
+    assert f"something listens at {address} already: join that cluster with --address {address}, or start" in said
 
 
 @pytest.mark.cluster

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 from cluster_nodes import make_request
 from divided import EXTENSION, finished, run
 from engine_nodes import ClusterWorld, cluster_world, small_engine
@@ -22,7 +23,7 @@ from job_engine import TENANT
 from coserve.devices.job_messages import PublishVersion
 from coserve.devices.messages import SaveAdapter
 from coserve.engine.engine import Engine
-from coserve.errors import EngineGoneError
+from coserve.errors import EngineGoneError, StoreError
 from coserve.jobs.records import AdapterRef, JobRecord
 
 PROMPTS = prompts_of([3, 9, 17])
@@ -221,6 +222,35 @@ def test_every_nodes_answers_are_a_single_engines_while_a_live_job_moves_and_nod
             steps = steps_of(w.events(live.id))
             assert steps == list(range(1, len(steps) + 1)), "each step is there once"
             await w.manager.cancel(TENANT, live.id)
+
+    run(test)
+
+
+@pytest.mark.parametrize("has_older", [False, True])
+def test_every_step_is_there_once_when_the_checkpoint_of_a_node_that_leaves_cannot_be_written(
+    tmp_path: Path, has_older: bool
+):
+    async def test() -> None:
+        async with cluster_world(tmp_path / "home", num_nodes=2) as made:
+            w = made.world
+            extension = SETTINGS["extension"] | {"checkpoint_every_steps": 3 if has_older else 1000}
+            job = await w.create(
+                10 * DATA, hyperparameters={"n_epochs": 3, "batch_size": 3}, seed=4, extension=extension
+            )
+            await made.until(lambda: len(steps_of(w.events(job.id))) > 4)
+            (leaving,) = made.working(job.id)
+            engine = made.nodes[leaving].engine
+            assert engine is not None
+
+            def refuse(id: str) -> Any:
+                raise StoreError("there is no room")
+
+            engine.checkpoint = refuse  # type: ignore[method-assign,assignment]
+            told = len(steps_of(w.events(job.id)))
+            await made.until(lambda: len(steps_of(w.events(job.id))) > told + 1)
+            await made.link.drain(leaving)
+            await made.until(lambda: leaving not in made.working(job.id))
+            await finished(w, job)
 
     run(test)
 

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from coserve.cli.main import app
 from coserve.cluster.standby import ANSWERS
 from coserve.errors import ClusterError
 from coserve.server.config import ServerConfig
@@ -61,3 +63,24 @@ def test_the_front_that_answers_takes_its_word_back_when_it_ends(monkeypatch: py
 
     asyncio.run(test())
     assert told == (["tiny", None] if answers else ["tiny"])
+
+
+def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_back(monkeypatch: pytest.MonkeyPatch):
+    from coserve.cluster import on_ray, ray_machine
+
+    def deploy(*_: Any, **__: Any) -> None:
+        raise ClusterError("it begins")
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(ray_machine, "served_at", lambda address: ray_machine.Served(model="gone"))
+    monkeypatch.setattr(ray_machine, "check_address", nothing)
+    for name in ("connect", "disconnect", "check_http", "undeploy"):
+        monkeypatch.setattr(on_ray, name, nothing)
+    monkeypatch.setattr(on_ray, "served_models", list[str])
+    monkeypatch.setattr(on_ray, "this_machine", dict[str, float])
+    monkeypatch.setattr(on_ray, "deploy", deploy)
+    arguments = ["cluster", "up", "tiny", "--address", "192.0.2.7:6379", "--dtype", "bfloat16", "--nodes"]
+    assert str(CliRunner().invoke(app, [*arguments, "0"]).exception) == "it begins"
+    assert "serves gone already" in str(CliRunner().invoke(app, [*arguments, "1"]).exception)

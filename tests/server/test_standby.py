@@ -5,19 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_nodes import ScriptedNode, until
+from cluster_nodes import ScriptedNode, make_job, make_request, num_ready, until
 from httpx import ASGITransport, AsyncClient
 from served import model_directory
 
 from coserve.cluster.dead_fronts import http_middlewares
 from coserve.cluster.front import Front
 from coserve.cluster.standby import StandbyFront, choose_front
-from coserve.errors import StoreError
+from coserve.errors import EngineGoneError, StoreError
 from coserve.server.config import ServerConfig
+from coserve.worker.protocol import AddRequest, PauseJob
 
 
-def make_front(home: Path, **settings: Any) -> StandbyFront:
-    node = ScriptedNode()
+def make_front(home: Path, node: ScriptedNode | None = None, **settings: Any) -> StandbyFront:
+    node = node or ScriptedNode()
 
     async def find() -> dict[str, ScriptedNode]:
         return {"node-0": node}
@@ -77,6 +78,54 @@ def test_another_front_takes_over_when_one_is_gone(tmp_path: Path):
         await third.begin(others=True)
         await third.stop()
         await second.stop()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_fronts_end_when_requests_are_over_with_checkpoints_of_jobs_and_none_takes_over(tmp_path: Path):
+    async def test() -> None:
+        node = ScriptedNode()
+        first, second = make_front(tmp_path, node), make_front(tmp_path)
+        await first.begin(others=True)
+        link = first.front.link
+        await until(lambda: num_ready(link) == 1)
+        await second.begin(others=True)
+        await link.start_job(make_job("one"))
+        stream = link.open([make_request("a")])
+        await until(lambda: node.of(AddRequest))
+        ending = asyncio.gather(first.end(60.0), second.end(60.0))
+        await asyncio.sleep(0)  # both have been asked
+        assert [await status_of(each) for each in (first, second)] == [503, 503]
+        assert not ending.done()
+        node.answer("a", 7, finish="stop")
+        assert [chunk.tokens async for batch in stream.batches() for chunk in batch] == [(7,)]
+        await ending
+        assert [each.id for each in node.of(PauseJob)] == ["one"]
+        assert not second.stats["answers"]
+        for front in (first, second):
+            front.check()
+            await front.stop()  # as Ray Serve asks for, too
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_front_that_is_told_twice_to_end_waits_for_requests_as_long_as_it_was_told_last(tmp_path: Path):
+    async def test() -> None:
+        node = ScriptedNode()
+        front = make_front(tmp_path, node)
+        await front.begin(others=False)
+        link = front.front.link
+        await until(lambda: num_ready(link) == 1)
+        await link.start_job(make_job("one"))
+        stream = link.open([make_request("a")])
+        await until(lambda: node.of(AddRequest))
+        ending = asyncio.create_task(front.end(3600.0))
+        await asyncio.sleep(0.05)
+        await front.end(0.0)
+        await ending
+        assert node.of(PauseJob)
+        with pytest.raises(EngineGoneError, match="the server is shutting down"):
+            await anext(stream.batches())
 
     asyncio.run(asyncio.wait_for(test(), 60))
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -45,6 +45,17 @@ _Nodes = Annotated[
         show_default="its GPUs, or 1",
     ),
 ]
+_RayPort = Annotated[
+    int | None,
+    typer.Option(
+        "--ray-port",
+        min=1,
+        max=65535,
+        metavar="PORT",
+        help="Where the Ray cluster that is started here listens, for machines that join.",
+        show_default="6379",
+    ),
+]
 _Placement = Annotated[
     str | None,
     typer.Option(
@@ -66,8 +77,6 @@ _Known = Annotated[
     str, typer.Option("--address", envvar="COSERVE_CLUSTER", metavar="HOST:PORT", help="Of the Ray cluster.")
 ]
 _DEFAULT_ADDRESS = "127.0.0.1:6379"
-# What checkpoints of a node's jobs may take.
-_DRAIN_S = 120.0
 
 
 @app.callback()
@@ -78,6 +87,7 @@ def cluster() -> None:
 def _up(
     address: str | None = None,
     nodes: int | None = None,
+    ray_port: int | None = None,
     placement: str | None = None,
     fronts: int | None = None,
     **given: Any,
@@ -86,17 +96,30 @@ def _up(
 
     The first one starts Ray and the front, which answers as `coserve up` does, and prints the command for others.
     MODEL may be the name (ft:…) of what full fine-tuning has made in this home.
-    With `--address` this machine joins; the model and all other options are then the cluster's own. Files, jobs and
-    adapters (`--home`) lie on a path that every node can read. Ctrl-C ends this machine's part in good order.
+    With `--address` alone, and `--nodes`, this machine joins; the model and all other options are then the cluster's
+    own. Files, jobs and adapters (`--home`) lie on a path that every node can read. Ctrl-C ends this machine's part in
+    good order; a second one waits for no requests.
     """
+    if address is not None and ray_port is not None:
+        raise ClusterError("--ray-port is for a cluster that is started here: leave it out, or --address")
     _require_ray()
     config = with_finished_model(server_config(**given))
-    from coserve.cluster.ray_machine import ray_machine, served_at
+    from coserve.cluster.machines import wait_until_served
+    from coserve.cluster.ray_machine import DEFAULT_PORT, ray_machine, served_at
 
     own = _own_options(given | {"placement": placement, "fronts": fronts})
+    # One without devices, or with options of its own, serves from here where nobody does yet.
+    joins = address is not None and not own and nodes != 0
     # Before all else, which takes seconds to import; and before this machine is one of Ray's, whose devices get nodes.
-    if address is not None and (told := served_at(address)) is not None:
-        _check_joins(address, [told.model], own, config.model, told.version)
+    if address is not None:
+        told = served_at(address)
+        if told is None and joins:
+            _say(f"nothing is served at {address} yet: this machine joins as soon as there is")
+            told = wait_until_served(lambda: served_at(address), address)
+        if (
+            told is not None and nodes != 0
+        ):  # without devices it can ask Ray itself, which knows of a front that is gone
+            _check_joins(address, [told.model], own, config.model, told.version)
     from coserve.cluster import on_ray
     from coserve.cluster.front import DEFAULT_PLACEMENT, check_config
     from coserve.cluster.placement import placement_class
@@ -114,24 +137,33 @@ def _up(
     number = _num_devices(config.device) if nodes is None else nodes
     with ExitStack() as leaving:
         ended = leaving.enter_context(_Signals())
-        found = leaving.enter_context(ray_machine(address, number, host=config.host))
-        on_ray.connect(found)
+        machine = leaving.enter_context(ray_machine(address, number, host=config.host, port=ray_port or DEFAULT_PORT))
+        on_ray.connect(machine.address)
         leaving.callback(on_ray.disconnect)
-        if served := on_ray.served_models():
-            _check_joins(found, served, own, config.model)
-            print(f"{number} {'device joins' if number == 1 else 'devices join'} {found}", flush=True)
+        served = on_ray.served_models()
+        if served:
+            _check_joins(machine.address, served, own, config.model)
+            _say(f"{number} {'device joins' if number == 1 else 'devices join'} {machine.address}")
+        elif joins:
+            raise ClusterError(
+                f"the cluster at {machine.address} has just ended its front; join it when it has another"
+            )
         else:
-            leaving.callback(on_ray.undeploy)
+            on_ray.check_http(config)
+            leaving.callback(on_ray.undeploy, config.drain_s)
             where = {} if config.database else on_ray.this_machine()
             on_ray.deploy(config, placement, resources=where, num_fronts=fronts or 1)
             leaving.enter_context(_reloading(on_ray.reload_keys, config.api_keys_file))
-            print(_start_line(config, found), flush=True)
-        if (ready := on_ray.wait_for_nodes(ended.is_set)) is not None:
-            print(f"{ready} {'node is' if ready == 1 else 'nodes are'} ready", flush=True)
+            _say(_start_line(config, machine.address))
+        own_nodes = None if machine.id is None else number
+        if (ready := on_ray.wait_for_nodes(ended.is_set, machine.id, own_nodes)) is not None:
+            _say(f"{ready} {'node is' if ready == 1 else 'nodes are'} ready")
         ended.wait()
-        if served:
-            print("this machine leaves: its jobs continue on others", flush=True)
-            on_ray.drain_here(config.drain_s)
+        if not served:
+            _say("the cluster ends: jobs are checkpointed, and resume at the next start")
+        elif machine.id is not None:
+            _say("this machine leaves: its jobs continue on others")
+            on_ray.drain_machines(machine.id, _say)
 
 
 def _own_options(given: dict[str, Any]) -> set[str]:
@@ -164,6 +196,7 @@ _NEW = [
     for name, default, kind in (
         ("address", None, _Address),
         ("nodes", None, _Nodes),
+        ("ray_port", None, _RayPort),
         ("placement", None, _Placement),
         ("fronts", None, _Fronts),
     )
@@ -204,21 +237,40 @@ def status(
 
 @app.command()
 def drain(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="As coserve cluster status names it.")],
+    node: Annotated[
+        str | None, typer.Argument(metavar="[NODE]", help="As coserve cluster status names it.", show_default=False)
+    ] = None,
+    here: Annotated[
+        bool,
+        typer.Option(
+            "--here", help="All nodes of this machine, before it is switched off: their requests are waited for, too."
+        ),
+    ] = False,
     address: _Known = _DEFAULT_ADDRESS,
 ) -> None:
     """Have a node get nothing more, and its jobs continue on others from their checkpoints."""
+    if (node is None) != here:
+        raise ClusterError("coserve cluster drain is for one NODE, or with --here for all nodes of this machine")
     _require_ray()
     from coserve.cluster import on_ray
+    from coserve.cluster.machines import MOVE_S
     from coserve.cluster.ray_machine import check_address
 
     check_address(address)
     on_ray.connect(address)
     try:
-        on_ray.drain(node, _DRAIN_S)
+        if node is not None:
+            on_ray.drain(node, MOVE_S)
+        else:
+            on_ray.drain_machines(None, _say)
     finally:
         on_ray.disconnect()
-    print(f"{node} drains: its jobs have moved")
+    _say("the nodes of this machine have drained" if node is None else f"{node} drains: its jobs have moved")
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # a terminal that was closed; what there is to do is done all the same
+        print(line, flush=True)
 
 
 def _require_ray() -> None:
@@ -237,7 +289,7 @@ def _num_devices(device: str) -> int:
 
 @contextmanager
 def _reloading(reload: Callable[[], None], keys_file: str | None) -> Iterator[None]:
-    """Have the keys' file read again on SIGHUP; without one, SIGHUP ends the command as it ends others."""
+    """Have the keys' file read again on SIGHUP; without one, SIGHUP ends the command."""
     if keys_file is None:
         yield
         return
@@ -260,7 +312,7 @@ def _told(reload: Callable[[], None]) -> None:
 
 
 class _Signals:
-    """An event that the first SIGINT or SIGTERM sets; the second ends the process."""
+    """An event that the first SIGINT or SIGTERM sets, or the end of the terminal; the second ends the process."""
 
     def __enter__(self) -> threading.Event:
         ended = threading.Event()
@@ -270,7 +322,10 @@ class _Signals:
                 raise KeyboardInterrupt
             ended.set()
 
-        self._before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, end) for number in numbers}
         return ended
 
     def __exit__(self, *exception: object) -> None:
