@@ -76,12 +76,25 @@ def test_the_command_leaves_a_page_and_ends_with_a_line_of_json(tmp_path):
     assert len(drawn.findall(".//{http://www.w3.org/2000/svg}svg")) == 2
 
 
+def test_a_page_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("this is none\n")
+    nowhere = tmp_path / "none" / "plan.html"
+    for page, reason in ((nowhere, "No such file or directory"), (tmp_path, "it is a directory")):
+        done = run_command("--trace", str(trace), "--picture", str(page))
+        assert done.exit_code == 2
+        said = " ".join(done.output.replace("│", "").split())
+        assert f"cannot be written ({reason})" in said and "no column" not in said
+
+
 def test_bad_input_is_one_line(tmp_path: Path):
     day = tmp_path / "day.csv"
     day.write_text("hour_of_day,requests\n" + "".join(f"{hour},5\n" for hour in range(24)))
     for arguments, words in (
         (("--trace", str(day)), "give their mean number per second"),
         (("--trace", str(day), "--rate", "1", "--hardware", "a100,h100"), "one kind of device at a time"),
+        (("--trace", str(day), "--rate", "1", "--where", "slice=a"), "has requests by hour, and no rows to choose"),
+        (("--trace", str(day), "--where", "slice"), "'slice' must be COLUMN=VALUE, such as slice=dense"),
     ):
         done = run_command(*arguments)
         assert done.exit_code != 0 and words in " ".join(done.output.replace("│", "").split())
