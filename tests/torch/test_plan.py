@@ -72,6 +72,7 @@ def test_the_command_leaves_a_page_and_ends_with_a_line_of_json(tmp_path):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["devices"] == 1 and [row["hour"] for row in result["rows"]] == [0]
     assert result["model_error"]["tuning_tokens_per_s"] > 0
+    assert result["model_error"]["measured"]["model"] == "LLaMA-3.1-8B", "the model of the plan"
     drawn = ElementTree.fromstring(page.read_text().split("\n", 1)[1])
     assert len(drawn.findall(".//{http://www.w3.org/2000/svg}svg")) == 2
 

@@ -15,18 +15,6 @@ from coserve.cli.where_option import Where, values_by_column
 if TYPE_CHECKING:
     from coserve.bench.plan import Hour
 
-# FlexLLM section 8 (LLaMA-3.1-8B on four A100, 4 to 20 requests/s): it reports 9.4K to 7.2K tokens/s of tuning, where
-# its policy trains 15.8K to 12.7K on modelled ones (benchmarks/papers.md).
-_ROOFLINE_ERROR = 0.75
-_MODEL_ERROR = {
-    "tuning_tokens_per_s": _ROOFLINE_ERROR,
-    "words": (
-        "The devices are modelled by what others measured of their operators, which is optimistic for the whole: in "
-        f"FlexLLM's setting (LLaMA-3.1-8B on A100, section 8) its policy gets {1 + _ROOFLINE_ERROR:.2g} times the "
-        "tuning tokens/s that the paper reports. Shares and costs of separate devices err less, since both sides are "
-        "modelled."
-    ),
-}
 _MEAN_PROMPT_TOKENS, _MEAN_OUTPUT_TOKENS = 1024, 256
 
 
@@ -76,6 +64,7 @@ def plan(
     import torch
 
     from coserve.bench.cells import CompareConfig
+    from coserve.bench.model_error import model_error
     from coserve.bench.plan import plan as run
     from coserve.bench.plan_page import plan_html
     from coserve.cli.tables import console
@@ -105,7 +94,7 @@ def plan(
         "date": datetime.now(UTC).date().isoformat(),
         "trace": " ".join([str(trace), *(where or ())]),
         **found.result(),
-        "model_error": _MODEL_ERROR,
+        "model_error": model_error(found.place, places[0].num_parameters),
     }
     _print(result)
     write_report(picture, plan_html(result, found))
