@@ -124,6 +124,17 @@ def test_a_variant_of_the_default_policy_is_no_rival(place):
     assert against["ratio"] == pytest.approx(ours / fused, rel=1e-3)
 
 
+def test_packs_are_of_one_example_where_a_policy_runs_whole_passes(place):
+    """Requests wait for the ends of these, so that larger packs would make a rival late for nothing."""
+    config = CompareConfig(policies=(), seconds=0.5, batch=4, sequence=300)
+    sizes = {}
+    for policy in (*policy_names(), "temporal-sharing:n=64"):
+        _, engine = Bench(place, config).run(policy, TRACE[:1], SLO)
+        sizes[policy] = max(job.config.pack_tokens for job in engine.jobs.values())
+    whole = {"temporal-sharing", "temporal-sharing:n=64", "dynamic-temporal-sharing", "fineinfer", "chunked-training"}
+    assert sizes == {policy: 300 if policy in whole else 1024 for policy in sizes}
+
+
 def test_a_model_says_what_was_measured_where_steps_are_not_as_profiled(place):
     """The device that is here takes other times than its profile says, of windows alone: corrections of the forward
     pass as a whole would not do.
