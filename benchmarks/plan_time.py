@@ -2,8 +2,10 @@
 
     python benchmarks/plan_time.py
 
-A plan is made while the device waits: the target is 50 us; and of one prediction, of which a plan asks for some, 5 us.
-Times are those of the thread, so that other processes count little. Prints tables, and one line of JSON.
+A plan is made while the device waits: the target is 50 us; and of one prediction, of which a plan asks for some, 5 us:
+of the latency model, which most policies plan with, and of HARLI's two stages. `harli` and `llmstation` plan for a
+device that can be divided, `llmstation` without a record, so that it asks its linear models. Times are those of the
+thread, so that other processes count little. Prints tables, and one line of JSON.
 """
 
 import json
@@ -29,11 +31,14 @@ PHASES = {
     "update": ("update",),
     "all": ("forward", "loss", "backward", "update"),
 }
-POLICIES = ("slack", "token-fusion")
+# Units of the device that each plans for.
+POLICIES = {"slack": 1, "token-fusion": 1, "harli": 2, "llmstation": 2}
 NOW_S, REPEATS, NUMBER = 10.0, 200, 10
 
 
-def make_view(phases: tuple[str, ...], latency: LatencyModel, *, num_jobs: int, num_prompts: int) -> View:
+def make_view(
+    phases: tuple[str, ...], latency: LatencyModel, *, num_jobs: int, num_prompts: int, num_units: int = 1
+) -> View:
     """Requests with time to spare, some of them prompts that fit as a whole, so that jobs get their turn."""
     requests = [
         RequestView(f"r{i}", 1, 500 + i, 40, 0.0, 8.0, NOW_S, 20.0, 2.0, f"adapter-{i % 4}", 168)
@@ -44,7 +49,7 @@ def make_view(phases: tuple[str, ...], latency: LatencyModel, *, num_jobs: int, 
         JobView(f"j{i}", phases[i % len(phases)], 1024, 1024 - 100 * i, 24, 128.0, latency.profile.job)  # type: ignore[arg-type]
         for i in range(num_jobs)
     ]
-    return View(now_s=NOW_S, requests=tuple(requests), jobs=tuple(jobs), ttft_s=20.0, tpot_s=2.0)
+    return View(now_s=NOW_S, requests=tuple(requests), jobs=tuple(jobs), ttft_s=20.0, tpot_s=2.0, num_units=num_units)
 
 
 def microseconds(call: Callable[[], object]) -> tuple[float, float]:
@@ -77,13 +82,15 @@ def main() -> None:
         print(f"{words:20} {least:9.2f} {middle:11.2f}")
     results = []
     print(f"\n{NUM_REQUESTS} requests\n\npolicy         jobs phases    prompts   min us   median us")
-    for policy, num_jobs, name, num_prompts in product(POLICIES, NUMS_JOBS, PHASES, (0, 4)):
+    for (policy, num_units), num_jobs, name, num_prompts in product(POLICIES.items(), NUMS_JOBS, PHASES, (0, 4)):
         if name == "all" and num_jobs == 1:
             continue
         plan = make_policy(policy).plan
-        view = make_view(PHASES[name], latency, num_jobs=num_jobs, num_prompts=num_prompts)
+        view = make_view(PHASES[name], latency, num_jobs=num_jobs, num_prompts=num_prompts, num_units=num_units)
         made = plan(view, latency)
-        assert len(made.rows) >= NUM_REQUESTS, "every request is served"
+        # LLMStation prefills by itself.
+        num_served = num_prompts if policy == "llmstation" and num_prompts else NUM_REQUESTS
+        assert len(made.rows) >= num_served, "every request is served"
         least, middle = microseconds(partial(plan, view, latency))
         print(f"{policy:13} {num_jobs:5} {name:9} {num_prompts:7} {least:8.0f} {middle:11.0f}")
         results.append(

@@ -14,6 +14,7 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.errors import BudgetError
 from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.policies import policy_class
 from coserve.scheduling.slo import SOLO_CONTEXT, Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
@@ -210,7 +211,7 @@ class Bench:
         name, settings = policy_of(policy)
         config = EngineConfig(policy=name, policy_settings=settings, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
         engine = self.place.open(config)
-        self._submit_jobs(engine, self.config.num_jobs if num_jobs is None else num_jobs)
+        self._submit_jobs(engine, name, self.config.num_jobs if num_jobs is None else num_jobs)
         longest = max([request.num_output_tokens for request in trace], default=0)
         loop = OpenLoop(
             engine,
@@ -226,7 +227,10 @@ class Bench:
         self.place.close(engine)
         return played, engine
 
-    def _submit_jobs(self, engine: EngineCore, number: int) -> None:
+    def _submit_jobs(self, engine: EngineCore, policy: str, number: int) -> None:
+        """Jobs with packs of the usual size; the smallest there are, of an example, where a policy runs whole passes:
+        requests wait for their ends.
+        """
         config = self.config
         random, vocab = Random(config.seed), range(engine.device.info.vocab_size)
         for index in range(number):
@@ -234,8 +238,13 @@ class Bench:
                 Example(tokens=tuple(random.choices(vocab, k=config.sequence)), trained=(True,) * config.sequence)
                 for _ in range(64)
             )
+            longest = max([len(example.tokens) for example in examples])
             tuning = TuningConfig(
-                num_epochs=100_000, batch_size=config.batch, max_sequence_length=config.sequence, seed=index
+                num_epochs=100_000,
+                batch_size=config.batch,
+                max_sequence_length=config.sequence,
+                max_pack_tokens=max(2, longest) if policy_class(policy).runs_whole_passes else None,
+                seed=index,
             )
             engine.submit_examples(examples, tuning, adapter=config.lora)
 

@@ -5,7 +5,7 @@ the same job. What it found is plain data, which the report is made of.
 import asyncio
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +39,7 @@ _GUARD_S = 120.0
 class DemoConfig:
     """What is played. seconds: of the trace, and of the job alone. rate: mean requests per second. epochs: of the job
     beside requests; None: about as many as last for the trace, by what the job alone reached. trace_file: a recorded
-    trace to play instead of one from the seed, at that rate, its answers cut.
+    trace to play instead of one from the seed, at that rate, its answers cut; trace_where: see `read_trace`.
     """
 
     seconds: float = 35.0
@@ -54,6 +54,7 @@ class DemoConfig:
     num_scored: int = 30
     seed: int = 0
     trace_file: str | None = None
+    trace_where: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -206,7 +207,7 @@ class Demo:
         config = self._config
         if config.trace_file is not None:
             most = round(_LONGEST_ANSWER * config.mean_output_tokens)
-            trace = read_trace(config.trace_file)
+            trace = read_trace(config.trace_file, where=config.trace_where)
             # Recordings begin slowly.
             start_s = trace[-1].at_s / 10
             return adapt(trace, start_s=start_s, rate=config.rate, seconds=config.seconds, max_output_tokens=most)

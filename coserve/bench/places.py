@@ -5,6 +5,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from coserve.devices.base import Device
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
@@ -68,11 +70,15 @@ class ModelledPlace:
     def latency(self) -> LatencyModel:
         return LatencyModel(self.profile) if self.known is None else deepcopy(self.known)
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the model."""
+        return sum(tensor.numel() for tensor in _tensors(self.backbone))
+
     @classmethod
     def of_hardware(cls, backbone: Backbone, hardware: Hardware) -> "ModelledPlace":
         """By what it sustains; BudgetError if the model and some requests need more memory than there is."""
-        tensors = {id(one): one for held in backbone.weights.values() for one in weight_tensors(held)}
-        bytes_of_weights = sum(tensor.nbytes for tensor in tensors.values())
+        bytes_of_weights = sum(tensor.nbytes for tensor in _tensors(backbone))
         left = _MEMORY_SHARE * hardware.memory_bytes - bytes_of_weights
         num_pages = int(left / kv_page_bytes(backbone, _BLOCK_TOKENS))
         if num_pages < 64:
@@ -150,3 +156,8 @@ class TorchPlace:
             known=deepcopy(self.latency),
             true=(true or self.latency).as_seen(),
         )
+
+
+def _tensors(backbone: Backbone) -> list[Tensor]:
+    """Of its weights, each once."""
+    return [*{id(one): one for held in backbone.weights.values() for one in weight_tensors(held)}.values()]

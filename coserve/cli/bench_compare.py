@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coserve.cli.report_option import report_option, write_report
 from coserve.cli.slo_option import slo_option
+from coserve.cli.where_option import Where, values_by_column
 
 if TYPE_CHECKING:
     from coserve.bench.cells import CompareConfig
@@ -23,6 +25,7 @@ _MODELLED_S, _QUICK_MODELLED_S = 300.0, 60.0
 # In so little time on a device that is here: the default, requests alone, and the two rivals that came nearest to it so
 # far (benchmarks/compare.md), at one rate. Shares of four minutes for all of them at three say nothing.
 _QUICK_POLICIES, _QUICK_LOADS = ("slack", "inference-only", "token-fusion", "harli"), ("middle",)
+_ALL = "all"
 _POOL_BYTES = 4 << 30
 _MOST_EXAMPLES, _CHARACTERS_PER_TOKEN = 1000, 4
 
@@ -50,10 +53,15 @@ def compare(
         On, typer.Option(help="torch: this machine, in real time; modelled: by their operators, in virtual time.")
     ] = On.torch,
     hardware: Annotated[
-        str, typer.Option(metavar="NAMES", help="With --device modelled: a100, h100, … with commas between them.")
-    ] = "a100",
+        str | None,
+        typer.Option(metavar="NAMES", help="With --device modelled: a100, h100, … with commas between them. [a100]"),
+    ] = None,
     policies: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Such as slack,temporal-sharing:n=64. [all that there are]")
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="With settings after colons, such as slack,temporal-sharing:n=64; all: those that there are. [all]",
+        ),
     ] = None,
     rates: Annotated[
         str | None,
@@ -99,9 +107,10 @@ def compare(
         Path | None,
         typer.Option(metavar="FILE", help="Examples of the jobs: Alpaca, GSM8K, …, or a job's file. [random tokens]"),
     ] = None,
-    picture: Annotated[Path, typer.Option(help="Where the report is written, as a page for browsers.")] = Path(
-        "compare.html"
-    ),
+    where: Where = None,
+    picture: Annotated[
+        Path, typer.Option(callback=report_option, help="Where the report is written, as a page for browsers.")
+    ] = Path("compare.html"),
     separate: Annotated[
         bool | None,
         typer.Option(
@@ -131,7 +140,8 @@ def compare(
     from coserve.server.units import slo_seconds
     from coserve.workloads.traces import read_trace
 
-    requests = read_trace(trace)
+    _check_device(device, hardware, workers)
+    requests = read_trace(trace, where=values_by_column(where))
     if lengths is not None:
         requests = _with_lengths(requests, lengths, seed)
     wanted, hurries = _rates(rates), quick and device is On.torch and seconds is None
@@ -153,10 +163,12 @@ def compare(
         seed=seed,
     )
     screen = console(stderr=True)
-    places = modelled_places(shapes, hardware) if device is On.modelled else [_here(model, dtype)]
     if hurries and separate is None and vllm is None:
         separate = False
-    rivals = _separate(separate, vllm, model, dtype, device)
+    rivals, separately = _separate(separate, vllm, model, dtype, device)
+    if rivals is None and separate is None and device is On.torch:
+        screen.print(f"separate processes do not run beside the policies: {separately}")
+    places = modelled_places(shapes, hardware or "a100") if device is On.modelled else [_here(model, dtype)]
     ran = versions(vllm)  # before all else, which takes half an hour: the environment may have no vLLM
     workers = workers or len(own_cores())
     found = [
@@ -170,19 +182,31 @@ def compare(
         "machine": ", ".join(each.place for each in found),
         "date": datetime.now(UTC).date().isoformat(),
         "settings": {
-            "trace": str(trace),
+            "trace": " ".join([str(trace), *(where or ())]),
             "lengths": str(lengths) if lengths else "the trace's",
             "device": device.value,
             "seconds of the trace": round(found[0].seconds, 1),
             "jobs": jobs,
             "examples": str(data) if data else f"random, {sequence} tokens",
             "seed": seed,
+            "separate processes": separately,
             "versions": ran,
         },
     }
     result |= _told([each.result() for each in found])
-    picture.write_text(compare_html(result, found), "utf-8")
     _print(result)
+    write_report(picture, compare_html(result, found))
+
+
+def _check_device(device: On, hardware: str | None, workers: int | None) -> None:
+    """BadParameter for what goes with a modelled device alone: it would not be heeded for most of an hour."""
+    for option, value in (("--hardware", hardware), ("--workers", workers)):
+        if device is On.torch and value is not None:
+            raise typer.BadParameter(
+                f"{option} {value} is for modelled devices, and this comparison would run on this machine: add "
+                f"--device modelled, or leave out {option}",
+                param_hint=option,
+            )
 
 
 def _told(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -204,7 +228,8 @@ def _policies(text: str | None) -> tuple[str, ...]:
     from coserve.bench.cells import policy_of
     from coserve.scheduling.policies import make_policy, policy_names
 
-    names = policy_names() if text is None else tuple(name.strip() for name in text.split(","))
+    given = [name.strip() for name in (text or _ALL).split(",")]
+    names = [name for each in given for name in (policy_names() if each == _ALL else (each,))]
     for name in names:
         try:
             make_policy(*policy_of(name))
@@ -280,25 +305,32 @@ def _here(model: str, dtype: str) -> "TorchPlace":
     return TorchPlace(name=describe(place), device=torch_device(backbone, memory_bytes=memory_bytes))
 
 
-def _separate(wanted: bool | None, vllm: Path | None, model: str, dtype: str, device: On) -> "SeparateProcesses | None":
-    """What runs beside the policies, if anything; BadParameter if it cannot."""
+def _separate(
+    wanted: bool | None, vllm: Path | None, model: str, dtype: str, device: On
+) -> "tuple[SeparateProcesses | None, str]":
+    """What runs beside the policies, if anything, and which it is in words; BadParameter if it cannot."""
     from importlib.util import find_spec
 
     if device is On.modelled:
         if wanted or vllm is not None:
             raise typer.BadParameter("separate processes run on this machine: leave out --device modelled")
-        return None
+        return None, "none, as they are not modelled"
     if find_spec("peft") is None and (wanted or vllm is not None):
         raise typer.BadParameter("separate processes fine-tune with PEFT: pip install peft")
-    if wanted is False or find_spec("peft") is None:
-        return None
+    if wanted is False and vllm is not None:
+        raise typer.BadParameter("--vllm is one of the separate processes: leave out --no-separate")
+    if wanted is False:
+        return None, "left out (--no-separate, or --quick)"
+    if find_spec("peft") is None:
+        return None, "PEFT, which they fine-tune with, is not installed (pip install peft)"
     from coserve.bench.separate import SeparateProcesses, own_cores
 
     place = _torch_device().type
     memory_bytes = _POOL_BYTES if place == "cpu" else None
-    return SeparateProcesses(
+    found = SeparateProcesses(
         model=model, dtype=dtype, cores=own_cores(), device=place, memory_bytes=memory_bytes, vllm=vllm
     )
+    return found, ", ".join(dict.fromkeys(f"{each.server} beside PEFT" for each in found.arrangements()))
 
 
 def _examples(path: Path | None, model: str, shapes: "Backbone", length: int) -> "tuple[Example, ...]":

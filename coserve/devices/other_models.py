@@ -26,6 +26,7 @@ class OtherModels:
         self._backbones: dict[str, Backbone] = {}
         self._windows: dict[str, WeightWindow] = {}
         self._room, self._owner = range(0), ""
+        self._resized_s = 0.0
 
     @property
     def waited_s(self) -> float:
@@ -50,7 +51,12 @@ class OtherModels:
         size = self._pages.page_bytes
         self._room = range(first_page * size, (first_page + num_pages) * size)
         if self._owner:
-            self._windows[self._owner].resize(self._room)
+            self._resized_s += self._windows[self._owner].resize(self._room)
+
+    def take_resized_s(self) -> float:
+        """How long weights took to make room (`resize`) since this was asked last."""
+        seconds, self._resized_s = self._resized_s, 0.0
+        return seconds
 
     def give_window(self, name: str) -> None:
         """To one of them, whose pack begins."""

@@ -133,7 +133,8 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     broken: jobs whose model's weights cannot be read any more, and why. num_declined: tasklets that were not begun
     since weights were not there. weights_wait_s: for which others waited for weights, within backward_s or beside_s;
-    weight_bytes: that were brought since the last step.
+    weight_bytes: that were brought since the last step. weights_room_s: which weights took to make room for others
+    since the last step, before this one began.
     """
 
     step: int
@@ -156,6 +157,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_declined: int = 0
     weights_wait_s: float = 0.0
     weight_bytes: int = 0
+    weights_room_s: float = 0.0
     failure: StepFailure | None = None
 
     @property

@@ -46,7 +46,7 @@ class TorchStep:
         """copy_s: of copies since the last step."""
         self._backbone, self._requests, self._trainers, self._batch = backbone, requests, trainers, batch
         self._sides, self._host, self._others, self._copy_s = sides, host, others, copy_s
-        self._weights_before = others.waited_s, others.num_bytes_copied
+        self._weights_before, self._room_s = (others.waited_s, others.num_bytes_copied), others.take_resized_s()
         self._rows = [rows for rows in batch.requests if rows.tokens]
         self._spans: list[Span] = []
         self._timer: StepTimer = step_timer(backbone.device)
@@ -112,6 +112,7 @@ class TorchStep:
             num_declined=self._num_declined,
             weights_wait_s=self._others.waited_s - self._weights_before[0],
             weight_bytes=self._others.num_bytes_copied - self._weights_before[1],
+            weights_room_s=self._room_s,
         )
 
     def _failed(self, message: str) -> StepResult:

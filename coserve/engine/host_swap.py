@@ -46,14 +46,14 @@ class SwappedPack:
         return sum([number for number in self.group_pages if number is not None])
 
 
-# Steps with copies to the host that `HostSwap.give_back_s` remembers.
+# Steps with such waits that `HostSwap.give_back_s` remembers.
 _NUM_WAITS = 64
 
 
 class HostSwap:
-    """num_swapped_out, num_swapped_in: pages that were copied so far. give_back_s: within how many seconds pages that
-    went to the host were somebody else's: the most that a step has waited for copies lately; 0 if there were none: what
-    is dropped or forgotten is free at once.
+    """num_swapped_out, num_swapped_in: pages that were copied so far. give_back_s: within how many seconds pages were
+    somebody else's: the most that a step has waited lately for copies to the host, and for weights of other models to
+    leave their window; 0 if there were neither: a pack that is dropped, or a prefix that is forgotten, is free at once.
     """
 
     def __init__(self, cache: KvCache, info: DeviceInfo, latency: LatencyModel) -> None:
@@ -184,10 +184,10 @@ class HostSwap:
             device.execute(self._commands[0])
             self._has_copied_out |= isinstance(self._commands.popleft(), SwapOut)
 
-    def note_step(self, copy_s: float) -> None:
-        """A step has waited for copies since the one before, for this time."""
-        if self._has_copied_out:
-            self._waits_s.append(copy_s)
+    def note_step(self, copy_s: float, weights_s: float) -> None:
+        """A step has waited since the one before: for copies, and for weights that made room."""
+        if self._has_copied_out or weights_s:
+            self._waits_s.append((copy_s if self._has_copied_out else 0.0) + weights_s)
             self.give_back_s = max(self._waits_s)
             self._has_copied_out = False
 

@@ -93,7 +93,8 @@ class EngineStats:
     num_swapped_out, num_swapped_in: pages that were copied to the host, and back, whatever they are of. num_host_pages:
     that it has room for, of which num_host_pages_used are taken. handover: None if prefill and decode are together.
     num_pages_moved: of requests, that were copied to other pages so that a pack got neighbours.
-    give_back_s: the most seconds that a step has waited lately for pages that were copied to the host.
+    give_back_s: the most seconds that a step has waited lately for pages of others, which were copied to the host or
+    held weights of other models.
     num_weight_bytes_copied, weights_wait_s, num_tasklets_declined: see `WindowUse`; the window's pages are in
     num_pages_by_owner, as those of "weights". num_pages_for_requests: that requests could have now: free ones, those of
     prefixes that no request uses, and of packs, which make room. slack: share of the time that SLOs of requests leave

@@ -291,7 +291,7 @@ class StepLoop:
     def _apply(self, step: _Begun, result: StepResult, now_s: float) -> None:
         plan, batch, started_s = step.plan, step.batch, step.started_s
         self.num_steps += 1
-        self._swap.note_step(result.copy_s)
+        self._swap.note_step(result.copy_s, result.weights_room_s)
         self._max_step_rows = min(self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
         parameters = [self._jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
         models = {part.job: self._jobs[part.job].costs.counts.model for part in plan.tasklets}

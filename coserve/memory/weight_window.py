@@ -102,13 +102,19 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
 
     # -- verbs ----------------------------------------------------------------------
 
-    def resize(self, room: range) -> None:
-        """The bytes of the storage that it may use from now on; what lies outside is forgotten when this returns."""
+    def resize(self, room: range) -> float:
+        """The bytes of the storage that it may use from now on; what lies outside is forgotten when this returns.
+        Returns the seconds that took: 0 if nothing lay there.
+        """
         assert self._in_use is None and 0 <= room.start <= room.stop <= len(self._storage)
         self._room = room
-        for part, copy in list(self._copies.items()):
-            if copy.bytes.start < room.start or copy.bytes.stop > room.stop:
-                self._forget(part)
+        gone = [
+            part for part, copy in self._copies.items() if copy.bytes.start < room.start or copy.bytes.stop > room.stop
+        ]
+        started_s = perf_counter()
+        for part in gone:
+            self._forget(part)
+        return perf_counter() - started_s if gone else 0.0
 
     def fetch(self, order: Sequence[Part], *, at_once: bool = False) -> None:
         """Begin to bring parts, in the order in which they will be used, as far as there is room for them beside those

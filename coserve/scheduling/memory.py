@@ -164,8 +164,11 @@ class MemoryPlan:
         self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))
 
     def _growth(self, seconds: float) -> int:
-        """Pages that the requests that run may take within this time; at least the spare ones. With the time until
-        pages are given back it is HARLI's reserve (section 4.4): T / TPOT tokens of every request.
+        """Pages that the requests that run may take within this time; at least the spare ones.
+
+        With the time T until pages are given back it follows HARLI's reserve (section 4.4), (T / TPOT) max_bs tokens.
+        There it is kept at all times for as many requests as may ever run. Here it is asked of a pack that is to begin,
+        for those that run, each up to its own end: once the pack is in memory they may take all of it.
         """
         pages, block = 0, self._view.block_tokens
         for request in self.requests:

@@ -118,7 +118,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     as the next to arrive. max_rows: the most rows of a forward pass. max_requests: the most that run at once. need: how
     near to their SLOs requests are by themselves. num_units: of the device, for a `Partition`; 1: it cannot be divided.
     history: what the policy has the engine remember (`Policy.make_history`); None if that is nothing. give_back_s:
-    within how many seconds packs and requests that make room have given their pages back.
+    within how many seconds packs, requests and weights of other models that make room have given their pages back.
     """
 
     now_s: float

@@ -2,8 +2,9 @@
 
 Records are grouped by (hardware, model, adapters) and keyed by (decode batch, tuning length). Hardware and model are
 the engine's own, which leaves the adapters: what a job trains, and how many bypasses those have that requests use.
-Beside the paper's two, a key says which kind of step it was. A record overrules the model as soon as it is there, until
-it is too old: what was once held up by something else would never be tried again.
+Beside the paper's two, a key says which kind of step it was, and on what part of the device. A record overrules the
+model as soon as it is there, until it is too old: what was once held up by something else would never be tried again.
+What is recorded only if it is planned (`renew`) gives way to a prediction step by step.
 """
 
 from collections.abc import Callable, Hashable
@@ -17,6 +18,8 @@ from coserve.scheduling.plan import JobView
 _NEWEST = 0.3
 # Records that have come since a record was last renewed, for it to be forgotten.
 _OLD = 2000
+# How much of such a record is left after each that has come since: half of it after 140.
+_TRUST_PER_RECORD = 0.995
 # How unsure a linear model is of its first weights.
 _UNSURE = 100.0
 # Of its longest part, what a piece takes at least, whatever the weights say.
@@ -37,11 +40,14 @@ class Work(NamedTuple):
 
 
 class Key(NamedTuple):
-    """kind: of the step. batch: rows of requests. length: rows of the job, in the window or in a tasklet."""
+    """kind: of the step. batch: rows of requests. length: rows of the job, in the window or in a tasklet. units: of the
+    device for requests and for jobs; None: all of it for both.
+    """
 
     kind: str
     batch: int
     length: int
+    units: tuple[int, int] | None = None
 
 
 @dataclass
@@ -99,6 +105,24 @@ class LatencyRecords:
         mean_s = seconds if old is None else (1 - _NEWEST) * old + _NEWEST * seconds
         self.records.setdefault(adapters, {})[key] = mean_s, self.num_recorded
         self.models.setdefault(key.kind, LinearModel()).learn(work, seconds)
+
+    def aged(self, adapters: Hashable, key: Key, predicted_s: float) -> float:
+        """What `renew` recorded, which gives way to a prediction with age."""
+        found = self.records.get(adapters, {}).get(key)
+        if found is None:
+            return predicted_s
+        trust = _TRUST_PER_RECORD ** (self.num_recorded - found[1])
+        seconds: float = predicted_s * (found[0] / predicted_s) ** trust
+        return seconds
+
+    def renew(self, adapters: Hashable, key: Key, seconds: float, *, predicted_s: float) -> None:
+        """A piece took this long where that was predicted; no model learns from it."""
+        if seconds <= 0 or predicted_s <= 0:
+            return
+        is_new = key not in self.records.get(adapters, {})
+        old = seconds if is_new else self.aged(adapters, key, predicted_s)
+        self.num_recorded += 1
+        self.records.setdefault(adapters, {})[key] = (1 - _NEWEST) * old + _NEWEST * seconds, self.num_recorded
 
 
 def forward_work(load: ForwardLoad, latency: LatencyModel) -> Work:

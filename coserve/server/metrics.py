@@ -71,7 +71,9 @@ class Metrics:
         self._moved = gauge("moved_pages", "Pages of requests that were copied to others, so that jobs got neighbours.")
         self._host_pages = gauge("host_pages_used", "Pages on the host that are taken, by what made room.")
         self._give_back = gauge(
-            "give_back_seconds", "Give back within: the most that a step has waited lately for copies to the host."
+            "give_back_seconds",
+            "Give back within: the most that a step has waited lately for pages of others, which went to the host or "
+            "held weights of --trainable-model.",
         )
         self._handed = gauge(
             "handover_prompts",

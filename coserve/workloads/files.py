@@ -39,13 +39,18 @@ def read_records(path: str | Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def read_columns(
-    path: str | Path, columns: Sequence[Sequence[str]], where: Mapping[str, str] | None = None
+    path: str | Path,
+    columns: Sequence[Sequence[str]],
+    where: Mapping[str, str] | None = None,
+    *,
+    optional: Sequence[str] = (),
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """The number of its line and the wanted columns of each record, as text ("" where there is none).
 
     Args:
         columns: of each, the names that it may have.
         where: records with these values in these columns alone.
+        optional: columns after these, which there need not be.
 
     Raises:
         DataError: as `read_records`; there is no such column (the message lists those that there are).
@@ -55,11 +60,12 @@ def read_columns(
     if first is None:
         return
     names = {_plain(name): name for name in first[1]}
-    chosen = [_choose(path, options, names) for options in columns]
+    chosen: list[str | None] = [_choose(path, options, names) for options in columns]
+    chosen += [names.get(_plain(name)) for name in optional]
     wanted = [(_choose(path, (name,), names), value) for name, value in (where or {}).items()]
     for number, record in chain([first], records):
         if all(_text(record.get(name)) == value for name, value in wanted):
-            yield number, tuple(_text(record.get(name)) for name in chosen)
+            yield number, tuple("" if name is None else _text(record.get(name)) for name in chosen)
 
 
 def _choose(path: str | Path, options: Sequence[str], names: Mapping[str, str]) -> str:

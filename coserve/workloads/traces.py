@@ -20,6 +20,8 @@ from coserve.workloads.files import read_columns, read_records
 _TIMES = ("arrival_s", "timestamp_s", "timestamp")
 _PROMPTS = ("context_tokens", "request_tokens", "prompt_tokens")
 _OUTPUTS = ("generated_tokens", "response_tokens", "output_tokens")
+# Names the pieces of a longer recording that a file was put together from.
+_SLICE, _MOST_NAMED = "slice", 4
 _HOURS = 24
 
 
@@ -62,18 +64,28 @@ def read_trace(path: str | Path, *, where: Mapping[str, str] | None = None) -> l
         where: rows with these values in these columns alone, such as {"slice": "dense"}.
 
     Raises:
-        DataError: no such file, no such columns, or a line that is none of a trace.
+        DataError: no such file, no such columns, a line that is none of a trace, or rows of several slices: what lies
+            between these is no time without requests.
     """
-    requests = []
-    for number, row in read_columns(path, (_TIMES, _PROMPTS, _OUTPUTS), where):
+    requests, slices = [], dict[str, None]()
+    for number, row in read_columns(path, (_TIMES, _PROMPTS, _OUTPUTS), where, optional=(_SLICE,)):
         try:
             at_s, prompt, output = _seconds(row[0]), _tokens(row[1]), _tokens(row[2])
         except ValueError:
-            raise DataError(f"{path}, line {number}: {', '.join(row)} are no seconds and numbers of tokens") from None
+            given = ", ".join(row[:3])
+            raise DataError(f"{path}, line {number}: {given} are no seconds and numbers of tokens") from None
         if prompt and output:
             requests.append(TracedRequest(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output))
+            slices[row[3]] = None
     if not requests:
-        raise DataError(f"{path} has no requests")
+        asked = ", ".join(f"{column}={value}" for column, value in (where or {}).items())
+        raise DataError(f"{path} has no requests{f' with {asked}' if asked else ''}")
+    if len(slices) > 1:
+        named = ", ".join([*slices][:_MOST_NAMED]) + (", …" if len(slices) > _MOST_NAMED else "")
+        raise DataError(
+            f"{path} has {len(slices)} slices of a longer trace ({named}): choose one, with "
+            f"--where {_SLICE}={next(iter(slices))}"
+        )
     requests.sort(key=lambda request: request.at_s)
     first_s = requests[0].at_s
     return [replace(request, at_s=request.at_s - first_s) for request in requests]

@@ -67,6 +67,21 @@ def test_recorded_traces_are_read_and_fitted_to_a_machine(tmp_path):
     assert [r.at_s for r in read_trace(tmp_path / "t.csv.gz", where={"slice": "b"})] == [0, 2]
 
 
+def test_slices_of_a_trace_are_no_trace(tmp_path):
+    """Between them lie days that nobody recorded."""
+    path = tmp_path / "slices.csv"
+    path.write_text("slice,timestamp_s,request_tokens,response_tokens\na,5,1,2\nb,2246400,3,4\nb,2246402,5,6\n")
+    with pytest.raises(DataError, match=r"has 2 slices of a longer trace \(a, b\): choose one, with --where slice=a"):
+        read_trace(path)
+    assert len(read_trace(path, where={"slice": "b"})) == 2
+    with pytest.raises(DataError, match="has no requests with slice=c"):
+        read_trace(path, where={"slice": "c"})
+    with pytest.raises(DataError, match=r"no column part: it has slice, timestamp_s"):
+        read_trace(path, where={"part": "c"})
+    path.write_text(",timestamp_s,request_tokens,response_tokens\n0,5,1,2\n1,6,3,4\n")
+    assert len(read_trace(path)) == 2, "rows that are numbered are no slices"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

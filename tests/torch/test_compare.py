@@ -1,5 +1,6 @@
 """`coserve bench compare`: what it says of policies on a modelled device, and on torch."""
 
+import importlib.util
 import json
 from dataclasses import replace
 from importlib.metadata import version
@@ -18,9 +19,10 @@ from coserve.bench.places import ModelledPlace
 from coserve.bench.separate import SeparateProcesses, own_cores
 from coserve.cli.main import app
 from coserve.engine.config import EngineConfig
-from coserve.errors import BudgetError, CoserveError
+from coserve.errors import BudgetError, CoserveError, DataError
 from coserve.models import load_backbone
 from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.policies import policy_names
 from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import A40, CATALOGUE, Hardware
 from coserve.simulate.roofline import roofline_profile
@@ -122,6 +124,17 @@ def test_a_variant_of_the_default_policy_is_no_rival(place):
     assert against["ratio"] == pytest.approx(ours / fused, rel=1e-3)
 
 
+def test_packs_are_of_one_example_where_a_policy_runs_whole_passes(place):
+    """Requests wait for the ends of these, so that larger packs would make a rival late for nothing."""
+    config = CompareConfig(policies=(), seconds=0.5, batch=4, sequence=300)
+    sizes = {}
+    for policy in (*policy_names(), "temporal-sharing:n=64"):
+        _, engine = Bench(place, config).run(policy, TRACE[:1], SLO)
+        sizes[policy] = max(job.config.pack_tokens for job in engine.jobs.values())
+    whole = {"temporal-sharing", "temporal-sharing:n=64", "dynamic-temporal-sharing", "fineinfer", "chunked-training"}
+    assert sizes == {policy: 300 if policy in whole else 1024 for policy in sizes}
+
+
 def test_a_model_says_what_was_measured_where_steps_are_not_as_profiled(place):
     """The device that is here takes other times than its profile says, of windows alone: corrections of the forward
     pass as a whole would not do.
@@ -162,12 +175,20 @@ def test_lengths_are_made_to_fit_and_what_cannot_be_held_is_said(place):
         ModelledPlace.of_hardware(load_backbone("dummy:qwen2.5-32b", device="meta", dtype="bfloat16"), A40)
 
 
-def run_command(tmp_path: Path, *arguments: str) -> Any:
+def command_of(tmp_path: Path, *arguments: str) -> list[str]:
     trace = tmp_path / "trace.csv"
     rows = [f"{each.at_s},{each.num_prompt_tokens},{each.num_output_tokens}\n" for each in TRACE]
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
-    given = ("--trace", str(trace), "--picture", str(tmp_path / "page.html"), *arguments)
-    return CliRunner().invoke(app, ["bench", "compare", *given], catch_exceptions=False)
+    return ["bench", "compare", "--trace", str(trace), "--picture", str(tmp_path / "page.html"), *arguments]
+
+
+def run_command(tmp_path: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(app, command_of(tmp_path, *arguments), catch_exceptions=False)
+
+
+def plain(text: str) -> str:
+    """Without the frames and line breaks of a terminal."""
+    return " ".join(text.replace("│", "").split())
 
 
 def test_the_command_on_several_modelled_devices_ends_with_a_line_of_json(tmp_path):
@@ -188,6 +209,57 @@ def test_the_command_on_several_modelled_devices_ends_with_a_line_of_json(tmp_pa
     for name in ("torch", "transformers", "peft"):
         assert f"{name} {version(name)}" in json.loads(done.stdout.splitlines()[-1])["settings"]["versions"]
         assert f"{name} {version(name)}" in page
+
+
+def test_a_policy_may_run_with_several_settings_beside_all_others(tmp_path):
+    variants = ("temporal-sharing:n=64", "temporal-sharing:n=512")
+    options = ("--seconds", "1", "--rates", "2", "--policies", ",".join(("all", *variants)))
+    done = run_command(tmp_path, "--device", "modelled", *options)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["policy"] for row in rows] == [*policy_names(), *variants]
+
+
+def test_a_report_that_cannot_be_written_loses_nothing(tmp_path):
+    """Where that is known it is said before anything runs, and otherwise after all has been told."""
+    options = ("--device", "modelled", "--seconds", "1", "--rates", "2", "--policies", "slack")
+    page = tmp_path / "none" / "page.html"
+    done = run_command(tmp_path, *options, "--picture", str(page))
+    assert done.exit_code == 2 and "cannot be written (No such file or directory)" in plain(done.output)
+    assert "a decode step" not in done.output, "nothing has run"
+    page.parent.mkdir()
+    full = Path("/dev/full")
+    if full.exists():
+        done = CliRunner().invoke(app, command_of(tmp_path, *options, "--picture", str(full)))
+        assert isinstance(done.exception, CoserveError) and "cannot be written to /dev/full" in str(done.exception)
+        assert json.loads(done.stdout.splitlines()[-1])["rows"]
+    done = run_command(tmp_path, *options, "--picture", str(page))
+    assert done.exit_code == 0 and page.exists()
+
+
+def test_slices_of_a_trace_are_played_one_at_a_time(tmp_path):
+    trace = tmp_path / "slices.csv"
+    rows = [f"{name},{at_s},50,5\n" for name, at_s in (("a", 1), ("a", 2), ("b", 9_000_000), ("b", 9_000_001))]
+    trace.write_text("slice,timestamp_s,request_tokens,response_tokens\n" + "".join(rows))
+    options = ("--device", "modelled", "--seconds", "1", "--rates", "2", "--policies", "slack", "--trace", str(trace))
+    done = CliRunner().invoke(app, command_of(tmp_path, *options))
+    assert isinstance(done.exception, DataError) and "choose one, with --where slice=a" in str(done.exception)
+    done = run_command(tmp_path, *options, "--where", "slice=b")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["settings"]["trace"] == f"{trace} slice=b"
+
+
+def test_it_is_said_where_separate_processes_cannot_run(tmp_path, monkeypatch):
+    """Who finds no rivals in the rows is to know why."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else found(name, *rest))
+    options = ("--seconds", "1", "--rates", "4", "--policies", "slack", "--length-factor", "0.1")
+    done = run_command(tmp_path, "--model", "tiny", "--dtype", "float32", *options)
+    assert done.exit_code == 0, done.output
+    assert "separate processes do not run beside the policies: PEFT" in plain(done.stderr)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert "not installed (pip install peft)" in result["settings"]["separate processes"]
+    assert "not installed (pip install peft)" in (tmp_path / "page.html").read_text()
 
 
 def test_several_processes_come_to_what_one_does(place):
@@ -281,8 +353,13 @@ def test_separate_processes_are_not_modelled(tmp_path):
         (("--rates", "1,x"), "'1,x' must be numbers above 0"),
         (("--device", "modelled", "--hardware", "abacus"), f"'abacus' is not one of {', '.join(CATALOGUE)}"),
         (("--slo-ttft", "5"), "has no unit"),
+        (("--hardware", "h100"), "this comparison would run on this machine: add --device modelled"),
+        (("--workers", "2"), "add --device modelled, or leave out --workers"),
+        (("--picture", "."), ". cannot be written (it is a directory)"),
+        (("--where", "dense"), "'dense' must be COLUMN=VALUE"),
+        (("--no-separate", "--vllm", "python"), "--vllm is one of the separate processes: leave out --no-separate"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, arguments, message):
     done = run_command(tmp_path, *arguments)
-    assert done.exit_code != 0 and message in " ".join(done.output.replace("│", "").split())
+    assert done.exit_code != 0 and message in plain(done.output)

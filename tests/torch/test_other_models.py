@@ -210,6 +210,32 @@ def test_weights_that_are_not_there_are_not_waited_for_while_requests_run(monkey
     assert_is_pefts(engine, events + run_to_end(engine, job), tmp_path)
 
 
+def test_it_is_told_within_which_time_weights_make_room_for_requests():
+    """And packs begin only beside what requests take meanwhile (`MemoryPlan.begin_packs`)."""
+    engine, seen = other_engine(num_pages=1750), [0.0]
+    policy = engine.policy
+
+    def plan(view: View, latency: Any) -> Plan:
+        seen.append(view.give_back_s)
+        return policy.plan(view, latency)
+
+    engine.policy = PlannedBy(function=plan)
+    engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine", model="big")
+    while engine.stats().num_weight_bytes_copied == 0:
+        engine.step()
+    assert engine.stats().give_back_s == 0 and max(seen) == 0
+    for prompt in prompts_of(range(5, 60, 9)):
+        engine.add(prompt, greedy(12))
+    for _ in range(1000):
+        engine.step()
+        if engine.stats().give_back_s:
+            break
+    waited_s = max(result.weights_room_s for result in watched(engine).results)
+    assert engine.stats().give_back_s == waited_s > 0
+    engine.step()
+    assert seen[-1] == waited_s
+
+
 def test_steps_stop_at_their_time_limit(monkeypatch):
     """Between two tasklets, whatever there is left to do."""
     monkeypatch.setattr(weight_window, "ThreadPoolExecutor", AtOnce)

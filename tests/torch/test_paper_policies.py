@@ -17,7 +17,6 @@ from coserve.scheduling.plan import JobView, Plan, PlannedRows, RequestView, Vie
 from coserve.scheduling.policies import make_policy
 from coserve.scheduling.policies.dynamic_temporal_sharing import Switching, interval_at
 from coserve.scheduling.policies.harli import predictor
-from coserve.scheduling.policies.llmstation import most_tasklets
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.records import Key, LatencyRecords, Work
 from coserve.simulate.hardware import Hardware
@@ -300,13 +299,6 @@ def test_tuning_is_suspended_while_long_prompts_are_prefilled():
         kinds = {planned.kind: planned.rows for planned in made.rows}
         assert kinds["prefill"] == rows, "the whole prompt at once"
         assert ("window" in kinds) == ("decode" in kinds) == tunes
-
-
-def test_the_planners_inequality():
-    """N_d,all = 10 tasklets of 4 ms, 6 ms beside tuning, whose tasklets take 3 ms; by (1) with N_d <= N_d,all."""
-    assert most_tasklets(0.050, 0.040, 0.060, 0.003) == int((0.050 - 10 * 0.004) * 0.006 / ((0.006 - 0.004) * 0.003))
-    assert most_tasklets(0.100, 0.040, 0.060, 0.003) == 20, "all of the decode step has tuning beside it"
-    assert most_tasklets(0.040, 0.040, 0.060, 0.003) == 0
 
 
 def test_records_overrule_the_linear_model_which_learns_from_them():

@@ -72,8 +72,20 @@ def test_the_command_leaves_a_page_and_ends_with_a_line_of_json(tmp_path):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["devices"] == 1 and [row["hour"] for row in result["rows"]] == [0]
     assert result["model_error"]["tuning_tokens_per_s"] > 0
+    assert result["model_error"]["measured"]["model"] == "LLaMA-3.1-8B", "the model of the plan"
     drawn = ElementTree.fromstring(page.read_text().split("\n", 1)[1])
     assert len(drawn.findall(".//{http://www.w3.org/2000/svg}svg")) == 2
+
+
+def test_a_page_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("this is none\n")
+    nowhere = tmp_path / "none" / "plan.html"
+    for page, reason in ((nowhere, "No such file or directory"), (tmp_path, "it is a directory")):
+        done = run_command("--trace", str(trace), "--picture", str(page))
+        assert done.exit_code == 2
+        said = " ".join(done.output.replace("│", "").split())
+        assert f"cannot be written ({reason})" in said and "no column" not in said
 
 
 def test_bad_input_is_one_line(tmp_path: Path):
@@ -82,6 +94,8 @@ def test_bad_input_is_one_line(tmp_path: Path):
     for arguments, words in (
         (("--trace", str(day)), "give their mean number per second"),
         (("--trace", str(day), "--rate", "1", "--hardware", "a100,h100"), "one kind of device at a time"),
+        (("--trace", str(day), "--rate", "1", "--where", "slice=a"), "has requests by hour, and no rows to choose"),
+        (("--trace", str(day), "--where", "slice"), "'slice' must be COLUMN=VALUE, such as slice=dense"),
     ):
         done = run_command(*arguments)
         assert done.exit_code != 0 and words in " ".join(done.output.replace("│", "").split())

@@ -71,6 +71,18 @@ def test_parts_are_the_models_in_any_order_and_any_room(name):
     assert not window.parts_held
 
 
+def test_what_lies_outside_of_a_smaller_room_takes_time_to_go():
+    window, parts = make_window(), make_backbone().architecture.parts
+    everything = range(window.all_bytes + 64)
+    assert window.resize(everything) == 0, "there was nothing"
+    window.use(parts[1:])
+    window.release()
+    held = len(window.parts_held)
+    assert held and window.resize(everything) == 0, "nothing lay outside"
+    assert window.resize(range(window.least_bytes + 64)) > 0 and len(window.parts_held) < held
+    window.close()
+
+
 def run_layerwise(training: LayerwisePass, rng: Random, *, most_rows: int = 9) -> None:
     while not training.done:
         training.run_tasklet(rng.randint(1, most_rows))

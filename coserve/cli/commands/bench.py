@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli import bench_compare
+from coserve.cli.report_option import report_option, write_report
 
 if TYPE_CHECKING:
     from coserve.models.backbone import Backbone
@@ -131,9 +132,9 @@ def profile(
     place: Place = "cpu",
     runs: Runs = 3,
     streams: Annotated[int, typer.Option(min=1, help="Requests that decode at once, at context 512.")] = 8,
-    picture: Annotated[Path, typer.Option(help="Where the picture is written, as a page for browsers.")] = Path(
-        "profile.html"
-    ),
+    picture: Annotated[
+        Path, typer.Option(callback=report_option, help="Where the picture is written, as a page for browsers.")
+    ] = Path("profile.html"),
 ) -> None:
     """What the time of a step goes to (CPU only): one in which requests decode, one with a window of a job beside them,
     and the loss and backward pass of that window, split into products, attention, adapters, head and loss, sampling,
@@ -146,7 +147,7 @@ def profile(
         return experiment.run(backbone, runs=runs, streams=streams)
 
     result = _measure("profile", model, dtype, weights, place, runs, run)
-    picture.write_text(profile_html(result), "utf-8")
+    write_report(picture, profile_html(result))
 
 
 @app.command()

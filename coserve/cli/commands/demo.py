@@ -14,6 +14,7 @@ import typer
 
 from coserve.cli.connection import own_server
 from coserve.cli.slo_option import slo_option
+from coserve.cli.where_option import Where, values_by_column
 from coserve.errors import CoserveError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def demo(
         Path | None,
         typer.Option(metavar="FILE", help="A recorded trace (CSV, as Azure's or BurstGPT's) for the arrivals instead."),
     ] = None,
+    where: Where = None,
     slo_ttft: Annotated[
         str | None,
         typer.Option(
@@ -69,9 +71,17 @@ def demo(
     from coserve.bench.demo import DemoConfig
     from coserve.workloads.traces import read_trace
 
-    config = DemoConfig(seconds=seconds, rate=rate, seed=seed, trace_file=None if trace is None else str(trace))
+    if where and trace is None:
+        raise typer.BadParameter("there are no rows to choose from without --trace", param_hint="--where")
+    config = DemoConfig(
+        seconds=seconds,
+        rate=rate,
+        seed=seed,
+        trace_file=None if trace is None else str(trace),
+        trace_where=values_by_column(where),
+    )
     if trace is not None:
-        read_trace(trace)  # a file that is none is said at once
+        read_trace(trace, where=config.trace_where)  # a file that is none is said at once
     config = replace(config, **_QUICK) if quick else config
     start_s = monotonic()
     with TemporaryDirectory(prefix="coserve-demo-") as directory:

@@ -8,23 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.bench_compare import modelled_places
+from coserve.cli.report_option import report_option, write_report
 from coserve.cli.slo_option import slo_option
+from coserve.cli.where_option import Where, values_by_column
 
 if TYPE_CHECKING:
     from coserve.bench.plan import Hour
 
-# FlexLLM section 8 (LLaMA-3.1-8B on four A100, 4 to 20 requests/s): it reports 9.4K to 7.2K tokens/s of tuning, where
-# its policy trains 15.8K to 12.7K on modelled ones (benchmarks/papers.md).
-_ROOFLINE_ERROR = 0.75
-_MODEL_ERROR = {
-    "tuning_tokens_per_s": _ROOFLINE_ERROR,
-    "words": (
-        "The devices are modelled by what others measured of their operators, which is optimistic for the whole: in "
-        f"FlexLLM's setting (LLaMA-3.1-8B on A100, section 8) its policy gets {1 + _ROOFLINE_ERROR:.2g} times the "
-        "tuning tokens/s that the paper reports. Shares and costs of separate devices err less, since both sides are "
-        "modelled."
-    ),
-}
 _MEAN_PROMPT_TOKENS, _MEAN_OUTPUT_TOKENS = 1024, 256
 
 
@@ -61,9 +51,10 @@ def plan(
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Jobs that run at once on each device.")] = 1,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens of a job's example.")] = 512,
     sample: Annotated[float, typer.Option(min=1, help="Seconds of each hour that are simulated.")] = 60.0,
-    picture: Annotated[Path, typer.Option(help="Where the report is written, as a page for browsers.")] = Path(
-        "plan.html"
-    ),
+    where: Where = None,
+    picture: Annotated[
+        Path, typer.Option(callback=report_option, help="Where the report is written, as a page for browsers.")
+    ] = Path("plan.html"),
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """How much fine-tuning a trace of requests leaves over, hour by hour, on how many devices; and what it would cost
@@ -73,13 +64,14 @@ def plan(
     import torch
 
     from coserve.bench.cells import CompareConfig
+    from coserve.bench.model_error import model_error
     from coserve.bench.plan import plan as run
     from coserve.bench.plan_page import plan_html
     from coserve.cli.tables import console
     from coserve.models import load_backbone
     from coserve.server.units import slo_seconds
 
-    hours = _hours(trace, rate=rate, lengths=lengths, sample_s=sample, seed=seed)
+    hours = _hours(trace, where, rate=rate, lengths=lengths, sample_s=sample, seed=seed)
     shapes = load_backbone(model, dtype=dtype, device=torch.device("meta"))
     places = modelled_places(shapes, hardware)
     if len(places) != 1:
@@ -100,15 +92,17 @@ def plan(
         "dtype": dtype,
         "machine": f"{found.num_devices} × {found.place}, modelled",
         "date": datetime.now(UTC).date().isoformat(),
-        "trace": str(trace),
+        "trace": " ".join([str(trace), *(where or ())]),
         **found.result(),
-        "model_error": _MODEL_ERROR,
+        "model_error": model_error(found.place, places[0].num_parameters),
     }
-    picture.write_text(plan_html(result, found), "utf-8")
     _print(result)
+    write_report(picture, plan_html(result, found))
 
 
-def _hours(path: Path, *, rate: float | None, lengths: Path | None, sample_s: float, seed: int) -> "list[Hour]":
+def _hours(
+    path: Path, where: list[str] | None, *, rate: float | None, lengths: Path | None, sample_s: float, seed: int
+) -> "list[Hour]":
     from coserve.bench.plan import hours_of_day, hours_of_trace
     from coserve.workloads.arrivals import Lengths, LogNormalLengths, RecordedLengths
     from coserve.workloads.traces import is_day, read_day, read_lengths, read_trace
@@ -116,7 +110,9 @@ def _hours(path: Path, *, rate: float | None, lengths: Path | None, sample_s: fl
     if not is_day(path):
         if lengths is not None:
             raise typer.BadParameter(f"{path} has lengths of its own", param_hint="--lengths")
-        return hours_of_trace(read_trace(path), rate)
+        return hours_of_trace(read_trace(path, where=values_by_column(where)), rate)
+    if where:
+        raise typer.BadParameter(f"{path} has requests by hour, and no rows to choose from", param_hint="--where")
     if rate is None:
         raise typer.BadParameter(f"{path} has requests by hour: give their mean number per second", param_hint="--rate")
     drawn: Lengths = LogNormalLengths(mean_prompt_tokens=_MEAN_PROMPT_TOKENS, mean_output_tokens=_MEAN_OUTPUT_TOKENS)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from coserve.cli.where_option import Where, values_by_column
+
 app = typer.Typer(
     name="simulate",
     help="Run on modelled hardware, in virtual time: a report, then one line of JSON.",
@@ -30,6 +32,7 @@ def cluster(
         Path | None,
         typer.Option(metavar="FILE", help="Fine-tuning jobs, as Philly's: submit_s,num_gpus,duration_s. [none]"),
     ] = None,
+    where: Where = None,
     nodes: Annotated[int, typer.Option(min=1, help="Devices.")] = 1000,
     hardware: Annotated[str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")] = "h100",
     model: Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")] = "dummy:llama-3.1-8b",
@@ -60,7 +63,7 @@ def cluster(
         )
     if nodes % min(cell, nodes):
         raise typer.BadParameter(f"{nodes} nodes are no whole number of cells of {cell}", param_hint="--nodes")
-    requests, seconds = read_trace(trace), 3600 * hours
+    requests, seconds = read_trace(trace, where=values_by_column(where)), 3600 * hours
     given = [] if jobs is None else at_scale.jobs_of_day(read_jobs(jobs), seconds)
     span_s = requests[-1].at_s * len(requests) / max(1, len(requests) - 1) or 1.0
     config = at_scale.ScaleConfig(
@@ -78,7 +81,7 @@ def cluster(
         "experiment": "simulate cluster",
         "model": model,
         "hardware": place.name,
-        "trace": str(trace),
+        "trace": " ".join([str(trace), *(where or ())]),
         "date": datetime.now(UTC).date().isoformat(),
         "wall_s": round(time.monotonic() - begin_s, 1),
         **found,

@@ -25,6 +25,9 @@ class Policy(HasSettings, ABC):
     summary: ClassVar[str]  # one line, for help texts
     # Whether it tells batch work apart; otherwise it sees it among the requests, with its window as their SLO.
     serves_batch: ClassVar[bool] = False
+    # Whether a pack's pass, forward or backward, may run as a whole before anybody else's turn comes: then who arrives
+    # waits the less, the smaller packs are.
+    runs_whole_passes: ClassVar[bool] = False
 
     @abstractmethod
     def plan(self, view: View, latency: LatencyModel) -> Plan:

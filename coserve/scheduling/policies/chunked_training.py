@@ -20,6 +20,7 @@ class ChunkedTraining(Policy):
     """See the module."""
 
     summary: ClassVar[str] = "a chunk of one size of a job in every step (chunked training)"
+    runs_whole_passes: ClassVar[bool] = True
 
     chunk_tokens: int = setting(128, "Tokens of a job that a step takes along.", least=16)
 

@@ -99,6 +99,7 @@ class DynamicTemporalSharing(Policy):
     """See the module."""
 
     summary: ClassVar[str] = "temporal sharing at an interval that follows the load (FlexLLM appendix A)"
+    runs_whole_passes: ClassVar[bool] = True
 
     def make_history(self) -> History:
         return Switching()

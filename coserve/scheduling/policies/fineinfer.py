@@ -20,6 +20,7 @@ class Fineinfer(Policy):
     """See the module."""
 
     summary: ClassVar[str] = "jobs while requests are deferred, to run together (FineInfer)"
+    runs_whole_passes: ClassVar[bool] = True
 
     deferral: float = setting(0.5, "The deferral bound, as a share of the TTFT SLO.", most=1)
 

@@ -2,18 +2,28 @@
 
 Algorithm 1: requests that arrive are prefilled at once, all of them, and tuning is suspended meanwhile, unless their
 prompts are short. Otherwise a decode step is planned: while a job goes forward, it is fused with as many of the job's
-tokens as keep the TPOT SLO; while it goes backward, with as many tasklets of a layer as inequality (1) allows, beside
-it where the device can be divided, after it where not. Deferred continuous batching: while no request runs, those that
+tokens as keep the TPOT SLO; while it goes backward, with as many tasklets of a layer as the planner allows, beside it
+where the device can be divided, after it where not. Deferred continuous batching: while no request runs, those that
 arrive wait for others for a share of the TTFT SLO.
 
-Latencies are those that were recorded of steps like this, or a linear model's (`scheduling.records`). Of the two ways
-to fuse a forward pass that section 5.2 has, this is the one by tokens: windows here go through all layers. Where not
-even one layer of a whole sequence fits, tasklets are cut by rows, as operators of a layer are there.
+The planner has the objective and the constraints of section 4.2, not all of the freedom of its inequality (1), by which
+some of a decode step's N_d,all tasklets may run beside tuning and the others alone. There both sides contend for the
+whole device, here each has units of its own until the forward pass ends: a decode step runs beside tuning as a whole
+(N_d = N_d,all) or not at all. What is chosen in place of N_d is the partition, and with it l_d: of those on which
+N_d,all l_d <= SLO_d, the one with the largest N_p <= N_d,all l_d / l_p. Where decoding beside tuning would pass SLO_d
+on all of them, (1) would still have part of it beside tuning; here tasklets then follow the step, as on a device that
+cannot be divided. There a tasklet takes all of its time from decoding, and (1) is N_p <= (SLO_d - N_d,all l_d0) / l_p.
+
+Latencies are those that were recorded of steps like this, or a linear model's (`scheduling.records`). Of steps on a
+partition that were not recorded, what the profile says of its parts stands in for the linear model; and records of them
+give way to it with age: a partition that was too slow once would not be planned, and so not recorded, again. Of the two
+ways to fuse a forward pass that section 5.2 has, this is the one by tokens: windows here go through all layers. Where
+not even one layer of a whole sequence fits, tasklets are cut by rows, as operators of a layer are there.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import ClassVar
 
@@ -33,22 +43,24 @@ from coserve.scheduling.records import Key, LatencyRecords, Work, forward_work, 
 WINDOWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
-def most_tasklets(slo_s: float, decode_s: float, beside_s: float, tasklet_s: float) -> int:
-    """Inequality (1): N_p <= (SLO_d - N_d,all l_d0) l_d / ((l_d - l_d0) l_p), for a decode step of N_d,all tasklets.
+def most_beside(slo_s: float, beside_s: float, tasklet_s: float) -> int:
+    """The largest N_p with N_d,all l_d <= SLO_d and N_p l_p <= N_d,all l_d.
 
     Args:
-        decode_s, beside_s: the decode step alone, N_d,all l_d0, and with all of it beside tuning, N_d,all l_d.
+        beside_s: the decode step, all of it beside tuning: N_d,all l_d.
         tasklet_s: l_p, a tuning tasklet beside decoding.
     """
-    if decode_s >= slo_s:
-        return 0
-    share = 1.0 if beside_s <= slo_s else (slo_s - decode_s) / (beside_s - decode_s)  # N_d of N_d,all
-    return int(share * beside_s / tasklet_s)
+    return int(beside_s / tasklet_s) if beside_s <= slo_s else 0
 
 
 def _size(rows: int) -> int:
     """The size under which a window or a tasklet is recorded."""
     return next((size for size in WINDOWS if size >= rows), WINDOWS[-1])
+
+
+def _units(partition: Partition) -> tuple[int, int]:
+    """What a partition is recorded under."""
+    return partition.forward_units, partition.backward_units
 
 
 def _adapters(job: JobView | None, requests: Sequence[RequestView]) -> Hashable:
@@ -72,8 +84,8 @@ def _fused_work(load: ForwardLoad, job: JobView, rows: int, latency: LatencyMode
 
 @dataclass
 class _Records(LatencyRecords, History):
-    """Kinds: "decode" alone; "forward" with a window; "backward", a tasklet after decoding. Where the device is
-    divided: "beside", a tasklet beside decoding, and "divided", decoding beside tasklets.
+    """Kinds: "decode" alone; "forward" with a window; "backward", a tasklet after decoding. On a partition of the
+    device: "beside", a tasklet beside decoding, and "divided", decoding beside tasklets.
     """
 
     def add(self, step: StepView) -> None:
@@ -100,9 +112,13 @@ class _Records(LatencyRecords, History):
         after = step.num_tasklets.get(job.id, 0) - beside
         if after and step.plan.partition is None:
             self.record(group, Key("backward", batch, size), work, step.backward_s / after)
-        if beside:
-            self.record(group, Key("beside", batch, size), work, step.beside_s / beside)
-            self.record(group, Key("divided", batch, size), forward_work(load, latency), step.forward_s)
+        if beside and (partition := step.plan.partition) is not None:
+            plan, tasklet_s = step.plan, latency.tasklet_s(job, part.rows)
+            for kind, seconds, predicted_s in (
+                ("beside", step.beside_s / beside, tasklet_s / plan.backward_speed),
+                ("divided", step.forward_s, plan.forward_s / plan.forward_speed),
+            ):
+                self.renew(group, Key(kind, batch, size, _units(partition)), seconds, predicted_s=predicted_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +199,7 @@ class _Step:
 
     def _add_window(self) -> None:
         """As many tokens as can be fused with the step."""
-        load, group, batch = _load(self.requests), _adapters(self.job, self.requests), self.build.num_rows
+        load, group, batch = _load(self.requests), self._group, self.build.num_rows
         most = min(_size(self.job.num_rows_left), max(WINDOWS[0], self.view.max_rows - batch))
         for size in [size for size in reversed(WINDOWS) if size <= most]:
             rows = min(size, self.job.num_rows_left)
@@ -194,33 +210,39 @@ class _Step:
 
     def _add_tasklets(self) -> tuple[Partition, float, float] | None:
         """Beside the step, if the device can be divided so that this pays, and the SLO is kept; otherwise after it."""
-        batch, decode_s = self.build.num_rows, self._decode_s()
-        rows = self.job.num_rows
+        decode_s, rows = self._decode_s(), self.job.num_rows
         while rows > LEAST_WINDOW_ROWS and self._tasklet_s(rows) > self.budget_s - decode_s:
             rows = max(LEAST_WINDOW_ROWS, rows // 2)
-        tasklet_s, found = self._tasklet_s(rows), None
-        if batch and self.view.num_units > 1:
-            found = self._partition(rows, decode_s)
-        if found is not None:
-            beside_s = self._recorded("divided", rows) or decode_s / found[1]
-            side_s = self._recorded("beside", rows) or tasklet_s / found[2]
-            number = most_tasklets(self.budget_s, decode_s, beside_s, side_s)
-            if number and beside_s <= self.budget_s:
+        tasklet_s = self._tasklet_s(rows)
+        if self.build.num_rows and self.view.num_units > 1:
+            number, found = self._most_beside(rows, decode_s, tasklet_s)
+            if found is not None:
                 self.build.take(self.job, rows, number)
                 return found
         # In turns a tuning tasklet takes all of its time from decoding: l_d - l_d0 = l_p, and (1) is what fits.
         self.build.take(self.job, rows, max(0, int((self.budget_s - decode_s) / tasklet_s)))
         return None
 
-    def _partition(self, rows: int, decode_s: float) -> tuple[Partition, float, float] | None:
-        """Of those that pay and on which decoding keeps SLO_d, the one with most for tuning; with its speeds.
-
-        The paper has both sides contend for the whole device, where tuning takes what its larger kernels can.
+    def _most_beside(
+        self, rows: int, decode_s: float, tasklet_s: float
+    ) -> tuple[int, tuple[Partition, float, float] | None]:
+        """How many tasklets, and beside what partition, with its speeds: of those that pay, the one with the most
+        tasklets; of several, where decoding is fastest.
         """
-        sharing, batch = self.latency.sharing, self.build.num_rows
-        every = [(each, *sharing.speeds(each, forward_rows=batch, tasklet_rows=rows)) for each in sharing.partitions]
-        fitting = [each for each in every if sum(each[1:]) > 1 and decode_s <= each[1] * self.budget_s]
-        return max(fitting, key=lambda each: each[2], default=None)
+        sharing, batch, group = self.latency.sharing, self.build.num_rows, self._group
+        best: tuple[Partition, float, float] | None = None
+        most = 0
+        for partition in sharing.partitions:
+            speeds = sharing.speeds(partition, forward_rows=batch, tasklet_rows=rows)
+            if sum(speeds) <= 1:
+                continue
+            key = Key("divided", batch, _size(rows), _units(partition))
+            beside_s = self.records.aged(group, key, decode_s / speeds[0])
+            side_s = self.records.aged(group, key._replace(kind="beside"), tasklet_s / speeds[1])
+            number = most_beside(self.budget_s, beside_s, side_s)
+            if number > most or (best is not None and number == most and speeds[0] > best[1]):
+                best, most = (partition, *speeds), number
+        return most, best
 
     def _decode_s(self) -> float:
         if not self.build.num_rows:
@@ -234,7 +256,9 @@ class _Step:
     def _tasklet_s(self, rows: int) -> float:
         key = Key("backward", self.build.num_rows, _size(rows))
         work = partial(tasklet_work, self.job, rows, self.latency)
-        return self.records.seconds(_adapters(self.job, self.requests), key, work)
+        return self.records.seconds(self._group, key, work)
 
-    def _recorded(self, kind: str, rows: int) -> float | None:
-        return self.records.recorded(_adapters(self.job, self.requests), Key(kind, self.build.num_rows, _size(rows)))
+    @cached_property
+    def _group(self) -> Hashable:
+        """Of records with the job: asked for with each size of a tasklet."""
+        return _adapters(self.job, self.requests)

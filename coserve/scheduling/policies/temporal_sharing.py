@@ -32,6 +32,7 @@ class TemporalSharing(Policy):
     """See the module."""
 
     summary: ClassVar[str] = "an iteration of tuning after every n of inference (FlexLLM section 8.2)"
+    runs_whole_passes: ClassVar[bool] = True
 
     n: int = setting(128, "Iterations of inference between two of tuning; the paper has 64, 128 and 512.", least=1)
 

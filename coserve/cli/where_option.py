@@ -1,0 +1,30 @@
+"""The option that takes some rows of a trace."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+
+def _checked(pairs: list[str] | None) -> list[str] | None:
+    """What is no pair is said before anything is read."""
+    for pair in pairs or ():
+        column, equals, _ = pair.partition("=")
+        if not (column.strip() and equals):
+            raise typer.BadParameter(f"{pair!r} must be COLUMN=VALUE, such as slice=dense")
+    return pairs
+
+
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="COLUMN=VALUE",
+        callback=_checked,
+        help="Of the trace, the rows with this value in this column alone, such as slice=dense.",
+    ),
+]
+
+
+def values_by_column(pairs: Sequence[str] | None) -> dict[str, str]:
+    """Of the option; a column's last value counts."""
+    return {column.strip(): value.strip() for column, _, value in (pair.partition("=") for pair in pairs or ())}
