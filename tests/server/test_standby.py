@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from cluster_nodes import ScriptedNode, make_job, make_request, num_ready, until
 from httpx import ASGITransport, AsyncClient
+from msgspec.structs import replace
 from served import model_directory
 
 from coserve.cluster.dead_fronts import http_middlewares
-from coserve.cluster.front import Front
+from coserve.cluster.front import Front, node_settings
+from coserve.cluster.messages import settings_digest
 from coserve.cluster.standby import StandbyFront, choose_front
 from coserve.errors import EngineGoneError, StoreError
 from coserve.server.config import ServerConfig
@@ -24,6 +26,8 @@ def make_front(home: Path, node: ScriptedNode | None = None, **settings: Any) ->
         return {"node-0": node}
 
     config = ServerConfig(model=str(model_directory()), home=str(home), **settings)
+    node.ready = replace(node.ready, model=config.model)
+    node.settings = settings_digest(node_settings(config))
     return StandbyFront(Front(config, find, "round-robin"))
 
 
