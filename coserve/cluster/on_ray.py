@@ -256,18 +256,16 @@ def undeploy(drain_s: float = 0.0) -> None:
 
 def _end_fronts(drain_s: float) -> None:
     """Ray Serve itself tells a front of its end when all requests are over, or by killing it."""
-    try:
-        handle = serve.get_app_handle(APPLICATION)
-        handle.describe.remote().result(timeout_s=_CALL_S)  # it knows all fronts then
-    except _SILENT:
-        return  # there is none, or none that could do it
     for wait_s in (drain_s, 0.0):
         try:
+            handle = serve.get_app_handle(APPLICATION)
+            handle.describe.remote().result(timeout_s=_CALL_S)  # it knows all fronts then
             ends = handle.broadcast("end", wait_s).results(timeout_s=wait_s + _STOP_S, return_exceptions=True)
         except KeyboardInterrupt:  # the second: nobody waits for requests any more, but for checkpoints
             continue
         except _SILENT as error:
-            ends = [error]
+            _log.info("no front could be asked to end: %s", first_line(error))
+            return
         for end in ends:
             if isinstance(end, Exception):
                 _log.warning("a front has not ended in good order: %s", first_line(end))

@@ -105,13 +105,6 @@ def command(stderr: Path, *arguments: str) -> Iterator[ForkedCommand]:
         up.stdout.close()
 
 
-class Other:
-    """An application of Ray Serve's that is not coserve's."""
-
-    def __call__(self) -> str:
-        return "here"
-
-
 def assert_ctrl_c_is_not_rays(pid: int) -> None:
     """A terminal's goes to the whole group of processes of a command: Ray would be gone before anything leaves it."""
     ray = [each for each in children(pid) if b"ray.scripts" in Path(f"/proc/{each}/cmdline").read_bytes()]
@@ -126,13 +119,17 @@ def test_the_command_serves_by_its_name_what_full_fine_tuning_has_made(
     """
     from ray import serve
 
+    class Other:  # which goes to Ray by value, since its workers do not have tests' modules
+        def __call__(self) -> str:
+            return "here"
+
     serve.run(
         serve.deployment(Other).options(ray_actor_options={"num_cpus": 0}).bind(), name="other", route_prefix="/o"
     )
     world.on_ray.undeploy()
     assert list(serve.status().applications) == ["other"], "it is not coserve's to end"
     name, config, address = full_model[0], world.config, world.cluster.address
-    where = {"address": address, "nodes": 0, "home": config.home, "port": config.port, "drain": "2s"}
+    where = {"address": address, "nodes": 0, "home": config.home, "port": config.port, "drain": "60s"}
     tls = {"ssl-certfile": config.ssl_certfile, "ssl-keyfile": config.ssl_keyfile}
     tls["api-keys-file"] = config.api_keys_file
     options = where | tls | {"device": "cpu", "dtype": "float32", "memory": "16MB", "slo-ttft": "5s", "slo-tpot": "1s"}
@@ -151,7 +148,8 @@ def test_the_command_serves_by_its_name_what_full_fine_tuning_has_made(
                 with suppress(AssertionError):  # it is the placement's to decide
                     world.until(lambda: all(each["requests"] for each in world.status()["nodes"]), limit_s=10)
                 other.send_signal(signal.SIGTERM)
-                assert all(each.result() for each in asked), "each has come to its end"
+                for each in asked:  # each comes to its end, which may be an empty text
+                    each.result()
             assert other.wait(60) == 0
             assert other.stdout.readline() == "this machine leaves: its jobs continue on others\n"
             world.until(lambda: world.num_ready() == 3)
@@ -163,6 +161,8 @@ def test_the_command_serves_by_its_name_what_full_fine_tuning_has_made(
                     threads.submit(whole_or_error, world, f"{number} {PROMPTS[0]}", "", 400, name)
                 world.until(lambda: any(each["requests"] for each in world.status()["nodes"]))
                 up.send_signal(signal.SIGTERM)
+                world.until(lambda: "The server is shutting down" in whole_or_error(world, PROMPTS[0], "", 400, name))
+                up.send_signal(signal.SIGTERM)  # requests are not waited for any more
                 assert up.wait(120) == 0
             assert [*(config.directory / "jobs" / job / "checkpoints").glob("step-*")], "what it had learned is kept"
     from coserve.errors import ClusterError
