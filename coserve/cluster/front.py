@@ -18,10 +18,13 @@ from coserve.cluster.messages import NodeSettings
 from coserve.cluster.nodes import FindNodes
 from coserve.cluster.placement import make_placement
 from coserve.cluster.routes import router
+from coserve.cluster.scheduler import ClusterScheduler
 from coserve.errors import CoserveError
 from coserve.home import private_files
 from coserve.jobs.remote_files import files_url, shared_files
 from coserve.jobs.shared_files import SharedFiles
+from coserve.scheduling.fairness import TokenWeights
+from coserve.scheduling.policies import make_policy
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
@@ -47,7 +50,8 @@ class Front:
     ) -> None:
         """placement, settings: see `make_placement`, with its ValueError."""
         self.config = config
-        self.link = ClusterLink(find_nodes, make_placement(placement, settings), config.directory, _shared(config))
+        scheduler = ClusterScheduler(make_placement(placement, settings), _weights(config))
+        self.link = ClusterLink(find_nodes, scheduler, config.directory, _shared(config))
         self._open = ExitStack()
         self._running: asyncio.Task[None] | None = None
         self._context: ServerContext | None = None
@@ -121,6 +125,12 @@ class Front:
 
 def _shared(config: ServerConfig) -> SharedFiles:
     return shared_files(files_url(config.files_url), config.directory)
+
+
+def _weights(config: ServerConfig) -> TokenWeights | None:
+    """What tokens cost tenants, where the engines' policy shares out requests among these."""
+    policy = make_policy(config.engine.policy, config.engine.policy_settings)
+    return policy.token_weights if policy.is_fair else None
 
 
 def node_settings(config: ServerConfig) -> NodeSettings:

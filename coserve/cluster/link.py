@@ -20,7 +20,6 @@ from coserve.cluster.cluster_requests import ClusterRequests
 from coserve.cluster.divided_jobs import DividedJobs
 from coserve.cluster.newcomers import Newcomers
 from coserve.cluster.nodes import ClusterNode, FindNodes, Nodes
-from coserve.cluster.placement import Placement
 from coserve.cluster.profiler import profile_of
 from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
 from coserve.cluster.shard_reports import Told
@@ -49,12 +48,12 @@ class ClusterLink:
     """Belongs to one event loop. Implements `coserve.worker.access.EngineAccess`."""
 
     def __init__(
-        self, find_nodes: FindNodes, placement: Placement, home: Path | None = None, shared: SharedFiles | None = None
+        self, find: FindNodes, scheduler: ClusterScheduler, home: Path | None = None, shared: SharedFiles | None = None
     ) -> None:
         """home: where κ and T_max of kinds of nodes are kept; None: nowhere. shared: see `DividedJobs`."""
         self._home = home
-        self._scheduler = ClusterScheduler(placement)
-        self._nodes = Nodes(find_nodes, self)
+        self._scheduler = scheduler
+        self._nodes = Nodes(find, self)
         self._jobs = ClusterJobs(self._scheduler, self._place, self._tell_job)
         self._divided = DividedJobs(self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs, shared)
         self._newcomers = Newcomers(self._divided.changed_by)

@@ -59,3 +59,10 @@ def test_what_it_cannot_read_is_said_and_the_home_is_free_again(tmp_path: Path):
     with pytest.raises(CoserveError, match="--chat-template"):
         asyncio.run(start(str(tmp_path / "none")))
     asyncio.run(asyncio.wait_for(start(None), 20))
+
+
+def test_it_shares_out_requests_among_tenants_where_its_engines_do(tmp_path: Path):
+    for policy, weight in (("vtc", 3.0), ("slack", 1.0)):
+        settings = ("w_p=3",) if policy == "vtc" else ()
+        config = ServerConfig(model=str(model_directory()), home=str(tmp_path), policy=policy, policy_settings=settings)
+        assert Front(config, one_node(), "slack-affinity").link.view.prompt_weight == weight

@@ -25,6 +25,8 @@ class Policy(HasSettings, ABC):
     summary: ClassVar[str]  # one line, for help texts
     # Whether it tells batch work apart; otherwise it sees it among the requests, with its window as their SLO.
     serves_batch: ClassVar[bool] = False
+    # Whether whose request is admitted next is decided by what tenants have been served.
+    is_fair: ClassVar[bool] = False
 
     @abstractmethod
     def plan(self, view: View, latency: LatencyModel) -> Plan:
