@@ -9,6 +9,7 @@ from coserve.cluster.link import ClusterLink
 from coserve.cluster.messages import CommandBatch, EngineLost, NodeReports, NodeStatus
 from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.placement import make_placement
+from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.shared_paths import SharedPaths
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.records import EngineStats
@@ -16,6 +17,7 @@ from coserve.engine.request import Chunk
 from coserve.errors import EngineGoneError
 from coserve.jobs.messages import JobStart
 from coserve.scheduling.counts import JobCounts, ModelCounts
+from coserve.scheduling.fairness import TokenWeights
 from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
@@ -186,15 +188,22 @@ async def until(question: Callable[[], Any]) -> Any:
 
 @asynccontextmanager
 async def cluster(
-    *nodes: ScriptedNode, placement: str = "round-robin", ready: int | None = None, checks: NodeChecks | None = None
+    *nodes: ScriptedNode,
+    placement: str = "round-robin",
+    ready: int | None = None,
+    weights: TokenWeights | None = None,
+    checks: NodeChecks | None = None,
+    **settings: float,
 ) -> Any:
-    """A link to them. ready: how many of them are waited for (default: all)."""
+    """A link to them. ready: how many of them are waited for (default: all). weights: see `ClusterScheduler`. settings:
+    of the placement.
+    """
     found = {f"node-{number}": node for number, node in enumerate(nodes)}
 
     async def find() -> dict[str, ScriptedNode]:
         return found
 
-    link = ClusterLink(find, make_placement(placement), checks=checks)
+    link = ClusterLink(find, ClusterScheduler(make_placement(placement, settings), weights), checks=checks)
     running = asyncio.create_task(link.run())
     try:
         await until(lambda: num_ready(link) == (len(nodes) if ready is None else ready))

@@ -17,6 +17,7 @@ from coserve.cluster.link import ClusterLink
 from coserve.cluster.messages import CommandBatch
 from coserve.cluster.node_paths import NodePaths
 from coserve.cluster.placement import make_placement
+from coserve.cluster.scheduler import ClusterScheduler
 from coserve.engine.engine import Engine
 from coserve.jobs.remote_files import RemoteFiles, shared_files
 from coserve.jobs.shared_files import SharedFiles
@@ -176,7 +177,7 @@ async def cluster_world(
         return nodes
 
     async with world(home, alive=False, manager={"shared": shared}) as made:
-        link = ClusterLink(find, make_placement("round-robin"), shared=shared)
+        link = ClusterLink(find, ClusterScheduler(make_placement("round-robin")), shared=shared)
         found = ClusterWorld(made, link, nodes)
         running = asyncio.create_task(link.run())
         try:

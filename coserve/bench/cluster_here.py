@@ -31,6 +31,7 @@ from coserve.cluster.messages import NodeSettings
 from coserve.cluster.node import Node
 from coserve.cluster.placement import make_placement
 from coserve.cluster.profiler import profile_of
+from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.simulation.engine import EngineNode
 from coserve.cluster.simulation.simulation import ClusterSimulation
 from coserve.cluster.view import Task
@@ -168,7 +169,7 @@ async def _play(config: HereConfig, alone: Sequence[Task], tasks: Sequence[Task]
     async def find() -> Mapping[str, Node]:
         return nodes
 
-    link = ClusterLink(find, make_placement(config.placement))
+    link = ClusterLink(find, ClusterScheduler(make_placement(config.placement)))
     running = asyncio.create_task(link.run())
     try:
         until_s = time.monotonic() + _READY_S

@@ -129,6 +129,7 @@ class ClusterRequests:
                 self._scheduler.begin(chunk.request, time.monotonic())
                 makes_room = True
             found.num_tokens += len(chunk.tokens)
+            self._scheduler.answered(found.request.tenant, len(chunk.tokens))
             found.num_open -= chunk.finish_reason is not None
             if not found.num_open:
                 self.drop(chunk.request)

@@ -19,12 +19,15 @@ from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.nodes import FindNodes
 from coserve.cluster.placement import make_placement
 from coserve.cluster.routes import router
+from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.shared_paths import sampled_digest
 from coserve.errors import CoserveError
 from coserve.home import private_files
 from coserve.jobs.remote_files import files_url, shared_files
 from coserve.jobs.shared_files import SharedFiles
 from coserve.models.source import model_files
+from coserve.scheduling.fairness import TokenWeights
+from coserve.scheduling.policies import make_policy
 from coserve.server.adapters import adapters_from_directories
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
@@ -59,9 +62,8 @@ class Front:
         """
         self.config = config
         self._checks = checks or NodeChecks(node_settings(config))
-        self.link = ClusterLink(
-            find_nodes, make_placement(placement, settings), config.directory, _shared(config), self._checks
-        )
+        scheduler = ClusterScheduler(make_placement(placement, settings), _weights(config))
+        self.link = ClusterLink(find_nodes, scheduler, config.directory, _shared(config), self._checks)
         self._open = ExitStack()
         self._running: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -156,6 +158,12 @@ class Front:
 
 def _shared(config: ServerConfig) -> SharedFiles:
     return shared_files(files_url(config.files_url), config.directory)
+
+
+def _weights(config: ServerConfig) -> TokenWeights | None:
+    """What tokens cost tenants, where the engines' policy shares out requests among these."""
+    policy = make_policy(config.engine.policy, config.engine.policy_settings)
+    return policy.token_weights if policy.is_fair else None
 
 
 def node_settings(config: ServerConfig) -> NodeSettings:

@@ -22,7 +22,6 @@ from coserve.cluster.loaded_adapters import LoadedOnNodes
 from coserve.cluster.newcomers import Newcomers
 from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.nodes import ClusterNode, FindNodes, Nodes
-from coserve.cluster.placement import Placement
 from coserve.cluster.profiler import profile_of
 from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
 from coserve.cluster.shard_reports import Told
@@ -52,8 +51,8 @@ class ClusterLink:
 
     def __init__(
         self,
-        find_nodes: FindNodes,
-        placement: Placement,
+        find: FindNodes,
+        scheduler: ClusterScheduler,
         home: Path | None = None,
         shared: SharedFiles | None = None,
         checks: NodeChecks | None = None,
@@ -61,9 +60,8 @@ class ClusterLink:
         """home: where κ and T_max of kinds of nodes are kept; None: nowhere. shared: see `DividedJobs`. checks: of
         nodes, before they are used (default: that all are alike).
         """
-        self._home, self._checks = home, checks or NodeChecks()
-        self._scheduler = ClusterScheduler(placement)
-        self._nodes = Nodes(find_nodes, self, self._checks)
+        self._home, self._checks, self._scheduler = home, checks or NodeChecks(), scheduler
+        self._nodes = Nodes(find, self, self._checks)
         self._jobs = ClusterJobs(self._scheduler, self._place, self._tell_job)
         self._divided = DividedJobs(self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs, shared)
         self._adapters = LoadedOnNodes(self._nodes.used, self._checks.most_adapters)

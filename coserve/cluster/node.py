@@ -18,8 +18,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from coserve.cluster.messages import (
     CommandBatch,
     EngineLost,
@@ -174,7 +172,7 @@ class Node:
         for each in batch.commands:
             command = decode_command(each)
             if isinstance(command, AddRequest):
-                command = replace(command, arrival_s=command.arrival_s + delay_s)
+                command = command.by_clock(delay_s)
             self._is_fresh &= isinstance(command, Ping)
             self._supervisor.send(command if self._paths is None else self._paths.here(command))
 

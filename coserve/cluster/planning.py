@@ -34,8 +34,8 @@ def plan_path(
         after: planned tasks that would be placed there before it.
     """
     profile = node.profile
-    if profile.training_yields and task.trains:
-        return _beside(node, task, now_s)
+    if profile.gives_way(task):
+        return _beside(node, task, now_s, num_cached)
     paths = (*node.queue, *after)
     training = [] if profile.training_yields else [path for path in paths if path.backward_end_s]
     forward_s = profile.forward.seconds(task.num_tokens - num_cached, task.batch_size)
@@ -89,20 +89,24 @@ def _passes(stage: int, training: Sequence[PlannedTask], held: Sequence[PlannedT
     return sorted([*passes, *((path.forward_start_s[stage], path.forward_end_s[stage]) for path in held)])
 
 
-def _beside(node: NodeView, task: Task, now_s: float) -> Path:
-    """Of training that requests do not notice: it begins at once, and takes longer the less slack there is."""
+def _beside(node: NodeView, task: Task, now_s: float, num_cached: int) -> Path:
+    """Of what requests do not notice: it begins at once, and takes longer the less slack there is, and the more there
+    is of its sort.
+    """
     profile, at = node.profile, (now_s,) * node.num_stages
-    passes = (profile.forward, profile.backward)
-    alone_s = node.num_stages * sum(one.seconds(task.num_tokens, task.batch_size) for one in passes)
-    end_s = now_s + alone_s * (1 + len(node.jobs)) / max(node.slack, 0.01)
+    passes = (profile.forward, profile.backward) if task.trains else (profile.forward,)
+    alone_s = node.num_stages * sum(one.seconds(task.num_tokens - num_cached, task.batch_size) for one in passes)
+    others = len(node.jobs) if task.trains else node.num_batch_running + node.num_batch_waiting
+    end_s = now_s + alone_s * (1 + others) / max(node.slack, 0.01)
+    ends_s = (end_s,) * node.num_stages
     planned = PlannedTask(
         task=task.id,
         kind=task.kind,
         arrival_s=task.arrival_s,
         forward_start_s=at,
-        forward_end_s=at,
-        backward_start_s=at,
-        backward_end_s=(end_s,) * node.num_stages,
+        forward_end_s=at if task.trains else ends_s,
+        backward_start_s=at if task.trains else (),
+        backward_end_s=ends_s if task.trains else (),
     )
     return Path(planned, 0.0, end_s - task.arrival_s)
 

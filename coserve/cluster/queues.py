@@ -5,13 +5,14 @@ what a queue keeps is there only so that a thousand tasks that wait make the nex
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, merge
-from itertools import chain, count
+from itertools import chain, count, groupby
 from typing import NamedTuple, Protocol
 
 from coserve.cluster.view import ClusterView, Latency, NodeView, Task, TaskKind
+from coserve.scheduling.order import by_due, by_priority, by_share
 
 
 class TaskQueue(Protocol):
@@ -33,23 +34,48 @@ class TaskQueue(Protocol):
 
 
 class ArrivalQueue:
-    """Requests and training as they came."""
+    """Requests and training as they came; but requests by their priorities, and batch work after the others, by when it
+    should be done.
+    """
+
+    def __init__(self) -> None:
+        self._num_apart = 0  # requests that wait and whose order is not that in which they came
 
     def add(self, task: Task) -> None:
-        pass  # the view has them in this order
+        self._num_apart += _is_apart(task)
 
     def remove(self, task: Task) -> None:
-        pass
+        self._num_apart -= _is_apart(task)
 
     def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[Task]:
-        return merge(view.requests, view.training, key=lambda task: task.arrival_s)
+        return merge(self.requests(view), view.training, key=lambda task: task.arrival_s)
+
+    def requests(self, view: ClusterView) -> Sequence[Task]:
+        """Those that wait, in their order."""
+        requests: Sequence[Task] = view.requests
+        if len(view.tenants) > 1:
+            requests = list(_shared_out(view, requests))
+        if not self._num_apart:
+            return requests
+        awaited = [task for task in requests if not task.is_batch]
+        return [*by_priority(awaited), *by_due([task for task in requests if task.is_batch])]
+
+
+def _is_apart(task: Task) -> bool:
+    return bool(task.priority) or task.is_batch
+
+
+def _shared_out(view: ClusterView, requests: Sequence[Task]) -> Iterator[Task]:
+    """Among their tenants, by what these have been served."""
+    served = {tenant.name: tenant.served for tenant in view.tenants}
+    return by_share(requests, served, lambda task: view.prompt_weight * task.batch_size * task.num_tokens)
 
 
 class RequestsFirst(ArrivalQueue):
-    """Requests before training, each as they came."""
+    """Requests before training, each in the order of an `ArrivalQueue`."""
 
     def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[Task]:
-        return chain(_until(stopped, view.requests), _until(stopped, view.training))
+        return chain(_until(stopped, self.requests(view)), _until(stopped, view.training))
 
 
 def _until(stopped: Collection[TaskKind], tasks: Iterable[Task]) -> Iterator[Task]:
@@ -84,55 +110,74 @@ def deadline(task: Task, kinds: _Kinds, *, slo_times: float) -> Deadline:
     return Deadline(due_s, due_s - alone_s)
 
 
-# Sorted by the first two: a key, and the number in which the task came.
-_Entry = tuple[float, int, Task]
+# Of the requests of one priority: those that have waited for long, those that can be in time, and late ones.
+_AGED, _TIMELY, _LATE = range(3)
+# Priority, which of these, a deadline (0: as they came), and the number in which it came: sorted by these four.
+_Entry = tuple[int, int, float, int, Task]
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """entries: where it is; None: it has come since the order was last asked for. key: there."""
+    """A request. part: of those of its priority, and due_s, as its entry has them; None: it has none, since it has come
+    since the order was last asked for.
+    """
 
     number: int
     task: Task
-    entries: list[_Entry] | None = None
-    key: float = 0.0
+    part: int | None = None
+    due_s: float = 0.0
 
 
 class DeadlineQueue:
-    """What has waited for long; requests that can be in time, by their deadlines; training; late requests.
+    """Requests by their priorities, and of one priority what has waited for long, then those that can be in time, by
+    their deadlines, then late ones. Training is placed after all that can be in time, what has waited for long of it
+    after requests that have waited so, too. Batch work is last, by when it should be done: nobody waits for it, and it
+    has no deadline here, however long it has waited. Where requests are shared out among tenants
+    (`ClusterView.tenants`), that decides in place of deadlines and of how long one has waited.
 
     A request is late when it could not be in time if it began now, alone, on any node: which it stays. So each task
     changes its place twice at most, and all that is done for one takes O(log n) of those that wait, but for copies of
     arrays of pointers.
     """
 
-    def __init__(self, *, slo_times: float, max_defer_s: float, most_waiting: int) -> None:
-        """See `coserve.cluster.placement.slack_affinity`."""
-        self._slo_times, self._max_defer_s, self._most_waiting = slo_times, max_defer_s, most_waiting
+    def __init__(self, *, slo_times: float, max_defer_s: float, has_room: Callable[[NodeView], bool]) -> None:
+        """See `coserve.cluster.placement.slack_affinity`. has_room: whether a node may get a task; where none may,
+        nobody is looked for.
+        """
+        self._slo_times, self._max_defer_s, self._has_room = slo_times, max_defer_s, has_room
         self._numbers = count()
-        self._requests: dict[str, _Waiting] = {}
+        self._requests: dict[str, _Waiting] = {}  # but for batch work
         self._training: dict[str, Task] = {}
         self._new: list[_Waiting] = []
-        self._timely: list[_Entry] = []  # by deadline
-        self._late: list[_Entry] = []  # as they came, as the following
-        self._aged: list[_Entry] = []
+        self._entries: list[_Entry] = []
+        self._num_late = 0  # of the entries
         self._latest: list[tuple[float, int, str]] = []  # a heap of when they become late
         self._ageing: list[tuple[float, int, str]] = []  # and aged
+        self._batch: list[tuple[float, int, Task]] = []  # by when each should be done, and the number in which it came
+        self._numbers_of_batch: dict[str, int] = {}
         self._kinds: _Kinds = frozenset()
 
     def add(self, task: Task) -> None:
         if task.trains:
             self._training[task.id] = task
-            return
-        found = self._requests[task.id] = _Waiting(next(self._numbers), task)
-        self._new.append(found)
+        elif task.batch_due_s is not None:
+            number = self._numbers_of_batch[task.id] = next(self._numbers)
+            insort(self._batch, (task.batch_due_s, number, task))
+        else:
+            found = self._requests[task.id] = _Waiting(next(self._numbers), task)
+            self._new.append(found)
 
     def remove(self, task: Task) -> None:
-        if self._training.pop(task.id, None) is None and (found := self._requests.pop(task.id, None)) is not None:
+        if self._training.pop(task.id, None) is not None:
+            return
+        if (found := self._requests.pop(task.id, None)) is not None:
             self._take_out(found)
+        elif (number := self._numbers_of_batch.pop(task.id, None)) is not None:
+            assert task.batch_due_s is not None
+            del self._batch[bisect_left(self._batch, (task.batch_due_s, number))]
 
     def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[Task]:
-        if all(node.num_waiting >= self._most_waiting for node in view.nodes):
+        if not any(map(self._has_room, view.nodes)):
             return ()
         kinds = kinds_of(view.nodes)
         if kinds != self._kinds:  # what requests take alone is another
@@ -143,57 +188,78 @@ class DeadlineQueue:
                 self._put_in(waiting)
         self._new.clear()
         self._pass_time(view.now_s)
-        return self._ordered(view.now_s - self._max_defer_s, stopped)
+        return self._ordered(view, stopped)
 
-    def _ordered(self, aged_s: float, stopped: Collection[TaskKind]) -> Iterator[Task]:
-        """Each part is copied when it is come to."""
+    def _ordered(self, view: ClusterView, stopped: Collection[TaskKind]) -> Iterator[Task]:
+        """Of tasks as they are when this begins, but for training and batch work, which are looked at later."""
+        aged_s = view.now_s - self._max_defer_s
         first = next(iter(self._training.values()), None)
         aged = [first] if first is not None and first.arrival_s <= aged_s else []
-        yield from _until(stopped, _tasks(self._aged))
-        yield from _until(stopped, aged)
-        yield from _until(stopped, _tasks(self._timely))
-        if "training" not in stopped:
-            yield from _until(stopped, list(self._training.values())[len(aged) :])
-        yield from _until(stopped, _tasks(self._late))
+        num_before = len(self._entries) - self._num_late  # of those that come, the ones that go before training
+        is_aged_due, is_training_due = bool(aged), True
+        requests = ((part, task) for _, part, _, _, task in tuple(self._entries))
+        for part, task in requests if len(view.tenants) < 2 else self._shared_out(view):
+            if "request" in stopped:
+                break
+            if is_aged_due and part != _AGED:
+                is_aged_due = False
+                yield from _until(stopped, aged)
+            if is_training_due and not num_before:
+                is_training_due = False
+                yield from _until(stopped, self._training_beside(aged))
+            num_before -= part != _LATE
+            yield task
+        if is_aged_due:
+            yield from _until(stopped, aged)
+        if is_training_due:
+            yield from _until(stopped, self._training_beside(aged))
+        yield from _until(stopped, (task for _, _, task in tuple(self._batch)))
+
+    def _shared_out(self, view: ClusterView) -> Iterator[tuple[int, Task]]:
+        """Among tenants: of each priority those that can be in time or have waited for long, then late ones."""
+        for (_, is_late), group in groupby(tuple(self._entries), lambda entry: (entry[0], entry[1] == _LATE)):
+            for task in _shared_out(view, [entry[-1] for entry in group]):
+                yield _LATE if is_late else _TIMELY, task
+
+    def _training_beside(self, aged: Sequence[Task]) -> Iterator[Task]:
+        return (task for task in tuple(self._training.values()) if task not in aged)
 
     def _begin_again(self) -> None:
-        for entries in (self._timely, self._late, self._aged, self._latest, self._ageing):
+        for entries in (self._entries, self._latest, self._ageing):
             entries.clear()
+        self._num_late = 0
         self._new = list(self._requests.values())
 
     def _put_in(self, waiting: _Waiting) -> None:
         """Among those that are in time, until time passes."""
         task = waiting.task
         due_s, latest_begin_s = deadline(task, self._kinds, slo_times=self._slo_times)
-        self._put(waiting, self._timely, due_s)
+        self._put(waiting, _TIMELY, due_s)
         heappush(self._latest, (latest_begin_s, waiting.number, task.id))
         heappush(self._ageing, (task.arrival_s + self._max_defer_s, waiting.number, task.id))
 
     def _pass_time(self, now_s: float) -> None:
         while self._latest and self._latest[0][0] < now_s:
-            self._move(heappop(self._latest), self._late)
+            self._move(heappop(self._latest), _LATE)
         while self._ageing and self._ageing[0][0] <= now_s:
-            self._move(heappop(self._ageing), self._aged)
+            self._move(heappop(self._ageing), _AGED)
 
-    def _move(self, due: tuple[float, int, str], entries: list[_Entry]) -> None:
+    def _move(self, due: tuple[float, int, str], part: int) -> None:
         _, number, id = due
         waiting = self._requests.get(id)
-        if waiting is None or waiting.number != number or waiting.entries is self._aged:
+        if waiting is None or waiting.number != number or waiting.part == _AGED:
             return
         self._take_out(waiting)
-        self._put(waiting, entries, 0.0)
+        self._put(waiting, part, 0.0)
 
-    def _put(self, waiting: _Waiting, entries: list[_Entry], key: float) -> None:
-        waiting.entries, waiting.key = entries, key
-        insort(entries, (key, waiting.number, waiting.task))
+    def _put(self, waiting: _Waiting, part: int, due_s: float) -> None:
+        waiting.part, waiting.due_s = part, due_s
+        self._num_late += part == _LATE
+        insort(self._entries, (waiting.task.priority, part, due_s, waiting.number, waiting.task))
 
     def _take_out(self, waiting: _Waiting) -> None:
-        if waiting.entries is not None:
-            at = bisect_left(waiting.entries, (waiting.key, waiting.number))
-            del waiting.entries[at]
-
-
-def _tasks(entries: list[_Entry]) -> Iterator[Task]:
-    """As they are when the first is asked for."""
-    for _, _, task in tuple(entries):
-        yield task
+        if waiting.part is not None:
+            self._num_late -= waiting.part == _LATE
+            del self._entries[
+                bisect_left(self._entries, (waiting.task.priority, waiting.part, waiting.due_s, waiting.number))
+            ]

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from coserve.cluster.placement.base import Placement
 from coserve.cluster.view import ClusterView, Lengths, NodeView, Placed, PlannedTask, Task, TaskKind
+from coserve.scheduling.fairness import TokenCounters, TokenWeights
 
 # While tasks wait for a node, callers ask again this often.
 RETRY_S = 0.1
@@ -30,6 +31,7 @@ class _Node:
         self.report = report
         self.tasks: dict[str, PlannedTask | None] = {}
         self._unknown = set[str]()  # counted as waiting here, until they begin, or a report counts them
+        self._batch = set[str]()  # of the tasks, batch work that gives way
         self.last: PlannedTask | None = None
         self.lengths = Lengths()
         self._view: NodeView | None = None
@@ -47,17 +49,25 @@ class _Node:
         self._unknown.clear()
 
     def place(self, task: Task, path: PlannedTask | None) -> None:
-        """Until the next report, as if the task had its pages already, its prefix and its adapter."""
+        """Until the next report, as if the task had its pages already, its prefix and its adapter. Pages of batch work
+        are there for others as ever.
+        """
         report = self.report
-        free = max(0, report.num_free_pages - report.num_pages_of(task))
-        self.report = replace(report, num_free_pages=free, num_waiting=report.num_waiting + 1)
+        gives_way = report.profile.gives_way(task)
+        if gives_way and task.is_batch:
+            self._batch.add(task.id)
+            self.report = replace(report, num_batch_waiting=report.num_batch_waiting + 1)
+        else:
+            free = max(0, report.num_free_pages - report.num_pages_of(task))
+            self.report = replace(report, num_free_pages=free, num_waiting=report.num_waiting + 1)
         if task.adapter is not None and task.adapter not in report.adapters:
             self.report = replace(self.report, adapters=report.adapters | {task.adapter})
         if task.prefix:
             self.report = replace(self.report, prefixes=report.prefixes.union(task.prefix))
         self.tasks[task.id] = path
         self._unknown.add(task.id)
-        self.last = path or self.last
+        if not gives_way:  # others do not run after it
+            self.last = path or self.last
         self.lengths = self.lengths.add(task.num_tokens)
         self._view = None
 
@@ -71,9 +81,8 @@ class _Node:
 
     def begin(self, task: str, now_s: float) -> None:
         """Until the next report, as if the node had told."""
-        report, self._view = self.report, None
         self._unknown.discard(task)
-        self.report = replace(report, num_waiting=max(0, report.num_waiting - 1), num_running=report.num_running + 1)
+        self._wait_no_more(task, running=1)
         if (path := self.tasks.get(task)) is not None:
             self.calibrate(_ended_forward(path, now_s))
 
@@ -82,7 +91,18 @@ class _Node:
         self.tasks.pop(task, None)
         if task in self._unknown:
             self._unknown.remove(task)
-            self.report = replace(self.report, num_waiting=self.report.num_waiting - 1)
+            self._wait_no_more(task, running=0)
+        self._batch.discard(task)
+
+    def _wait_no_more(self, task: str, *, running: int) -> None:
+        """One less of its sort waits here, and as many more run."""
+        report, self._view = self.report, None
+        if task in self._batch:
+            waiting, running = max(0, report.num_batch_waiting - 1), report.num_batch_running + running
+            self.report = replace(report, num_batch_waiting=waiting, num_batch_running=running)
+        else:
+            waiting, running = max(0, report.num_waiting - 1), report.num_running + running
+            self.report = replace(report, num_waiting=waiting, num_running=running)
 
 
 def _ended_forward(path: PlannedTask, now_s: float) -> PlannedTask:
@@ -102,13 +122,17 @@ class ClusterScheduler:
     often as they like. A node that is gone is removed, which returns what it had, for the caller to submit again.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, weights: TokenWeights | None = None) -> None:
+        """weights: what tokens cost tenants, where requests that wait are shared out among these, as by a policy that
+        does so on a device (`Policy.is_fair`); None: they are not.
+        """
         self.placement = placement
         self._order = placement.queue()
         self._nodes: dict[str, _Node] = {}
         self._ranks: dict[str, int] = {}  # of nodes that there ever were: one that comes back has its place again
         self._waiting: dict[TaskKind, dict[str, Task]] = {kind: {} for kind in get_args(TaskKind)}
         self._queues: dict[TaskKind, tuple[Task, ...] | None] = dict.fromkeys(self._waiting, ())  # None: they changed
+        self._counters = None if weights is None else TokenCounters(weights)
         self._came_after_s: dict[str, float | None] = {}
         self._last_arrival_s: float | None = None
         self._arrivals_s: deque[float] = deque()
@@ -142,6 +166,8 @@ class ClusterScheduler:
             num_training_placed=self._num_placed["training"],
             last_arrival_s=self._came_after_s.get(task),
             request_rate=len(self._arrivals_s) / _RATE_S,
+            tenants=() if self._counters is None else self._counters.views(),
+            prompt_weight=1.0 if self._counters is None else self._counters.weights.prompt,
         )
 
     # -- nodes --------------------------------------------------------------------------
@@ -173,7 +199,9 @@ class ClusterScheduler:
         self._came_after_s[task.id], self._last_arrival_s = self._last_arrival_s, task.arrival_s
         self._waiting[task.kind][task.id], self._queues[task.kind] = task, None
         self._order.add(task)
-        if not task.trains:
+        if self._counters is not None and not task.trains:
+            self._counters.arrive(task.tenant)
+        if not task.trains and not task.is_batch:
             self._arrivals_s.append(task.arrival_s)
 
     def withdraw(self, task: str) -> bool:
@@ -182,7 +210,7 @@ class ClusterScheduler:
         for kind, waiting in self._waiting.items():
             if (found := waiting.pop(task, None)) is not None:
                 self._queues[kind] = None
-                self._order.remove(found)
+                self._stop_waiting(found)
                 return True
         return False
 
@@ -228,6 +256,11 @@ class ClusterScheduler:
             self._num_changes += 1
             self._nodes[node].begin(task, now_s)
 
+    def answered(self, tenant: str, num_tokens: int) -> None:
+        """Tokens of a tenant's answers have come."""
+        if self._counters is not None:
+            self._counters.charge(tenant, output=num_tokens)
+
     def num_tasks(self, node: str) -> int:
         """That were placed on a node and have not ended."""
         return len(self._nodes[node].tasks)
@@ -237,6 +270,11 @@ class ClusterScheduler:
         if (node := self._node_of.pop(task, None)) is not None:
             self._num_changes += 1
             self._nodes[node].finish(task)
+
+    def _stop_waiting(self, task: Task) -> None:
+        self._order.remove(task)
+        if self._counters is not None and not task.trains:
+            self._counters.leave(task.tenant)
 
     def _queue(self, kind: TaskKind) -> tuple[Task, ...]:
         """Tasks of a kind that wait; made anew only where they have changed."""
@@ -248,7 +286,9 @@ class ClusterScheduler:
     def _place(self, task: Task, decision: Placed) -> None:
         self._num_changes += 1
         del self._waiting[task.kind][task.id]
-        self._order.remove(task)
+        self._stop_waiting(task)
+        if self._counters is not None and not task.trains:
+            self._counters.charge(task.tenant, prompt=task.batch_size * task.num_tokens)
         self._queues[task.kind] = None
         self._came_after_s.pop(task.id, None)
         self._num_placed[task.kind] += 1

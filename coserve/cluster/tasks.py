@@ -22,6 +22,8 @@ def task_of_request(request: AddRequest, *, prefix: tuple[bytes, ...], excluded:
         ttft_s=None if slo is None else slo.ttft_s,
         tpot_s=None if slo is None else slo.tpot_s,
         tenant=request.tenant,
+        priority=request.priority,
+        batch_due_s=request.batch_due_s,
         excluded=excluded,
     )
 

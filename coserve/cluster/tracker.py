@@ -59,6 +59,8 @@ class NodeTracker:
             is_draining=is_draining,
             num_running=0 if stats is None else stats.num_running,
             num_waiting=0 if stats is None else stats.num_waiting,
+            num_batch_running=0 if stats is None else stats.num_batch_running,
+            num_batch_waiting=0 if stats is None else stats.num_batch_waiting,
             jobs=jobs,
             slack=1.0 if stats is None or not self._steps else stats.slack,
             utilisation=min(1.0, busy_s / recent_s),

@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from coserve.scheduling.plan import TenantView
+
 TaskKind = Literal["request", "training"]
 
 
@@ -36,7 +38,7 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True):
     task waits for memory before others' caches are offloaded for it. block_tokens: tokens of a page.
     pages_per_request: that a request has for its states, beside those of its tokens. pages_per_trained_token: that
     training keeps between its forward and backward pass, for each token. training_yields: whether training gives way
-    to requests within a step, as an engine has it, so that no request waits for a pass.
+    to requests within a step, as an engine has it, so that no request waits for a pass; then batch work does, too.
     """
 
     forward: Latency
@@ -54,13 +56,17 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True):
         """Of requests that have this many tokens together."""
         return num_requests * self.pages_per_request + ceil(num_tokens / self.block_tokens)
 
+    def gives_way(self, task: "Task") -> bool:
+        """Whether a task runs here in what requests leave of each step, so that none waits for it."""
+        return self.training_yields and (task.trains or task.is_batch)
+
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be placed. num_tokens: ℓ, of the prompt, or of a training sequence. batch_size: C, sequences of that
     length. num_output_tokens: that may follow, as far as one knows. adapter: its label (`name` or `name@step`; None:
     the bare model). prefix: keys of the prompt's full blocks (`coserve.memory.prefix_index`), as far as they are known.
-    ttft_s, tpot_s: of its SLO; None: none. job: that a piece of training belongs to. excluded: nodes where it cannot
-    go, such as those that have just failed it.
+    ttft_s, tpot_s: of its SLO; None: none. job: that a piece of training belongs to. priority, batch_due_s: of a
+    request, see `RequestView`. excluded: nodes where it cannot go, such as those that have just failed it.
     """
 
     id: str
@@ -75,11 +81,18 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float | None = None
     tenant: str = ""
     job: str = ""
+    priority: int = 0
+    batch_due_s: float | None = None
     excluded: frozenset[str] = frozenset()
 
     @property
     def trains(self) -> bool:
         return self.kind == "training"
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is batch work, for which nobody waits."""
+        return self.batch_due_s is not None
 
 
 class PlannedTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,12 +142,13 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     hardware: kind of device. training_in_flight: training tasks that may be between the begin of their forward and the
     end of their backward pass at once (1: each learns from weights that have what the one before has learned); None:
     as many as come. is_draining: gets no more tasks. num_running, num_waiting: tasks that have begun, and
-    that have not. jobs: ids of those that it runs. slack: share of its time that the SLOs of its requests leave over
+    that have not, but for batch work that gives way (`NodeProfile.gives_way`); num_batch_running, num_batch_waiting:
+    the same of that. jobs: ids of those that it runs. slack: share of its time that the SLOs of its requests leave over
     (`EngineStats`). utilisation: share of recent time in which it was busy. num_free_pages: that could be had now.
     adapters: labels of those on the device. prefixes: keys of cached blocks, the ones used last. lengths: of what was
     placed on it. num_tasks: that were placed and have not ended. queue: the paths of these, in the order of placement;
-    last: the path of what was placed last, ended or not (both where the placement plans paths). `ClusterScheduler`
-    fills in these four; nodes leave them out.
+    last: the path of what was placed last and does not give way, ended or not (both where the placement plans paths).
+    `ClusterScheduler` fills in these four; nodes leave them out.
     """
 
     id: str
@@ -145,6 +159,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     is_draining: bool = False
     num_running: int = 0
     num_waiting: int = 0
+    num_batch_running: int = 0
+    num_batch_waiting: int = 0
     jobs: tuple[str, ...] = ()
     slack: float = 1.0
     utilisation: float = 0.0
@@ -189,7 +205,9 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 
     nodes: in an order that stays. requests, training: tasks that have no node yet, in the order in which they came, the
     one to be placed among them. num_requests_placed, num_training_placed: so far. last_arrival_s: of the task that
-    arrived before the one to be placed; None: it is the first. request_rate: requests per second of late.
+    arrived before the one to be placed; None: it is the first. request_rate: requests per second of late, but for
+    batch work. tenants: of those whose requests wait, where these are to be shared out among them; otherwise none is
+    told. prompt_weight: what a token of a prompt costs its tenant.
     """
 
     now_s: float
@@ -200,6 +218,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     num_training_placed: int = 0
     last_arrival_s: float | None = None
     request_rate: float = 0.0
+    tenants: tuple[TenantView, ...] = ()
+    prompt_weight: float = 1.0
 
 
 class Placed(NamedTuple):

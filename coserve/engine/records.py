@@ -97,8 +97,9 @@ class EngineStats:
     held weights of other models.
     num_weight_bytes_copied, weights_wait_s, num_tasklets_declined: see `WindowUse`; the window's pages are in
     num_pages_by_owner, as those of "weights". num_pages_for_requests: that requests could have now: free ones, those of
-    prefixes that no request uses, and of packs, which make room. slack: share of the time that SLOs of requests leave
-    over: 1 less the most that they needed of some seconds lately (`NeedView.time`), 0 at least; as of the last step.
+    prefixes that no request uses, and of packs and batch work, which make room. slack: share of the time that SLOs of
+    requests leave over: 1 less the most that they needed of some seconds lately (`NeedView.time`), 0 at least; as of
+    the last step.
     """
 
     num_running: int

@@ -65,6 +65,13 @@ class RequestQueue:
         running = sum([request.is_batch for request in self.running.values()])
         return running, sum([request.is_batch for request in self.waiting.values()])
 
+    def num_batch_pages(self) -> int:
+        """That batch work has, alone or together with others; a page that several have counts once."""
+        if not self._num_batch:
+            return 0
+        sequences = [each.sequence for each in self.running.values() if each.is_batch and each.sequence is not None]
+        return len({page for sequence in sequences for page in sequence.pages})
+
     def may_start(self, request: Request) -> bool:
         """Whether its turn has come to be admitted."""
         return request.may_start and not self._handed.is_held(request.id)

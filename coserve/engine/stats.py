@@ -25,7 +25,7 @@ def take_stats(parts: EngineParts) -> EngineStats:
         num_pages=pages.pool.num_pages,
         num_pages_free=pages.pool.num_free,
         num_pages_by_owner=owned,
-        num_pages_for_requests=pages.num_available + owned.get(PACK_OWNER, 0),
+        num_pages_for_requests=pages.num_available + owned.get(PACK_OWNER, 0) + requests.num_batch_pages(),
         slack=max(0.0, 1 - loop.last_need.time),
         margin=parts.latency.corrections.margin,
         num_slos_clamped=serving.num_slos_clamped,

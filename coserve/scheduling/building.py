@@ -11,6 +11,7 @@ from coserve.scheduling.deadlines import SURE_MARGINS
 from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_tasklets, least_advanced, tasklet_rows
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
+from coserve.scheduling.order import by_due
 from coserve.scheduling.pieces import MOST_ROW_COST, largest_that_fits, least_urgent, rows_of_tile
 from coserve.scheduling.plan import (
     JobView,
@@ -173,7 +174,7 @@ class PlanBuilder:
             self._time.forward_s = self._latency.forward_s(self._load)
             must = must and not taken
         prompts = [each for each in requests if each.num_rows > 1]
-        self.prefill(sorted(prompts, key=lambda each: each.batch_due_s or 0.0), until_s, urgent=must)
+        self.prefill(by_due(prompts), until_s, urgent=must)
         self._time.batch_s += self._time.forward_s - before_s
         self._time.prefill_s = prefill_s
 

@@ -12,6 +12,7 @@ from math import inf
 
 from msgspec import structs
 
+from coserve.scheduling.order import by_due, by_priority
 from coserve.scheduling.plan import JobView, RequestView, View
 
 # A pack waits until there are this many pages per running request beside it: it would be dropped at once otherwise.
@@ -105,7 +106,7 @@ class MemoryPlan:
             return
         spare = SPARE_PAGES * len(self.requests) + len(self.batch)
         held = sum([each.num_held + each.num_pages for each in self.batch])
-        for request in sorted(self._view.batch_waiting, key=lambda each: each.batch_due_s or 0.0):
+        for request in by_due(self._view.batch_waiting):
             if len(self.requests) + len(self.batch) >= self._view.max_requests:
                 return
             if not request.may_start:
@@ -233,13 +234,6 @@ class MemoryPlan:
             return
         self.free += request.num_held + self._grown.pop(request.id, 0)
         self.preempt.append(request.id)
-
-
-def by_priority(waiting: Sequence[RequestView]) -> Sequence[RequestView]:
-    """Requests in the order of their priorities, and as they came."""
-    if all(not request.priority for request in waiting):
-        return waiting
-    return sorted(waiting, key=lambda request: request.priority)
 
 
 def rows_lost(job: JobView) -> float:

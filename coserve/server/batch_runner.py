@@ -8,7 +8,7 @@ started again resumes with the requests that have none.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from coserve.jobs.records import BatchRecord, FileRecord, new_id
 from coserve.jobs.store import Store
 from coserve.jobs.transaction import Transaction
 from coserve.server.batch_files import ERRORS, OUTPUT, BatchLine, BatchResults, read_body, read_input
+from coserve.server.batch_places import BatchPlaces
 from coserve.server.errors import ApiError, as_api_error
 
 _log = logging.getLogger(__name__)
@@ -39,17 +40,24 @@ class BatchRunner:
     """Belongs to the event loop."""
 
     def __init__(
-        self, store: Store, files: Files, directory: Path, *, answer: Answer, is_ready: Callable[[], bool], most: int
+        self,
+        store: Store,
+        files: Files,
+        directory: Path,
+        *,
+        answer: Answer,
+        is_ready: Callable[[], bool],
+        most: Callable[[], int],
     ) -> None:
         """directory: where batches keep what has come of them so far. answer: raises ApiError or CoserveError.
-        is_ready: whether there is an engine. most: requests that are under way at once.
+        is_ready: whether there is an engine. most: requests that may be under way at once now.
         """
         self._store, self._files, self._directory = store, files, directory
-        self._ask, self._is_ready, self._most = answer, is_ready, most
+        self._ask, self._is_ready = answer, is_ready
         self._results: dict[str, BatchResults] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._live: dict[str, BatchRecord] = {}
-        self._places = asyncio.Semaphore(most)
+        self._places = BatchPlaces(most)
         make_private(directory)
 
     async def start(self) -> None:
@@ -143,20 +151,20 @@ class BatchRunner:
         record = self._live[id]
         begun_s = record.times["in_progress_at"]
         window_s = record.expires_at - begun_s
-        waiting: Iterator[tuple[int, BatchLine]] = iter(left)
 
-        async def work() -> None:
-            for place, line in waiting:
-                async with self._places:
-                    due_at = begun_s + window_s * (place + 1) / num_lines
-                    status, request, body = await self._answer(record, line, due_at)
-                await self._until_done(results.add, line.custom_id, status, request, body)
-                self._count(id, is_good=status == 200)
+        async def work(line: BatchLine, due_at: float) -> None:
+            status, request, body = await self._answer(record, line, due_at)
+            await self._until_done(results.add, line.custom_id, status, request, body)
+            self._count(id, is_good=status == 200)
 
         try:
             async with asyncio.timeout(max(0.0, record.expires_at - time.time())), asyncio.TaskGroup() as group:
-                for _ in range(min(len(left), self._most)):
-                    group.create_task(work())
+                for place, line in left:
+                    self._places.grow()
+                    await self._places.acquire()
+                    task = group.create_task(work(line, begun_s + window_s * (place + 1) / num_lines))
+                    # Also of one that is cancelled before it begins.
+                    task.add_done_callback(lambda task: self._places.release())
         except TimeoutError:
             message = "This request could not be executed before the completion window expired."
             answered, failed = await self._until_done(results.done)

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Of batches, as many requests are under way as engines run at once; of more nodes than this, as many as of these: they
+# are in this process's memory.
+_MOST_NODES = 32
+
+
 class _JobReports:
     """An `EngineListener`."""
 
@@ -80,7 +85,7 @@ async def start_jobs(context: ServerContext) -> None:
         config.directory / "batches",
         answer=lambda endpoint, value, tenant, due_s: ANSWERS[endpoint](value, context, tenant, due_s),
         is_ready=lambda: context.link.ready is not None,
-        most=config.max_requests,
+        most=lambda: config.max_requests * min(max(1, context.link.num_nodes), _MOST_NODES),
     )
     await context.batch_runner.start()
     if context.link.ready is not None:

@@ -8,6 +8,7 @@ monotonic clock, which both processes share. Nothing but tokens, settings and pa
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
@@ -70,6 +71,11 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tenant: str = ""
     priority: int = 0
     batch_due_s: float | None = None
+
+    def by_clock(self, ahead_s: float) -> "AddRequest":
+        """With its times by another clock, which is this much ahead."""
+        due_s = None if self.batch_due_s is None else self.batch_due_s + ahead_s
+        return structs.replace(self, arrival_s=self.arrival_s + ahead_s, batch_due_s=due_s)
 
 
 class UseVocabulary(msgspec.Struct, tag=True, frozen=True):

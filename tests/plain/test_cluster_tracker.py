@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from coserve.cluster.nodes import node_names
 from coserve.cluster.prefixes import SentPrefixes, prefix_keys
 from coserve.cluster.profiler import profile_of, write_node_profile
+from coserve.cluster.tasks import task_of_request
 from coserve.cluster.tracker import NodeTracker, Totals, joined_ready
 from coserve.cluster.view import NodeView, Task
 from coserve.devices.sampling_params import SamplingParams
@@ -42,12 +43,14 @@ def test_counts_begin_anew_when_an_engine_is_lost():
 def test_a_view_holds_what_a_node_told():
     tracker = NodeTracker("one", READY, profile_of(READY))
     steps = [make_step(end_s, 0.5) for end_s in range(100, 110)]
-    told = make_stats(num_running=2, num_waiting=1, num_pages_free=1, num_pages_for_requests=3, slack=0.25)
+    counts = {"num_running": 2, "num_waiting": 1, "num_batch_running": 7, "num_batch_waiting": 5}
+    told = make_stats(**counts, num_pages_free=1, num_pages_for_requests=3, slack=0.25)
     tracker.take(StepReport(steps=steps, stats=told), 100.0)
     tracker.adapters.add("a@3")
     view = tracker.view(110.0, jobs=("a",), is_draining=False)
     assert (view.utilisation, view.num_pages, view.num_free_pages, view.jobs) == (0.5, 10, 3, ("a",))
     assert (view.num_running, view.num_waiting, view.slack, view.adapters) == (2, 1, 0.25, frozenset({"a@3"}))
+    assert (view.num_batch_running, view.num_batch_waiting) == (7, 5)
     later = tracker.view(1000.0, jobs=(), is_draining=True)
     assert (later.utilisation, later.slack) == (0, 1), "it has told nothing because it does nothing"
 
@@ -144,6 +147,19 @@ def test_a_front_remembers_what_it_sent_where():
     other = prefix_keys(make_request("r", prompt=list(range(100, 150))), 16)
     sent.use(other)
     assert sent.keys == {keys[0], *other}, "no more than the pool has pages, and beginnings stay longest"
+
+
+def test_a_task_has_the_priority_of_its_request_and_when_batch_work_is_due():
+    task = task_of_request(make_request("r", priority=-3, batch_due_s=7.0), prefix=(), excluded=frozenset())
+    assert (task.priority, task.batch_due_s, task.is_batch) == (-3, 7.0, True)
+    plain = task_of_request(make_request("r"), prefix=(), excluded=frozenset())
+    assert (plain.priority, plain.batch_due_s, plain.is_batch) == (0, None, False)
+
+
+def test_times_of_a_request_are_those_of_the_clock_of_its_node():
+    found = make_request("r", arrival_s=10.0, batch_due_s=70.0).by_clock(-4.0)
+    assert (found.arrival_s, found.batch_due_s) == (6.0, 66.0)
+    assert make_request("r", arrival_s=10.0).by_clock(5.0) == make_request("r", arrival_s=15.0)
 
 
 def test_what_one_takes_any_takes():

@@ -1,12 +1,14 @@
 """Placements are pure and found by file name; the cluster's queue places each task once, and forgets none."""
 
 import re
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
 import msgspec
 import pytest
-from cluster_views import make_node, make_task
+from cluster_views import PROFILE, make_node, make_task
+from msgspec.structs import replace
 
 import coserve.cluster.placement as registry
 from coserve.cluster.placement import make_placement, placement_class, placement_names
@@ -14,6 +16,8 @@ from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.view import ClusterView, Lengths, NodeView, Waits
 
 FOLDER = Path(registry.__file__).parent
+# Of an engine, where training and batch work give way to requests.
+ENGINE = replace(PROFILE, training_yields=True)
 
 
 def scheduler(name, num_nodes=3, **settings) -> ClusterScheduler:
@@ -137,6 +141,74 @@ def test_a_task_that_ends_before_it_has_begun_waits_no_more():
     cluster.report(make_node("n0", num_waiting=1))
     cluster.finish("reported")
     assert num_waiting() == 1, "the node knows best which of those that it has wait"
+
+
+def test_batch_work_on_an_engine_keeps_no_request_from_it():
+    cluster = ClusterScheduler(make_placement("slack-affinity", {"most_prompts": 1}))
+    cluster.report(make_node("n0", profile=ENGINE, num_pages=1000, num_free_pages=1000))
+    for number in range(40):
+        cluster.submit(make_task(f"b{number}", batch_due_s=float(number), num_tokens=160))
+    placed = [task.id for task, _ in cluster.place(0.0)]
+    assert placed == [f"b{number}" for number in range(16)], "as many as its next steps may have room for"
+    cluster.submit(make_task("chat", ttft_s=2.0))
+    assert [task.id for task, _ in cluster.place(0.1)] == ["chat"]
+    (node,) = cluster.view(0.1).nodes
+    assert (node.num_waiting, node.num_batch_waiting) == (1, 16)
+    assert node.num_free_pages == 1000 - 7, "pages of batch work are there for others"
+    assert node.last is not None and node.last.task == "chat"
+    cluster.begin("b0", 0.2)
+    assert not list(cluster.place(0.2)), "a request waits there: batch work is for what requests leave"
+    cluster.begin("chat", 0.3)
+    assert [task.id for task, _ in cluster.place(0.3)] == ["b16"]
+    cluster.finish("b0")
+    cluster.finish("b16")
+    (node,) = cluster.view(0.3).nodes
+    assert (node.num_waiting, node.num_batch_waiting, node.num_batch_running) == (0, 15, 1)
+
+
+def test_a_request_goes_before_batch_work_that_has_waited_for_long():
+    cluster = ClusterScheduler(make_placement("slack-affinity", {"most_prompts": 1}))
+    cluster.report(make_node("n0", profile=ENGINE, num_waiting=1))
+    for number in range(256):
+        cluster.submit(make_task(f"b{number}", batch_due_s=3600.0, ttft_s=2.0))
+    cluster.submit(make_task("bulk", arrival_s=99.0, ttft_s=1.0, priority=5))
+    cluster.submit(make_task("chat", arrival_s=100.0, ttft_s=2.0))
+    assert not list(cluster.place(100.0))
+    order = []
+    for _ in range(3):
+        cluster.report(make_node("n0", profile=ENGINE))
+        order += [task.id for task, _ in cluster.place(100.0)][:1]
+    assert order == ["chat", "bulk", "b0"]
+
+
+def test_batch_work_is_shared_out_among_engines():
+    cluster = ClusterScheduler(make_placement("slack-affinity"))
+    for name, slack in (("idle", 1.0), ("also", 1.0), ("busy", 0.1)):
+        cluster.report(make_node(name, profile=ENGINE, slack=slack))
+    for number in range(12):
+        cluster.submit(make_task(f"b{number}", batch_due_s=1.0))
+    placed = Counter(decision.node for _, decision in cluster.place(0.0))
+    assert placed == {"idle": 6, "also": 6}
+
+
+def test_an_engine_whose_steps_take_several_prompts_gets_several_and_another_node_one():
+    for profile, names in ((ENGINE, ["r0", "r1", "r2", "r3"]), (PROFILE, ["r0"])):
+        cluster = ClusterScheduler(make_placement("slack-affinity"))
+        cluster.report(make_node("n0", profile=profile))
+        for number in range(9):
+            cluster.submit(make_task(f"r{number}", ttft_s=2.0))
+        assert [task.id for task, _ in cluster.place(0.0)] == names
+        cluster.begin("r0", 0.1)
+        assert len(list(cluster.place(0.1))) == 1
+
+
+def test_where_batch_work_does_not_give_way_it_waits_as_late_requests_do():
+    cluster = scheduler("slack-affinity", num_nodes=1)
+    for number in range(4):
+        cluster.submit(make_task(f"b{number}", batch_due_s=1.0))
+    assert [task.id for task, _ in cluster.place(0.0)] == ["b0"]
+    (node,) = cluster.view(0.0).nodes
+    assert (node.num_waiting, node.num_batch_waiting) == (1, 0)
 
 
 def test_a_node_that_comes_back_has_its_place_again():

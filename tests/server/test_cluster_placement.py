@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from coserve.cluster.placement import placement_names
 from coserve.jobs.records import AdapterRef
+from coserve.scheduling.fairness import TokenWeights
 from coserve.worker.protocol import AddRequest, StartJob, StepReport
 
 BIG = replace(READY, num_pages=1000)
@@ -133,12 +134,13 @@ def test_a_request_is_bound_when_a_node_is_about_to_need_one():
     async def test() -> None:
         (node,) = nodes_of(1)
         async with cluster(node, placement="slack-affinity") as link:
-            for id in ("a", "b"):
+            for id in "abcdef":
                 link.open([make_request(id)])
-            await until(lambda: ids(node) == ["a"])
-            assert link.waiting == ["b"]
+            await until(lambda: ids(node) == ["a", "b", "c", "d"])
+            assert link.waiting == ["e", "f"]
             node.answer("a", 7)  # no report of its queue is needed to know that it has begun
-            await until(lambda: ids(node) == ["a", "b"])
+            await until(lambda: ids(node) == ["a", "b", "c", "d", "e"])
+            assert link.waiting == ["f"]
 
     run(test)
 
@@ -156,7 +158,7 @@ def test_a_request_that_ends_without_a_token_leaves_its_place_to_the_next_at_onc
             def engine_reported(self, report: StepReport) -> None:
                 asyncio.get_running_loop().call_soon(lambda: waiting.append(link.waiting))
 
-        async with cluster(node, placement="slack-affinity") as link:
+        async with cluster(node, placement="slack-affinity", most_prompts=1) as link:
             streams = [link.open([make_request(id)]) for id in ("busy", "a", "b")]
             await until(lambda: ids(node) == ["busy"])
             node.answer("busy", 7)
@@ -167,5 +169,42 @@ def test_a_request_that_ends_without_a_token_leaves_its_place_to_the_next_at_onc
             await until(lambda: ids(node) == ["busy", "a", "b"])
             assert waiting == [[]]
             assert await read(streams[1]) == []
+
+    run(test)
+
+
+def test_priorities_and_batch_work_are_in_the_front_what_they_are_on_a_device():
+    async def test() -> None:
+        (node,) = nodes_of(1)
+        async with cluster(node, placement="slack-affinity", most_prompts=1) as link:
+            for number in range(40):
+                link.open([make_request(f"b{number}", batch_due_s=1e9 + number)])
+            await until(lambda: len(ids(node)) == 16)
+            for id, priority in (("first", 0), ("bulk", 3), ("chat", 0)):
+                link.open([make_request(id, priority=priority)])
+            await until(lambda: ids(node)[16:] == ["first"])
+            for id, after in (("first", ["first", "chat"]), ("chat", ["first", "chat", "bulk"])):
+                node.answer(id, 7)
+                await until(lambda after=after: ids(node)[16:] == after)  # type: ignore[misc]
+            node.answer("bulk", 7)
+            node.answer("b0", 7)
+            await until(lambda: ids(node)[19:] == ["b16"])
+            sent = {each.id: each for each in node.of(AddRequest)}
+            assert sent["bulk"].priority == 3 and sent["b16"].batch_due_s == 1e9 + 16
+
+    run(test)
+
+
+def test_tenants_share_the_front_where_weights_are_given():
+    async def test() -> None:
+        (node,) = nodes_of(1)
+        async with cluster(node, placement="slack-affinity", most_prompts=1, weights=TokenWeights()) as link:
+            for number in range(4):
+                link.open([make_request(f"ann{number}", tenant="ann")])
+            for number in range(2):
+                link.open([make_request(f"bob{number}", tenant="bob", prompt=[1] * 4)])
+            for id in ("ann0", "bob0", "ann1", "bob1", "ann2"):
+                await until(lambda id=id: ids(node)[-1:] == [id])  # type: ignore[misc]
+                node.answer(id, *([7] * 3 if id == "ann1" else [7]))
 
     run(test)

@@ -137,3 +137,10 @@ def test_a_node_must_see_the_home_and_the_adapters_that_the_front_sees(tmp_path:
         assert why.endswith("mount it on every machine by the same path, or give --files-url")
 
     asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_it_shares_out_requests_among_tenants_where_its_engines_do(tmp_path: Path):
+    for policy, weight in (("vtc", 3.0), ("slack", 1.0)):
+        settings = ("w_p=3",) if policy == "vtc" else ()
+        config = ServerConfig(model=str(model_directory()), home=str(tmp_path), policy=policy, policy_settings=settings)
+        assert Front(config, one_node(config), "slack-affinity").link.view.prompt_weight == weight

@@ -109,7 +109,9 @@ def test_it_gives_way_to_requests_and_its_answers_are_the_same():
     for number, prompt in enumerate(prompts[:3]):
         engine.add_tokens(prompt, greedy(20), request_id=f"batch{number}", batch_due_s=1e9)
     events = [event for _ in range(8) for event in engine.step()]
-    assert engine.stats().num_batch_running
+    stats = engine.stats()
+    assert stats.num_batch_running
+    assert stats.num_pages_free < stats.num_pages_for_requests == stats.num_pages, "a request may have them all"
     engine.add_tokens(prompts[3], greedy(6), request_id="mine")
     order = []
     for event in drain(engine):

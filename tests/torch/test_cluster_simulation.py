@@ -1,6 +1,7 @@
 """Clusters in virtual time: the coarse model of a node against the engine, a day in cells, and the experiment."""
 
 import json
+from collections import Counter
 from math import isfinite
 
 import pytest
@@ -111,13 +112,41 @@ def test_a_cluster_learns_of_a_first_token_when_its_step_has_ended_and_the_messa
             Task(id=f"r{index}", kind="request", arrival_s=at_s, num_tokens=2000, num_output_tokens=4)
             for index, at_s in enumerate((1.0, 1.04))
         ]
-        ran = ClusterSimulation([node], make_placement("slack-affinity"), messages_s=messages_s).run(tasks)
+        placement = make_placement("slack-affinity", {"most_prompts": 1})
+        ran = ClusterSimulation([node], placement, messages_s=messages_s).run(tasks)
         return list(ran.outcomes.values())
 
     first, second = run()
     assert 1.04 < first.first_token_s == second.placed_s, "until then a task waits on the node, and no other may"
     late_first, late_second = run(messages_s=0.005)
     assert late_first.first_token_s == late_second.placed_s == pytest.approx(first.first_token_s + 0.005)
+
+
+def test_requests_of_a_cluster_hold_their_slos_beside_a_batch_that_came_before_them(place):
+    kind, given = at_scale._kind(place), tasks(20.0)
+    batch = [
+        Task(
+            id=f"batch-{number}",
+            kind="request",
+            arrival_s=0.0,
+            num_tokens=1000,
+            num_output_tokens=20,
+            ttft_s=2.0,
+            tpot_s=0.025,
+            batch_due_s=1e6,
+        )
+        for number in range(400)
+    ]
+    found = {}
+    for name, more in (("alone", []), ("beside", batch)):
+        nodes = [EngineNode(f"n{index}", place.open(EngineConfig()), kind.node) for index in range(2)]
+        found[name] = ClusterSimulation(nodes, make_placement("slack-affinity")).run([*given, *more], until_s=SECONDS)
+    response_s = {
+        name: max(one.response_s for one in ran.requests if not one.task.is_batch) for name, ran in found.items()
+    }
+    assert response_s["alone"] < response_s["beside"] < 2.0 * 0.25
+    done = Counter(one.node for one in found["beside"].requests if one.task.is_batch and one.end_s is not None)
+    assert min(done["n0"], done["n1"]) > 20, "in what requests leave, on both"
 
 
 def test_a_coarse_node_alone_takes_what_the_latency_model_says(place):

@@ -86,7 +86,8 @@ class Lemix(Placement):
         if not view.request_rate:
             return False
         for node in nodes:
-            following = next(iter(view.requests), None) or typical_request(node, task, view.now_s)
+            awaited = (each for each in view.requests if not each.is_batch)
+            following = next(awaited, None) or typical_request(node, task, view.now_s)
             after = (path.task,) if node is chosen else ()
             found = plan_path(node, following, view.now_s, after=after)
             alone_s = node.num_stages * node.profile.forward.seconds(following.num_tokens)

@@ -7,10 +7,14 @@ What is beyond LeMix:
 - The engine of a node knows its requests' slack, the share of its time that their SLOs leave over. A node with little
   of it gets requests later, and training last.
 - Tasks are bound late: a node gets a task when it is about to need one, so that none waits on one node while another is
-  idle. Until then they are in one queue: first requests that can still be in time, by their deadlines; then training;
-  then requests that are late whatever is done, which nobody gains from hurrying (as within a device,
-  `scheduling.deadlines`). Late ones are bound where they harm nobody, as training is, and as soon as a first stage is
-  about to be free, so that no later stage runs out of work.
+  idle. An engine needs several, since its steps batch prompts; plans of one pass after the other say little of when it
+  begins them, so that their number alone bounds what waits there. Until then tasks are in one queue: first requests
+  that can still be in time, by their priorities and deadlines; then training; then requests that are late whatever is
+  done, which nobody gains from hurrying (as within a device, `scheduling.deadlines`). Late ones are bound where they
+  harm nobody, as training is, and as soon as a first stage is about to be free, so that no later stage runs out of
+  work.
+- Batch work is bound last of all, when no request waits here. An engine runs it in what requests leave, so that it
+  holds up none there, and several may wait on a node, where each of its steps finds enough of them.
 """
 
 from collections.abc import Sequence
@@ -37,43 +41,59 @@ class SlackAffinity(Placement):
     adapter_load_s: float = setting(0.5, "What it takes until an adapter that a node has not is there.")
     slack_weight: float = setting(0.5, "By how many times a response counts as longer where a node has no slack.")
     backlog: float = setting(
-        1.0, "A request waits for a node that would begin it within this many mean forward passes."
+        1.0, "A request waits for a node that would begin it within this many mean forward passes, but for an engine."
     )
     most_waiting: int = setting(
-        1, "Tasks that may wait on a node to begin; others wait in the cluster's queue.", least=1
+        1,
+        "Tasks that may wait to begin on a node that runs one pass at a time; others wait in the cluster's queue.",
+        least=1,
+    )
+    most_prompts: int = setting(4, "The same on an engine, whose steps take several prompts.", least=1)
+    most_batch_waiting: int = setting(
+        16, "Batch requests that may wait on a node to begin, where they hold up no others.", least=1
     )
     slo_times: float = setting(5.0, "The SLO of requests that bring none, in forward passes of theirs.", least=1)
     reserve: float = setting(0.2, "Of a request's SLO, what training and late requests must leave.", most=1.0)
-    max_defer_s: float = setting(60.0, "What has waited this long is placed before all else.")
+    max_defer_s: float = setting(
+        60.0, "What has waited this long is placed before all else of its priority; batch work never is."
+    )
 
     def queue(self) -> TaskQueue:
-        """Aged tasks, requests that can be in time by their deadlines, training, late requests."""
-        return DeadlineQueue(slo_times=self.slo_times, max_defer_s=self.max_defer_s, most_waiting=self.most_waiting)
+        """By priority: aged tasks, requests that can be in time by their deadlines, training, late requests. Then batch
+        work.
+        """
+        return DeadlineQueue(slo_times=self.slo_times, max_defer_s=self.max_defer_s, has_room=self.has_room)
+
+    def has_room(self, node: NodeView) -> bool:
+        """Whether one more may wait there."""
+        return node.num_waiting < (self.most_prompts if node.profile.training_yields else self.most_waiting)
 
     def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
-        if all(node.num_waiting >= self.most_waiting for node in nodes):
+        if not any(map(self.has_room, nodes)):
             return Waits("tasks wait on every node", _CHECK_S)
         waited_s = view.now_s - task.arrival_s
         fitting = [node for node in nodes if node.has_memory(task)]
         if not fitting and waited_s < min([node.profile.longest_wait_s for node in nodes]):
             return Waits("no node has memory for it", _CHECK_S)
-        free = [node for node in fitting or nodes if node.num_waiting < self.most_waiting]
+        free = [node for node in fitting or nodes if self.has_room(node)]
         if task.trains:
             free = [node for node in free if node.slack > 0]
+        elif task.is_batch:
+            free = [node for node in free if node.num_batch_waiting < self.most_batch_waiting]
         if not free:
             return Waits("tasks wait on every node, or requests need all of it", _CHECK_S)
         planned = [(node, self._plan(view, task, node)) for node in free]
-        hurries = not task.trains and not self._is_late(view, task, nodes)
+        hurries = not task.trains and not task.is_batch and not self._is_late(view, task, nodes)
         if not hurries and view.request_rate and waited_s < self.max_defer_s and not nodes[0].profile.training_yields:
             planned = self._harmless(view, task, planned, nodes)
             if not planned:
                 return Waits("requests would miss their SLO", _CHECK_S)
         node, path = min(planned, key=lambda pair: self._cost(task, pair[0], pair[1]))
-        if hurries:
+        if hurries and not node.profile.training_yields:
             early_s = self._queue_s(view, task, node, path) - self.backlog * self._mean_s(task, node)
             if early_s > 0:
                 return Waits("every node has enough to do", early_s)
-        return Placed(node.id, path.task, offloads=not fitting)
+        return Placed(node.id, path.task, offloads=not fitting and not task.is_batch)
 
     def _plan(self, view: ClusterView, task: Task, node: NodeView) -> Path:
         return plan_path(node, task, view.now_s, num_cached=node.num_cached_tokens(task))

@@ -63,6 +63,8 @@ class EngineNode:
             request_id=task.id,
             arrival_s=task.arrival_s,
             slo=Slo(ttft_s=task.ttft_s, tpot_s=task.tpot_s) if task.ttft_s and task.tpot_s else None,
+            priority=task.priority,
+            batch_due_s=task.batch_due_s,
         )
         return []
 
@@ -94,6 +96,8 @@ class EngineNode:
             profile=self.profile,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
+            num_batch_running=stats.num_batch_running,
+            num_batch_waiting=stats.num_batch_waiting,
             jobs=tuple(self.engine.jobs),
             slack=stats.slack,
             utilisation=utilisation,

@@ -28,6 +28,8 @@ class Policy(HasSettings, ABC):
     # Whether a pack's pass, forward or backward, may run as a whole before anybody else's turn comes: then who arrives
     # waits the less, the smaller packs are.
     runs_whole_passes: ClassVar[bool] = False
+    # Whether whose request is admitted next is decided by what tenants have been served.
+    is_fair: ClassVar[bool] = False
 
     @abstractmethod
     def plan(self, view: View, latency: LatencyModel) -> Plan:

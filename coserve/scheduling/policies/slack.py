@@ -37,7 +37,8 @@ from typing import ClassVar
 from coserve.scheduling.building import PlanBuilder
 from coserve.scheduling.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s, sure_by_s
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.memory import MemoryPlan, by_priority, rows_to_go
+from coserve.scheduling.memory import MemoryPlan, rows_to_go
+from coserve.scheduling.order import by_priority
 from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 

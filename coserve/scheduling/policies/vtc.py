@@ -17,6 +17,7 @@ from msgspec import structs
 
 from coserve.scheduling.fairness import TokenWeights
 from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.order import by_share
 from coserve.scheduling.plan import JobView, Plan, RequestView, View
 from coserve.scheduling.policies.base import setting
 from coserve.scheduling.policies.slack import Slack
@@ -28,6 +29,7 @@ class Vtc(Slack):
     """See the module."""
 
     summary: ClassVar[str] = "slack with fair shares among tenants (virtual token counter, FlexLLM appendix C)"
+    is_fair: ClassVar[bool] = True
 
     w_p: float = setting(1.0, "What a token of a prompt costs its tenant.")
     w_q: float = setting(2.0, "What a token of an output costs its tenant.")
@@ -46,19 +48,8 @@ class Vtc(Slack):
     def queue(self, view: View) -> Sequence[RequestView]:
         """Again and again the earliest request of the tenant with the least counter, which pays for its prompt."""
         served = {tenant.name: tenant.served for tenant in view.tenants}
-        by_tenant: dict[str, list[RequestView]] = {}
-        for request in reversed(view.waiting):
-            if request.may_start:
-                by_tenant.setdefault(request.tenant, []).append(request)
-        order = []
-        while by_tenant:
-            tenant = min(by_tenant, key=lambda name: (served.get(name, 0.0), -len(by_tenant[name])))
-            request = by_tenant[tenant].pop()
-            served[tenant] = served.get(tenant, 0.0) + self.w_p * request.num_rows
-            order.append(request)
-            if not by_tenant[tenant]:
-                del by_tenant[tenant]
-        return order
+        waiting = [request for request in view.waiting if request.may_start]
+        return list(by_share(waiting, served, lambda request: self.w_p * request.num_rows))
 
     def turns(self, view: View) -> Sequence[JobView]:
         return view.jobs
