@@ -1,6 +1,7 @@
 """Which jobs are fused into hybrid tasks, and which take turns: against every partition, and in plans."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from random import Random
 
@@ -69,6 +70,13 @@ def test_short_packs_are_fused_where_their_weights_are_read_once_and_long_ones_t
     assert len(groups_of(hybrid_tasks(short, STRAIGHT, max_rows=2048))) == 4, "nothing is gained"
     assert len(groups_of(hybrid_tasks(short, FLAT, max_rows=128))) == 2, "side by side there is room for two packs"
     assert hybrid_tasks([], FLAT, max_rows=1) == {} and len(hybrid_tasks([job("j")], FLAT, max_rows=1)) == 1
+
+
+def test_packs_take_turns_where_joining_them_is_measured_to_add_more_than_it_saves():
+    packs = [job(f"j{i}") for i in range(4)]
+    for joining, number in ((1.0, 1), (3.9, 1), (4.1, 4)):  # four of them cost as much as one here
+        measured = LatencyModel(replace(FLAT.profile, joining=joining))
+        assert len(groups_of(hybrid_tasks(packs, measured, max_rows=2048))) == number
 
 
 @pytest.mark.parametrize("seed", range(20))

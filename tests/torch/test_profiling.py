@@ -94,6 +94,7 @@ def test_three_noisy_first_starts_find_the_same_default():
         found.append(default_tpot_s(LatencyModel(profile)))
         for curve in (profile.forward, profile.head, profile.loss, profile.backward):
             assert list(curve.seconds) == sorted(curve.seconds)
+        assert profile.joining >= 1, "several packs side by side cost no less than one of as many rows"
     assert max(found) < 1.1 * min(found), found
 
 

@@ -116,9 +116,8 @@ def _up(
         if told is None and joins:
             _say(f"nothing is served at {address} yet: this machine joins as soon as there is")
             told = wait_until_served(lambda: served_at(address), address)
-        if (
-            told is not None and nodes != 0
-        ):  # without devices it can ask Ray itself, which knows of a front that is gone
+        # Without devices it can ask Ray itself, which knows of a front that is gone.
+        if told is not None and nodes != 0:
             _check_joins(address, [told.model], own, config.model, told.version)
     from coserve.cluster import on_ray
     from coserve.cluster.front import DEFAULT_PLACEMENT, check_config
