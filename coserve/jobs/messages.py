@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from coserve.adapters.methods import changes_model
 from coserve.jobs.records import AdapterRef
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.shard import DataParallel, Shard
@@ -43,6 +42,8 @@ class JobStart:
     @property
     def changes_model(self) -> bool:
         """Whether it trains the weights that serve."""
+        from coserve.adapters.methods import changes_model  # with torch, which not all that pass jobs on have
+
         return changes_model(self.adapter)
 
 

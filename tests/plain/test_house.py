@@ -105,6 +105,13 @@ def test_commands_that_ask_a_server_start_without_torch():
     assert result.stdout.strip() == "[]"
 
 
+def test_a_nodes_actor_starts_without_torch():
+    """It passes on what a front and an engine say, and is there again soon when it has died."""
+    code = "import sys, coserve.cluster.node; print(sorted({'torch', 'numpy', 'fastapi', 'sqlalchemy'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
 def test_the_core_of_the_engine_is_plain_python():
     code = "import sys, coserve.engine.core; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
