@@ -9,7 +9,7 @@ Separate processes on the same machine get the same trace at the same rates.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, Slo
 from coserve.workloads.traces import TracedRequest, rescale, scale_lengths
 
 if TYPE_CHECKING:
-    from coserve.bench.separate import SeparateProcesses
+    from coserve.bench.separate import Ended, SeparateProcesses
 
 # On a device that is here, a rate that it does not hold is lowered by this factor, at most as often.
 _LOWERED, _NUM_LOWERED = 0.85, 3
@@ -51,7 +51,7 @@ _START_S, _LAST_SEQUENCE_S = 40.0, 5.0
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """What a comparison found on a place. seconds: of the trace, in each cell. modelled: what its model says of the
-    same cells, if that was asked.
+    same cells, if that was asked. ended: separate processes that were not through with all rates.
     """
 
     place: str
@@ -62,6 +62,7 @@ class Compared:
     seconds: float
     cells: Sequence[Cell]
     modelled: Sequence[Cell] = ()
+    ended: Sequence["Ended"] = ()
 
     def result(self) -> dict[str, Any]:
         """As JSON."""
@@ -78,6 +79,7 @@ class Compared:
             "saturation_rate": None if self.saturation is None else rounded(self.saturation),
             "against_rivals": list(self._against_rivals()),
             **self._against_separate(),
+            **({"ended": [asdict(each) for each in self.ended]} if self.ended else {}),
             **({"model_error": self._model_error()} if self.modelled else {}),
             "rows": rows,
         }
@@ -141,7 +143,6 @@ def compare(
 
     Raises:
         BudgetError: requests alone hold the SLOs at no rate.
-        CoserveError: one of the separate processes ended.
     """
     watch("a decode step alone")
     solo_s = Bench(place, config).solo_s()
@@ -170,8 +171,13 @@ def compare(
         cells = list(_cells_apart(place, config, trace, slo, rates, workers, watch))
     else:
         cells = list(bench.cells(trace, slo, rates, watch))
+    ended: list[Ended] = []
     if separate is not None:
-        cells += separate.cells(trace, slo, rates, config, place.latency, watch)
+        for each in separate.cells(trace, slo, rates, config, place.latency, watch):
+            if isinstance(each, Cell):
+                cells.append(each)
+            else:
+                ended.append(each)
     modelled: list[Cell] = []
     if isinstance(place, TorchPlace) and shapes is not None:
         twins = [
@@ -189,6 +195,7 @@ def compare(
         seconds=config.seconds,
         cells=cells,
         modelled=modelled,
+        ended=ended,
     )
 
 

@@ -46,7 +46,12 @@ def _place(compared: Compared) -> str:
     )
     entries = legend(("dash" if dashed else "line", colour, policy) for policy, (colour, dashed) in styles.items())
     body = f'<p class="note">{escape(slos)}</p>{entries}<div class="pair">{"".join(charts)}</div>{_table(compared)}'
-    return section(compared.place, body + _model_error(compared))
+    return section(compared.place, body + _ended(compared) + _model_error(compared))
+
+
+def _ended(compared: Compared) -> str:
+    told = (f"{each.policy} has no row from {each.load} on: {each.reason}" for each in compared.ended)
+    return "".join(f'<p class="note">{escape(words)}</p>' for words in told)
 
 
 def _styles(cells: Iterable[Cell]) -> _Styles:

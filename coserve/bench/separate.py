@@ -21,7 +21,7 @@ from typing import Any
 
 from coserve.bench.cells import Cell, CompareConfig, Watch
 from coserve.bench.open_loop import Played
-from coserve.bench.vllm import vllm_server
+from coserve.bench.vllm import check_answers, vllm_server
 from coserve.errors import CoserveError
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import Slo
@@ -50,6 +50,15 @@ class Arrangement:
         """As the rows of a comparison have it."""
         cores = "shared" if self.serving == self.training else f"{len(self.serving)}|{len(self.training)}"
         return f"{self.server}+peft:{cores}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """An arrangement of which a process ended, or did not start. load: from which on it has no cell."""
+
+    policy: str
+    load: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,26 +93,37 @@ class SeparateProcesses:
         config: CompareConfig,
         latency: LatencyModel,
         watch: Watch,
-    ) -> Iterator[Cell]:
-        """Every arrangement at every rate; CoserveError: a process ended, in its own last words."""
+    ) -> Iterator[Cell | Ended]:
+        """Every arrangement at every rate, until one of its processes ends: the others are compared all the same."""
         for arrangement in self.arrangements():
-            watch(f"{arrangement.name}: two processes start")
-            with ExitStack() as stack:
-                settings = {"model": self.model, "dtype": self.dtype, "device": self.device, "seed": config.seed}
-                server: _Transformers | _Vllm
-                if arrangement.server == "vllm":
-                    server = stack.enter_context(self._vllm(arrangement, config))
-                else:
-                    rows = {"max_batch_rows": _batch_rows(latency, slo), "memory_bytes": self.memory_bytes}
-                    worker = _Worker("serve", arrangement.serving, settings | rows)
-                    server = _Transformers(stack.enter_context(worker))
-                examples = {"batch": config.batch, "sequence": config.sequence, "lengths": _lengths(config)}
-                trainer = stack.enter_context(_Worker("train", arrangement.training, settings | examples))
-                for load, rate in rates.items():
-                    watch(f"{arrangement.name}, {load}: {rate:.3g} requests/s")
-                    requests = rescale(trace, rate=rate, seconds=config.seconds)
-                    played = _play(server, trainer, requests, slo, config)
-                    yield Cell(policy=arrangement.name, load=load, rate=rate, played=played, slo=slo, is_separate=True)
+            name, load = arrangement.name, next(iter(rates))
+            watch(f"{name}: two processes start")
+            try:
+                with self._processes(arrangement, slo, config, latency) as (server, trainer):
+                    for load, rate in rates.items():
+                        watch(f"{name}, {load}: {rate:.3g} requests/s")
+                        requests = rescale(trace, rate=rate, seconds=config.seconds)
+                        played = _play(server, trainer, requests, slo, config)
+                        yield Cell(policy=name, load=load, rate=rate, played=played, slo=slo, is_separate=True)
+            except CoserveError as error:
+                yield Ended(policy=name, load=load, reason=str(error))
+
+    @contextmanager
+    def _processes(
+        self, arrangement: Arrangement, slo: Slo, config: CompareConfig, latency: LatencyModel
+    ) -> Iterator[tuple["_Transformers | _Vllm", "_Worker"]]:
+        """Both; CoserveError: one of them ended, in its own last words."""
+        settings = {"model": self.model, "dtype": self.dtype, "device": self.device, "seed": config.seed}
+        with ExitStack() as stack:
+            server: _Transformers | _Vllm
+            if arrangement.server == "vllm":
+                server = stack.enter_context(self._vllm(arrangement, config))
+            else:
+                rows = {"max_batch_rows": _batch_rows(latency, slo), "memory_bytes": self.memory_bytes}
+                worker = _Worker("serve", arrangement.serving, settings | rows)
+                server = _Transformers(stack.enter_context(worker))
+            examples = {"batch": config.batch, "sequence": config.sequence, "lengths": _lengths(config)}
+            yield server, stack.enter_context(_Worker("train", arrangement.training, settings | examples))
 
     @contextmanager
     def _vllm(self, arrangement: Arrangement, config: CompareConfig) -> Iterator["_Vllm"]:
@@ -120,7 +140,7 @@ class SeparateProcesses:
             log, vocab_size = Path(home) / "log", source.config.vocab_size
             cores = arrangement.serving
             with vllm_server(self.vllm, directory, dtype=self.dtype, log=log, cores=cores) as url:
-                yield _Vllm(url, str(directory), vocab_size=vocab_size, seed=config.seed)
+                yield _Vllm(url, str(directory), log, vocab_size=vocab_size, seed=config.seed)
 
 
 def own_cores() -> tuple[int, ...]:
@@ -203,8 +223,9 @@ class _Worker:
     def tell(self, message: dict[str, Any]) -> None:
         """Without waiting."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, and `answer` says why
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
 
     def answer(self, limit_s: float) -> dict[str, Any]:
         """To the oldest message that has none; CoserveError: the process has ended, or does not answer in time."""
@@ -240,13 +261,14 @@ class _Transformers:
 
 
 class _Vllm:
-    def __init__(self, url: str, model: str, *, vocab_size: int, seed: int) -> None:
-        self._url, self._body = url, completions(model, vocab_size=vocab_size, seed=seed)
+    def __init__(self, url: str, model: str, log: Path, *, vocab_size: int, seed: int) -> None:
+        self._url, self._log = url, log
+        self._body = completions(model, vocab_size=vocab_size, seed=seed)
 
     def play(
         self, trace: Sequence[TracedRequest], *, start_s: float, seconds: float, drain_s: float
     ) -> dict[int, RequestOutcome]:
-        """As `_Transformers.play`."""
+        """As `_Transformers.play`; CoserveError: it has ended meanwhile."""
         load = LoadGenerator(self._url, trace, self._body)
 
         async def story() -> None:
@@ -255,4 +277,5 @@ class _Vllm:
 
         with suppress(TimeoutError):  # what is not over has no outcome
             asyncio.run(story())
+        check_answers(self._url, self._log)
         return {outcome.index: outcome for outcome in load.outcomes}

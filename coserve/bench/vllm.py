@@ -67,8 +67,21 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -
                 time.sleep(0.5)
             else:
                 return
+    raise CoserveError(f"vLLM did not start: {_last_words(log)}")
+
+
+def check_answers(url: str, log: Path) -> None:
+    """CoserveError, in its own last words, if a server that was there is not any more."""
+    try:
+        with Client(url) as client:
+            client.get("/v1/models")
+    except ServerError:
+        raise CoserveError(f"vLLM does not answer any more: {_last_words(log)}") from None
+
+
+def _last_words(log: Path) -> str:
     lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-    raise CoserveError(f"vLLM did not start: {lines[-1] if lines else 'it said nothing'}")
+    return lines[-1] if lines else "it said nothing"
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

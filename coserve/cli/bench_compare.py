@@ -373,4 +373,6 @@ def _print(result: dict[str, Any]) -> None:
             "–" if error is None else f"{error:.1%}",
         )
     console().print(shown)
+    for each in result.get("ended", ()):
+        console().print(f"{each['policy']} has no row from {each['load']} on: {each['reason']}")
     print(json.dumps(result))

@@ -2,6 +2,10 @@
 
 import importlib.util
 import json
+import os
+import re
+import signal
+import subprocess
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -11,12 +15,12 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from coserve.bench.cells import Bench, CompareConfig, fitting_factor
-from coserve.bench.compare import compare
+from coserve.bench.cells import Bench, Cell, CompareConfig, fitting_factor
+from coserve.bench.compare import Compared, compare
 from coserve.bench.compare_page import compare_html
 from coserve.bench.open_loop import OpenLoop
 from coserve.bench.places import ModelledPlace
-from coserve.bench.separate import SeparateProcesses, own_cores
+from coserve.bench.separate import Ended, SeparateProcesses, own_cores
 from coserve.cli.main import app
 from coserve.engine.config import EngineConfig
 from coserve.errors import BudgetError, CoserveError, DataError
@@ -27,7 +31,7 @@ from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import A40, CATALOGUE, Hardware
 from coserve.simulate.roofline import roofline_profile
 from coserve.workloads.arrivals import LogNormalLengths, poisson
-from coserve.workloads.traces import TracedRequest
+from coserve.workloads.traces import TracedRequest, rescale
 
 pytestmark = pytest.mark.long
 
@@ -332,12 +336,49 @@ def test_separate_processes_share_the_cores_or_split_them():
     ]
 
 
-def test_a_separate_process_that_ends_says_why(tmp_path):
-    processes = SeparateProcesses(model=str(tmp_path / "none"), dtype="float32", cores=own_cores()[:1])
+def separate_cells(model: str, vllm: Path | None = None) -> list[Cell | Ended]:
+    """What becomes of them at two rates."""
+    processes = SeparateProcesses(model=model, dtype="float32", cores=own_cores()[:1], vllm=vllm)
     config = CompareConfig(policies=("slack",), seconds=1.0)
     latency = LatencyModel(roofline_profile(load_backbone("dummy:qwen2.5-0.5b", device="meta"), A40))
-    with pytest.raises(CoserveError, match=r"the process that should serve beside the other ended: .*none"):
-        list(processes.cells(TRACE, SLO, {"light": 1.0}, config, latency, lambda words: None))
+    rates = {"light": 1.0, "heavy": 2.0}
+    return list(processes.cells(TRACE, SLO, rates, config, latency, lambda words: None))
+
+
+def test_a_separate_process_that_ends_says_why_and_the_others_run(tmp_path):
+    shared, vllm = separate_cells(str(tmp_path / "none"), vllm=tmp_path / "python")
+    assert isinstance(shared, Ended) and isinstance(vllm, Ended)
+    assert (shared.policy, shared.load) == ("transformers+peft:shared", "light")
+    assert re.search("the process that should serve beside the other ended: .*none", shared.reason)
+    assert vllm.policy == "vllm+peft:shared" and "none' is not a directory" in vllm.reason
+
+
+def test_a_separate_process_that_ends_between_two_rates_keeps_its_rows(tmp_path, monkeypatch):
+    rescaled = []
+
+    def rescale_and_kill(trace, *, rate, seconds):
+        rescaled.append(rate)
+        if len(rescaled) == 2:
+            workers = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split()
+            for pid in workers:
+                if "separate_worker" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(int(pid), signal.SIGKILL)
+        return rescale(trace, rate=rate, seconds=seconds)
+
+    monkeypatch.setattr("coserve.bench.separate.rescale", rescale_and_kill)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
+    python.chmod(0o700)
+    light, heavy, vllm = separate_cells("tiny", vllm=python)
+    assert isinstance(vllm, Ended) and "has no vLLM that starts: no such module" in vllm.reason
+    assert isinstance(light, Cell) and (light.load, light.is_separate) == ("light", True)
+    assert isinstance(heavy, Ended) and heavy.load == "heavy" and "ended" in heavy.reason
+    compared = Compared(
+        place="here", slo=SLO, solo_s=0.01, length_factor=1, saturation=None, seconds=1.0, cells=[light], ended=[heavy]
+    )
+    assert compared.result()["ended"] == [{"policy": heavy.policy, "load": "heavy", "reason": heavy.reason}]
+    ran = {"model": "tiny", "dtype": "float32", "machine": "here", "date": "2026-11-27", "settings": {}}
+    assert f"{heavy.policy} has no row from heavy on: " in compare_html(ran, [compared])
 
 
 def test_separate_processes_are_not_modelled(tmp_path):
