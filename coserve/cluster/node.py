@@ -44,6 +44,9 @@ _log = logging.getLogger(__name__)
 _GATHER_S = 0.005
 # A front that has not asked for this long is gone: its jobs train for nobody.
 _FRONT_SILENT_S = 60.0
+# Before an engine that could not start as it was asked is tried again, doubled each time: what it lacked, such as a
+# disk that is not mounted yet, may come, and Ray would never start this actor again, which lives.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 2.0, 60.0
 _WATCH_S = 5.0
 # Of one machine.
 _MOST_NODES = 256
@@ -96,14 +99,18 @@ class Node:
             self._watching = asyncio.create_task(self._watch())
 
     async def _run(self) -> None:
-        try:
-            await self._supervisor.run()
-        except ModelError as error:
-            self._failure = str(error)
-            _log.error("the engine cannot start: %s", error)
-        except Exception as error:
-            self._failure = f"the engine cannot be kept running: {error!r}"
-            _log.exception("the engine cannot be kept running")
+        wait_s = _FIRST_WAIT_S
+        while not self._supervisor.is_closed:
+            try:
+                await self._supervisor.run()
+            except ModelError as error:
+                self._failure = str(error)
+                _log.error("the engine cannot start: %s; it is tried again in %g s", error, wait_s)
+            except Exception as error:
+                self._failure = f"the engine cannot be kept running: {error!r}"
+                _log.exception("the engine cannot be kept running; it is tried again in %g s", wait_s)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     async def _watch(self) -> None:
         """Let go of a front that is gone."""
@@ -217,7 +224,7 @@ class Node:
     def engine_said(self, report: Any) -> None:
         """See `EngineOwner`."""
         if isinstance(report, Ready):
-            self._ready, self._is_fresh = report, True
+            self._ready, self._is_fresh, self._failure = report, True, None
         if not isinstance(report, Pong):
             self._put(report if self._paths is None else self._paths.there(report))
 

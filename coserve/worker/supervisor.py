@@ -78,8 +78,10 @@ class Supervisor:
     # -- life -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep an engine running until `close`; ModelError if it cannot start as it was asked."""
-        wait_s = _FIRST_WAIT_S
+        """Keep an engine running until `close`; ModelError if it cannot start as it was asked: then it may be called
+        again.
+        """
+        self._failed, wait_s = None, _FIRST_WAIT_S
         while not self._closing:
             was_ready = await self._live()
             if self._closing:
@@ -100,6 +102,10 @@ class Supervisor:
     def close(self) -> None:
         """Start no other engine when this one ends."""
         self._closing = True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closing
 
     async def end(self, wait_s: float) -> None:
         """Wait for the process to end, and kill it after that time."""

@@ -1,17 +1,46 @@
 """A node by itself, with a real engine: what it says of itself to a front."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 from coserve import Engine
-from coserve.cluster.messages import NodeSettings, decode_node_report, settings_digest
+from coserve.cluster.messages import NodeSettings, NodeStatus, decode_node_report, settings_digest
 from coserve.cluster.node import Node
 from coserve.cluster.shared_paths import SeenFiles, SharedPaths, sampled_digest
 from coserve.engine.config import EngineConfig
+from coserve.models.source import find_model
 from coserve.worker.launch import program
 from coserve.worker.protocol import EngineSettings, Ready
 
 CONFIG = EngineConfig(memory_bytes=16_000_000)
+
+
+def test_an_engine_that_lacks_its_model_starts_when_it_comes(tmp_path: Path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    asked = EngineSettings(address="", model=str(directory), dtype="float32", device="cpu", threads=1, engine=CONFIG)
+    settings = NodeSettings(engine=asked, timeout_s=60.0, home=str(tmp_path))
+
+    async def until(node: Node, state: str) -> NodeStatus:
+        while (status := await node.describe()).state != state:
+            await asyncio.sleep(0.1)
+        return status
+
+    async def test() -> None:
+        node = Node(settings, launch=program())
+        try:
+            failed = await until(node, "failed")
+            assert failed.error is not None and "config.json" in failed.error
+            tiny = find_model("tiny").directory
+            assert tiny is not None
+            shutil.copytree(tiny, directory, dirs_exist_ok=True)
+            ready = await until(node, "ready")
+            assert ready.error is None and ready.model == str(directory)
+        finally:
+            await node.stop()
+
+    asyncio.run(asyncio.wait_for(test(), 240))
 
 
 def test_it_tells_its_settings_what_it_sees_and_the_fingerprint_of_its_weights(tmp_path: Path):
