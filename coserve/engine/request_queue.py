@@ -47,7 +47,7 @@ class RequestQueue:
 
     def running_views(self, *, is_batch: bool = False) -> tuple[RequestView, ...]:
         """Of requests that somebody waits for, or of batch work."""
-        if is_batch and not self._num_batch:
+        if not self.running or (is_batch and not self._num_batch):
             return ()
         return tuple([each.running_view() for each in self.running.values() if each.is_batch == is_batch])
 

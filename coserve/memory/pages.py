@@ -6,6 +6,7 @@ keeps lies in plain contiguous tensors.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import sub
 
@@ -61,14 +62,14 @@ class PagePool:
     def take_runs(self, owner: str, lengths: Sequence[int]) -> list[range]:
         """Runs of free neighbours of these lengths, each in turn the highest that there is, as far as there are."""
         marks, mark = self._marks, bytes([self._mark(owner)])
-        num_pages, least = sum(lengths), min([length for length in lengths if length], default=0)
+        num_pages, least = sum(lengths), min(filter(None, lengths), default=0)
         # No run lies above the highest of the shortest ones. Where there is room for all below it, they come one below
         # the other.
         top = marks.rfind(_FREE * least) + least
-        if least and num_pages <= top and marks.count(0, top - num_pages, top) == num_pages:
+        if least and num_pages <= top and marks.startswith(_FREE * num_pages, top - num_pages):
             marks[top - num_pages : top] = mark * num_pages
             self._count(owner, num_pages)
-            return [range(start, end) for end, start in pairwise(accumulate(lengths, sub, initial=top))]
+            return list(runs_below(top, tuple(lengths)))
         runs, num_taken = [], 0
         for length in lengths:
             start = marks.rfind(_FREE * length) if length else 0
@@ -111,15 +112,17 @@ class PagePool:
             marks[page] = 0
         self._count(owner, -len(pages))
 
-    def give_back_runs(self, owner: str, runs: Sequence[range]) -> None:
-        """The inverse for runs, which must be the owner's."""
+    def give_back_runs(self, owner: str, runs: Sequence[range]) -> int:
+        """The inverse for runs, which must be the owner's. Returns how many pages that were."""
         marks, mark = self._marks, self._mark(owner)
         num_pages = 0
         for start, end in _side_by_side(runs):
-            assert marks.count(mark, start, end) == end - start, f"{range(start, end)} is not all {owner}'s"
+            is_owners = marks.startswith(bytes([mark]) * (end - start), start)
+            assert is_owners, f"{range(start, end)} is not all {owner}'s"
             marks[start:end] = bytes(end - start)
             num_pages += end - start
         self._count(owner, -num_pages)
+        return num_pages
 
     def num_pages_by_owner(self) -> dict[str, int]:
         """How many pages each owner has."""
@@ -143,6 +146,14 @@ class PagePool:
         self._num_by_owner[owner] += num_pages
         if num_pages < 0:
             self.num_returned -= num_pages
+
+
+@lru_cache(maxsize=64)
+def runs_below(top: int, lengths: tuple[int, ...]) -> tuple[range, ...]:
+    """Runs of these lengths, the first right below a page and each next one below the one before. One pack after the
+    other has the same.
+    """
+    return tuple([range(start, end) for end, start in pairwise(accumulate(lengths, sub, initial=top))])
 
 
 def _side_by_side(runs: Sequence[range]) -> Iterator[tuple[int, int]]:

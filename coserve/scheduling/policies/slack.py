@@ -169,8 +169,9 @@ class Slack(Policy):
         """Jobs in the order in which they are to be served: the one served least first, but who has waited for many
         steps before all.
         """
-        waits_s = [job.waited_s for job in view.jobs]
-        if len(waits_s) < 2 or max(waits_s) <= AGED_WAITS * self.arrival_share * view.ttft_s:
+        if len(view.jobs) < 2:
+            return view.jobs
+        if max([job.waited_s for job in view.jobs]) <= AGED_WAITS * self.arrival_share * view.ttft_s:
             return view.jobs
         waited_s = AGED_WAITS * self.arrival_wait_s(view, tightest_tpot_s(view, view.requests))
         return sorted(view.jobs, key=lambda job: job.waited_s <= waited_s)
@@ -197,6 +198,8 @@ class Slack(Policy):
         """Rows of requests; tpot_s: the tightest SLO of these. Returns when those that decode are due, and whether all
         prompts are in.
         """
+        if not requests:
+            return Deadlines(), True
         decoding = [request for request in requests if request.num_rows == 1]
         build.decode(decoding)
         prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
