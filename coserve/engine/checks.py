@@ -23,9 +23,10 @@ def check_request(
         raise RequestError("the prompt has no tokens")
     if params.stop and not has_text:
         raise RequestError("stop strings need a tokenizer, and this model has none")
-    if wrong := [token for token in prompt if not 0 <= token < info.vocab_size]:
+    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < info.vocab_size)
         raise RequestError(
-            f"token {wrong[0]} of the prompt is out of vocabulary; the model has {info.vocab_size} tokens"
+            f"token {wrong} of the prompt is out of vocabulary; the model has {info.vocab_size} tokens"
         )
     length = num_virtual + len(prompt) + params.max_tokens
     if length > info.max_positions:

@@ -87,9 +87,11 @@ class PackPages:
 
     def release(self) -> None:
         """Give back all of it."""
-        if self.num_pages:
-            self._give_back(0, 1 if self._saved_all else self._first_trained)
+        if self.num_pages and self._saved_all:
+            self._give_back(0, 1)
             self._give_back(self._first_trained, self._end)
+        elif self.num_pages:
+            self._give_back(0, self._end)
         if self._window is not None:
             self._window.require(0)
             self._window = None

@@ -5,7 +5,7 @@ keeps lies in plain contiguous tensors.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import sub
@@ -114,13 +114,13 @@ class PagePool:
 
     def give_back_runs(self, owner: str, runs: Sequence[range]) -> int:
         """The inverse for runs, which must be the owner's. Returns how many pages that were."""
-        marks, mark = self._marks, self._mark(owner)
+        marks, mark = self._marks, bytes([self._mark(owner)])
         num_pages = 0
-        for start, end in _side_by_side(runs):
-            is_owners = marks.startswith(bytes([mark]) * (end - start), start)
-            assert is_owners, f"{range(start, end)} is not all {owner}'s"
-            marks[start:end] = bytes(end - start)
-            num_pages += end - start
+        for run in runs:
+            length = len(run)
+            assert marks.startswith(mark * length, run.start), f"{run} is not all {owner}'s"
+            marks[run.start : run.stop] = bytes(length)
+            num_pages += length
         self._count(owner, -num_pages)
         return num_pages
 
@@ -154,16 +154,3 @@ def runs_below(top: int, lengths: tuple[int, ...]) -> tuple[range, ...]:
     other has the same.
     """
     return tuple([range(start, end) for end, start in pairwise(accumulate(lengths, sub, initial=top))])
-
-
-def _side_by_side(runs: Sequence[range]) -> Iterator[tuple[int, int]]:
-    """The first and last-plus-one page of runs, as one where each lies just below the one before, as `take_runs` lays
-    them.
-    """
-    start = end = 0
-    for run in runs:
-        if run.stop != start:
-            yield start, end
-            end = run.stop
-        start = run.start
-    yield start, end
