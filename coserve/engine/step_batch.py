@@ -99,12 +99,13 @@ def _runs_whole(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Ma
         if rows.kind != "window":
             if reserved[rows.item] is not rows:
                 return False
-        elif not _has_pack(jobs, rows.item) or _limited(jobs[rows.item], rows) is not rows:
+        elif not _has_pack(jobs, rows.item) or jobs[rows.item].memory_failures.limit(rows.rows) != rows.rows:
             return False
-    for piece in (*plan.losses, *plan.tasklets):
-        if not _has_pack(jobs, piece.job) or _limited(jobs[piece.job], piece) is not piece:
+    pieces: tuple[PlannedLoss | PlannedTasklets, ...] = (*plan.losses, *plan.tasklets)
+    for piece in pieces:
+        if not _has_pack(jobs, piece.job) or jobs[piece.job].memory_failures.limit(piece.rows) != piece.rows:
             return False
-    return all([job in jobs and jobs[job].update_due for job in plan.updates])
+    return all(job in jobs and jobs[job].update_due for job in plan.updates)
 
 
 def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None:

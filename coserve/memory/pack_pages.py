@@ -107,7 +107,8 @@ class PackPages:
             gone = [run for run in self.runs[start:end] if run is not None]
         self.runs[start:end] = [None] * (end - start)
         if gone:
-            self.num_pages -= self._pool.give_back_runs(OWNER, gone)
+            self._pool.give_back_runs(OWNER, gone)
+            self.num_pages -= sum(map(len, gone))
 
 
 @lru_cache(maxsize=64)

@@ -112,8 +112,8 @@ class PagePool:
             marks[page] = 0
         self._count(owner, -len(pages))
 
-    def give_back_runs(self, owner: str, runs: Sequence[range]) -> int:
-        """The inverse for runs, which must be the owner's. Returns how many pages that were."""
+    def give_back_runs(self, owner: str, runs: Sequence[range]) -> None:
+        """The inverse for runs, which must be the owner's."""
         marks, mark = self._marks, bytes([self._mark(owner)])
         num_pages = 0
         for run in runs:
@@ -122,7 +122,6 @@ class PagePool:
             marks[run.start : run.stop] = bytes(length)
             num_pages += length
         self._count(owner, -num_pages)
-        return num_pages
 
     def num_pages_by_owner(self) -> dict[str, int]:
         """How many pages each owner has."""

@@ -22,7 +22,7 @@ class AgedFactors:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.num_changes = 0  # grows with all that gives `of` another answer: factors that moved, and steps that age them
+        self.num_changes = 0  # grows with all that gives `of` other answers: factors that move, and steps that age them
         self._ages = False  # whether an answer since the last step gave way with age
         self._seen: dict[Hashable, tuple[float, int]] = {}  # the factor, and when it was seen
 

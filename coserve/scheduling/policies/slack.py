@@ -169,9 +169,8 @@ class Slack(Policy):
         """Jobs in the order in which they are to be served: the one served least first, but who has waited for many
         steps before all.
         """
-        if len(view.jobs) < 2:
-            return view.jobs
-        if max([job.waited_s for job in view.jobs]) <= AGED_WAITS * self.arrival_share * view.ttft_s:
+        waits_s = [job.waited_s for job in view.jobs]
+        if len(waits_s) < 2 or max(waits_s) <= AGED_WAITS * self.arrival_share * view.ttft_s:
             return view.jobs
         waited_s = AGED_WAITS * self.arrival_wait_s(view, tightest_tpot_s(view, view.requests))
         return sorted(view.jobs, key=lambda job: job.waited_s <= waited_s)
@@ -296,10 +295,8 @@ class Slack(Policy):
         requests_s = build.step_s
         wait_s = self.arrival_wait_s(view, tpot_s)
         most_s = min(wait_s - requests_s, wait_share(view.need.ttft) * view.ttft_s)
-        own_s = deadlines.extra_s
-        need = view.need
         # A step at the pace of the SLOs takes nothing of what was banked.
-        own_s = max(own_s, pace_share(need) * (AIMED * tpot_s - requests_s))
+        own_s = max(deadlines.extra_s, pace_share(view.need) * (AIMED * tpot_s - requests_s))
         extra_s = min(deadlines.jobs_s - view.now_s - requests_s, own_s, most_s)
         room = _room(memory, view) if memory.requests else 1.0
         return requests_s + room * extra_s, requests_s + room * most_s
