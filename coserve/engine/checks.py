@@ -23,10 +23,9 @@ def check_request(
         raise RequestError("the prompt has no tokens")
     if params.stop and not has_text:
         raise RequestError("stop strings need a tokenizer, and this model has none")
-    if wrong := [token for token in prompt if not 0 <= token < info.vocab_size]:
-        raise RequestError(
-            f"token {wrong[0]} of the prompt is out of vocabulary; the model has {info.vocab_size} tokens"
-        )
+    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < info.vocab_size)
+        raise RequestError(f"token {wrong} of the prompt is out of vocabulary; the model has {info.vocab_size} tokens")
     length = num_virtual + len(prompt) + params.max_tokens
     if length > info.max_positions:
         virtual = f"{num_virtual} virtual tokens of the adapter, " if num_virtual else ""

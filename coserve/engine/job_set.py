@@ -158,12 +158,18 @@ class JobSet(Mapping[str, Job]):
         Where some are to be alone, they and all others take turns.
         """
         jobs = [job for job in self._jobs.values() if job.state == "running"]
-        running = [job for job in jobs if not job.optimizer_away and not job.memory_failures.num_turns]
-        running = [job for job in running if job.id not in without]
-        found = [view for job in running if (view := job.view(now_s, self._packs.num_pages(job))) is not None]
+        found: list[JobView] = []
+        is_one_alone = False
+        for job in jobs:
+            if job.optimizer_away or job.memory_failures.num_turns or job.id in without:
+                continue
+            is_one_alone |= job.is_alone
+            if (view := job.view(now_s, self._packs.num_pages(job))) is not None:
+                found.append(view)
         served = self._turns.served(jobs, [view.id for view in found])
-        views = tuple(sorted(found, key=lambda view: served[view.id]))
-        return self._in_turn(views) if any(job.is_alone for job in running) else views
+        if len(found) > 1:
+            found.sort(key=lambda view: served[view.id])
+        return self._in_turn(tuple(found)) if is_one_alone else tuple(found)
 
     def _in_turn(self, views: tuple[JobView, ...]) -> tuple[JobView, ...]:
         alone = sorted(view.id for view in views if self._jobs[view.id].is_alone)
@@ -244,7 +250,7 @@ class JobSet(Mapping[str, Job]):
 
     def catch_up(self) -> None:
         """Do what is owed and due."""
-        self.settle()
+        self._owed.settle()
         for job in list(self._jobs.values()):
             if job.optimizer_away and job.state == "running" and not job.memory_failures.num_turns:
                 self._bring_back_optimizer(job)
@@ -252,7 +258,7 @@ class JobSet(Mapping[str, Job]):
                 self._exchange.take_part(job)
             if job.follow_due or job.answers_due:
                 self._milestones.follow(job)
-        self.settle()
+        self._owed.settle()
 
     def settle(self) -> None:
         """Have the device do what is owed; one that is gone is owed nothing."""

@@ -18,6 +18,11 @@ class JobTurns:
 
     def served(self, jobs: Sequence[Job], working: Collection[str]) -> dict[str, float]:
         """What counts for each. jobs: all that run now. working: those of them that have work."""
+        if len(jobs) == 1:  # nobody stands before it, nor after it
+            (job,) = jobs
+            lift = self._lifts.get(job.id, 0.0)
+            self._lifts, self._working = {job.id: lift}, frozenset(working)
+            return {job.id: job.num_rows_run + lift}
         served = {job.id: job.num_rows_run + self._lifts[job.id] for job in jobs if job.id in self._lifts}
         others = [served[id] for id in working if id in served and id in self._working]
         least = min(others, default=None)

@@ -107,7 +107,7 @@ class PackQueue:
 
     def command_to_begin(self, pages: PackPages) -> BeginPack | MovePack:
         """What to tell the device about the next pack, which has these pages; `begin` once it has begun."""
-        pack, runs = self._waiting[0], tuple([(run.start, len(run)) for run in pages.runs if run is not None])
+        pack, runs = self._waiting[0], pages.places
         if self.swapped is not None:
             return MovePack(self._job, runs)
         return BeginPack(

@@ -41,19 +41,24 @@ class RequestQueue:
         yield from self.running.values()
         yield from self.waiting.values()
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether any of it is batch work."""
+        return self._num_batch > 0
+
     def members(self, name: str) -> list[Request]:
         """The sequences of a request that are not over."""
         return list(self._members.get(name, ()))
 
     def running_views(self, *, is_batch: bool = False) -> tuple[RequestView, ...]:
         """Of requests that somebody waits for, or of batch work."""
-        if is_batch and not self._num_batch:
+        if not self.running:
             return ()
         return tuple([each.running_view() for each in self.running.values() if each.is_batch == is_batch])
 
     def waiting_views(self, *, is_batch: bool = False) -> tuple[RequestView, ...]:
         """Of those far back in the queue, what they share may be out of date."""
-        if not self.waiting or (is_batch and not self._num_batch):
+        if not self.waiting:
             return ()
         waiting = [request for request in self.waiting.values() if request.is_batch == is_batch]
         for request in waiting[:_NUM_LOOKED_UP]:

@@ -61,6 +61,8 @@ def _runnable(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapp
 
     Where something is left out, the sections' predictions are of another step: they become 0, and teach nothing.
     """
+    if _runs_whole(plan, reserved, jobs):
+        return plan
     found = [reserved[each.item] if each.kind != "window" else _window(each, jobs) for each in plan.rows]
     rows = tuple([each for each in found if each is not None])
     losses = tuple([_limited(jobs[piece.job], piece) for piece in plan.losses if _has_pack(jobs, piece.job)])
@@ -87,6 +89,23 @@ def _runnable(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapp
         backward_s=plan.backward_s if tasklets == plan.tasklets else 0.0,
         update_s=plan.update_s if updates == plan.updates else 0.0,
     )
+
+
+def _runs_whole(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapping[str, Job]) -> bool:
+    """Whether nothing of the plan is to be left out or made smaller, as with nearly all plans."""
+    if plan.partition is not None and not (plan.rows and (plan.losses or plan.tasklets)):
+        return False
+    for rows in plan.rows:
+        if rows.kind != "window":
+            if reserved[rows.item] is not rows:
+                return False
+        elif not _has_pack(jobs, rows.item) or jobs[rows.item].memory_failures.limit(rows.rows) != rows.rows:
+            return False
+    pieces: tuple[PlannedLoss | PlannedTasklets, ...] = (*plan.losses, *plan.tasklets)
+    for piece in pieces:
+        if not _has_pack(jobs, piece.job) or jobs[piece.job].memory_failures.limit(piece.rows) != piece.rows:
+            return False
+    return all(job in jobs and jobs[job].update_due for job in plan.updates)
 
 
 def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None:

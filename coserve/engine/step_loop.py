@@ -29,7 +29,7 @@ from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.history import StepView
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import NeedView, Plan, View
+from coserve.scheduling.plan import NeedView, Plan, RequestView, View
 from coserve.scheduling.policies import Policy
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import DefaultSlo
@@ -258,10 +258,11 @@ class StepLoop:
 
     def _view(self, now_s: float, *, without: frozenset[str]) -> View:
         requests, waiting = self._requests.running_views(), self._requests.waiting_views()
-        batch, batch_waiting = (
-            self._requests.running_views(is_batch=True),
-            self._requests.waiting_views(is_batch=True),
-        )
+        batch: tuple[RequestView, ...] = ()
+        batch_waiting: tuple[RequestView, ...] = ()
+        if self._requests.has_batch:
+            batch = self._requests.running_views(is_batch=True)
+            batch_waiting = self._requests.waiting_views(is_batch=True)
         if not self._policy.serves_batch:
             requests, batch, waiting, batch_waiting = requests + batch, (), waiting + batch_waiting, ()
         self.last_need = self._serving.need.view(now_s)

@@ -5,7 +5,8 @@ keeps lies in plain contiguous tensors.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import sub
 
@@ -61,14 +62,14 @@ class PagePool:
     def take_runs(self, owner: str, lengths: Sequence[int]) -> list[range]:
         """Runs of free neighbours of these lengths, each in turn the highest that there is, as far as there are."""
         marks, mark = self._marks, bytes([self._mark(owner)])
-        num_pages, least = sum(lengths), min([length for length in lengths if length], default=0)
+        num_pages, least = sum(lengths), min(filter(None, lengths), default=0)
         # No run lies above the highest of the shortest ones. Where there is room for all below it, they come one below
         # the other.
         top = marks.rfind(_FREE * least) + least
-        if least and num_pages <= top and marks.count(0, top - num_pages, top) == num_pages:
+        if least and num_pages <= top and marks.startswith(_FREE * num_pages, top - num_pages):
             marks[top - num_pages : top] = mark * num_pages
             self._count(owner, num_pages)
-            return [range(start, end) for end, start in pairwise(accumulate(lengths, sub, initial=top))]
+            return list(runs_below(top, tuple(lengths)))
         runs, num_taken = [], 0
         for length in lengths:
             start = marks.rfind(_FREE * length) if length else 0
@@ -113,12 +114,13 @@ class PagePool:
 
     def give_back_runs(self, owner: str, runs: Sequence[range]) -> None:
         """The inverse for runs, which must be the owner's."""
-        marks, mark = self._marks, self._mark(owner)
+        marks, mark = self._marks, bytes([self._mark(owner)])
         num_pages = 0
-        for start, end in _side_by_side(runs):
-            assert marks.count(mark, start, end) == end - start, f"{range(start, end)} is not all {owner}'s"
-            marks[start:end] = bytes(end - start)
-            num_pages += end - start
+        for run in runs:
+            length = len(run)
+            assert marks.startswith(mark * length, run.start), f"{run} is not all {owner}'s"
+            marks[run.start : run.stop] = bytes(length)
+            num_pages += length
         self._count(owner, -num_pages)
 
     def num_pages_by_owner(self) -> dict[str, int]:
@@ -145,14 +147,9 @@ class PagePool:
             self.num_returned -= num_pages
 
 
-def _side_by_side(runs: Sequence[range]) -> Iterator[tuple[int, int]]:
-    """The first and last-plus-one page of runs, as one where each lies just below the one before, as `take_runs` lays
-    them.
+@lru_cache(maxsize=64)
+def runs_below(top: int, lengths: tuple[int, ...]) -> tuple[range, ...]:
+    """Runs of these lengths, the first right below a page and each next one below the one before. One pack after the
+    other has the same.
     """
-    start = end = 0
-    for run in runs:
-        if run.stop != start:
-            yield start, end
-            end = run.stop
-        start = run.start
-    yield start, end
+    return tuple([range(start, end) for end, start in pairwise(accumulate(lengths, sub, initial=top))])

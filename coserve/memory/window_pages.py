@@ -28,6 +28,8 @@ class WindowPages:
 
     def lend(self, num_pages: int) -> None:
         """Give up to as many pages back, as far as that can be done."""
+        if not self.num_lendable:
+            return
         self._set(range(self.run.start + max(0, min(num_pages, self.num_lendable)), self.run.stop))
 
     def clear(self) -> None:

@@ -22,6 +22,8 @@ class AgedFactors:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.num_changes = 0  # grows with all that gives `of` other answers: factors that move, and steps that age them
+        self._ages = False  # whether an answer since the last step gave way with age
         self._seen: dict[Hashable, tuple[float, int]] = {}  # the factor, and when it was seen
 
     def of(self, key: Hashable, wider: float) -> float:
@@ -34,6 +36,7 @@ class AgedFactors:
         factor, step = seen
         if factor == wider:
             return factor
+        self._ages = True
         trust = _TRUST_PER_STEP ** (self.num_steps - step)
         found: float = wider * (factor / wider) ** trust
         return found
@@ -45,15 +48,20 @@ class AgedFactors:
         """
         seen = self._seen.get(key)
         old, weight = (believed, first_weight) if seen is None else (seen[0], _WEIGHT)
-        self._seen[key] = old * (right / old) ** weight, self.num_steps
+        factor = old if right == old else old * (right / old) ** weight
+        self.num_changes += seen is None or factor != old or self._ages
+        self._seen[key] = factor, self.num_steps
 
     def count_step(self) -> None:
         """What was seen before is a step older."""
         self.num_steps += 1
+        self.num_changes += self._ages
+        self._ages = False
 
     def refresh(self) -> None:
         """Hold all that was seen for as true as if it had been seen just now."""
         self._seen = {key: (factor, self.num_steps) for key, (factor, _) in self._seen.items()}
+        self.num_changes += 1
 
 
 def bounded(error: float) -> float:

@@ -39,7 +39,8 @@ class Corrections:
         self.margin = margin
         # For steps of a kind, for a section, and (under "") for all: what predictions are off by.
         self._factors = AgedFactors()
-        self._known: dict[_Kind | str, float] = {}  # worked out from these, until the next step
+        self._known: dict[_Kind | str, float] = {}  # worked out from these, until they change
+        self._known_at = 0
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
     def of(self, section: str, rows: int, windows: bool) -> float:
@@ -68,13 +69,13 @@ class Corrections:
         self._factors.move(kind, right, believed=believed, first_weight=_FIRST_WEIGHT)
         self._factors.move(section, right)
         self._factors.move("", right)
-        self._known.clear()
+        self._forget_changed()
 
     def observe_step(self, *, predicted_s: float, measured_s: float) -> None:
         """A whole step: what the margin is made of. Both are above 0."""
         self._errors.append(measured_s / predicted_s - 1)
         self._factors.count_step()
-        self._known.clear()
+        self._forget_changed()
         if self._factors.num_steps % _NUM_STEPS_PER_MARGIN == 0:
             late = sorted(self._errors)[int(_MARGIN_QUANTILE * (len(self._errors) - 1))]
             self.margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, late))
@@ -87,11 +88,17 @@ class Corrections:
     def refresh(self) -> None:
         """Hold all that was seen for as true as if it had been seen just now."""
         self._factors.refresh()
-        self._known.clear()
+        self._forget_changed()
 
     def recent_errors(self) -> Sequence[float]:
         """|measured - predicted| / measured of recent steps, sorted."""
         return sorted(abs(error) / (1 + error) for error in self._errors)
+
+    def _forget_changed(self) -> None:
+        """Where steps take what was predicted, as on a modelled device without noise, what is known stays as it is."""
+        if self._factors.num_changes != self._known_at:
+            self._known.clear()
+            self._known_at = self._factors.num_changes
 
     def _corrected(self, profile: Profile) -> Profile:
         """A profile as steps have shown it to be so far."""

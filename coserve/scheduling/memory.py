@@ -145,7 +145,7 @@ class MemoryPlan:
                 continue
             if num_rows and num_rows + job.num_rows > ENOUGH_PACK_ROWS:
                 break  # in turn: smaller packs would keep a large one waiting for good
-            seconds = pack_s(job) if pack_s is not None else 0.0
+            seconds = pack_s(job) if pack_s is not None and self.requests else 0.0
             until_s = seconds if job.waited_s < MOST_PACK_WAITS * seconds else 0.0
             spare = self._growth(max(until_s, self._view.give_back_s))
             if job.num_pages + spare > self.free:
@@ -161,6 +161,8 @@ class MemoryPlan:
 
     def take_turns(self, jobs: Sequence[JobView]) -> None:
         """Those that can run are to be served in this order."""
+        if len(self.jobs) < 2:
+            return
         turns = {job.id: turn for turn, job in enumerate(jobs)}
         self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))
 

@@ -37,6 +37,8 @@ class StepTime:
     @property
     def step_s(self) -> float:
         """All of it, as the step is to run."""
+        if self.partition is None:  # nearly always
+            return self.overhead_s + self.forward_s + self.update_s + (self.loss_s + self.backward_s)
         left_s = self.loss_s + self.backward_s - self._beside_s
         return self.overhead_s + self._side_s + self.update_s + (left_s if left_s > 0 else 0.0)
 

@@ -3,7 +3,9 @@
 The packs of jobs move on by what runs.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from math import inf
 from random import Random
 
@@ -80,7 +82,8 @@ class StepTimer:
         updates = [_update_view(self._trainers[update.job].opened.counts) for update in batch.updates]
         update_s = self.with_noise(sum([self._latency.update_s(view) for view in updates]))
         if batch.partition is None:
-            forward_s = self.with_noise(self._latency.forward_s(self._load(batch)))
+            has_rows = batch.requests or batch.windows
+            forward_s = self.with_noise(self._latency.forward_s(self._load(batch)) if has_rows else 0.0)
         return StepTimes(
             forward_s=forward_s,
             loss_s=loss_s if batch.partition is None else 0.0,
@@ -137,16 +140,14 @@ class StepTimer:
     def _run_alone(self, piece: Tasklets, work: _Work, pace: float, limit_s: float) -> None:
         """The same where there are tasklets of one job alone, which most steps have, some dozen of them."""
         trainer = self._trainers[piece.job]
-        cursor, num_run, now_s = trainer.cursor, 0, work.end_s
+        cursor = trainer.cursor
         sizes = cursor.next_tasklets(piece.num_rows, piece.num_tasklets)
-        seconds = {rows: pace * self._latency.tasklets_s([(trainer.view, rows)]) for rows in set(sizes)}
-        for rows in sizes:
-            if now_s >= limit_s and num_run:
-                break
-            now_s += seconds[rows]
-            num_run += 1
+        seconds = {rows: pace * self._latency.tasklet_s(trainer.view, rows) for rows in set(sizes)}
+        ends_s = list(accumulate(map(seconds.__getitem__, sizes), initial=work.end_s))
+        # Each begins where the one before has ended; none after the limit but the first.
+        num_run = min(len(sizes), max(1, bisect_left(ends_s, limit_s)))
         cursor.advance_tasklets(piece.num_rows, num_run)
-        work.num_tasklets[piece.job], work.end_s = num_run, now_s
+        work.num_tasklets[piece.job], work.end_s = num_run, ends_s[num_run]
 
     def _tasklet_s(self, turn: Sequence[Tasklets]) -> float:
         """Tasklets of several jobs as one."""

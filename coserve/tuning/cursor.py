@@ -39,7 +39,7 @@ class Cursor:
 
     @property
     def done(self) -> bool:
-        return self.loss_done and self.num_parts_done == self.num_parts
+        return self.num_parts_done == self.num_parts and self.loss_done
 
     @property
     def num_parts_reversed(self) -> int:

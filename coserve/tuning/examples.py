@@ -50,7 +50,9 @@ class Example:
     @property
     def sequences(self) -> tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]:
         """Tokens and marks of each of its sequences."""
-        ends = tuple(accumulate(self.parts or (len(self.tokens),)))
+        if not self.parts:
+            return ((self.tokens, self.trained),)
+        ends = tuple(accumulate(self.parts))
         return tuple(
             (self.tokens[start:end], self.trained[start:end]) for start, end in zip((0, *ends), ends, strict=False)
         )

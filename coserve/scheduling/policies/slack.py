@@ -197,6 +197,8 @@ class Slack(Policy):
         """Rows of requests; tpot_s: the tightest SLO of these. Returns when those that decode are due, and whether all
         prompts are in.
         """
+        if not requests:
+            return Deadlines(), True
         decoding = [request for request in requests if request.num_rows == 1]
         build.decode(decoding)
         prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
@@ -293,10 +295,8 @@ class Slack(Policy):
         requests_s = build.step_s
         wait_s = self.arrival_wait_s(view, tpot_s)
         most_s = min(wait_s - requests_s, wait_share(view.need.ttft) * view.ttft_s)
-        own_s = deadlines.extra_s
-        need = view.need
         # A step at the pace of the SLOs takes nothing of what was banked.
-        own_s = max(own_s, pace_share(need) * (AIMED * tpot_s - requests_s))
+        own_s = max(deadlines.extra_s, pace_share(view.need) * (AIMED * tpot_s - requests_s))
         extra_s = min(deadlines.jobs_s - view.now_s - requests_s, own_s, most_s)
         room = _room(memory, view) if memory.requests else 1.0
         return requests_s + room * extra_s, requests_s + room * most_s
