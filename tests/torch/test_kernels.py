@@ -299,7 +299,7 @@ def test_what_a_lora_adds_to_weights_goes_with_their_products(backend, dtype, n,
     """The same as products, and what is added to them, one after the other; rounded once less at most."""
     torch.manual_seed(0)
     sizes, ranks = (64, 32, 96), (16, 4, 40)
-    weights, biases = [kind(torch.randn(out, 96, dtype=dtype)) for out in sizes], [None] * 3
+    weights, biases = [kind(torch.randn(out, 96, dtype=dtype)) for out in sizes], list[torch.Tensor | None]([None] * 3)
     if is_joined:
         weights, biases = join(weights, biases, backend)
     x = torch.randn(n, 96, dtype=dtype)
