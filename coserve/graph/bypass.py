@@ -6,6 +6,7 @@ A bypass reads tensors at one node of the backbone, the site, and gives one tens
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from coserve.errors import GraphError
 from coserve.graph.ir import Graph, Node, renamed
@@ -49,6 +50,16 @@ class AttachedBypass:
     base: str  # the site's own output, before the sum
     result: str  # what it adds
     weights: tuple[str, ...] = ()  # of the site, those that it reads
+
+    @cached_property
+    def last_low_rank(self) -> Node | None:
+        """The last node, if it is a product of low rank whose result is what the bypass adds, and none of the nodes
+        reads what the site gives or a weight of it: all but that product may then run before the site.
+        """
+        last = self.nodes[-1]
+        reads = {name for node in self.nodes for name in node.input.values()}
+        is_before = last.op == "low_rank" and last.outputs[0][1] == self.result and self.base not in reads
+        return last if is_before and not self.weights else None
 
 
 @dataclass(frozen=True, kw_only=True)

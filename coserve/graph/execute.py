@@ -49,14 +49,18 @@ def run_graph(
     weights: Values,
     context: Context,
     after: Callable[[Node, MutableMapping[str, Tensor]], None] | None = None,
+    instead: Callable[[Sequence[Node], MutableMapping[str, Tensor]], bool] | None = None,
 ) -> None:
     """Run every node, in place on `values`, which holds the inputs and, at the end, the outputs.
 
     weights: backbone weights (and parameters, where the graph has any) by name. after: called after each node, to let
-    bypasses add to its output and to save tensors, before anything is let go.
+    bypasses add to its output and to save tensors, before anything is let go. instead: asked of nodes that run at once
+    (or of one) whether it ran them itself, with what bypasses add.
     """
     for run in graph.runs:
-        if len(run) == 1 and context.block_rows is None:  # most of them: a step has hundreds
+        if instead is not None and instead(run, values):
+            pass
+        elif len(run) == 1 and context.block_rows is None:  # most of them: a step has hundreds
             [node] = run
             inputs = {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
             found = node.operator.forward(inputs, node.attribute, context)

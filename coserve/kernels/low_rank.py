@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 from struct import pack, unpack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,16 @@ from coserve.kernels.transfer import on_device
 
 # Numbers of a place in the table of factors.
 PLACE_NUMBERS = 9
+
+
+class LowRankRows(NamedTuple):
+    """What one adapter adds to some columns of all rows of a product: narrow B^T; narrow [n, rank], b [columns, rank].
+    first: the first of these columns.
+    """
+
+    narrow: Tensor
+    b: Tensor
+    first: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

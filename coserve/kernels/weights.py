@@ -7,12 +7,14 @@ Another kind of storage is one class more, with a `format` by which it is asked 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from coserve.errors import ModelError
+from coserve.kernels.low_rank import LowRankRows
 
 if TYPE_CHECKING:
     from coserve.kernels.base import Backend
@@ -48,6 +50,15 @@ class Weight(ABC):
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b; x [n, in], bias [out] -> [n, out]."""
 
+    def product_and_low_rank(
+        self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
+    ) -> Tensor:
+        """The same, and what is added to columns of it, of which none is in two of these."""
+        y = self.product(backend, x, bias)
+        for narrow, b, first in added:
+            backend.low_rank_product(narrow, b, y[:, first : first + b.shape[0]])
+        return y
+
     @abstractmethod
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         """dx = dy W; grad [n, out] -> [n, in], added to `onto` in place if that is given."""
@@ -79,10 +90,20 @@ class Weight(ABC):
         return 0.0
 
     def products(
-        self, backend: "Backend", x: Tensor, weights: Sequence["Weight"], biases: Sequence[Tensor | None]
+        self,
+        backend: "Backend",
+        x: Tensor,
+        weights: Sequence["Weight"],
+        biases: Sequence[Tensor | None],
+        added: Sequence[LowRankRows | None] = (),
     ) -> Sequence[Tensor]:
-        """`product` of the same rows with several weights, of which this is the first."""
-        return [weight.product(backend, x, bias) for weight, bias in zip(weights, biases, strict=True)]
+        """`product` of the same rows with several weights, of which this is the first. added: to all columns of each,
+        if anything is.
+        """
+        return [
+            weight.product(backend, x, bias) if more is None else weight.product_and_low_rank(backend, x, bias, [more])
+            for weight, bias, more in zip(weights, biases, added or [None] * len(weights), strict=True)
+        ]
 
 
 class DenseWeight(Weight):
@@ -109,6 +130,12 @@ class DenseWeight(Weight):
 
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
         return backend.product(x, self.tensor, bias)
+
+    def product_and_low_rank(
+        self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
+    ) -> Tensor:
+        y = backend.product_and_low_rank(x, self.tensor, bias, added)
+        return super().product_and_low_rank(backend, x, bias, added) if y is None else y
 
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         return backend.input_gradient(grad, self.tensor, onto)
@@ -212,6 +239,11 @@ class JoinedWeight(Weight):
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._own.product(backend, x, bias)
 
+    def product_and_low_rank(
+        self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
+    ) -> Tensor:
+        return self._own.product_and_low_rank(backend, x, bias, added)
+
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         return self._own.input_gradient(backend, grad, onto)
 
@@ -219,14 +251,24 @@ class JoinedWeight(Weight):
         raise AssertionError("a weight is joined once")
 
     def products(
-        self, backend: "Backend", x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]
+        self,
+        backend: "Backend",
+        x: Tensor,
+        weights: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        added: Sequence[LowRankRows | None] = (),
     ) -> Sequence[Tensor]:
         piece = self._piece
         if len(weights) != len(piece.members) or any(map(_is_other, weights, piece.members)):
-            return super().products(backend, x, weights, biases)
+            return super().products(backend, x, weights, biases, added)
         if any(map(_is_other, biases, piece.biases)):
-            return super().products(backend, x, weights, biases)
-        return piece.whole.product(backend, x, piece.bias).split_with_sizes(piece.sizes, -1)
+            return super().products(backend, x, weights, biases, added)
+        if not added:
+            return piece.whole.product(backend, x, piece.bias).split_with_sizes(piece.sizes, -1)
+        starts = accumulate(piece.sizes, initial=0)
+        placed = [more._replace(first=start) for start, more in zip(starts, added, strict=False) if more is not None]
+        y = piece.whole.product_and_low_rank(backend, x, piece.bias, placed)
+        return y.split_with_sizes(piece.sizes, -1)
 
 
 class _Piece:

@@ -24,6 +24,7 @@ from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.base import Backend
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part, PlaceRun
+from coserve.models.bypass_runs import BypassRuns
 from coserve.models.bypasses import Bypasses, BypassGroup, RowAdapters
 from coserve.models.traced import InPages, InWindow, run_at_once
 
@@ -217,8 +218,9 @@ class _Batch:
         values: dict[str, Tensor] = dict(self._constants)
         if x is not None:
             values["x"] = x
-            after.save("x", x)
-        run_graph(graph, values, weights, context, after)
+            after.savers.save("x", x)
+        instead = after.bypasses.run_nodes if after.bypasses.within else None
+        run_graph(graph, values, weights, context, after, instead)
         return values[graph.outputs[0]]
 
     def run_traced(self, x: Tensor) -> Tensor | None:
@@ -259,6 +261,40 @@ class _Saved:
     keep: Keep
 
 
+class _Savers:
+    """Copies what is kept of a part to those who keep it."""
+
+    def __init__(self, part: Part, keepers: Sequence[_Keeper], context: Context) -> None:
+        self._context = context
+        self._savers: dict[str, list[_Saved]] = {}
+        self._signs: dict[str, list[tuple[_Saved, str, Node]]] = {}
+        for keeper in keepers:
+            saved = _Saved(own=keeper.own, rows=keeper.rows, keep=keeper.own.keep(part))
+            for name in saved.keep.rows:
+                self._savers.setdefault(name, []).append(saved)
+            for sign, node in saved.keep.packed_signs.items():
+                self._signs.setdefault(node.inputs[0][1], []).append((saved, sign, node))
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors of which somebody keeps rows."""
+        return {*self._savers, *self._signs}
+
+    def keeps(self, name: str) -> bool:
+        """Whether anybody keeps rows of a tensor."""
+        return name in self._savers or name in self._signs
+
+    def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
+        """Copy a tensor's rows to all who keep them; the rows of `value` are those of a group, or of the batch."""
+        for saved in self._savers.get(name, ()):
+            if (rows := _rows_in(saved, group)) is not None:
+                saved.keep.rows[name].copy_(value[rows])
+        for saved, sign, node in self._signs.get(name, ()):
+            if (rows := _rows_in(saved, group)) is not None:
+                packed = run_node(node, {name: value[rows]}, {}, self._context)
+                saved.keep.rows[sign].copy_(packed[sign])
+
+
 class _AfterNode:
     """What happens after each node of a part: bypasses add to its output (of nodes that run at once, after the first
     of them), then what is kept of it is saved.
@@ -275,27 +311,17 @@ class _AfterNode:
         context: Context,
     ) -> None:
         """graph, weights: of the part."""
-        self._context, self._weights = context, weights
-        self._part = part
+        self._backend = context.backend
         self._low_rank = batch = adapters.low_rank
         self._runs = {run.node: run for run in runs if run.mask & batch.mask} if batch else {}
-        self._groups: dict[str, list[BypassGroup]] = {}
-        for group in adapters.groups:
-            for site in group.sites(part):
-                self._groups.setdefault(site, []).append(group)
-        self._savers: dict[str, list[_Saved]] = {}
-        self._signs: dict[str, list[tuple[_Saved, str, Node]]] = {}
-        for keeper in keepers:
-            saved = _Saved(own=keeper.own, rows=keeper.rows, keep=keeper.own.keep(part))
-            for name in saved.keep.rows:
-                self._savers.setdefault(name, []).append(saved)
-            for sign, node in saved.keep.packed_signs.items():
-                self._signs.setdefault(node.inputs[0][1], []).append((saved, sign, node))
+        self.savers = _Savers(part, keepers, context)
+        num_rows = keepers[-1].rows.stop if keepers else 0
+        self.bypasses = BypassRuns(part, graph, adapters.groups, num_rows, weights, context, self.savers)
 
         # Nodes after which there is anything to do.
         producer = graph.producer
-        self._nodes = {*self._runs, *self._groups}
-        self._nodes |= {producer[name].name for name in (*self._savers, *self._signs) if name in producer}
+        self._nodes = {*self._runs, *self.bypasses.sites}
+        self._nodes |= {producer[name].name for name in self.savers.names if name in producer}
 
     def __call__(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
         if node.name not in self._nodes:
@@ -303,57 +329,11 @@ class _AfterNode:
         if (run := self._runs.get(node.name)) is not None:
             assert self._low_rank is not None
             outputs = [values[name] for name in run.outputs]
-            self._context.backend.add_adapters(values[run.source], outputs, run.first, self._low_rank)
-        for group in self._groups.get(node.name, ()):
-            self._run_bypass(group, node, values)
+            self._backend.add_adapters(values[run.source], outputs, run.first, self._low_rank)
+        self.bypasses.add(node, values)
         for _, name in node.outputs:
-            if self._is_kept(name):
-                self.save(name, values[name])
-
-    def _is_kept(self, name: str) -> bool:
-        return name in self._savers or name in self._signs
-
-    def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
-        """Copy a tensor's rows to all who keep them; the rows of `value` are those of a group, or of the batch."""
-        for saved in self._savers.get(name, ()):
-            if (rows := _rows_in(saved, group)) is not None:
-                saved.keep.rows[name].copy_(value[rows])
-        for saved, sign, node in self._signs.get(name, ()):
-            if (rows := _rows_in(saved, group)) is not None:
-                packed = run_node(node, {name: value[rows]}, {}, self._context)
-                saved.keep.rows[sign].copy_(packed[sign])
-
-    def _run_bypass(self, group: BypassGroup, node: Node, values: MutableMapping[str, Tensor]) -> None:
-        """Run the bypasses of a group's adapters on their rows, save what is kept of their inside, add their result in
-        place.
-        """
-        bypass, parameters = group.site(self._part, node.name)
-        if bypass.weights:
-            parameters = {**parameters, **{name: self._weights[name] for name in bypass.weights}}
-        output = values[node.outputs[0][1]]
-        base = group.take(output)
-        local: dict[str, Tensor] = {bypass.base: base}
-        if self._is_kept(bypass.base):
-            self.save(bypass.base, base, group)
-        # The last node's result goes right into the sum, unless somebody wants it for itself, or it reads the base.
-        last = bypass.nodes[-1]
-        is_sum = last.outputs[0][1] == bypass.result and not self._is_kept(bypass.result)
-        is_sum &= bypass.base not in last.input.values() and self._context.block_rows is None
-        for inner in bypass.nodes:
-            for name in inner.input.values():
-                if name not in local and name not in parameters:
-                    local[name] = group.take(values[name]) if name in values else group.constant(self._part, name)
-            if is_sum and inner is last:
-                inputs = {slot: parameters.get(name, local.get(name)) for slot, name in inner.inputs}
-                inner.operator.forward_onto(base, inputs, inner.attribute, self._context)
-                group.put(output, base)
-                return
-            made = run_node(inner, local, parameters, self._context)
-            local.update(made)
-            for name, value in made.items():
-                if self._is_kept(name):
-                    self.save(name, value, group)
-        group.add(output, local[bypass.result])
+            if self.savers.keeps(name):
+                self.savers.save(name, values[name])
 
 
 def _rows_in(saved: _Saved, group: BypassGroup | None) -> slice | None:

@@ -148,6 +148,10 @@ class BypassGroup:
                 self._places[id(member.own)] = slice(start, start + len(member.rows))
             start += len(member.rows)
 
+    def has_one_adapter_of(self, num_rows: int) -> bool:
+        """Whether all of a batch's rows have the same adapter."""
+        return len(self._adapters) == 1 and self._rows == slice(0, num_rows)
+
     def sites(self, part: Part) -> Collection[str]:
         """Where its bypasses sit in a part."""
         return self._adapters[0].of(part)

@@ -20,7 +20,7 @@ from coserve.kernels.cpu.attention import run_backward, run_forward
 from coserve.kernels.cpu.low_rank import LowRankProducts
 from coserve.kernels.cpu.products import CpuProducts
 from coserve.kernels.cpu.tile_products import TileProducts
-from coserve.kernels.low_rank import AdapterRows
+from coserve.kernels.low_rank import AdapterRows, LowRankRows
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.weights import Int8Weight
 
@@ -28,6 +28,7 @@ KERNELS = compiled.compiled_kernels()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="needs g++")
 needs_pairs = pytest.mark.skipif(KERNELS is None or not KERNELS.has_pairs, reason="needs g++ and AMD's AVX-512")
 needs_tiles = pytest.mark.skipif(KERNELS is None or not KERNELS.has_tiles, reason="needs g++, and AMX or AMD's AVX-512")
+needs_amx = pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs g++ and AMX")
 DEVICE = torch.device("cpu")
 PLAIN = PlainBackend(DEVICE)
 CPU = PLAIN if KERNELS is None else CpuBackend(DEVICE)
@@ -224,6 +225,80 @@ def test_products_of_many_rows(inner, outer, num_threads):
         assert tiles.input_gradient(grad, weight, onto[:, 8:]) is not None
         torch.testing.assert_close(onto[:, 8:], (before[:, 8:].double() + exact).bfloat16(), atol=1e-3, rtol=2**-7)
         assert torch.equal(onto[:, :8], before[:, :8])
+
+
+@needs_amx
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("inner", "outer", "sites"),
+    [
+        (32, 32, [(0, 32, 16)]),
+        (96, 160, [(0, 64, 8), (128, 32, 33)]),
+        (896, 1152, [(0, 896, 16), (896, 128, 64), (1024, 128, 1)]),
+        (4864, 896, [(0, 896, 16)]),
+    ],
+)
+def test_what_a_lora_adds_is_within_the_sums_of_a_product(inner, outer, sites, num_threads):
+    """sites: first column, columns and rank of each. Rounded once, and no row depends on others or on threads."""
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    weight, bias = torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
+    wide, most = torch.randn(700, inner + 8).bfloat16(), 700
+    added = [
+        LowRankRows(torch.randn(most, rank + 3).bfloat16()[:, 3:], torch.randn(columns, rank).bfloat16(), first)
+        for first, columns, rank in sites
+    ]
+    whole = None
+    for n in (700, 128, 129, 200, 544):
+        x, own = wide[:n, 8:], [each._replace(narrow=each.narrow[:n]) for each in added]
+        found = CPU.product_and_low_rank(x, weight, bias, own)
+        exact = x.double() @ weight.double().T + bias.double()
+        sizes = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+        for narrow, b, first in own:
+            columns = slice(first, first + len(b))
+            exact[:, columns] += narrow.double() @ b.double().T
+            sizes[:, columns] += narrow.double().abs() @ b.double().abs().T
+        assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * sizes).all()
+        whole = found if whole is None else whole
+        assert torch.equal(found, whole[:n]), "whatever other rows are there"
+    torch.set_num_threads(1)
+    assert torch.equal(whole, CPU.product_and_low_rank(wide[:, 8:], weight, bias, added))
+    without = [rows for rows in range(outer) if not any(first <= rows < first + size for first, size, _ in sites)]
+    assert torch.equal(whole[:, without], CPU.product(wide[:, 8:], weight, bias)[:, without])
+
+
+@needs_amx
+def test_a_neighbour_of_b_that_is_not_finite_reaches_its_own_column_alone():
+    """Ranks are filled up with zeros, not with what comes after a row of B."""
+    torch.manual_seed(0)
+    x, weight, narrow = (torch.randn(size, width).bfloat16() for size, width in ((128, 64), (64, 64), (128, 16)))
+    b = torch.randn(64, 16).bfloat16()
+    b[5] = float("inf")
+    found = CPU.product_and_low_rank(x, weight, None, [LowRankRows(narrow, b)])
+    assert not found[:, 5].isfinite().any()
+    assert found[:, [column for column in range(64) if column != 5]].isfinite().all()
+
+
+@needs_kernels
+def test_products_that_take_no_adapter_along_say_so():
+    torch.set_num_threads(1)
+    x, weight, narrow = torch.ones(256, 64).bfloat16(), torch.ones(64, 64).bfloat16(), torch.ones(256, 8).bfloat16()
+    added = LowRankRows(narrow, torch.ones(64, 8).bfloat16())
+    fits = KERNELS.has_amx
+    assert (CPU.product_and_low_rank(x, weight, None, [added]) is not None) == fits
+    few = added._replace(narrow=narrow[:127])
+    assert CPU.product_and_low_rank(x[:127], weight, None, [few]) is None, "few rows"
+    assert CPU.product_and_low_rank(x.float(), weight.float(), None, [added]) is None, "another dtype"
+    for other in (
+        added._replace(narrow=narrow[:255]),
+        added._replace(narrow=narrow.float()),
+        added._replace(b=torch.ones(8, 64).bfloat16().T),
+        LowRankRows(torch.ones(256, 65).bfloat16(), torch.ones(64, 65).bfloat16()),
+        LowRankRows(narrow, torch.ones(48, 8).bfloat16()),
+        LowRankRows(narrow, torch.ones(32, 8).bfloat16(), first=16),
+    ):
+        assert CPU.product_and_low_rank(x, weight, None, [other]) is None
+    assert PLAIN.product_and_low_rank(x, weight, None, [added]) is None
 
 
 def vector_product(x, weight, bias, num_threads, *, name="vector_product"):
@@ -686,7 +761,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 43 and all(found.values())
+    assert len(found) == 44 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert (
@@ -701,7 +776,8 @@ def test_the_header_states_the_arguments_of_every_kernel():
 def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_loaded(afresh, caplog):
     declared = compiled.signatures()
     amx = {"int8_product_by_tiles", "cross_entropy_of_columns", "cross_entropy_gradient_of_columns"}
-    amx |= {"cross_entropy_input_gradient_of_columns", "wide_product", "tile_input_gradient"}
+    amx |= {"cross_entropy_input_gradient_of_columns", "wide_product", "wide_product_and_low_rank"}
+    amx |= {"tile_input_gradient"}
     tiles = {"attention_forward", "attention_backward", "attend_in_pieces", "product"}
     tiles |= {"to_low_rank", "from_low_rank", "add_low_rank_gradient"}
     assert compiled.kernels_for("tiles") == tiles <= declared.keys()

@@ -15,7 +15,7 @@ from coserve.kernels.cpu import products
 from coserve.kernels.cpu.adapters import MANY_ROWS
 from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
-from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank, LowRankAdapter
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank, LowRankAdapter, LowRankRows
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.weights import DenseWeight, Int8Weight, join
 
@@ -287,6 +287,33 @@ def test_joined_weights_are_multiplied_as_one_and_others_one_by_one(backend, dty
         assert len(calls) == num_calls
         for y, theirs in zip(found, wanted[::order], strict=True):
             torch.testing.assert_close(y, theirs, **_tolerance(dtype))
+
+
+@each_backend
+@each_dtype
+@pytest.mark.parametrize("n", [5, 160])
+@pytest.mark.parametrize("kind", [DenseWeight, Int8Weight.quantised])
+@pytest.mark.parametrize("is_joined", [True, False])
+@pytest.mark.parametrize("which", [(0, 1, 2), (0, 2), (1,)])
+def test_what_a_lora_adds_to_weights_goes_with_their_products(backend, dtype, n, kind, is_joined, which):
+    """The same as products, and what is added to them, one after the other; rounded once less at most."""
+    torch.manual_seed(0)
+    sizes, ranks = (64, 32, 96), (16, 4, 40)
+    weights, biases = [kind(torch.randn(out, 96, dtype=dtype)) for out in sizes], list[torch.Tensor | None]([None] * 3)
+    if is_joined:
+        weights, biases = join(weights, biases, backend)
+    x = torch.randn(n, 96, dtype=dtype)
+    added = [
+        LowRankRows(torch.randn(n, rank, dtype=dtype), torch.randn(out, rank, dtype=dtype)) if place in which else None
+        for place, (out, rank) in enumerate(zip(sizes, ranks, strict=True))
+    ]
+    found = weights[0].products(backend, x, weights, biases, added)
+    for y, weight, more in zip(found, weights, added, strict=True):
+        exact = x.double() @ weight.dense().double().T
+        if more is not None:
+            exact += more.narrow.double() @ more.b.double().T
+        tolerance = (1e-4 if dtype == torch.float32 else 2**-7) * float(exact.abs().max())
+        torch.testing.assert_close(y.double(), exact, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -80,6 +80,28 @@ def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
     assert {rows for rows, shape in products if 4 not in shape} == {14}
 
 
+def test_the_last_product_of_a_lora_goes_with_its_site_where_all_rows_have_it(monkeypatch):
+    """Of a window alone; not where rows have several adapters, and not for magnitudes, which read the site's output."""
+    backbone, calls = make_backbone("llama"), []
+    ask = type(backbone.backend).product_and_low_rank
+    monkeypatch.setattr(
+        backbone.backend,
+        "product_and_low_rank",
+        lambda x, weight, bias, added: calls.extend(added) or ask(backbone.backend, x, weight, bias, added),
+    )
+    plain = make_adapter(backbone, dropout=0.1)
+    windows = [
+        TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))), dropout_seed=1)
+        for adapter in (plain, make_adapter(backbone, seed=1, dropout=0.1), make_adapter(backbone, use_dora=True))
+    ]
+    together = forward(backbone, [windows[0].next_window(13), windows[1].next_window(13)])
+    forward(backbone, [windows[2].next_window(13)])
+    assert not calls
+    alone = forward(backbone, [windows[0].next_window(13)])
+    assert len(calls) == 7 * 3 and all(len(each.narrow) == 13 for each in calls)
+    torch.testing.assert_close(alone, together[:13], atol=1e-5, rtol=1e-5)
+
+
 def test_training_windows_and_requests_share_the_batch():
     """A job's window, a request on the adapter as it is served, one on another adapter, and one on the bare model."""
     backbone = make_backbone("qwen2")

@@ -14,6 +14,7 @@ from coserve.graph.states import StateRows
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.attention import AttentionBatch
 from coserve.kernels.base import Backend, Factor
+from coserve.kernels.low_rank import LowRankRows
 
 # Tensors by name; a backbone's linear weights are `kernels.weights.Weight`, parameters of several adapters `Grouped`.
 Values = Mapping[str, Any]
@@ -110,6 +111,8 @@ class Operator(ABC):
     # Whether its gradient for x alone reads nothing but a weight of the backbone, so that rows of other programs may be
     # among its own.
     joins_rows: ClassVar[bool] = False
+    # Whether what an adapter adds to the result may be part of its product (`forward_with_low_rank`).
+    takes_low_rank: ClassVar[bool] = False
     # Slots in which forward and VJP accept the parameters of several adapters (kernels.base.Grouped), each for its own
     # rows.
     grouped: ClassVar[frozenset[str]] = frozenset()
@@ -134,6 +137,12 @@ class Operator(ABC):
     def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Context) -> list[dict[str, Tensor]]:
         """`forward` of several neighbours that share their slot `shared`."""
         return [self.forward(values, attributes, context) for values, attributes in runs]
+
+    def forward_with_low_rank(
+        self, runs: Sequence[tuple[Values, Attributes]], added: Sequence[LowRankRows | None], context: Context
+    ) -> list[dict[str, Tensor]]:
+        """`forward_all`, and onto the one output of each what is given for it."""
+        raise NotImplementedError
 
     def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Context) -> None:
         """Add the result of `forward`, whose one output has `total`'s shape, to it in place; no input is `total`."""

@@ -17,7 +17,7 @@ from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPa
 from coserve.kernels.cpu.compiled import compiled_kernels, own_flags
 from coserve.kernels.cpu.products import CpuProducts, layout
 from coserve.kernels.cpu.trace import CpuTrace
-from coserve.kernels.low_rank import AdapterBatch
+from coserve.kernels.low_rank import AdapterBatch, LowRankRows
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.plain.attention import Part
 from coserve.kernels.trace import Trace, TracedCalls
@@ -61,6 +61,11 @@ class CpuBackend(PlainBackend):
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._products.product(x, weight, bias)
+
+    def product_and_low_rank(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
+    ) -> Tensor | None:
+        return self._products.product_and_low_rank(x, weight, bias, added)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         return self._products.input_gradient(grad, weight, onto)

@@ -19,7 +19,7 @@ In every case the sums are float32, and a product is rounded once.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
@@ -31,6 +31,7 @@ from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.low_rank import LowRankProducts
 from coserve.kernels.cpu.processor import multiplies_bfloat16
 from coserve.kernels.cpu.tile_products import TileProducts, are_bfloat16, fit_weight
+from coserve.kernels.low_rank import LowRankRows
 from coserve.kernels.plain import products as plain
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
@@ -87,6 +88,12 @@ class CpuProducts:
         if x.shape[0] <= self._most_few_rows and x.stride(1) == 1 and fit_vectors(weight, bias):
             return self._product_of_few_rows(x, weight, bias)
         return wide_product(x, weight, bias) if is_widened(x) else torch.nn.functional.linear(x, weight, bias)
+
+    def product_and_low_rank(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
+    ) -> Tensor | None:
+        """See `Backend.product_and_low_rank`: of many rows, in tiles."""
+        return None if self._tiles is None else self._tiles.product_and_low_rank(x, weight, bias, added)
 
     def _product_of_few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         (n, inner), outer = x.shape, weight.shape[0]

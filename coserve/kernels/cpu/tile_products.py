@@ -4,15 +4,21 @@
 Each function gives None when it is not for these tensors.
 """
 
+from collections.abc import Sequence
+from ctypes import c_int64
+
 import torch
 from torch import Tensor
 
 from coserve.kernels.cpu.compiled import Library
+from coserve.kernels.low_rank import LowRankRows
 
 # Up to how many rows our product is the faster one where it is not for many; `benchmarks/products.py` measures it.
 MOST_ROWS = 192
 # Up to how many threads the one for many rows was measured, as in `products.cpp`: each arranges rows for itself.
 _MOST_WIDE_THREADS = 4
+# From how many rows on it is the faster one, as there; and up to which rank it adds what a LoRA adds.
+_FEWEST_WIDE_ROWS, _MOST_RANK = 128, 64
 # From how many rows on input gradients are faster in tiles, of how many times as many outputs as inputs, and up to how
 # many inputs: with more the gradients of outputs are read again and again.
 _FEWEST_GRADIENT_ROWS, _LEAST_OUTPUTS_OF_INPUTS, _MOST_GRADIENT_INPUTS = 128, 2, 1024
@@ -35,6 +41,27 @@ class TileProducts:
         self._kernels.product(
             *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
             *(n, inner, outer, torch.get_num_threads()),
+        )
+        return y
+
+    def product_and_low_rank(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
+    ) -> Tensor | None:
+        """The same of many rows, and to some of its columns what a LoRA adds, within the same sums, by AMX."""
+        (n, inner), outer = x.shape, weight.shape[0]
+        if n < _FEWEST_WIDE_ROWS or not self._has_wide_products:
+            return None
+        if not self._fit(x, weight, bias) or not are_bfloat16(weight) or not all(_fit_added(n, each) for each in added):
+            return None
+        table = list[int]()
+        for narrow, b, first in added:
+            end = first + b.shape[0]
+            assert first >= 0 and end <= outer
+            table += (narrow.data_ptr(), narrow.stride(0), b.data_ptr(), b.shape[1], first, end)
+        y = torch.empty(n, outer, dtype=x.dtype)
+        self._kernels.wide_product_and_low_rank(
+            *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
+            *((c_int64 * len(table))(*table), len(added), n, inner, outer, torch.get_num_threads()),
         )
         return y
 
@@ -76,6 +103,14 @@ class TileProducts:
         """Whether these are rows, a weight [out, in] and a bias of a shape that is cut into whole tiles."""
         n, inner = x.shape
         return n > 0 and weight.shape[1] == inner and fit_weight(weight, bias) and are_bfloat16(x)
+
+
+def _fit_added(n: int, added: LowRankRows) -> bool:
+    """Whether columns come in whole tiles, and the rank is none that PyTorch's products are for."""
+    (columns, rank), narrow = added.b.shape, added.narrow
+    if columns % 32 or added.first % 32 or not 0 < rank <= _MOST_RANK or narrow.shape != (n, rank):
+        return False
+    return added.b.is_contiguous() and are_bfloat16(added.b, narrow)
 
 
 def fit_weight(weight: Tensor, bias: Tensor | None) -> bool:

@@ -1,5 +1,6 @@
-// Products of many rows in bfloat16 with AMX, with sums in float32 that are rounded once: y = x W^T and dx = dy W. The
-// weight is read as it lies, and what is multiplied next is fetched from memory while tiles are multiplied.
+// Products of many rows in bfloat16 with AMX, with sums in float32 that are rounded once: y = x W^T, what a LoRA adds
+// to it within the same sums, and dx = dy W. The weight is read as it lies, and what is multiplied next is fetched from
+// memory while tiles are multiplied.
 
 #include "skinny.h"
 
@@ -37,11 +38,18 @@ struct Part {
     }
 };
 
-// c = a b, or c += a b, blocks of 32 x 32: a [32, inner] with a step from row to row, b [inner / 2, 32, 2], c without
-// gaps. Of four rows from `ahead` on, as many elements as of a row of a are fetched meanwhile into the outer cache.
+// More of the inner dimension of a block, from other factors: left [32, depth], right [depth / 2, 32, 2].
+struct More {
+    const bf16 *left, *right;
+    i64 depth;
+};
+
+// c = a b + more, or c += a b + more, blocks of 32 x 32: a [32, inner] with a step from row to row, b [inner / 2, 32,
+// 2], c without gaps. Of four rows from `ahead` on, as many elements as of a row of a are fetched meanwhile into the
+// outer cache.
 template <bool ADD>
 void multiply_and_fetch(i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, const bf16* ahead,
-                        i64 ahead_step) {
+                        i64 ahead_step, const More& more) {
     const i64 row = BLOCK * sizeof(float);
     float* lower = c + SUMS / 2;
     if (ADD) {
@@ -69,6 +77,16 @@ void multiply_and_fetch(i64 inner, const bf16* a, i64 a_step, const bf16* b, flo
         _mm_prefetch(reinterpret_cast<const char*>(ahead + 3 * ahead_step), _MM_HINT_T1);
         _tile_dpbf16ps(3, 5, 7);
     }
+    for (i64 k = 0; k < more.depth; k += DEPTH) {
+        _tile_loadd(4, more.left + k, more.depth * 2);
+        _tile_loadd(6, more.right + k * BLOCK, 128);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, more.right + k * BLOCK + 32, 128);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, more.left + 16 * more.depth + k, more.depth * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
     _tile_stored(0, c, row);
     _tile_stored(1, c + 16, row);
     _tile_stored(2, lower, row);
@@ -76,10 +94,10 @@ void multiply_and_fetch(i64 inner, const bf16* a, i64 a_step, const bf16* b, flo
 }
 
 inline void run(bool adds, i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, const bf16* ahead,
-                i64 ahead_step) {
+                i64 ahead_step, const More& more = {nullptr, nullptr, 0}) {
     settle();
-    adds ? multiply_and_fetch<true>(inner, a, a_step, b, c, ahead, ahead_step)
-         : multiply_and_fetch<false>(inner, a, a_step, b, c, ahead, ahead_step);
+    adds ? multiply_and_fetch<true>(inner, a, a_step, b, c, ahead, ahead_step, more)
+         : multiply_and_fetch<false>(inner, a, a_step, b, c, ahead, ahead_step, more);
     settle();
 }
 
@@ -102,14 +120,20 @@ class Lines {
     bool streams_;
 };
 
-// Rows of x as columns of right factors: [blocks, depth / 2, 32, 2], zeros after the last.
-void arrange(const bf16* x, i64 step, i64 rows, i64 depth, bf16* out) {
+// Up to 32 elements of a row, and zeros.
+inline __m512i load_some(const bf16* x, i64 count) {
+    return _mm512_maskz_loadu_epi16(count < DEPTH ? (1u << count) - 1 : ~0u, x);
+}
+
+// Rows of x as columns of right factors: [blocks, depth / 2, 32, 2], zeros after the last row, and after the last
+// column where depth is `columns` and some.
+void arrange(const bf16* x, i64 step, i64 rows, i64 depth, i64 columns, bf16* out) {
     for (i64 row = 0; row < round_up(rows, BLOCK); row += 16) {
         bf16* block = out + row / BLOCK * BLOCK * depth + row % BLOCK * 2;
         for (i64 k = 0; k < depth; k += DEPTH) {
             __m512i pairs[16];
             for (int i = 0; i < 16; i++)
-                pairs[i] = row + i < rows ? _mm512_loadu_si512(x + (row + i) * step + k) : _mm512_setzero_si512();
+                pairs[i] = row + i < rows ? load_some(x + (row + i) * step + k, columns - k) : _mm512_setzero_si512();
             transpose(pairs);
             for (int i = 0; i < 16; i++) _mm512_storeu_si512(block + (k / 2 + i) * 2 * BLOCK, pairs[i]);
         }
@@ -133,7 +157,20 @@ void round_block(const float* sums, const bf16* bias, i64 rows, const Lines& lin
     }
 }
 
-// y = x W^T + b for some rows of x and strips of 32 rows of the weight. The weight is the left factor.
+// What is added to some columns of y: narrow B^T, as Python has it. narrow [n, rank] with a step from row to row, B
+// [end - start, rank].
+struct Added {
+    const bf16* narrow;
+    i64 narrow_step;
+    const bf16* b;
+    i64 rank, start, end;
+
+    i64 depth() const { return round_up(rank, DEPTH); }
+};
+static_assert(sizeof(Added) == 6 * sizeof(i64), "as Python has them");
+
+// y = x W^T + b, and what is added to it, for some rows of x and strips of 32 rows of the weight. The weight is the
+// left factor.
 struct Product {
     const bf16* x;
     i64 x_step;
@@ -141,6 +178,8 @@ struct Product {
     bf16* y;
     i64 inner, outer;
     Lines lines;
+    const Added* added;
+    i64 num_added;
 
     void run_for(i64 first, i64 rows, Part strips) const {
         const i64 blocks = (rows + BLOCK - 1) / BLOCK, turns = (inner + DEEP - 1) / DEEP;
@@ -153,9 +192,31 @@ struct Product {
         // Sums of all strips, if they are put aside; else of this one and of the one before, which is written
         // meanwhile.
         const i64 kept = turns > 1 ? strips.size() : 2;
+        i64 depths = 0, deepest = 0;
+        for (i64 i = 0; i < num_added; i++) depths += added[i].depth(), deepest = std::max(deepest, added[i].depth());
         float* sums = reinterpret_cast<float*>(
-            scratch.take(blocks * (kept * SUMS * sizeof(float) + BLOCK * DEEP * sizeof(bf16))));
+            scratch.take(blocks * (kept * SUMS * sizeof(float) + BLOCK * (DEEP + depths) * sizeof(bf16)) +
+                         BLOCK * deepest * sizeof(bf16)));
         bf16* arranged = reinterpret_cast<bf16*>(sums + kept * blocks * SUMS);
+        bf16* const narrow = arranged + blocks * BLOCK * DEEP;  // of one after the other
+        bf16* const left_of_added = narrow + blocks * BLOCK * depths;
+        bf16* place = narrow;
+        for (i64 i = 0; i < num_added; place += blocks * BLOCK * added[i++].depth())
+            arrange(added[i].narrow + first * added[i].narrow_step, added[i].narrow_step, rows, added[i].depth(),
+                    added[i].rank, place);
+        auto more_of = [&](i64 strip) {
+            const bf16* right = narrow;
+            for (i64 i = 0; i < num_added; right += blocks * BLOCK * added[i++].depth()) {
+                const i64 row = strip * BLOCK - added[i].start, depth = added[i].depth(), rank = added[i].rank;
+                if (row < 0 || strip * BLOCK >= added[i].end) continue;
+                for (i64 j = 0; j < BLOCK; j++)
+                    for (i64 k = 0; k < depth; k += DEPTH)
+                        _mm512_storeu_si512(left_of_added + j * depth + k,
+                                            load_some(added[i].b + (row + j) * rank + k, rank - k));
+                return More{left_of_added, right, depth};
+            }
+            return More{nullptr, nullptr, 0};
+        };
         auto write = [&](i64 strip, i64 block) {
             const i64 row = block * BLOCK, column = strip * BLOCK;
             round_block(sums + ((strip - strips.start) % kept * blocks + block) * SUMS, bias ? bias + column : nullptr,
@@ -165,7 +226,7 @@ struct Product {
             const Part deep(inner / DEPTH, turn, turns);
             const i64 start = deep.start * DEPTH, depth = deep.size() * DEPTH, parts = (depth + INNER - 1) / INNER;
             const bool is_last = turn == turns - 1;
-            arrange(x + first * x_step + start, x_step, rows, depth, arranged);
+            arrange(x + first * x_step + start, x_step, rows, depth, depth, arranged);
             for (i64 strip = strips.start; strip < strips.end; strip++) {
                 const bf16* left = weight + strip * BLOCK * inner + start;
                 const bf16* next = strip + 1 < strips.end ? left + BLOCK * inner
@@ -175,10 +236,12 @@ struct Product {
                 for (i64 part = 0; part < parts; part++) {
                     const Part within(depth / DEPTH, part, parts);
                     const i64 k = within.start * DEPTH;
+                    const More all = is_last && part == parts - 1 ? more_of(strip) : More{nullptr, nullptr, 0};
                     for (i64 block = 0; block < blocks; block++) {
+                        const More more{all.left, all.right + block * BLOCK * all.depth, all.depth};
                         run(turn || part, within.size() * DEPTH, left + k, inner,
                             arranged + (block * depth + k) * BLOCK, own + block * SUMS,
-                            next + fetched(block, blocks) * inner + k, inner);
+                            next + fetched(block, blocks) * inner + k, inner, more);
                         if (turns > 1 && is_last && part == parts - 1) write(strip, block);
                         if (turns == 1 && !part && strip > strips.start) write(strip - 1, block);
                     }
@@ -257,11 +320,23 @@ struct InputGradient {
 
 }  // namespace
 
-// y = x W^T + b: x [n, inner] with a step from row to row, weight [outer, inner], bias [outer] or null, y [n, outer].
-// inner and outer are multiples of 32. A row's sums are the same whatever other rows are there.
-extern "C" void wide_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
-                             i64 outer, i64 num_threads) {
-    const Product product{x, x_step, weight, bias, y, inner, outer, Lines(y, outer, n * outer * 2)};
+// y = x W^T + b, and to some of its columns narrow B^T: x [n, inner] with a step from row to row, weight [outer,
+// inner], bias [outer] or null, y [n, outer]. added: Added, of columns that begin and end with whole blocks of 32 and
+// of which none is in two. inner and outer are multiples of 32. A row's sums are the same whatever other rows are
+// there.
+extern "C" void wide_product_and_low_rank(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y,
+                                          const i64* added, i64 num_added, i64 n, i64 inner, i64 outer,
+                                          i64 num_threads) {
+    const Product product{x,
+                          x_step,
+                          weight,
+                          bias,
+                          y,
+                          inner,
+                          outer,
+                          Lines(y, outer, n * outer * 2),
+                          reinterpret_cast<const Added*>(added),
+                          num_added};
     const bool by_rows = n >= num_threads * ROWS_OF_A_THREAD;
     const i64 blocks = (n + BLOCK - 1) / BLOCK, strips = outer / BLOCK;
 #pragma omp parallel num_threads(num_threads)
@@ -278,6 +353,12 @@ extern "C" void wide_product(const bf16* x, i64 x_step, const bf16* weight, cons
         }
         _mm_sfence();
     }
+}
+
+// The same with nothing added.
+extern "C" void wide_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
+                             i64 outer, i64 num_threads) {
+    wide_product_and_low_rank(x, x_step, weight, bias, y, nullptr, 0, n, inner, outer, num_threads);
 }
 
 // dx = dy W: grad [n, outer] and x_grad [n, inner] with steps from row to row, weight [outer, inner]; added to what

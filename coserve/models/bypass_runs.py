@@ -1,0 +1,152 @@
+"""The bypasses of one part of a model on the rows of a batch: each after its node, or its last product within the
+node's own.
+
+What a bypass adds is most often a product of low rank, narrow B^T. Where all rows have one adapter and nobody wants
+that product for itself, the rest of the bypass runs before the node, and the node's product takes narrow and B along:
+a backend that can makes both in the same sums, and its result is written once.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from coserve.graph.execute import run_node
+from coserve.graph.ir import Graph, Node
+from coserve.graph.operators.base import Context
+from coserve.kernels.low_rank import LowRankRows
+from coserve.models.base import Part
+from coserve.models.bypasses import BypassGroup
+
+
+class Saver(Protocol):
+    """Who keeps what is computed."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether anybody keeps rows of a tensor."""
+        ...
+
+    def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
+        """Copy the rows of a group, or of the batch, to all who keep them."""
+        ...
+
+
+class BypassRuns:
+    """See above. within: the nodes whose product takes along what a bypass adds."""
+
+    def __init__(
+        self,
+        part: Part,
+        graph: Graph,
+        groups: Sequence[BypassGroup],
+        num_rows: int,
+        weights: Mapping[str, Any],
+        context: Context,
+        saver: Saver,
+    ) -> None:
+        """graph, weights: of the part. num_rows: of the batch, or 0 where every bypass runs after its node."""
+        self._part, self._weights, self._context, self._saver = part, weights, context, saver
+        self._groups: dict[str, list[BypassGroup]] = {}
+        for group in groups:
+            for site in group.sites(part):
+                self._groups.setdefault(site, []).append(group)
+        has_one = len(groups) == 1 and groups[0].has_one_adapter_of(num_rows) and context.block_rows is None
+        self.within = {site for site in self._groups if self._is_within(graph.node[site])} if has_one else set[str]()
+
+    @property
+    def sites(self) -> Mapping[str, Sequence[BypassGroup]]:
+        """Nodes with bypasses, and whose."""
+        return self._groups
+
+    def _is_within(self, node: Node) -> bool:
+        bypass, _ = self._groups[node.name][0].site(self._part, node.name)
+        if bypass.last_low_rank is None or not node.operator.takes_low_rank:
+            return False
+        return not self._saver.keeps(bypass.base) and not self._saver.keeps(bypass.result)
+
+    def add(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
+        """After a node: add what has not been added within it."""
+        if node.name not in self.within:
+            for group in self._groups.get(node.name, ()):
+                self._run(group, node, values)
+
+    def run_nodes(self, nodes: Sequence[Node], values: MutableMapping[str, Tensor]) -> bool:
+        """Run nodes that run at once with what is added within them, if any of them is such; whether it did."""
+        if not any(node.name in self.within for node in nodes):
+            return False
+        added = [self._low_rank_rows(node, values) for node in nodes]
+        weights, runs = self._weights, []
+        for node in nodes:
+            inputs = {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
+            runs.append((inputs, node.attribute))
+        found = nodes[0].operator.forward_with_low_rank(runs, added, self._context)
+        for node, results in zip(nodes, found, strict=True):
+            values.update({name: results[slot] for slot, name in node.outputs})
+        return True
+
+    def _low_rank_rows(self, node: Node, values: Mapping[str, Tensor]) -> LowRankRows | None:
+        """What a node's product takes along, after all of the bypass before that has run."""
+        if node.name not in self.within:
+            return None
+        [group] = self._groups[node.name]
+        bypass, parameters = group.site(self._part, node.name)
+        *inside, last = bypass.nodes
+        local = dict[str, Tensor]()
+        self._run_inside(group, inside, local, parameters, values)
+        self._take_inputs(group, last, local, parameters, values)
+        return LowRankRows(narrow=local[last.input["x"]], b=parameters[last.input["weight"]])
+
+    def _run(self, group: BypassGroup, node: Node, values: Mapping[str, Tensor]) -> None:
+        """Run the bypasses of a group's adapters on their rows, save what is kept of their inside, add their result in
+        place.
+        """
+        bypass, parameters = group.site(self._part, node.name)
+        if bypass.weights:
+            parameters = {**parameters, **{name: self._weights[name] for name in bypass.weights}}
+        output = values[node.outputs[0][1]]
+        base = group.take(output)
+        local: dict[str, Tensor] = {bypass.base: base}
+        if self._saver.keeps(bypass.base):
+            self._saver.save(bypass.base, base, group)
+        # The last node's result goes right into the sum, unless somebody wants it for itself, or it reads the base.
+        last = bypass.nodes[-1]
+        is_sum = last.outputs[0][1] == bypass.result and not self._saver.keeps(bypass.result)
+        is_sum &= bypass.base not in last.input.values() and self._context.block_rows is None
+        self._run_inside(group, bypass.nodes[:-1] if is_sum else bypass.nodes, local, parameters, values)
+        if not is_sum:
+            group.add(output, local[bypass.result])
+            return
+        self._take_inputs(group, last, local, parameters, values)
+        inputs = {slot: parameters.get(name, local.get(name)) for slot, name in last.inputs}
+        last.operator.forward_onto(base, inputs, last.attribute, self._context)
+        group.put(output, base)
+
+    def _run_inside(
+        self,
+        group: BypassGroup,
+        nodes: Sequence[Node],
+        local: dict[str, Tensor],
+        parameters: Mapping[str, Any],
+        values: Mapping[str, Tensor],
+    ) -> None:
+        """Nodes of a bypass, on `local`; what is kept of them is saved."""
+        for inner in nodes:
+            self._take_inputs(group, inner, local, parameters, values)
+            made = run_node(inner, local, parameters, self._context)
+            local.update(made)
+            for name, value in made.items():
+                if self._saver.keeps(name):
+                    self._saver.save(name, value, group)
+
+    def _take_inputs(
+        self,
+        group: BypassGroup,
+        node: Node,
+        local: dict[str, Tensor],
+        parameters: Mapping[str, Any],
+        values: Mapping[str, Tensor],
+    ) -> None:
+        """Bring to `local` what a node of a bypass reads of the batch, or of the constants of its rows."""
+        for name in node.input.values():
+            if name not in local and name not in parameters:
+                local[name] = group.take(values[name]) if name in values else group.constant(self._part, name)
