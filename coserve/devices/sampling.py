@@ -107,7 +107,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None 
 
 
 def _report(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-    if all(row.params.logprobs is None for row in rows):
+    if {row.params.logprobs for row in rows} <= {None}:
         none = logits.new_empty(len(rows), 0, dtype=torch.float32)
         return Sampled(tokens=tokens, logprobs=none.new_empty(0), top_tokens=none.long(), top_logprobs=none)
     raw = logits.float()

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, groupby
 from math import nan
 from operator import itemgetter
@@ -18,7 +19,7 @@ from coserve.devices.messages import OpenRequest
 from coserve.devices.readout import Pending, Readout
 from coserve.devices.sampling import SamplingRow, TokenCounts, sample
 from coserve.devices.step_messages import RequestRows, TokenLogprob
-from coserve.kernels.transfer import on_device
+from coserve.kernels.transfer import int_tensor, on_device
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, final_states, logits
@@ -73,19 +74,40 @@ class RequestHandle:
             self.matcher.accept(token)
 
 
+class _Samplers:
+    """Requests that sample in a step, in the order of their rows, with what is the same in every step of theirs."""
+
+    def __init__(self, ids: Sequence[str], handles: Sequence[RequestHandle]) -> None:
+        self.ids, self.handles = ids, handles
+        self.num_top = [handle.params.num_top for handle in handles]
+        self.followed = [(place, handle) for place, handle in enumerate(handles) if handle.follows]
+        self.by_version = [(key, len(list(own))) for key, own in groupby([handle.version for handle in handles])]
+        self.embedded = [place for place, handle in enumerate(handles) if handle.params.embeds]
+
+    @cached_property
+    def matchers(self) -> Mapping[str, Matcher]:
+        """Of those that have one."""
+        pairs = zip(self.ids, self.handles, strict=True)
+        return {request: handle.matcher for request, handle in pairs if handle.matcher is not None}
+
+
 class TorchRequests:
     """All requests of a device, by id."""
 
     def __init__(self, pages: PagedKv, versions: Mapping[str, Adapter]) -> None:
         self._pages, self._versions = pages, versions
         self._handles: dict[str, RequestHandle] = {}
+        # Those of the last step; the same requests decode step after step, until one comes or goes.
+        self._samplers = _Samplers([], [])
         self.grammars = Grammars()
 
     def open(self, command: OpenRequest) -> None:
         self._handles[command.request] = RequestHandle(command, self.grammars)
+        self._samplers = _Samplers([], [])
 
     def close(self, request: str) -> None:
         self._handles.pop(request, None)
+        self._samplers = _Samplers([], [])
 
     def extend_tables(self, requests: Sequence[RequestRows]) -> None:
         """New pages join their requests'."""
@@ -113,60 +135,54 @@ class TorchRequests:
 
     def finish(self, hidden: Tensor, requests: Sequence[RequestRows], readout: Readout) -> "RequestsResult":
         """Choose tokens and score prompts after the requests' rows, which are the first of hidden [n, hidden_size]."""
-        ends = list(accumulate(len(rows.tokens) for rows in requests))
+        ends = list(accumulate([len(rows.tokens) for rows in requests]))
+        sampled = [rows for rows in requests if rows.samples]
+        last_rows = [end - 1 for end, rows in zip(ends, requests, strict=True) if rows.samples]
+        samplers = self._those_of(sampled)
         return RequestsResult(
-            self._sample(hidden, ends, requests, readout),
+            self._sample(hidden, last_rows, sampled, samplers, readout),
             self._score_prompts(hidden, ends, requests, readout),
-            self._matchers(requests),
-            self._embed(hidden, ends, requests, readout),
+            samplers.matchers,
+            {
+                samplers.ids[place]: readout.add(final_states(self._backbone, hidden[last_rows[place], None]))
+                for place in samplers.embedded
+            },
         )
 
-    def _matchers(self, requests: Sequence[RequestRows]) -> dict[str, Matcher]:
-        """Of the requests that sample, those that have one."""
-        handles = self._handles
-        return {
-            rows.request: matcher
-            for rows in requests
-            if rows.samples and (matcher := handles[rows.request].matcher) is not None
-        }
+    def _those_of(self, sampled: Sequence[RequestRows]) -> _Samplers:
+        """The requests of these rows: those of the step before, unless they are others, or one has come or gone."""
+        ids = [rows.request for rows in sampled]
+        if ids != self._samplers.ids:
+            self._samplers = _Samplers(ids, [self._handles[request] for request in ids])
+        return self._samplers
 
     def _bypasses(self, version: str) -> Bypasses | None:
         return self._versions[version].bypasses() if version else None
 
     def _sample(
-        self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout
+        self,
+        hidden: Tensor,
+        last_rows: Sequence[int],
+        sampled: Sequence[RequestRows],
+        samplers: _Samplers,
+        readout: Readout,
     ) -> Callable[[], dict[str, TokenLogprob]]:
-        sampled = [(end - 1, rows) for end, rows in zip(ends, requests, strict=True) if rows.samples]
         if not sampled:
             return dict
-        handles = [self._handles[rows.request] for _, rows in sampled]
-        by_version = [(version, len(list(group))) for version, group in groupby([each.version for each in handles])]
-        users = [(num_rows, self._bypasses(version)) for version, num_rows in by_version]
-        scores = logits(self._backbone, hidden[on_device([row for row, _ in sampled], hidden.device)], users)
-        points = [handle.sampling_row(rows) for handle, (_, rows) in zip(handles, sampled, strict=True)]
+        users = [(num_rows, self._bypasses(version)) for version, num_rows in samplers.by_version]
+        scores = logits(self._backbone, hidden[on_device(int_tensor(last_rows), hidden.device)], users)
+        points = [handle.sampling_row(rows) for handle, rows in zip(samplers.handles, sampled, strict=True)]
         with record_function(SAMPLING):
             chosen = sample(scores, points, self._backbone.backend)
         read = _Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
-        numbers = [handle.params.num_top for handle in handles]
-        followed = [(place, handle) for place, handle in enumerate(handles) if handle.follows]
 
         def result() -> dict[str, TokenLogprob]:
-            lines = read.lines(numbers)
-            for place, handle in followed:
+            lines = read.lines(samplers.num_top)
+            for place, handle in samplers.followed:
                 handle.accept(lines[place].token)
-            return dict(zip([rows.request for _, rows in sampled], lines, strict=True))
+            return dict(zip(samplers.ids, lines, strict=True))
 
         return result
-
-    def _embed(
-        self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout
-    ) -> dict[str, Pending]:
-        """The last states of the prompts whose requests ask for them."""
-        return {
-            rows.request: readout.add(final_states(self._backbone, hidden[end - 1 : end]))
-            for end, rows in zip(ends, requests, strict=True)
-            if rows.samples and self._handles[rows.request].params.embeds
-        }
 
     def _score_prompts(
         self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout

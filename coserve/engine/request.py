@@ -102,6 +102,7 @@ class Request:
         self._prompt_logprobs: list[TokenLogprob] = []
         self._num_unscored = len(prompt) - 1 if params.prompt_logprobs is not None and not index else 0
         self._draws, self._is_masked = params.temperature > 0, params.grammar is not None
+        self._may_forbid = params.min_tokens > 0 or bool(params.bad_words)
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
         self._text = text
@@ -211,8 +212,8 @@ class Request:
         new_pages: tuple[int, ...] = ()
         if len(pages) > self._num_pages_sent:
             new_pages, self._num_pages_sent = tuple(pages[self._num_pages_sent :]), len(pages)
-        tokens = tuple(self.tokens[start : start + num_rows])
-        forbidden = self._forbidden() if samples else ()
+        tokens = (self.tokens[start],) if num_rows == 1 else tuple(self.tokens[start : start + num_rows])
+        forbidden = self._forbidden() if samples and self._may_forbid else ()
         if not self._num_unscored:
             return RequestRows(self.id, start, tokens, new_pages, samples, self.num_output, forbidden)
         scored = self._scored_rows(start, start + num_rows)

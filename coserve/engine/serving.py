@@ -148,30 +148,32 @@ class Serving:
         """A step's rows are in: their keys and values are known, and some have brought a token. started_s: when the
         step began.
         """
-        running, prompts, tokens = self._queue.running, result.prompts, result.tokens
+        running, prompts, tokens, emit = self._queue.running, result.prompts, result.tokens, self._emit
+        refused, ended, embeddings = result.refused, result.ended, result.embeddings
         num_tokens: dict[str, int] = {}
         for rows in batch.requests:
-            request = running.get(rows.request)
+            id = rows.request
+            request = running.get(id)
             if request is None:  # cancelled or stopped while the step ran
                 continue
             if request.started_s is None and rows.tokens:
                 request.started_s = started_s
-            request.commit(len(rows.tokens), prompts.get(rows.request, ()) if prompts else ())
+            request.commit(len(rows.tokens), prompts.get(id, ()) if prompts else ())
             if not rows.samples:
                 continue
-            if result.refused and rows.request in result.refused:
-                self._emit(request.end("error", result.refused[rows.request]))
+            if refused and id in refused:
+                emit(request.end("error", refused[id]))
                 self._leave(request)
                 continue
-            ends_here = rows.request in result.ended
-            chunk = request.accept(tokens[rows.request], now_s, ends_here=ends_here)
-            if rows.request in result.embeddings:
-                chunk = structs.replace(chunk, embedding=result.embeddings[rows.request])
+            ends_here = id in ended
+            chunk = request.accept(tokens[id], now_s, ends_here=ends_here)
+            if embeddings and id in embeddings:
+                chunk = structs.replace(chunk, embedding=embeddings[id])
             num_tokens[request.tenant] = num_tokens.get(request.tenant, 0) + 1
-            self._emit(chunk)
+            emit(chunk)
             if ends_here and chunk.finish_reason is None:
                 chunk = request.end("stop")  # by itself: the token before is part of the text
-                self._emit(chunk)
+                emit(chunk)
             if (request.num_output <= 1 or chunk.finish_reason is not None) and not request.is_batch:
                 self._note_need(request, now_s)
             if chunk.finish_reason is not None:

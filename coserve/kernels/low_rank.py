@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coserve.kernels.transfer import on_device
+from coserve.kernels.transfer import int_tensor, on_device
 
 # Numbers of a place in the table of factors.
 PLACE_NUMBERS = 9
@@ -170,7 +170,7 @@ class AdapterBatch:
     @cached_property
     def rows(self) -> Tensor:
         """Adapter by adapter, which rows of the batch are its: int64 [n]."""
-        return on_device(list(chain.from_iterable(self._rows)), self.sizes.device)
+        return on_device(int_tensor(list(chain.from_iterable(self._rows))), self.sizes.device)
 
     @cached_property
     def ends(self) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from coserve.graph.states import StateRows
 from coserve.kernels.attention import Segment
 from coserve.kernels.trace import TracedPiece
-from coserve.kernels.transfer import on_device
+from coserve.kernels.transfer import int_tensor, on_device
 from coserve.memory.paged_states import PagedStates, num_state_pages, state_runs
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
@@ -131,12 +131,12 @@ class _CacheRows(BatchRows):
     def __init__(self, cache: PagedKv, sequences: Sequence[SequenceRows]) -> None:
         device, block = cache.backbone.device, cache.block_tokens
         self._cache, self.block_tokens = cache, block
+        lengths = [len(tokens) for _, _, tokens in sequences]
         if number := cache.num_state_pages:
-            lengths = [len(tokens) for _, _, tokens in sequences]
             self._state_tables = on_device([list(pages[:number]) for pages, _, _ in sequences], device)
             self._state_runs = state_runs([start for _, start, _ in sequences], lengths, device)
             sequences = [(pages[number:], start, tokens) for pages, start, tokens in sequences]
-        decodes = all(len(tokens) == 1 for _, _, tokens in sequences)
+        decodes = lengths.count(1) == len(lengths)
         self._apart: Sequence[tuple[Sequence[int], int]] | None = None  # of prompts: pages and position of each row
         if decodes:
             tokens = [tokens[0] for _, _, tokens in sequences]
@@ -151,7 +151,8 @@ class _CacheRows(BatchRows):
             positions = [position for _, position in places]
             pages = [pages[position // block] for pages, position in places]
             new = [pages[position // block] for pages, position in places if not position % block]
-        self.tokens, self.positions, self._pages = on_device([tokens, positions, pages], device).unbind()
+        numbers = int_tensor([*tokens, *positions, *pages]).view(3, -1)
+        self.tokens, self.positions, self._pages = on_device(numbers, device).unbind()
         self._offsets = self.positions % block
         if decodes or cache.backbone.block_rows is None:
             self.segments = [_segment(pages, start, tokens, block) for pages, start, tokens in sequences]
@@ -160,7 +161,7 @@ class _CacheRows(BatchRows):
         # Of pages that rows are the first to write to, what lies after the rows must be finite: kernels may read that,
         # and give it no weight.
         if new:
-            cache.pages[:, :, on_device(new, device)] = 0
+            cache.pages[:, :, on_device(int_tensor(new), device)] = 0
 
     @property
     def in_pages(self) -> InPages | None:

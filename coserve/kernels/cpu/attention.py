@@ -19,6 +19,7 @@ from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import has_native_bf16, is_widened, rounded_factors
 from coserve.kernels.plain.attention import Part, PlainAttentionBatch
+from coserve.kernels.transfer import int_tensor
 
 # Most elements of a tile's mask.
 _MAX_TILE_ELEMENTS = 1 << 22
@@ -40,22 +41,22 @@ class CpuPart(Part):
     @cached_property
     def paged(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of single rows: all pages one after another, where each row's begin there, and the numbers of keys; int64."""
-        starts = list(accumulate((len(segment.pages) for segment in self.segments), initial=0))[:-1]
+        starts = list(accumulate([len(segment.pages) for segment in self.segments], initial=0))[:-1]
         lengths = [segment.num_keys for segment in self.segments]
-        return self.pages, torch.tensor(starts), torch.tensor(lengths)
+        return self.pages, int_tensor(starts), int_tensor(lengths)
 
     @cached_property
     def pages(self) -> Tensor:
         """The pages of all segments one after another, int64."""
         tables = [segment.pages for segment in self.segments]
-        if all(isinstance(table, array) for table in tables):
+        if set(map(type, tables)) == {array}:
             return torch.frombuffer(bytearray().join(tables), dtype=torch.int64)  # type: ignore[arg-type]
         return torch.frombuffer(array("q", chain.from_iterable(tables)), dtype=torch.int64)
 
     @cached_property
     def begins_in_page(self) -> bool:
         """Whether every segment's keys begin with a page."""
-        return all(segment.first_key == 0 for segment in self.segments)
+        return {segment.first_key for segment in self.segments} <= {0}
 
     def runs(self, *, gathered: bool) -> list[_Run]:
         """The segments, as they lie among keys that were gathered (`pages` one after another) or stand in one page."""

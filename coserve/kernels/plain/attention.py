@@ -49,8 +49,8 @@ class Part:
 
     def __init__(self, segments: Sequence[Segment], block_tokens: int, device: torch.device) -> None:
         self.segments, self.block_tokens, self.device = tuple(segments), block_tokens, device
-        self.is_single = all(segment.num_rows == 1 for segment in segments)
-        self.num_rows = sum(segment.num_rows for segment in segments)
+        sizes = [segment.num_rows for segment in segments]
+        self.is_single, self.num_rows = sizes.count(1) == len(sizes), sum(sizes)
         self._tiles: dict[tuple[int | None, int], list[Tile]] = {}
 
     @cached_property
@@ -167,12 +167,13 @@ class PlainAttentionBatch(AttentionBatch):
     part_type: type[Part] = Part
 
     def __init__(self, segments: Sequence[Segment], block_tokens: int, device: torch.device) -> None:
-        starts = list(accumulate((segment.num_rows for segment in segments), initial=0))
-        self._num_rows = starts[-1]
+        sizes = [segment.num_rows for segment in segments]
+        self._num_rows = sum(sizes)
         self._parts: list[tuple[Part, Tensor | slice]] = []
-        if all(segment.num_rows == 1 for segment in segments):
+        if sizes.count(1) == len(sizes):
             self._parts.append((self.part_type(segments, block_tokens, device), slice(0, self._num_rows)))
             return
+        starts = list(accumulate(sizes, initial=0))
         for is_single in (True, False):
             own = [index for index, segment in enumerate(segments) if (segment.num_rows == 1) == is_single]
             if own:
