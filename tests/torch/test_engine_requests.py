@@ -220,6 +220,15 @@ def test_logprobs_are_those_of_transformers():
     assert engine.generate([prompts[0]], greedy(6))[0].logprobs == ()
 
 
+def test_a_name_that_is_used_again_is_another_request():
+    """The device keeps what requests have in common from step to step, by their names."""
+    engine, (prompt,) = make_engine(), prompts_of((6,))
+    for num_top in (None, 3):
+        engine.add(prompt, greedy(4, logprobs=num_top), request_id="again")
+        chunks = [event for event in drain(engine) if isinstance(event, Chunk)]
+        assert [len(chunk.logprobs[0].top) if chunk.logprobs else None for chunk in chunks] == [num_top] * 4
+
+
 # -- sampling -------------------------------------------------------------------------
 
 
