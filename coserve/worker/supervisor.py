@@ -105,6 +105,7 @@ class Supervisor:
 
     @property
     def is_closed(self) -> bool:
+        """Whether `close` was called: `run` would return at once."""
         return self._closing
 
     async def end(self, wait_s: float) -> None:
