@@ -141,7 +141,7 @@ class Operator(ABC):
     def forward_with_low_rank(
         self, runs: Sequence[tuple[Values, Attributes]], added: Sequence[LowRankRows | None], context: Context
     ) -> list[dict[str, Tensor]]:
-        """`forward_all`, and onto the one output of each what is given for it; of operators that say `takes_low_rank`."""
+        """`forward_all`, and onto the one output of each what is given for it; where `takes_low_rank` alone."""
         raise NotImplementedError
 
     def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Context) -> None:
