@@ -53,8 +53,9 @@ class PackPages:
         self._end = len(runs)  # of the groups that run backward, from here on all have been given back
         # Where the runs lie one below the other, as they mostly do: the first one's end, and their lengths.
         self._as_one: tuple[int, tuple[int, ...]] | None = None
-        if held and tuple(runs) == runs_below(held[0].stop, lengths):
+        if held and tuple(runs) == (laid := runs_below(held[0].stop, lengths)):
             self._as_one = held[0].stop, lengths
+            self.runs = list(laid)  # those of groups without pages equal these wherever they lie
 
     @property
     def pages(self) -> list[int]:

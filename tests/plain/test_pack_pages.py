@@ -74,3 +74,18 @@ def test_a_pack_that_came_with_fewer_groups_gives_back_those(seed):
     pages.release()
     pool.check_integrity()
     assert pool.num_free == num_free
+
+
+def test_a_group_without_pages_may_lie_anywhere():
+    """Every empty range equals every other one."""
+    pool = PagePool(8, 64)
+    pool.take("kv", 4)
+    first, second, third = take_runs(pool, (1, 1, 1))
+    pages = PackPages(pool, [first, range(0), second, third], 0)
+    cursor = Cursor(num_rows=8, num_trained=8, num_parts=3)
+    cursor.advance_forward(8)
+    pages.follow(cursor)
+    assert pages.num_pages == 1 and pool.num_free == 3
+    pages.release()
+    assert pages.num_pages == 0 and pool.num_free == 4
+    pool.check_integrity()
