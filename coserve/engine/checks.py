@@ -62,7 +62,7 @@ def with_virtual_tokens(examples: Sequence[Example], number: int, max_positions:
     """Examples after the virtual tokens of an adapter, none of which has a target; JobError for one too long."""
     if not number:
         return examples
-    longest = max((len(example.tokens) for example in examples), default=0)
+    longest = max((length for example in examples for length in example.lengths), default=0)
     if longest + number > max_positions:
         raise JobError(
             f"{number} virtual tokens and an example of {longest} tokens are more than the model's {max_positions} "
@@ -70,7 +70,13 @@ def with_virtual_tokens(examples: Sequence[Example], number: int, max_positions:
         )
     virtual, nothing = tuple(virtual_tokens(number)), (False,) * (number + 1)
     return [
-        replace(example, tokens=virtual + example.tokens, trained=nothing + example.trained[1:]) for example in examples
+        replace(
+            example,
+            tokens=tuple(token for tokens, _ in example.sequences for token in (*virtual, *tokens)),
+            trained=tuple(mark for _, trained in example.sequences for mark in (*nothing, *trained[1:])),
+            parts=tuple(number + length for length in example.parts),
+        )
+        for example in examples
     ]
 
 

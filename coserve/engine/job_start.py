@@ -13,6 +13,7 @@ from coserve.engine.versions import AdapterVersions
 from coserve.errors import JobError
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
+from coserve.tuning.order import packed_apart
 from coserve.tuning.shard import Shard
 
 
@@ -73,7 +74,7 @@ def make_start(
     trainer = OpenTrainer(
         job=job_id,
         config=config,
-        mean_context_len=sum(len(example.tokens) ** 2 for example in examples) / num_tokens / 2,
+        mean_context_len=sum(length**2 for each in examples for length in each.lengths) / num_tokens / 2,
         adapter=fields,
         version=version,
         checkpoint=None if checkpoint is None else str(checkpoint),
@@ -113,7 +114,8 @@ def with_pack_size(
     """The configuration with packs that the pool can hold; JobError if it cannot hold them, or not the weights beside
     them that a job on another model needs.
     """
-    num_all, longest = pages.pool.num_pages, max(len(example.tokens) for example in examples)
+    num_all = pages.pool.num_pages
+    longest = max(len(example.tokens) for example in packed_apart(examples, config))
     if costs.other is not None:
         num_all -= _window_pages(costs.other, pages, model)
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,19 @@ def _json_line(number: int, line: Any) -> str:
 
 
 def _cut(example: Example, length: int) -> Example:
-    if len(example.tokens) <= length:
+    """Each of its sequences, to this many tokens."""
+    if max(example.lengths) <= length:
         return example
-    return Example(tokens=example.tokens[:length], trained=example.trained[:length], truncated=True)
+    if example.values:
+        raise DataError(
+            f"an example with values has {len(example.tokens)} tokens, and cannot be cut to {length}: "
+            "raise max_sequence_length"
+        )
+    cut = [(tokens[:length], trained[:length]) for tokens, trained in example.sequences]
+    return replace(
+        example,
+        tokens=tuple(token for tokens, _ in cut for token in tokens),
+        trained=tuple(mark for _, trained in cut for mark in trained),
+        truncated=True,
+        parts=tuple(min(part, length) for part in example.parts),
+    )

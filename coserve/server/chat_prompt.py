@@ -10,13 +10,8 @@ from coserve.server.reasoning import begins_inside, may_begin
 from coserve.server.schemas import ChatBody, Message
 from coserve.server.texts import check_texts
 from coserve.server.tools import Tools
+from coserve.tuning.chats import RESERVED
 
-# What transformers' `apply_chat_template` has parameters for: not for clients to set there.
-_RESERVED = (
-    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs", "self"),
-)
 # Tokens at the end of a prompt that can open a reasoning.
 _NUM_END = 8
 
@@ -39,7 +34,7 @@ def plain_message(message: Message) -> dict[str, Any]:
 def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[str, Any]:
     """What the template is given beside the messages; ApiError for what it must not be given."""
     more = body.chat_template_kwargs or {}
-    if wrong := next((name for name in more if name in _RESERVED), None):
+    if wrong := next((name for name in more if name in RESERVED), None):
         raise ApiError(
             f"chat_template_kwargs must not have {wrong!r}: it is for variables of the chat template alone",
             param="chat_template_kwargs",

@@ -69,13 +69,14 @@ def questions_of(examples: Sequence[Example], config: EvaluationConfig) -> tuple
 
 
 def _question(example: Example) -> Question | None:
-    if example.truncated or len(example.parts) > 1 or True not in example.trained:
+    tokens, trained = example.sequences[-1]  # the last has the last turn
+    if example.truncated or True not in trained:
         return None
-    end = len(example.trained) - example.trained[::-1].index(True)
+    end = len(trained) - trained[::-1].index(True)
     start = end
-    while start and example.trained[start - 1]:
+    while start and trained[start - 1]:
         start -= 1
-    return Question(example.tokens[:start], example.tokens[start:end]) if start else None
+    return Question(tokens[:start], tokens[start:end]) if start else None
 
 
 def is_right(metric: str, expected: str, answer: str) -> bool:

@@ -8,7 +8,7 @@ text.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from random import Random
@@ -29,9 +29,9 @@ MAX_FAULTS = 10
 class Example:
     """One line: token ids, and for each whether it is trained on; ValueError if those are not as many.
 
-    parts: the lengths of its sequences, where it is several that stay together (a pair of answers); the first token of
-    each is not trained on. labels: a number of each sequence, values: numbers of each trained token, where the
-    objective asks for them.
+    parts: the lengths of its sequences, where it is several (a pair of answers, or a conversation as its chat template
+    writes it from turn to turn); the first token of each is not trained on. labels: a number of each sequence, values:
+    numbers of each trained token, where the objective asks for them.
     """
 
     tokens: tuple[int, ...]
@@ -46,6 +46,11 @@ class Example:
             raise ValueError(f"{len(self.tokens)} tokens came with {len(self.trained)} marks of which are trained on")
         if self.parts and sum(self.parts) != len(self.tokens):
             raise ValueError(f"sequences of {self.parts} tokens came with {len(self.tokens)}")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of its sequences."""
+        return self.parts or (len(self.tokens),)
 
     @property
     def sequences(self) -> tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]:
@@ -141,16 +146,32 @@ class Reader:
 
     def read(self, given: Any) -> Example:
         """given: a line, or a record. DataError says what is wrong with it."""
-        return self.example(self.pieces(read_record(given)))
+        read, cut = list[Example](), None
+        for text in self._texts(read_record(given)):
+            try:
+                read.append(self.example(text))
+            except CutAwayError as error:
+                cut = error
+        if cut is None:
+            return together(read)
+        if not read:
+            raise cut
+        return replace(together(read), truncated=True)
 
     def pieces(self, record: Record) -> Pieces:
-        """The text of a record (of `read_record`); DataError as in `read`."""
+        """The text of a record (of `read_record`), if it is one; DataError as in `read`."""
+        text, *others = self._texts(record)
+        if others:
+            raise DataError("the chat template rewrites earlier turns, so that one turn alone can be trained on here")
+        return text
+
+    def _texts(self, record: Record) -> tuple[Pieces, ...]:
         record = as_chat(record) if self._tokenizer.chat_template else as_completion(record)
         if "messages" in record:
             return self._chats.read(record)
         if "text" in record:
-            return Pieces(texts=((record["text"], True),), special=True)
-        return Pieces(texts=((record["prompt"], False), (record["completion"], True)), special=True)
+            return (Pieces(texts=((record["text"], True),), special=True),)
+        return (Pieces(texts=((record["prompt"], False), (record["completion"], True)), special=True),)
 
     def example(self, of: Pieces) -> Example:
         """Tokenize the whole text; a token belongs to the piece that its last character lies in (a word often brings
@@ -193,6 +214,26 @@ class Reader:
         if not example.num_trained:
             raise DataError("has no token to train on")
         return example
+
+
+def together(sequences: Sequence[Example], *, labels: tuple[float, ...] = ()) -> Example:
+    """One example of several sequences, of which nobody's first token is trained; one without labels is itself."""
+    if len(sequences) == 1 and not labels:
+        return sequences[0]
+    return Example(
+        tokens=tuple(token for each in sequences for token in each.tokens),
+        trained=tuple(mark for each in sequences for mark in (False, *each.trained[1:])),
+        truncated=any(each.truncated for each in sequences),
+        parts=tuple(len(each.tokens) for each in sequences),
+        labels=labels,
+    )
+
+
+def apart(examples: Sequence[Example]) -> Sequence[Example]:
+    """Each sequence of the examples as an example of its own, where they need not stay together."""
+    if not any(example.parts for example in examples):
+        return examples
+    return [Example(tokens=tokens, trained=trained) for each in examples for tokens, trained in each.sequences]
 
 
 def epoch_order(num_examples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:

@@ -2,8 +2,9 @@
 completion, or text.
 
 Known by their fields: OpenAI's chats, also with functions in place of tools and with content in parts; ShareGPT's
-conversations; Alpaca's instructions; prompt and completion; text. What else a record has (an id, a source) is passed
-over, but for what looks like a known field, misspelt or in the wrong place: a typo must not pass.
+conversations; Alpaca's instructions; prompt and completion, as text or (TRL's) as messages; text. What else a record
+has (an id, a source) is passed over, but for what looks like a known field, misspelt or in the wrong place: a typo must
+not pass.
 """
 
 import json
@@ -12,17 +13,21 @@ from difflib import get_close_matches
 from typing import Any
 
 from coserve.errors import DataError
+from coserve.tuning.chats import REASONING
 
 Record = dict[str, Any]
 
 MESSAGE_FIELDS = (
     *("role", "content", "name", "weight", "tool_calls", "tool_call_id", "refusal", "audio", "function_call"),
+    *REASONING,
 )
-_CHAT_FIELDS = ("messages", "tools", "functions", "parallel_tool_calls")
+# Of a chat, what its template is given beside the messages.
+_BESIDE = ("tools", "chat_template_kwargs")
+_CHAT_FIELDS = ("messages", "tools", "functions", "parallel_tool_calls", "chat_template_kwargs")
 # Fields that hold lists, objects or numbers, of records of every kind; in a CSV file, they are written as JSON.
 _NO_TEXT = (
     *("messages", "conversations", "tools", "functions", "preferred_output", "non_preferred_output", "label"),
-    *("prompt_tokens", "completion_tokens", "logprobs", "advantages"),
+    *("prompt_tokens", "completion_tokens", "logprobs", "advantages", "chat_template_kwargs"),
 )
 # Who speaks, in ShareGPT's words and those of its users (https://llamafactory.readthedocs.io, "Data Preparation").
 _SPEAKERS = {
@@ -108,11 +113,28 @@ def read_record(given: Any) -> Record:
         return _instruction(record)
     if "prompt" in record or "completion" in record:
         _check_others(record, ("prompt", "completion"))
+        if isinstance(record.get("prompt"), list):
+            return read_record(answered(record["prompt"], record.get("completion"), record))
         return {name: _text(record, name) for name in ("prompt", "completion")}
     if "text" in record:
         _check_others(record, ("text",))
         return {"text": _text(record, "text")}
     raise DataError("needs messages, or conversations, or instruction and output, or prompt and completion, or text")
+
+
+def answered(before: Any, answer: Any, record: Mapping[str, Any]) -> Record:
+    """Messages of which the answer's alone are trained on; DataError for what is none. record: may have tools."""
+    answer = [answer] if isinstance(answer, Mapping) else answer
+    if not isinstance(before, list) or not isinstance(answer, list) or not answer:
+        raise DataError("answers must be lists of messages, as what comes before them is")
+    turns = [*before, *answer]
+    if not all(isinstance(turn, Mapping) for turn in turns) or turns[-1].get("role") != "assistant":
+        raise DataError("an answer must end with a message of the assistant")
+    weighed = [
+        {**turn, "weight": int(index >= len(before))} if turn.get("role") == "assistant" else dict(turn)
+        for index, turn in enumerate(turns)
+    ]
+    return {"messages": weighed} | {name: record[name] for name in _BESIDE if record.get(name)}
 
 
 def as_chat(record: Record) -> Record:
@@ -185,6 +207,8 @@ def _chat(messages: Any, record: Mapping[str, Any]) -> Record:
         tools = [{"type": "function", "function": function} for function in functions]
     if tools:
         chat["tools"] = tools
+    if more := record.get("chat_template_kwargs"):
+        chat["chat_template_kwargs"] = _parsed(more) if isinstance(more, str) else more
     return chat
 
 

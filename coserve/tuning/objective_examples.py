@@ -1,12 +1,12 @@
 """Training data of every objective: but for the next-token loss, an example is sequences that stay together."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coserve.errors import DataError
 from coserve.tuning.chats import Pieces
-from coserve.tuning.examples import CutAwayError, Example, Reader, collected, each_example, each_read
+from coserve.tuning.examples import CutAwayError, Example, Reader, collected, each_example, each_read, together
 from coserve.tuning.line_formats import read_record, records_of
 from coserve.tuning.objective_formats import read_labelled, read_pair, read_sampled
 from coserve.tuning.objectives import SUPERVISED, objective_class
@@ -71,7 +71,7 @@ def each_training_example(
 
 def _pair(reader: Reader, given: Any) -> Example:
     chosen, rejected = (reader.example(reader.pieces(read_record(record))) for record in read_pair(given))
-    return _together([chosen, rejected])
+    return together([chosen, rejected])
 
 
 def _labelled(reader: Reader, given: Any) -> tuple[Pieces, bool]:
@@ -94,7 +94,7 @@ def _with_others(reader: Reader, records: Iterable[tuple[str, Any]]) -> Iterator
     def joined(index: int) -> Example:
         (own, label), (other, _) = answers[index][1], answers[(index + 1) % len(answers)][1]
         mixed = replace(own, texts=(*own.texts[: _answer(own)], *other.texts[_answer(other) :]))
-        return _together([reader.example(own), reader.example(mixed)], labels=(float(label), 0.0))
+        return together([reader.example(own), reader.example(mixed)], labels=(float(label), 0.0))
 
     yield from each_read(((place, index) for index, (place, _) in enumerate(answers)), joined)
 
@@ -110,14 +110,3 @@ def _sampled(reader: Reader, given: Any) -> Example:
         raise CutAwayError(f"has {len(prompt) + len(completion)} tokens; max_sequence_length is {reader.max_length}")
     trained = (False,) * len(prompt) + (True,) * len(completion)
     return Example(tokens=(*prompt, *completion), trained=trained, values=tuple(values))
-
-
-def _together(sequences: Sequence[Example], *, labels: tuple[float, ...] = ()) -> Example:
-    """One example of several sequences, of which nobody's first token is trained."""
-    return Example(
-        tokens=tuple(token for each in sequences for token in each.tokens),
-        trained=tuple(mark for each in sequences for mark in (False, *each.trained[1:])),
-        truncated=any(each.truncated for each in sequences),
-        parts=tuple(len(each.tokens) for each in sequences),
-        labels=labels,
-    )

@@ -1,8 +1,8 @@
 """What records of objectives other than the next-token loss look like, each turned into sequences of the usual kinds.
 
 Preferences, as OpenAI has them (`input`, `preferred_output`, `non_preferred_output`) or as TRL has them (`prompt`,
-`chosen`, `rejected`, each text or messages); single answers with a `label`, true if it is wanted; tokens that were
-sampled, with their log-probabilities and advantages.
+`chosen`, `rejected`, each text or messages; without `prompt` it is what both begin with); single answers with a
+`label`, true if it is wanted; tokens that were sampled, with their log-probabilities and advantages.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from coserve.errors import DataError
 from coserve.settings import is_number, is_whole
-from coserve.tuning.line_formats import Record, parsed_record
+from coserve.tuning.line_formats import Record, answered, parsed_record
 
 _OPENAI = ("input", "preferred_output", "non_preferred_output")
 _TRL = ("chosen", "rejected")
@@ -23,17 +23,34 @@ def read_pair(given: Any) -> tuple[Record, Record]:
         asked, chosen, rejected = (record[name] for name in _OPENAI)
         if not isinstance(asked, Mapping) or not isinstance(asked.get("messages"), list):
             raise DataError("input must be an object with messages")
-        before, tools = asked["messages"], asked.get("tools")
+        before, beside = asked["messages"], asked
     elif all(name in record for name in _TRL):
         chosen, rejected = (record[name] for name in _TRL)
-        before, tools = record.get("prompt", []), record.get("tools")
+        if "prompt" in record:
+            before = record["prompt"]
+        else:
+            before, chosen, rejected = _without_prompt(chosen, rejected)
+        beside = record
         if isinstance(before, str):
             return _completion(before, "chosen", chosen), _completion(before, "rejected", rejected)
     else:
         raise DataError(
             "a preference has input, preferred_output and non_preferred_output; or prompt, chosen and rejected"
         )
-    return _conversation(before, chosen, tools), _conversation(before, rejected, tools)
+    return answered(before, chosen, beside), answered(before, rejected, beside)
+
+
+def _without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """What two whole texts, or conversations, have in common at their beginning, and what follows it in each, as TRL's
+    `extract_prompt` has it.
+    """
+    if not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
+        raise DataError("chosen and rejected must both be text, or lists of messages")
+    pairs = zip(chosen, rejected, strict=False)
+    length = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str) and chosen[length - 1 : length] == " ":
+        length -= 1  # the answer's first word brings it along
+    return chosen[:length], chosen[length:], rejected[length:]
 
 
 def read_labelled(given: Any) -> tuple[Record, bool]:
@@ -43,7 +60,7 @@ def read_labelled(given: Any) -> tuple[Record, bool]:
     if not isinstance(label, bool):
         raise DataError("an answer has a label, true if it is wanted and false if not")
     if isinstance(record.get("prompt"), list):
-        return _conversation(record["prompt"], record.get("completion"), record.get("tools")), label
+        return answered(record["prompt"], record.get("completion"), record), label
     return record, label
 
 
@@ -75,18 +92,3 @@ def _completion(prompt: str, name: str, answer: Any) -> Record:
     if not isinstance(answer, str):
         raise DataError(f"{name} must be a string, as prompt is")
     return {"prompt": prompt, "completion": answer}
-
-
-def _conversation(before: Any, answer: Any, tools: Any) -> Record:
-    """Messages of which the last answer alone is trained on."""
-    answer = [answer] if isinstance(answer, Mapping) else answer
-    if not isinstance(before, list) or not isinstance(answer, list) or not answer:
-        raise DataError("answers must be lists of messages, as what comes before them is")
-    turns = [*before, *answer]
-    if not all(isinstance(turn, Mapping) for turn in turns) or turns[-1].get("role") != "assistant":
-        raise DataError("an answer must end with a message of the assistant")
-    weighed = [
-        {**turn, "weight": int(index >= len(before))} if turn.get("role") == "assistant" else dict(turn)
-        for index, turn in enumerate(turns)
-    ]
-    return {"messages": weighed} | ({"tools": tools} if tools else {})

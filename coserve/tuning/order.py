@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import NamedTuple, Self
 
 from coserve.tuning.config import TuningConfig
-from coserve.tuning.examples import Example, bins_of, epoch_order
+from coserve.tuning.examples import Example, apart, bins_of, epoch_order
+from coserve.tuning.objectives import SUPERVISED
 from coserve.tuning.shard import Shard
 
 
@@ -28,7 +29,7 @@ class PackMembers(NamedTuple):
 
     @classmethod
     def of(cls, examples: Sequence[Example], first_row: int) -> Self:
-        lengths = [length for example in examples for length in example.parts or (len(example.tokens),)]
+        lengths = [length for example in examples for length in example.lengths]
         num_rows, num_trained = sum(lengths), sum([example.num_trained for example in examples])
         mean_context_len = sum([length * (length + 1) / 2 for length in lengths]) / num_rows
         return cls(tuple(examples), first_row, num_rows, num_trained, mean_context_len)
@@ -37,13 +38,18 @@ class PackMembers(NamedTuple):
 def packs_of(examples: Sequence[Example], config: TuningConfig, *, first_row: int = 0) -> list[PackMembers]:
     """The packs of some examples, one after the other; each after its reference, where the objective needs one."""
     packs = []
-    for members in bins_of(examples, max_rows=config.pack_tokens):
+    for members in bins_of(packed_apart(examples, config), max_rows=config.pack_tokens):
         pack = PackMembers.of(members, first_row)
         if config.needs_reference:
             packs.append(pack._replace(is_reference=True))
         packs.append(pack)
         first_row += pack.num_rows
     return packs
+
+
+def packed_apart(examples: Sequence[Example], config: TuningConfig) -> Sequence[Example]:
+    """What must be in one pack each: an example, or with the next-token loss each of its sequences."""
+    return apart(examples) if config.objective == SUPERVISED else examples
 
 
 class TrainingOrder:
