@@ -72,6 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_SHAPE,
         **_rope("yarn", factor=4.0, original_max_position_embeddings=32),
     },
+    "llama-partial-rope": {"model_type": "llama", **_SHAPE, "partial_rotary_factor": 0.5},  # which is not read for it
     "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": None},
     "mistral-sliding": {"model_type": "mistral", **_SHAPE, "sliding_window": 5},
     "qwen2": {"model_type": "qwen2", **_SHAPE},

@@ -22,6 +22,7 @@ class GatedDeltaDecoder(RotaryDecoder):
 
     depends_on = "how its prompts are cut, in gated delta layers"
     norm_queries_and_keys = True
+    turns_a_part = True
     # Layers that predict the token after the next one.
     unread = rf"{RotaryDecoder.unread}|mtp\..*"
 

@@ -56,10 +56,13 @@ class RotaryTable:
         return replace(self, inverse_frequencies=self.inverse_frequencies.to(device))
 
 
-def rotary_table(config: "PretrainedConfig", head_dim: int, layer_type: str | None = None) -> RotaryTable:
+def rotary_table(
+    config: "PretrainedConfig", head_dim: int, layer_type: str | None = None, *, of_a_part: bool = False
+) -> RotaryTable:
     """The table of a configuration; scalings are transformers' own (`modeling_rope_utils`).
 
-    layer_type: of which layers, where the configuration has parameters for each type.
+    layer_type: of which layers, where the configuration has parameters for each type. of_a_part: whether the family
+    turns a part of each head where `partial_rotary_factor` says so, which transformers does not read for all.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -69,7 +72,7 @@ def rotary_table(config: "PretrainedConfig", head_dim: int, layer_type: str | No
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; known: default, {', '.join(_SCALED)}")
     try:
         if kind == "default":
-            num_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            num_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) if of_a_part else head_dim
             exponents = torch.arange(0, num_rotated, 2, dtype=torch.float32) / num_rotated
             return RotaryTable(inverse_frequencies=1.0 / (parameters["rope_theta"] ** exponents))
         of_layers = {} if layer_type is None else {"layer_type": layer_type}

@@ -31,6 +31,8 @@ class RotaryDecoder(Architecture):
     output_bias: bool = False
     mlp_bias: bool = False
     norm_queries_and_keys: bool = False
+    # Whether `partial_rotary_factor` is read.
+    turns_a_part: ClassVar[bool] = False
     # Of the rows after the embedding, and of what attention and MLP add to them.
     embedding_factor: float = 1.0
     residual_factor: float = 1.0
@@ -60,7 +62,7 @@ class RotaryDecoder(Architecture):
         self._require(self.hidden_act_name, *self.hidden_acts)
 
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
-        return {"": rotary_table(self.config, self.head_dim)}
+        return {"": rotary_table(self.config, self.head_dim, of_a_part=self.turns_a_part)}
 
     def embed(self) -> Graph:
         b = GraphBuilder()

@@ -28,7 +28,7 @@ class GptNeox(Architecture):
         return AsItIs("embed_out.weight" if name == HEAD else name)
 
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
-        return {"": rotary_table(self.config, self.head_dim)}
+        return {"": rotary_table(self.config, self.head_dim, of_a_part=True)}
 
     def embed(self) -> Graph:
         b = GraphBuilder()

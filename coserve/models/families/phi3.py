@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 
 class Phi3(RotaryDecoder):
+    turns_a_part = True
+
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
         self._intermediate: int = config.intermediate_size
