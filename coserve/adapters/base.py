@@ -219,12 +219,14 @@ class Adapter:
         for name, shape in layout.shapes.items():
             module = layout.modules[name]
             if masters is not None:
-                value = masters[name].to(backbone.device, torch.float32, copy=True).contiguous()
+                value = masters[name].to(backbone.device, torch.float32, copy=True)
             elif backbone.device.type == "meta":
                 value = torch.empty(shape, device="meta")
             else:
                 value = config.initial(layout.local_names[name], shape, self.at[module], generator)
-            self.masters[name] = value = value.to(backbone.device)
+            # What begins as a weight may lie as a backend has laid that, and PyTorch's fused AdamW takes elements of a
+            # gradient in the order in which they lie.
+            self.masters[name] = value = value.to(backbone.device).contiguous()
             part = layout.places[module].part
             local = name.removeprefix(backbone.architecture.prefix(part))
             self._compute.setdefault(part, {})[local] = value.to(backbone.dtype)

@@ -18,6 +18,7 @@ class AdapterOptimizer:
     """AdamW on an adapter's float32 masters, in place."""
 
     def __init__(self, masters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
+        assert all(master.is_contiguous() for master in masters.values()), "fused AdamW goes by where elements lie"
         self.config = config
         self.num_steps_done = 0
         self._masters = masters
@@ -48,7 +49,7 @@ class AdapterOptimizer:
         for group in self._adamw.param_groups:
             group["lr"] = rate
         for master, gradient in zip(self._masters.values(), sums, strict=True):
-            master.grad = gradient
+            master.grad = gradient.contiguous()
         self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self._adamw.step()

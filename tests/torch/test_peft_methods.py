@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from engines import examples_of, make_engine
 from peft import PeftModel
 from peft_methods import (
     CASES,
@@ -17,6 +18,7 @@ from peft_methods import (
     reference,
     train_peft,
 )
+from peft_training import train_by_autograd
 from support import make_backbone, make_model, model_directory, random_sequences, random_tokens, worst_error
 from transformers import AutoModelForCausalLM
 
@@ -26,9 +28,10 @@ from coserve.adapters.methods import method
 from coserve.adapters.methods.diff_pruning import DiffPruningConfig
 from coserve.adapters.methods.ia3 import Ia3Config
 from coserve.adapters.peft_directory import adapter_config
+from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError
 from coserve.models import CachedSequence, forward, logits
-from coserve.tuning.config import OptimizerConfig
+from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lora_bias:UserWarning"),
@@ -86,6 +89,20 @@ def test_ten_steps_give_pefts_adapter(case):
     train_peft(theirs, batches, config)
     assert (ours.logits(TOKENS) - before).abs().max() > 0.05, "it has learned something"
     torch.testing.assert_close(ours.logits(TOKENS), peft_logits(theirs, TOKENS), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-biases-tied"])
+@pytest.mark.parametrize("modules", [("lm_head",), ("embed_tokens",)])
+def test_a_job_begins_with_whole_modules_as_the_model_has_them(family, modules, tmp_path):
+    """Backends may lay weights by columns, as the CPU's does in float32: the adapter's own are learned row by row."""
+    lora = LoraConfig(r=3, target_modules=["v_proj"], modules_to_save=modules)
+    config = TuningConfig(num_epochs=2, batch_size=2, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2))
+    examples, engine = examples_of((9, 14, 5)), make_engine(family)
+    events = engine.tune(examples, config, adapter=lora, name="mine")
+    save_adapter(Adapter(make_backbone(family), lora, seed=config.seed), tmp_path)
+    model = PeftModel.from_pretrained(make_model(family), str(tmp_path), is_trainable=True)
+    losses = [event.loss for event in events if isinstance(event, JobEvent) and event.kind == "step"]
+    assert losses == pytest.approx(train_by_autograd(model, examples, config), rel=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gptj", "qwen3-moe"])
