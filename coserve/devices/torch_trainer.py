@@ -250,7 +250,7 @@ def _check_objective(name: str, adapter: Adapter, window: WeightWindow | None) -
     if window is not None:
         raise AdapterError(f"{name} trains on the model that serves; jobs on other models have the method supervised")
     if adapter.config.num_virtual_tokens:
-        raise AdapterError(f"{name} trains no virtual tokens, which the model without the adapter does not have")
+        raise AdapterError(f"{name} trains no virtual tokens; an adapter with these has the method supervised")
     if not adapter.parameters("head"):
         return
     if adapter.config.is_model:

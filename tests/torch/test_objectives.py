@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from coserve.adapters import Adapter, LoraConfig, save_adapter
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError, DataError
 from coserve.jobs.examples import read_examples_file, write_examples_file
@@ -208,6 +209,16 @@ def test_an_adapter_at_the_head_learns_no_preferences():
     lora = LoraConfig(r=3, alpha=6, target_modules=("q_proj", "lm_head"))
     with pytest.raises(AdapterError, match="dpo does not train an adapter at the output layer; leave lm_head out"):
         make_engine("llama").tune(pairs_of((5, 6)), DPO, adapter=lora, name="mine")
+
+
+def test_virtual_tokens_learn_no_preferences():
+    config = TuningConfig(objective="simpo")  # without a reference, too
+    with pytest.raises(
+        AdapterError, match="simpo trains no virtual tokens; an adapter with these has the method superv"
+    ):
+        make_engine("llama").tune(
+            pairs_of((5, 6)), config, adapter=PromptTuningConfig(num_virtual_tokens=3), name="mine"
+        )
 
 
 # -- examples ---------------------------------------------------------------------------

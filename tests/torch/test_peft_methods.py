@@ -95,7 +95,7 @@ def test_ten_steps_give_pefts_adapter(case):
 @pytest.mark.parametrize("modules", [("lm_head",), ("embed_tokens",)])
 def test_a_job_begins_with_whole_modules_as_the_model_has_them(family, modules, tmp_path):
     """Backends may lay weights by columns, as the CPU's does in float32: the adapter's own are learned row by row."""
-    lora = LoraConfig(r=3, target_modules=["v_proj"], modules_to_save=modules)
+    lora = LoraConfig(r=3, target_modules=("v_proj",), modules_to_save=modules)
     config = TuningConfig(num_epochs=2, batch_size=2, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2))
     examples, engine = examples_of((9, 14, 5)), make_engine(family)
     events = engine.tune(examples, config, adapter=lora, name="mine")
