@@ -26,8 +26,9 @@ from coserve.cluster import machines
 from coserve.cluster.deploy_claim import DeployClaim
 from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
 from coserve.cluster.node_checks import NodeChecks
+from coserve.cluster.ray_errors import first_line, last_words
 from coserve.cluster.ray_machine import DEVICE, ClusterKeys, Served, served_at, tell_served
-from coserve.cluster.ray_nodes import NAMESPACE, RayNodes, ask_nodes, first_line, node_actors
+from coserve.cluster.ray_nodes import NAMESPACE, RayNodes, ask_nodes, node_actors
 from coserve.cluster.standby import ANSWERS, StandbyFront, choose_front
 from coserve.errors import ClusterError, FrontSilentError
 from coserve.logs import configure_logs
@@ -188,7 +189,13 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
     if num_fronts > 1:  # those would wait for it without a word
         with lock_home(config.directory):
             pass
-    serve.start(proxy_location="HeadOnly", http_options=_http_options(config))
+    try:
+        serve.start(proxy_location="HeadOnly", http_options=_http_options(config))
+    except _SILENT as error:
+        raise ClusterError(
+            f"Ray Serve cannot listen at {config.host}:{config.port}: {last_words(str(error))}; choose another --port "
+            "or --host"
+        ) from None
     try:
         serve.run(application(config, placement, resources, num_fronts), name=APPLICATION, route_prefix="/")
     except _SILENT as error:

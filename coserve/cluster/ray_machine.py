@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError, RpcError
 from ray.experimental.internal_kv import GcsClient, _internal_kv_del, _internal_kv_put
 
+from coserve.cluster.ray_errors import last_words
 from coserve.errors import ClusterError
 from coserve.version import VERSION
 
@@ -169,8 +170,7 @@ def _wait_for_ray(process: "subprocess.Popen[str]", address: str, label: str) ->
     while time.monotonic() < until_s:
         if process.poll() is not None:
             assert process.stderr is not None
-            lines = [line for line in process.stderr.read().splitlines() if line.strip()]
-            raise ClusterError(f"Ray cannot be started here: {lines[-1] if lines else 'see its log'}")
+            raise ClusterError(f"Ray cannot be started here: {last_words(process.stderr.read()) or 'see its log'}")
         with suppress(ClusterError, RayError, RuntimeError):
             check_address(address)
             for id, node in GcsClient(address=address).get_all_node_info(timeout=_CONNECT_S).items():

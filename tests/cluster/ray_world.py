@@ -128,6 +128,15 @@ class RayWorld:
         """The actor's process; Ray starts it again."""
         _kill(self._pid_of_node(number))
 
+    def end_actor(self, number: int) -> None:
+        """For good: Ray does not start it again."""
+        import ray
+
+        from coserve.cluster.ray_nodes import NAMESPACE
+
+        names = [each["name"] for each in self._nodes()]
+        ray.kill(ray.get_actor(names[number % len(names)], NAMESPACE))
+
     def kill_machine(self, number: int) -> None:
         """All that runs on a machine of Ray's; another one takes its place."""
         machine = self.machines.pop(number % len(self.machines))

@@ -127,6 +127,7 @@ def _up(
     from coserve.cluster.placement import placement_class
     from coserve.logs import configure_logs
     from coserve.models.source import check_model
+    from coserve.server.serve import listen
 
     configure_logs(config.log_format, config.log_level)
     check_config(config)
@@ -136,6 +137,8 @@ def _up(
     except ValueError as error:
         raise ClusterError(f"--{error}") from None
     check_model(config.model)
+    if address is None:  # nothing of a cluster that is there already listens here
+        listen(config.host, config.port).close()
     number = _num_devices(config.device) if nodes is None else nodes
     with ExitStack() as leaving:
         claim: DeployClaim | None = None
