@@ -20,7 +20,7 @@ def last_words(stderr: str) -> str | None:
     lines = _lines(stderr)
     errors = [number for number, line in enumerate(lines) if _ERROR.match(line)]
     if errors:
-        return _joined(lines[errors[-1] :]).partition(": ")[2]
+        return _joined(lines[errors[-1] :]).partition(": ")[2].rstrip(".")
     return lines[-1] if lines else None
 
 

@@ -119,6 +119,7 @@ def main() -> None:
                     used_s = time.monotonic()
                 children -= ended
             path.unlink(missing_ok=True)
+            path.with_suffix(".lock").unlink(missing_ok=True)  # who has opened it by now has one all the same
 
 
 if __name__ == "__main__":
