@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -24,8 +24,9 @@ _MOST_MADE = 100
 @dataclass(kw_only=True, eq=False)
 class _Job:
     """One that was started. excluded: nodes where it cannot go. node: None while it waits for one. is_sent: it knows.
-    is_late: `start` has returned before it had a node. rests: it is paused. checkpoint: the newest, of checkpoint_step
-    steps (0 until one is told). step: the newest that was told. turn: of those who change it.
+    is_late: `start` has returned before it had a node; late_start: on the one that it has got since. rests: it is
+    paused. checkpoint: the newest, of checkpoint_step steps (0 until one is told). step: the newest that was told.
+    turn: of those who change it.
     """
 
     start: JobStart
@@ -33,6 +34,7 @@ class _Job:
     node: ClusterNode | None = None
     is_sent: bool = False
     is_late: bool = False
+    late_start: "asyncio.Task[None] | None" = None
     rests: bool = False
     checkpoint: str | None = None
     checkpoint_step: int = 0
@@ -96,6 +98,12 @@ class ClusterJobs:
         self._scheduler.submit(task_of_job(job, excluded=excluded))
         self._place()
         await self._start_when_placed(started)
+
+    async def have_begun(self, ids: Collection[str], limit_s: float) -> None:
+        """Wait until nodes have answered those that were placed on them when `start` had returned, or for this time."""
+        jobs = [self._jobs[id] for id in ids if id in self._jobs]
+        if starts := [job.late_start for job in jobs if job.late_start is not None]:
+            await asyncio.wait(starts, timeout=limit_s)
 
     async def pause(self, id: str) -> None:
         """See `JobEngine`."""
@@ -181,7 +189,7 @@ class ClusterJobs:
             return
         job.node = node
         if job.is_late:
-            start = asyncio.create_task(self._start_late(job, node))
+            start = job.late_start = asyncio.create_task(self._start_late(job, node))
             self._starts.add(start)
             start.add_done_callback(self._starts.discard)
 

@@ -9,7 +9,7 @@ checkpoint, on the nodes that are there; likewise when there is a node more for 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +53,7 @@ class _Divided:
     rests: bool = False
     is_over: bool = False
     checkpoint: str | None = None
+    starts: "Sequence[asyncio.Task[None]]" = ()
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -112,8 +113,7 @@ class DividedJobs:
                 divided.is_over = True
                 await self._end(divided)
                 raise
-        for number in range(1, len(divided.shards)):
-            self._soon(self._start_later(divided, number))
+        divided.starts = [self._soon(self._start_later(divided, number)) for number in range(1, len(divided.shards))]
 
     async def pause_job(self, id: str) -> None:
         """See `JobEngine`."""
@@ -261,6 +261,7 @@ class DividedJobs:
             validation=job.start.validation if number == 0 else None,
             shard=shard,
             paused=job.rests,
+            checkpoint=job.checkpoint,
         )
         nodes = [self._jobs.node_of(each) for each in siblings]
         await self._jobs.start(start, excluded=frozenset(node.name for node in nodes if node is not None))
@@ -291,7 +292,12 @@ class DividedJobs:
             self._tell(JobEvent(job=job.shards[number], kind="failed", step=0, now_s=time.monotonic(), message=message))
 
     async def _rest(self, job: _Divided) -> None:
-        """With the checkpoint of the first one, which the others come as far as before they rest, too."""
+        """With the checkpoint of the first one, which the others come as far as before they rest, too. If that is of
+        the step that all begin at, it takes the place of the one that they read then: so they must have read it.
+        """
+        if job.starts:
+            await asyncio.wait(job.starts, timeout=_CATCH_UP_S)
+        await self._jobs.have_begun(job.shards, _CATCH_UP_S)
         job.rests = True
         await self._all(job.shards[:1], self._jobs.pause)
         left_s = _CATCH_UP_S

@@ -36,6 +36,7 @@ from coserve.worker.fork_server import ForkServer
 from coserve.worker.launch import Launch, program
 from coserve.worker.protocol import AddRequest, Ping, Pong, Ready, decode_command, encode
 from coserve.worker.run_directory import clear_socket_directories
+from coserve.worker.shared_forks import connect
 from coserve.worker.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Node:
     def _launch(self, model: str) -> Launch:
         if sys.platform != "linux":
             return program()
-        forks = ForkServer(None, model)
+        forks = ForkServer(None, model, connect=connect)
         self._lock.callback(forks.close)
         return forks.launch
 

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import ray
@@ -23,10 +23,12 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from coserve.cluster import machines
+from coserve.cluster.deploy_claim import DeployClaim
 from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
 from coserve.cluster.node_checks import NodeChecks
-from coserve.cluster.ray_machine import DEVICE, Served, tell_served
-from coserve.cluster.ray_nodes import NAMESPACE, RayNodes, ask_nodes, first_line, node_actors
+from coserve.cluster.ray_errors import first_line, last_words
+from coserve.cluster.ray_machine import DEVICE, ClusterKeys, Served, served_at, tell_served
+from coserve.cluster.ray_nodes import NAMESPACE, RayNodes, ask_nodes, node_actors
 from coserve.cluster.standby import ANSWERS, StandbyFront, choose_front
 from coserve.errors import ClusterError, FrontSilentError
 from coserve.logs import configure_logs
@@ -133,6 +135,8 @@ def served_models() -> list[str]:
     if APPLICATION not in _applications():
         return []
     found = [each.model for each in ask_nodes() if each.model is not None]
+    if not found and (told := served_at(ray.get_runtime_context().gcs_address)) is not None:
+        found = [told.model]  # whose nodes are about to come
     return found or [""]
 
 
@@ -185,7 +189,13 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
     if num_fronts > 1:  # those would wait for it without a word
         with lock_home(config.directory):
             pass
-    serve.start(proxy_location="HeadOnly", http_options=_http_options(config))
+    try:
+        serve.start(proxy_location="HeadOnly", http_options=_http_options(config))
+    except _SILENT as error:
+        raise ClusterError(
+            f"Ray Serve cannot listen at {config.host}:{config.port}: {last_words(str(error))}; choose another --port "
+            "or --host"
+        ) from None
     try:
         serve.run(application(config, placement, resources, num_fronts), name=APPLICATION, route_prefix="/")
     except _SILENT as error:
@@ -240,18 +250,21 @@ def front_error() -> str | None:
 
 def undeploy(drain_s: float = 0.0) -> None:
     """End the front, when its requests are over, or after this time, with checkpoints of its jobs; and the nodes. What
-    else runs in the cluster stays, and Ray Serve for it.
+    else runs in the cluster stays, and Ray Serve for it. Nobody else begins to serve until all of it has ended.
     """
-    _tell_nothing_served()
-    _end_fronts(drain_s)
-    with suppress(*_SILENT):
-        serve.delete(APPLICATION)
-    with suppress(ClusterError, *_SILENT):
-        if not _applications():
-            serve.shutdown()
-    for actor in node_actors():
-        with suppress(RayError):
-            ray.kill(actor)
+    with ExitStack() as claim:
+        with suppress(ClusterError, *_SILENT):  # Ray itself may be gone
+            claim.enter_context(DeployClaim(ClusterKeys(ray.get_runtime_context().gcs_address), at_once=True))
+        _tell_nothing_served()
+        _end_fronts(drain_s)
+        with suppress(*_SILENT):
+            serve.delete(APPLICATION)
+        with suppress(ClusterError, *_SILENT):
+            if not _applications():
+                serve.shutdown()
+        for actor in node_actors():
+            with suppress(RayError):
+                ray.kill(actor)
 
 
 def _end_fronts(drain_s: float) -> None:

@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError, RpcError
 from ray.experimental.internal_kv import GcsClient, _internal_kv_del, _internal_kv_put
 
+from coserve.cluster.ray_errors import last_words
 from coserve.errors import ClusterError
 from coserve.version import VERSION
 
@@ -33,6 +34,49 @@ _LABEL = "coserve-machine"
 _CONNECT_S, _START_S = 3.0, 300.0
 # Where the front's words for machines that would join are, in what Ray keeps for a cluster as long as that lives.
 _KEY, _NAMESPACE = b"served", b"coserve"
+
+
+class ClusterKeys:
+    """What Ray keeps for the cluster at an address, of ours; this machine need not be one of it. Implements
+    `ClaimStore`.
+    """
+
+    def __init__(self, address: str) -> None:
+        """ClusterError if there is no cluster."""
+        check_address(address)
+        self._address = address
+        with self._asking():
+            self._gcs = GcsClient(address=address)
+
+    def keys(self, prefix: bytes) -> list[bytes]:
+        """See `ClaimStore`."""
+        with self._asking():
+            return list(self._gcs.internal_kv_keys(prefix, _NAMESPACE, timeout=_CONNECT_S))
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `ClaimStore`."""
+        with self._asking():
+            found: bytes | None = self._gcs.internal_kv_get(key, _NAMESPACE, timeout=_CONNECT_S)
+            return found
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """See `ClaimStore`."""
+        with self._asking():
+            self._gcs.internal_kv_put(key, value, True, _NAMESPACE, timeout=_CONNECT_S)
+
+    def add(self, key: bytes, value: bytes) -> bool:
+        """See `ClaimStore`."""
+        with self._asking():
+            return bool(self._gcs.internal_kv_put(key, value, False, _NAMESPACE, timeout=_CONNECT_S))
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except RpcError as error:
+            raise ClusterError(
+                f"what listens at {self._address} does not answer as a Ray cluster does: {error}"
+            ) from None
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,11 +98,7 @@ def served_at(address: str) -> Served | None:
     """What the cluster at an address serves; None: nothing yet. This machine need not be one of it, and is not by this.
     ClusterError if there is no cluster.
     """
-    check_address(address)
-    try:
-        found = GcsClient(address=address).internal_kv_get(_KEY, _NAMESPACE, timeout=_CONNECT_S)
-    except RpcError as error:
-        raise ClusterError(f"what listens at {address} does not answer as a Ray cluster does: {error}") from None
+    found = ClusterKeys(address).get(_KEY)
     return None if found is None else msgspec.json.decode(found, type=Served)
 
 
@@ -130,8 +170,7 @@ def _wait_for_ray(process: "subprocess.Popen[str]", address: str, label: str) ->
     while time.monotonic() < until_s:
         if process.poll() is not None:
             assert process.stderr is not None
-            lines = [line for line in process.stderr.read().splitlines() if line.strip()]
-            raise ClusterError(f"Ray cannot be started here: {lines[-1] if lines else 'see its log'}")
+            raise ClusterError(f"Ray cannot be started here: {last_words(process.stderr.read()) or 'see its log'}")
         with suppress(ClusterError, RayError, RuntimeError):
             check_address(address)
             for id, node in GcsClient(address=address).get_all_node_info(timeout=_CONNECT_S).items():

@@ -14,6 +14,7 @@ from ray.util import list_named_actors
 from coserve.cluster.messages import CommandBatch, NodeCalls, NodeReports, NodeSettings, NodeStatus
 from coserve.cluster.node_actor import NodeActor
 from coserve.cluster.nodes import NODE, node_names
+from coserve.cluster.ray_errors import first_line
 from coserve.cluster.ray_machine import DEVICE
 from coserve.cluster.shared_paths import SharedPaths
 from coserve.errors import ClusterError, CoserveError, EngineGoneError
@@ -24,6 +25,8 @@ NAMESPACE = "coserve"
 # How often Ray is asked for devices that have joined.
 _COUNT_S = 2.0
 _CALL_S = 10.0
+# An actor that Ray does not start again, since its own start failed or somebody ended it, is made again after this.
+_MAKE_AGAIN_S = 10.0
 # Until Ray has forgotten an actor that it was told to end.
 _END_S, _POLL_S = 10.0, 0.1
 
@@ -73,6 +76,7 @@ class RayNodes:
         """uses_gpu: each needs one of Ray's GPUs, if there are any."""
         self._settings, self._uses_gpu = msgspec.msgpack.encode(settings), uses_gpu
         self._found: dict[str, RayNode] = {}
+        self._made_s: dict[str, float] = {}
         self._counted_s, self._has_warned = float("-inf"), False
 
     async def find(self) -> dict[str, NodeCalls]:
@@ -106,9 +110,12 @@ class RayNodes:
 
     def _make_missing(self) -> None:
         num_devices, num_gpus = int(ray.cluster_resources().get(DEVICE, 0)), self._num_gpus()
-        for name in node_names(_names(), num_devices):
-            if name not in self._found:
+        existing = _names()
+        for name in node_names(existing, num_devices):
+            if (node := self._found.get(name)) is None:
                 self._found[name] = RayNode(self._make(name))
+            elif name not in existing and time.monotonic() - self._made_s[name] > _MAKE_AGAIN_S:
+                node.actor = self._make(name)  # its home could not be written, say, or somebody has ended it
         if 0 < num_gpus < num_devices and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -134,6 +141,7 @@ class RayNodes:
             num_gpus=min(1, self._num_gpus()),
             resources={DEVICE: 1},
         )
+        self._made_s[name] = time.monotonic()
         return made.remote(self._settings)
 
 
@@ -162,9 +170,3 @@ def _names() -> list[str]:
     actors = list_named_actors(all_namespaces=True)
     names = [each["name"] for each in actors if each["namespace"] == NAMESPACE]
     return sorted(name for name in names if name.startswith(NODE))
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip() if lines else type(error).__name__

@@ -5,10 +5,11 @@ whose engine has died has none to lose. So the server's process imports everythi
 forks off a process that does nothing but fork engines (as Python's `multiprocessing.forkserver` does, which would
 import everything again). No thread runs at that moment, no parallel region of PyTorch has run, and no GPU was touched:
 none of the three outlives a fork. If somebody ends that process, another one is started as a program, which imports
-everything itself.
+everything itself. A node of a cluster has none of its own: it connects to the one of its machine (`shared_forks`).
 
-Between the two lies a socket that keeps messages apart: "fork" with the engine's standard input, or "kill"; and back,
-"ended" with how. When the server ends, the socket closes, and the kernel ends this process and with it the engine.
+Between the two lies a socket that keeps messages apart: "fork" with the engine's standard input, standard error and
+environment, or "kill"; and back, "ended" with how. When the server ends, the socket closes, and the kernel ends this
+process and with it the engine.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -36,7 +37,7 @@ _MOST_BYTES = 1 << 16
 
 
 class _Fork(msgspec.Struct, tag=True, frozen=True):
-    environment: dict[str, str]  # what is to be different
+    pass
 
 
 class _Kill(msgspec.Struct, tag=True, frozen=True):
@@ -50,70 +51,87 @@ class _Ended(msgspec.Struct, tag=True, frozen=True):
 class ForkServer:
     """The server's end; one engine at a time. Belongs to the event loop that is running."""
 
-    def __init__(self, run_engine: Callable[[], int] | None, model: str) -> None:
+    def __init__(
+        self,
+        run_engine: Callable[[], int] | None,
+        model: str,
+        *,
+        connect: Callable[[str], Awaitable[socket.socket | None]] | None = None,
+    ) -> None:
         """Fork. To be called before there are threads, with everything imported that an engine needs.
 
         run_engine: an engine's life, in its own process; returns its status. None: this process cannot fork, and with
         the first engine starts a program that can. model: that engines serve, for what that needs to be imported.
+        connect: given the model, to a process that is there for others, too, in place of such a program (None: there
+        is none).
         """
-        self._model = model
+        self._model, self._connect_to = model, connect
+        self._pid: int | None = None  # of the process that forks, if it is a child of this one
         self._has_ended = True
         self._engine: _ForkedEngine | None = None
         if run_engine is not None:
             self._fork(run_engine)
 
     def _fork(self, run_engine: Callable[[], int]) -> None:
-        theirs = self._connect()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         with warnings.catch_warnings():
             # Python warns of numpy's idle threads, too, which look after themselves at a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
-        if self._pid == 0:
+            pid = os.fork()
+        if pid == 0:
             _run(theirs, parent, run_engine)
         theirs.close()
-        self._has_ended = False
+        self._use(ours, pid)
 
     async def launch(self, line: bytes, home: Path | None) -> Launched:
         """An engine; see `coserve.worker.launch.Launch`."""
         assert self._engine is None or self._engine.returncode is not None, "one engine at a time"
         if self._has_ended:
-            self._start_another()
+            shared = None if self._connect_to is None else await self._connect_to(self._model)
+            if shared is not None:
+                self._use(shared, None)
+            else:
+                self._start_another()
         theirs, ours = os.pipe()
+        environment = os.memfd_create("environment")  # which may be more than a message holds
         engine = self._engine = _ForkedEngine(self._kill, ours)
         try:
-            message = msgspec.json.encode(_Fork(home_environment(home)))
-            socket.send_fds(self._socket, [message], [theirs])
+            with os.fdopen(environment, "wb", closefd=False) as file:
+                own = os.environ | home_environment(home)
+                file.write(b"\0".join(os.fsencode(f"{name}={value}") for name, value in own.items()))
+            socket.send_fds(self._socket, [msgspec.json.encode(_Fork())], [theirs, 2, environment])
             os.write(ours, line)  # far less than a pipe holds
         except OSError:  # it has ended at this moment, and so has the engine
             engine.end(-signal.SIGKILL)
         finally:
             os.close(theirs)
+            os.close(environment)
         return engine
 
     def close(self) -> None:
         """End it, and the engine if there is one."""
         if self._has_ended:
             return
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+        if self._pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
         self._forget()
 
-    def _connect(self) -> socket.socket:
-        """A new socket; returns its other end."""
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _use(self, connected: socket.socket, pid: int | None) -> None:
+        """A process that forks. pid: of one that is a child of this one."""
+        self._socket, self._pid, self._has_ended = connected, pid, False
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._read)
-        return theirs
 
     def _start_another(self) -> None:
         """As a program: this process has threads by now."""
-        theirs = self._connect()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.set_inheritable(True)
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), self._model]
-        self._pid = os.posix_spawn(sys.executable, command, os.environ)
+        pid = os.posix_spawn(sys.executable, command, os.environ)
         theirs.close()
-        self._has_ended = False
+        self._use(ours, pid)
 
     def _forget(self) -> None:
         """It has ended, or is about to."""
@@ -121,7 +139,8 @@ class ForkServer:
             self._has_ended = True
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
-            os.waitpid(self._pid, 0)
+            if self._pid is not None:
+                os.waitpid(self._pid, 0)
 
     def _kill(self) -> None:
         with suppress(OSError):
@@ -167,15 +186,33 @@ class _ForkedEngine:
 # -- the process that forks -----------------------------------------------------------------------
 
 
-def _run(control: socket.socket, server: int, run_engine: Callable[[], int]) -> NoReturn:
-    """All of its life. Whatever happens, the caller's stack is not to be returned to in this process."""
+def import_for_engines(model: str) -> Callable[[], int]:
+    """All that an engine of a model needs; returns an engine's life."""
+    from coserve.models.source import find_model
+    from coserve.worker.process import main as run_engine
+
+    with suppress(CoserveError):  # which the engine says
+        find_model(model, with_weights=False)  # with what transformers needs for its family
+    return run_engine
+
+
+def serve_connection(control: socket.socket, run_engine: Callable[[], int]) -> NoReturn:
+    """All of the life of a process that has been forked off for one connection, and ends with that."""
+    _run(control, None, run_engine)
+
+
+def _run(control: socket.socket, server: int | None, run_engine: Callable[[], int]) -> NoReturn:
+    """All of its life. Whatever happens, the caller's stack is not to be returned to in this process. server: whose
+    child it is, with which it ends.
+    """
     try:
-        end_with_parent()
+        if server is not None:
+            end_with_parent()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server's affair
             signal.signal(number, signal.SIG_IGN)
         _close_all_but(control.fileno())
         gc.freeze()  # what is there stays, and is not touched by collections in engines
-        if os.getppid() == server:  # or it has ended before the kernel was told
+        if server in (None, os.getppid()):  # or it has ended before the kernel was told
             _fork_engines(control, run_engine)
     except BaseException:
         traceback.print_exc()
@@ -194,7 +231,7 @@ def _fork_engines(control: socket.socket, run_engine: Callable[[], int]) -> None
             control.send(msgspec.json.encode(_Ended(os.waitstatus_to_exitcode(status))))
         if control.fileno() not in ready:
             continue
-        message, passed, _, _ = socket.recv_fds(control, _MOST_BYTES, 1)
+        message, passed, _, _ = socket.recv_fds(control, _MOST_BYTES, 3)
         if not message:
             return
         command = msgspec.json.decode(message, type=_Fork | _Kill)
@@ -202,20 +239,29 @@ def _fork_engines(control: socket.socket, run_engine: Callable[[], int]) -> None
             pid = os.fork()
             if pid == 0:
                 control.close()
-                _run_engine(passed[0], command.environment, run_engine)
-            os.close(passed[0])
+                _run_engine(passed, run_engine)
+            for each in passed:
+                os.close(each)
             engine = pid, os.pidfd_open(pid)
         elif engine is not None:
             signal.pidfd_send_signal(engine[1], signal.SIGKILL)
 
 
-def _run_engine(stdin: int, environment: dict[str, str], run_engine: Callable[[], int]) -> NoReturn:
+def _run_engine(passed: Sequence[int], run_engine: Callable[[], int]) -> NoReturn:
+    """passed: files of its standard input, its standard error and its environment."""
     status = 1
     try:
+        stdin, stderr, environment = passed
         os.dup2(stdin, 0)
-        os.close(stdin)
+        os.dup2(stderr, 2)
         os.dup2(2, 1)
-        os.environ.update(environment)
+        os.close(stdin)
+        os.close(stderr)
+        os.lseek(environment, 0, os.SEEK_SET)
+        with os.fdopen(environment, "rb") as file:
+            found = os.fsdecode(file.read()).split("\0")
+        os.environ.clear()
+        os.environ.update(dict(each.split("=", 1) for each in found if each))
         status = run_engine()
     except BaseException:
         traceback.print_exc()
@@ -232,13 +278,8 @@ def _close_all_but(kept: int) -> None:
 
 def main() -> NoReturn:
     """Of one that is a program: the number of its socket, and of the server's process; the model."""
-    from coserve.models.source import find_model
-    from coserve.worker.process import main as run_engine
-
     control, server = map(int, sys.argv[1:3])
-    with suppress(CoserveError):  # which the engine says
-        find_model(sys.argv[3], with_weights=False)  # with what transformers needs for its family
-    _run(socket.socket(fileno=control), server, run_engine)
+    _run(socket.socket(fileno=control), server, import_for_engines(sys.argv[3]))
 
 
 if __name__ == "__main__":

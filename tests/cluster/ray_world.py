@@ -78,11 +78,16 @@ class RayWorld:
         found: dict[str, Any] = self.on_ray.status()
         return found
 
-    def members(self) -> tuple[int, list[str]]:
-        """How many machines Ray has ever had, and the nodes that the front knows."""
+    def members_of_ray(self) -> list[dict[str, Any]]:
+        """All machines that Ray has ever had."""
         import ray
 
-        return len(ray.nodes()), [each["name"] for each in self.status()["nodes"]]
+        found: list[dict[str, Any]] = ray.nodes()
+        return found
+
+    def members(self) -> tuple[int, list[str]]:
+        """How many machines Ray has ever had, and the nodes that the front knows."""
+        return len(self.members_of_ray()), [each["name"] for each in self.status()["nodes"]]
 
     def num_ready(self) -> int:
         from coserve.errors import CoserveError
@@ -117,13 +122,20 @@ class RayWorld:
 
     def kill_engine(self, number: int) -> None:
         """The process that holds the model; its actor has another one forked."""
-        (forks,) = children(self._pid_of_node(number))
-        for each in children(forks):
-            _kill(each)
+        _kill(engine_of(self._pid_of_node(number)))
 
     def kill_actor(self, number: int) -> None:
         """The actor's process; Ray starts it again."""
         _kill(self._pid_of_node(number))
+
+    def end_actor(self, number: int) -> None:
+        """For good: Ray does not start it again."""
+        import ray
+
+        from coserve.cluster.ray_nodes import NAMESPACE
+
+        names = [each["name"] for each in self._nodes()]
+        ray.kill(ray.get_actor(names[number % len(names)], NAMESPACE))
 
     def kill_machine(self, number: int) -> None:
         """All that runs on a machine of Ray's; another one takes its place."""
@@ -191,6 +203,17 @@ class RayWorld:
             pid: int = self.status()["pid"]
             return pid
         return None
+
+
+def engine_of(actor: int) -> int:
+    """The process that reads what a node's actor writes to its standard input; they have no other kinship."""
+    written = {os.readlink(file) for file in Path(f"/proc/{actor}/fd").iterdir() if file.exists() or file.is_symlink()}
+    pipes = {each for each in written if each.startswith("pipe:")}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(process.name) != actor and os.readlink(process / "fd" / "0") in pipes:
+                return int(process.name)
+    raise AssertionError(f"the actor {actor} has no engine")
 
 
 def children(pid: int) -> list[int]:

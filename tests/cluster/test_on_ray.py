@@ -151,6 +151,13 @@ def test_a_machine_that_is_refused_has_joined_nothing(world: RayWorld, tmp_path:
     assert world.members() == before
 
 
+def test_a_node_that_ray_has_given_up_is_made_again(world: RayWorld):
+    world.until(lambda: world.num_ready() == 3)
+    lives = world.lives()
+    world.end_actor(1)
+    world.until(partial(world.has_recovered, lives))
+
+
 @pytest.fixture(scope="module")
 def made(world: RayWorld, engine: Any) -> Any:
     """A job that has succeeded; `engine` has what it made, too."""

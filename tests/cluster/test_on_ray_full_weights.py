@@ -96,13 +96,44 @@ def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path)
 def command(stderr: Path, *arguments: str) -> Iterator[ForkedCommand]:
     """`coserve cluster up`, which ends in good order."""
     up = ForkedCommand("cluster", "up", *arguments, environment=os.environ, stderr=stderr)
-    try:
+    with ended_in_good_order(up, stderr):
         yield up
+    up.stdout.close()
+
+
+@contextmanager
+def ended_in_good_order(up: ForkedCommand, stderr: Path) -> Iterator[None]:
+    try:
+        yield
     finally:
         up.send_signal(signal.SIGTERM)
         assert up.wait(120) == 0, stderr.read_text()
         assert "SIGTERM received" not in stderr.read_text(), "as Ray's handler would print, and end it"
-        up.stdout.close()
+
+
+@contextmanager
+def one_of_two(world: RayWorld, directory: Path, address: str, *arguments: str) -> Iterator[ForkedCommand]:
+    """Of two commands that would serve at once, the one that does; the other has said why it does not, and changed
+    nothing.
+    """
+    machines, errors = len(world.members_of_ray()), [directory / "first", directory / "rival"]
+    both = [ForkedCommand("cluster", "up", *arguments, environment=os.environ, stderr=each) for each in errors]
+    try:
+        world.until(lambda: any(each.poll() is not None for each in both))
+        (refused,) = [number for number, each in enumerate(both) if each.poll() is not None]
+        up, other = both[1 - refused], both[refused]
+        assert other.returncode == 1
+        (line,) = errors[refused].read_text().splitlines()
+        assert re.search(rf"the cluster at {address} serves /.+ already, as its first coserve cluster up said", line)
+        waits = f"another coserve cluster up begins or ends at {address} at this moment: this one waits for that\n"
+        assert other.stdout.read() in ("", waits)
+        assert len(world.members_of_ray()) == machines
+        with ended_in_good_order(up, errors[1 - refused]):
+            yield up
+    finally:
+        for each in both:
+            each.kill()
+            each.stdout.close()
 
 
 def assert_ctrl_c_is_not_rays(pid: int) -> None:
@@ -136,7 +167,7 @@ def test_the_command_serves_by_its_name_what_full_fine_tuning_has_made(
     given = [f"--{option}={value}" for option, value in options.items()]
     with command(tmp_path / "second", "--address", address) as other:
         assert other.stdout.readline().startswith(f"nothing is served at {address} yet")
-        with command(tmp_path / "first", name, *given) as up:
+        with one_of_two(world, tmp_path, address, name, *given) as up:
             assert "coserve serves " in up.stdout.readline()
             assert re.fullmatch(r"[34] nodes are ready\n", up.stdout.readline())
             assert other.stdout.readline() == f"1 device joins {address}\n"

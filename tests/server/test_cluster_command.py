@@ -41,6 +41,15 @@ def test_a_second_cluster_does_not_take_another_program_for_its_own_ray(tmp_path
 
 @pytest.mark.cluster
 @needs_ray
+def test_a_cluster_whose_port_another_program_has_is_not_begun(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = failure(tmp_path, "cluster", "up", "--device", "cpu", "--port", str(port))
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another --port or --host" in said
+
+
+@pytest.mark.cluster
+@needs_ray
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -8,6 +8,7 @@ import pytest
 from cluster_nodes import READY, ScriptedNode, cluster, make_job, make_request, num_ready, until
 from msgspec.structs import replace
 
+from coserve.cluster.messages import CommandBatch
 from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError, ClusterError, EngineGoneError, JobOverError
 from coserve.jobs.messages import Checkpointed
@@ -23,6 +24,7 @@ from coserve.worker.protocol import (
     StartJob,
     StepReport,
     UnloadAdapter,
+    decode_command,
 )
 
 
@@ -348,6 +350,36 @@ def test_what_a_divided_job_has_served_is_there_when_it_has_just_succeeded():
             link.open([of_live_job("late")])
             (sent,) = await until(lambda: nodes[0].of(AddRequest) + nodes[1].of(AddRequest))
             assert sent.adapter == AdapterRef(name="ft:one", directory="/step-9")
+
+    run(test)
+
+
+class SlowNode(ScriptedNode):
+    """Hears of jobs when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hears = asyncio.Event()
+
+    async def send(self, session: str, batch: CommandBatch) -> None:
+        if any(isinstance(decode_command(each), StartJob) for each in batch.commands):
+            await self.hears.wait()
+        await super().send(session, batch)
+
+
+def test_a_divided_job_rests_only_when_all_its_nodes_have_read_what_they_begin_with():
+    """Its first node's checkpoint takes the place of that one, which is removed."""
+
+    async def test() -> None:
+        nodes = ScriptedNode(), SlowNode()
+        async with cluster(*nodes) as link:
+            await link.start_job(make_job("one", data_parallel=DataParallel(num_nodes=2), checkpoint="/step-1"))
+            pausing = asyncio.create_task(link.pause_job("one"))
+            await asyncio.sleep(0.3)
+            assert not nodes[0].of(PauseJob)
+            nodes[1].hears.set()
+            await pausing
+            assert [len(node.of(PauseJob)) for node in nodes] == [1, 1]
 
     run(test)
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -104,12 +105,14 @@ def _up(
         raise ClusterError("--ray-port is for a cluster that is started here: leave it out, or --address")
     _require_ray()
     config = with_finished_model(server_config(**given))
+    from coserve.cluster.deploy_claim import DeployClaim
     from coserve.cluster.machines import wait_until_served
-    from coserve.cluster.ray_machine import DEFAULT_PORT, ray_machine, served_at
+    from coserve.cluster.ray_machine import DEFAULT_PORT, ClusterKeys, ray_machine, served_at
 
     own = _own_options(given | {"placement": placement, "fronts": fronts})
     # One without devices, or with options of its own, serves from here where nobody does yet.
     joins = address is not None and not own and nodes != 0
+    told = None
     # Before all else, which takes seconds to import; and before this machine is one of Ray's, whose devices get nodes.
     if address is not None:
         told = served_at(address)
@@ -124,6 +127,7 @@ def _up(
     from coserve.cluster.placement import placement_class
     from coserve.logs import configure_logs
     from coserve.models.source import check_model
+    from coserve.server.serve import listen
 
     configure_logs(config.log_format, config.log_level)
     check_config(config)
@@ -133,27 +137,39 @@ def _up(
     except ValueError as error:
         raise ClusterError(f"--{error}") from None
     check_model(config.model)
+    if address is None:  # nothing of a cluster that is there already listens here
+        listen(config.host, config.port).close()
     number = _num_devices(config.device) if nodes is None else nodes
     with ExitStack() as leaving:
+        claim: DeployClaim | None = None
+        if address is not None and (told is None or nodes == 0):
+            claim = leaving.enter_context(DeployClaim(ClusterKeys(address), waiting=partial(_say_waits, address)))
+            if nodes != 0 and (told := served_at(address)) is not None:  # by one that was first
+                _check_joins(address, [told.model], own, config.model, told.version)
         ended = leaving.enter_context(_Signals())
         machine = leaving.enter_context(ray_machine(address, number, host=config.host, port=ray_port or DEFAULT_PORT))
+        if address is None:
+            claim = leaving.enter_context(DeployClaim(ClusterKeys(machine.address), at_once=True))
         on_ray.connect(machine.address)
         leaving.callback(on_ray.disconnect)
         served = on_ray.served_models()
         if served:
             _check_joins(machine.address, served, own, config.model)
             _say(f"{number} {'device joins' if number == 1 else 'devices join'} {machine.address}")
-        elif joins:
+        elif claim is None:
             raise ClusterError(
                 f"the cluster at {machine.address} has just ended its front; join it when it has another"
             )
         else:
             on_ray.check_http(config)
+            claim.check()
             leaving.callback(on_ray.undeploy, config.drain_s)
             where = {} if config.database else on_ray.this_machine()
             on_ray.deploy(config, placement, resources=where, num_fronts=fronts or 1)
             leaving.enter_context(_reloading(on_ray.reload_keys, config.api_keys_file))
             _say(_start_line(config, machine.address))
+        if claim is not None:
+            claim.release()
         own_nodes = None if machine.id is None else number
         if (ready := on_ray.wait_for_nodes(ended.is_set, machine.id, own_nodes)) is not None:
             _say(f"{ready} {'node is' if ready == 1 else 'nodes are'} ready")
@@ -175,11 +191,15 @@ def _check_joins(address: str, served: list[str], own: set[str], model: str, ver
     """ClusterError if somebody means another cluster. own: options of the command. version: of its coserve."""
     if own - {"model"} or (own and model not in served):
         raise ClusterError(
-            f"the cluster at {address} serves {served[0]} already, as its first coserve cluster up said: to join it, "
-            "leave out all options but --address and --nodes"
+            f"the cluster at {address} serves {served[0] or 'something'} already, as its first coserve cluster up "
+            "said: to join it, leave out all options but --address and --nodes"
         )
     if version != VERSION:
         raise ClusterError(f"the cluster at {address} runs coserve {version}, and this is {VERSION}: install the same")
+
+
+def _say_waits(address: str) -> None:
+    _say(f"another coserve cluster up begins or ends at {address} at this moment: this one waits for that")
 
 
 def _start_line(config: Any, address: str) -> str:
